@@ -1,0 +1,89 @@
+"""The 8-bit formats, as values: every constant such as 448 lives here and nowhere else.
+
+A format is one sign bit, `exponent_bits` and `mantissa_bits`; a code is one byte. Sources: E4M3 and
+E5M2 are those of "FP8 Formats for Deep Learning" (arXiv 2209.05433); the FNUZ variant is that of
+arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). E3M4 is ours: bias 3, no
+infinity, no NaN among its finite codes (largest value 31, smallest step 2^-6), and 0x80 is NaN as
+in FNUZ, so that a NaN stays visible under static scales too.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ConfigError
+
+__all__ = ["AUTO", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
+
+AUTO = "auto"
+
+# The smallest dynamic scale: a token of zeros (or of subnormal numbers) still gets a scale whose
+# reciprocal is finite in fp32.
+MIN_SCALE = 2.0**-100
+
+
+@dataclass(frozen=True)
+class Format:
+    """An 8-bit floating-point format.
+
+    `max` is the largest finite value. `scale_from_e4m3` times a scale made for E4M3FN gives the
+    scale for the same numbers in this format. `unsigned_zero`: 0x80 is NaN and there is no -0.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    nan_code: int
+    max: float
+    scale_from_e4m3: float
+    unsigned_zero: bool = False
+    inf_code: int | None = None
+    torch_dtype: torch.dtype | None = None
+
+    @property
+    def min_subnormal(self) -> float:
+        """The step between subnormal numbers, which is also the smallest positive value."""
+        return float(2.0 ** (1 - self.bias - self.mantissa_bits))
+
+    @property
+    def min_normal(self) -> float:
+        """The smallest positive value with a full mantissa."""
+        return float(2.0 ** (1 - self.bias))
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp8_e4m3", 4, 3, 7, 0x7E, 0x7F, 448.0, 1.0, torch_dtype=torch.float8_e4m3fn),
+        # The same bits are worth half: a scale is doubled, and 448 / 2 = 224 stays below 240.
+        Format(
+            "fp8_e4m3fnuz", 4, 3, 8, 0x7F, 0x80, 240.0, 2.0, True, torch_dtype=torch.float8_e4m3fnuz
+        ),
+        Format(
+            "fp8_e5m2", 5, 2, 15, 0x7B, 0x7F, 57344.0, 448.0 / 57344.0, inf_code=0x7C,
+            torch_dtype=torch.float8_e5m2,
+        ),
+        Format("fp8_e3m4", 3, 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
+    )
+}  # fmt: skip
+
+_ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
+
+
+def parse_dtype(name: object, argument: str = "dtype") -> str:
+    """Returns the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if isinstance(name, str):
+        name = _ALIASES.get(name, name)
+        if name == AUTO or name in FORMATS:
+            return name
+    for fmt in FORMATS.values():
+        if name is fmt.torch_dtype and name is not None:
+            return fmt.name
+    known = ", ".join(repr(n) for n in (AUTO, *_ALIASES, *FORMATS))
+    raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
