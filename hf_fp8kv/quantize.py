@@ -1,0 +1,98 @@
+"""Encode and decode: the specification of what a byte means, in integer arithmetic.
+
+`encode` rounds to nearest, ties to even, saturates, and keeps NaN; the same bits on every device
+and under every torch, which the casts of torch do not promise (over 448 torch 2.11 gives NaN where
+2.13 saturates, and an E5M2 cast gives infinity).
+
+A dynamic scale is `max |x| / format.max`, rounded up to bfloat16, so that the largest number never
+saturates; numbers are multiplied by its fp32 reciprocal before `encode`. A token that holds NaN or
+infinity gets the scale NaN: it reads back as NaN under every format and is not hidden.
+"""
+
+import functools
+
+import torch
+
+from .formats import MIN_SCALE, Format
+
+__all__ = ["code_table", "decode", "dynamic_scale", "encode"]
+
+
+def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Returns the uint8 codes of `x`, in its shape.
+
+    Args:
+        x: any shape, float32 (16-bit floats are widened first, which is exact).
+        fmt: the format. Finite numbers past `fmt.max`, and infinities, become plus or minus
+            `fmt.max`; NaN becomes the format's NaN, and keeps its sign where the format has one.
+    """
+    bits = x.float().view(torch.int32)
+    magnitude = bits & 0x7FFFFFFF
+    negative = bits < 0
+    drop = 23 - fmt.mantissa_bits
+
+    # Normal numbers: round the mantissa in place (a carry moves into the exponent, as it should),
+    # then move from fp32's bias to the format's.
+    odd = (magnitude >> drop) & 1
+    normal = ((magnitude + ((1 << (drop - 1)) - 1) + odd) >> drop) - (
+        (127 - fmt.bias) << fmt.mantissa_bits
+    )
+
+    # Subnormal numbers: shift the full mantissa (with its hidden one) down to the fixed step. From
+    # 25 bits on every fp32 number rounds to zero.
+    exponent = magnitude >> 23
+    mantissa = (magnitude & 0x7FFFFF) | (exponent > 0).int() << 23
+    shift = (drop + 128 - fmt.bias - exponent.clamp(min=1)).clamp(min=1, max=25)
+    half = (torch.ones_like(shift) << (shift - 1)) - 1
+    subnormal = (mantissa + half + ((mantissa >> shift) & 1)) >> shift
+
+    min_normal = (128 - fmt.bias) << 23
+    code = torch.where(magnitude < min_normal, subnormal, normal).clamp(max=fmt.max_code)
+    if fmt.unsigned_zero:
+        code = torch.where(negative & (code > 0), code | 0x80, code)
+        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
+    else:
+        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)
+        code = torch.where(negative, code | 0x80, code)
+    return code.to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Returns the numbers that `codes` (uint8, any shape) stand for, float32, exact."""
+    table = code_table(fmt, codes.device)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+@functools.cache
+def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
+    """Returns what each of the 256 codes stands for: `[256]`, float32, on `device`."""
+    # A table made inside inference mode would refuse to take part in anything outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        code = torch.arange(256, dtype=torch.int32)
+        magnitude = code & 0x7F
+        exponent = magnitude >> fmt.mantissa_bits
+        fraction = magnitude & ((1 << fmt.mantissa_bits) - 1)
+        # fp32 bits of the normal numbers; a subnormal is its fraction times the fixed step.
+        normal = (((exponent + 127 - fmt.bias) << 23) | (fraction << (23 - fmt.mantissa_bits))).view(
+            torch.float32
+        )
+        value = torch.where(exponent > 0, normal, fraction.float() * fmt.min_subnormal)
+        value = torch.where(code >= 0x80, -value, value)
+        if fmt.unsigned_zero:
+            value[fmt.nan_code] = torch.nan
+        else:
+            if fmt.inf_code is not None:
+                value[fmt.inf_code], value[fmt.inf_code | 0x80] = torch.inf, -torch.inf
+            special = fmt.max_code if fmt.inf_code is None else fmt.inf_code
+            value[special + 1 : 0x80] = torch.nan
+            value[(special + 1) | 0x80 :] = torch.nan
+        return value.to(device)
+
+
+def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Returns the scale of each vector of the last axis of `x`: `x.shape[:-1]`, bfloat16."""
+    amax = x.float().abs().amax(-1)
+    scale = (amax / fmt.max).clamp(min=MIN_SCALE)
+    # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up.
+    rounded = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    return torch.where(amax.isfinite(), rounded, torch.nan).to(torch.bfloat16)
