@@ -1,0 +1,84 @@
+"""What every test starts from: no network, the same random numbers, two threads, and a device.
+
+RUN_SLOW=1 also runs the tests marked slow. Tests marked gpu run where torch finds a device.
+"""
+
+import os
+
+# Read by huggingface_hub and transformers when they are imported, hence before everything else.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+# Under pytest-xdist the workers share the cores.
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+
+# No deadline: the first example of a test may compile a kernel. In CI the examples are the same in
+# every run, so that a failure there is a failure everywhere.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run, or was not asked to run."""
+    no_gpu = pytest.mark.skip(reason="needs a GPU, and torch finds none")
+    not_asked = pytest.mark.skip(reason="slow: set RUN_SLOW=1 to run it")
+    for item in items:
+        if "gpu" in item.keywords and not HAS_GPU:
+            item.add_marker(no_gpu)
+        if "slow" in item.keywords and os.environ.get("RUN_SLOW", "0") == "0":
+            item.add_marker(not_asked)
+
+
+def _devices() -> list[object]:
+    return ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_GPU else ["cpu"]
+
+
+@pytest.fixture(params=_devices())
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the GPU where there is one (that half then carries the marker gpu)."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    """A test that changes torch's defaults does not change those of the next one."""
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session")
+def demo_model_path() -> Path:
+    """The folder of the demo's model (SmolLM2-135M-Instruct, bf16), converted on first use."""
+    from hf_fp8kv import demo
+    from hf_fp8kv.errors import ConfigError
+
+    try:
+        return demo.model_path()
+    except ConfigError as error:
+        if os.environ.get("CI"):
+            raise  # CI installs the model: a skip there would hide half of the tests
+        pytest.skip(str(error))
