@@ -15,3 +15,179 @@ What a stored code stands for (reference.py is the specification):
     "auto"           K[b, h, n, d] = the stored number
     where page = table[b, n // S] and slot = n % S; V the same, without a centre.
 """
+
+import functools
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from ..errors import BackendError
+from ..formats import AUTO
+from .pages import Pages
+
+__all__ = ["BACKENDS", "Pages", "attend", "available_backends", "choose_backend", "gather", "write"]
+
+# name -> module. Each has write, attend and gather, with reference.py's arguments. "reference" is
+# for tests; a user chooses among the others.
+BACKENDS = {"torch": ".chunked", "numba": ".cpu", "reference": ".reference"}
+CHOICES = ("auto", "torch", "numba", "triton")
+
+
+def available_backends() -> dict[str, str | None]:
+    """Returns for each backend None if it runs here, otherwise why it does not."""
+    numba = importlib.util.find_spec("numba")
+    return {
+        "torch": None,
+        "numba": None if numba else "numba is not installed: pip install 'hf-fp8kv[cpu]'",
+        "triton": "this version has no Triton kernels yet: use backend='torch' on a GPU",
+    }
+
+
+def choose_backend(name: str, device: torch.device) -> str:
+    """Returns the backend to use on `device`: a key of `BACKENDS`.
+
+    Args:
+        name: "auto", or the backend that a user insists on.
+        device: where the pages are.
+
+    Raises:
+        BackendError: the name is unknown, or that backend cannot run on `device`.
+    """
+    if name == "reference":
+        return name
+    if name not in CHOICES:
+        raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
+    why = available_backends()
+    if name == AUTO:
+        return "numba" if device.type == "cpu" and why["numba"] is None else "torch"
+    if why[name] is not None:
+        raise BackendError(f"backend {name!r} cannot run here: {why[name]}")
+    if name == "numba" and device.type != "cpu":
+        raise BackendError(
+            f"backend 'numba' expected pages on the CPU, got {device}; use backend='auto'"
+        )
+    return name
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(BACKENDS[name], __name__)
+
+
+def write(
+    pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
+) -> None:
+    """Stores new tokens; see `reference.write`."""
+    torch.ops.hf_fp8kv.write(*pages[:8], key, value, lengths, *pages[8:], backend)
+
+
+def gather(
+    pages: Pages,
+    lengths: torch.Tensor,
+    side: str,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    ragged: bool,
+    backend: str,
+) -> torch.Tensor:
+    """Returns dense keys or values; see `reference.gather`."""
+    return torch.ops.hf_fp8kv.gather(  # type: ignore[no-any-return]
+        *pages[:8], lengths, *pages[8:], side, start, stop, dtype, ragged, backend
+    )
+
+
+def attend(
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    backend: str,
+) -> torch.Tensor:
+    """Returns attention over stored tokens; see `reference.attend`."""
+    return torch.ops.hf_fp8kv.attend(  # type: ignore[no-any-return]
+        query, *pages[:8], lengths, sinks, mask, bias, *pages[8:],
+        start, stop, scaling, causal, window, softcap, backend,
+    )  # fmt: skip
+
+
+_STORED = "Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales"
+_REST = "Tensor? k_scale, Tensor? v_scale, Tensor? k_center, Tensor table"
+_NAMES = "str k_format, str v_format"
+_MUTABLE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scales, Tensor(d!)? v_scales"
+
+
+def _pages(stored: tuple[torch.Tensor | None, ...], names: tuple[str, str]) -> Pages:
+    return Pages(*stored, *names)  # type: ignore[arg-type]
+
+
+def _write(*args: object) -> None:
+    *stored, key, value, lengths, k_format, v_format, backend = args
+    _module(backend).write(_pages(stored, (k_format, v_format)), key, value, lengths)  # type: ignore[arg-type]
+
+
+def _gather(*args: object) -> torch.Tensor:
+    stored, lengths, names, rest, backend = args[:8], args[8], args[9:11], args[11:16], args[16]
+    found = _module(backend).gather(_pages(stored, names), lengths, *rest)  # type: ignore[arg-type]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _gather_shape(*args: object) -> torch.Tensor:
+    k, v, table = args[0], args[1], args[7]
+    side, start, stop, dtype = args[11:15]
+    dim = k.shape[3] if side == "k" else v.shape[2]  # type: ignore[attr-defined]
+    return k.new_empty((table.shape[0], k.shape[1], stop - start, dim), dtype=dtype)  # type: ignore
+
+
+def _attend(query: torch.Tensor, *args: object) -> torch.Tensor:
+    stored, (lengths, sinks, mask, bias), names = args[:8], args[8:12], args[12:14]
+    start, stop, scaling, causal, window, softcap, backend = args[14:]
+    found = _module(backend).attend(  # type: ignore[arg-type]
+        query, _pages(stored, names), lengths, start, stop,  # type: ignore[arg-type]
+        scaling=scaling, causal=causal, window=window, softcap=softcap,
+        sinks=sinks, mask=mask, bias=bias,
+    )  # fmt: skip
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _attend_shape(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, heads, tokens, _dim = query.shape
+    return query.new_empty((batch, tokens, heads, v.shape[2]))
+
+
+# A library rather than `torch.library.custom_op`: its dispatch costs a sixth, and these run once
+# per layer and token.
+_LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
+_LIBRARY.define(
+    f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, str backend)"
+    " -> ()"
+)
+_LIBRARY.define(
+    f"gather({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, SymInt stop, "
+    "ScalarType dtype, bool ragged, str backend) -> Tensor"
+)
+_LIBRARY.define(
+    f"attend(Tensor query, {_STORED}, {_REST}, Tensor lengths, Tensor? sinks, Tensor? mask, "
+    f"Tensor? bias, {_NAMES}, SymInt start, SymInt stop, float scaling, bool causal, int window, "
+    "float softcap, str backend) -> Tensor"
+)
+for _name, _run, _shape in (
+    ("write", _write, lambda *_: None),
+    ("gather", _gather, _gather_shape),
+    ("attend", _attend, _attend_shape),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hf_fp8kv::{_name}", _shape, lib=_LIBRARY)

@@ -1,0 +1,171 @@
+"""The "torch" backend: attention over a few pages at a time, with an online softmax.
+
+A chunk of about 512 tokens stays in a CPU's cache between decoding and the two products, and no
+dense copy of the history ever exists. Bytes are decoded by table look-up (`index_select`), since
+torch's own cast from float8 is many times slower on a CPU.
+"""
+
+import torch
+
+from ..formats import AUTO, FORMATS
+from ..quantize import code_table
+from .pages import Pages
+from .reference import gather, write
+
+__all__ = ["attend", "gather", "write"]
+
+# Tokens of one chunk.
+CHUNK = 512
+
+
+def attend(
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns what `reference.attend` returns, up to rounding; the same arguments."""
+    batch, q_heads, tokens, _ = query.shape
+    heads, size = pages.k.shape[1], pages.page_size
+    groups, v_dim = q_heads // heads, pages.v.shape[2]
+    rows = groups * tokens
+    exact = query.float() * scaling
+    q = exact if pages.k_scale is None else _per_head(exact, heads) * pages.k_scale[:, None]
+    q = q.reshape(batch * heads, rows, -1)
+    # softmax(x + a) = softmax(x): the centre's share of the logits counts only where something is
+    # compared with them that does not contain it.
+    offset = None
+    if pages.k_center is not None and (softcap or sinks is not None):
+        centers = pages.k_center.reshape(batch * heads, -1, 1)
+        offset = _per_head(exact, heads).reshape(batch * heads, rows, -1) @ centers
+
+    if lengths.is_cpu:
+        # Nothing outside of [low, high) can be seen: pages out there are not touched.
+        high = min(stop, int(lengths.max()))
+        low = start
+        if window:
+            low = max(start, int(lengths.min()) - tokens - window + 1)
+    else:
+        low, high = start, stop
+    top = q.new_full((batch * heads, rows, 1), -torch.inf)
+    if sinks is not None:
+        per_head = sinks.float().view(1, heads, groups, 1).expand(batch, -1, -1, tokens)
+        top = per_head.reshape(batch * heads, rows, 1).clone()
+    total = torch.ones_like(top) if sinks is not None else torch.zeros_like(top)
+    out = q.new_zeros((batch * heads, rows, v_dim))
+
+    query_at = lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
+    step = max(CHUNK // size, 1)
+    for first in range(low // size, -(-high // size), step):
+        last = min(first + step, -(-high // size))
+        at = torch.arange(first * size, last * size, device=lengths.device)
+        k, k_scales, v, v_scales = _read(pages, first, last)
+        logits = q @ k.transpose(1, 2)
+        if k_scales is not None:
+            logits *= k_scales
+        if offset is not None:
+            logits += offset
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        shaped = logits.view(batch, heads, groups, tokens, -1)
+        left, right = max(start - first * size, 0), min(stop - first * size, len(at))
+        columns = slice(first * size + left - start, first * size + right - start)
+        inner = shaped[..., left:right]
+        for extra in (bias, mask if mask is not None and mask.is_floating_point() else None):
+            if extra is not None:
+                part = extra[..., columns].float()
+                if part.shape[1] > 1:
+                    inner += part.view(len(part), heads, groups, *part.shape[2:])
+                else:
+                    inner += part[:, :, None]
+        seen = (at < lengths[:, None])[:, None]
+        if left or right < len(at):
+            seen = seen & ((at >= start) & (at < stop))
+        if causal:
+            seen = seen & (at <= query_at[..., None])
+        if window:
+            seen = seen & (at > query_at[..., None] - window)
+        if mask is not None and not mask.is_floating_point():
+            part = mask[:, 0, :, columns].bool()
+            part = torch.nn.functional.pad(part, (left, len(at) - right))
+            seen = seen & part
+        shaped.masked_fill_(~seen[:, None, None], -torch.inf)
+        # What no query sees must not count even if its bytes are NaN.
+        hidden = ~seen.any(1)
+
+        best = torch.maximum(top, logits.amax(-1, keepdim=True))
+        # A row that has seen nothing yet has best = -inf: exp(-inf - -inf) would be NaN.
+        safe = best.masked_fill(best == -torch.inf, 0)
+        weights = (logits - safe).exp_()
+        fade = (top - safe).exp_()
+        total = total * fade + weights.sum(-1, keepdim=True)
+        if v_scales is not None:
+            v_scales.masked_fill_(hidden.repeat_interleave(heads, 0)[:, None], 0)
+            weights *= v_scales
+        out *= fade
+        _add_values(out, weights, v, hidden, heads)
+        top = best
+    out = out / total.masked_fill(total == 0, 1)
+    out = out.view(batch, heads, groups, tokens, v_dim)
+    if pages.v_scale is not None:
+        out = out * pages.v_scale[:, None, None]
+    return out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, q_heads, v_dim).to(query.dtype)
+
+
+def _per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[B, Hq, T, D] -> [B, Hkv, G * T, D]."""
+    return x.reshape(x.shape[0], heads, -1, x.shape[3])
+
+
+def _read(
+    pages: Pages, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """Logical pages `first` to `last - 1`, decoded but not scaled, fp32, and the dynamic scales.
+
+    K `[B * Hkv, n * S, Dk]`, scales `[B * Hkv, 1, n * S]`, V `[B * Hkv, n, Dv, S]`.
+    """
+    number = pages.table[:, first:last].clamp(min=0)
+    batch, count = number.shape
+    heads, size = pages.k.shape[1], pages.page_size
+    # One look-up brings a sequence's pages side by side: [B, Hkv, n] places in [P * Hkv].
+    place = number[:, None] * heads + torch.arange(heads, device=number.device, dtype=torch.int32)[
+        :, None
+    ]
+    place = place.reshape(-1)
+
+    def scales(pool: torch.Tensor | None) -> torch.Tensor | None:
+        if pool is None:
+            return None
+        return pool.flatten(0, 1).index_select(0, place).float().view(batch * heads, 1, -1)
+
+    def stored(pool: torch.Tensor, name: str) -> torch.Tensor:
+        codes = pool.flatten(0, 1).index_select(0, place)
+        if name == AUTO:
+            return codes.float()
+        table = code_table(FORMATS[name], codes.device)
+        return table.index_select(0, codes.view(-1).int()).view(codes.shape)
+
+    k = stored(pages.k, pages.k_format).view(batch * heads, count * size, -1)
+    v = stored(pages.v, pages.v_format).view(batch * heads, count, -1, size)
+    return k, scales(pages.k_scales), v, scales(pages.v_scales)
+
+
+def _add_values(
+    out: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, heads: int
+) -> None:
+    """Adds weights @ V to `out`; V of hidden tokens may hold anything, NaN too."""
+    count, size = v.shape[1], v.shape[3]
+    if bool(hidden.any()):
+        nothing = hidden.repeat_interleave(heads, 0).view(-1, count, 1, size)
+        v = v.masked_fill(nothing, 0)
+    flat = v.transpose(1, 2).flatten(2)  # [B * Hkv, Dv, n * S]
+    out += weights @ flat.transpose(1, 2)

@@ -1,0 +1,125 @@
+"""The bytes of one layer's pages: bytes only, no knowledge of who holds which page."""
+
+import torch
+
+from .block_table import Copies
+from .errors import ConfigError
+from .formats import AUTO
+
+__all__ = ["PagePool"]
+
+
+class PagePool:
+    """One layer's stored keys and values.
+
+    Made before the first token is known; `allocate` gives it shapes. Forks of a cache share it.
+
+    Attributes:
+        k: `[P, Hkv, S, Dk]`, uint8, or the model's dtype for "auto".
+        v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
+        k_scales: `[P, Hkv, S]`, bfloat16, when K's scales are dynamic; else None.
+        v_scales: the same for V.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def __init__(
+        self,
+        page_size: int,
+        key_format: str,
+        value_format: str,
+        *,
+        dynamic: bool,
+    ) -> None:
+        self.page_size = page_size
+        self.key_format, self.value_format = key_format, value_format
+        self.dynamic = dynamic
+        self.k_scales: torch.Tensor | None = None
+        self.v_scales: torch.Tensor | None = None
+        self.is_allocated = False
+
+    def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
+        """The pool then has `pages` zeroed pages for tokens like these.
+
+        Args:
+            key: `[B, Hkv, T, Dk]`, of the model's dtype and device; only the shape is read.
+            value: `[B, Hkv, T, Dv]`.
+            pages: how many.
+        """
+        self.dtype, self.device = key.dtype, key.device
+        self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
+        slots = self.page_size
+        self.k = self._zeros(pages, self.heads, slots, self.k_dim, dtype=self.key_dtype)
+        self.v = self._zeros(pages, self.heads, self.v_dim, slots, dtype=self.value_dtype)
+        if self.dynamic:
+            if self.key_format != AUTO:
+                self.k_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
+            if self.value_format != AUTO:
+                self.v_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
+        self.is_allocated = True
+
+    @property
+    def key_dtype(self) -> torch.dtype:
+        """What a stored number of K is held in."""
+        return self.dtype if self.key_format == AUTO else torch.uint8
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """What a stored number of V is held in."""
+        return self.dtype if self.value_format == AUTO else torch.uint8
+
+    @property
+    def pages(self) -> int:
+        """Pages that there is room for."""
+        return len(self.k) if self.is_allocated else 0
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Returns every tensor of the pool by name; each has the pages as its first axis."""
+        found = {"k": self.k, "v": self.v, "k_scales": self.k_scales, "v_scales": self.v_scales}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def grow(self, pages: int) -> None:
+        """There is then room for `pages` pages; the content stays, new pages are zero."""
+        if pages <= self.pages:
+            return
+        # One tensor after the other: at most one of them exists twice at a time.
+        for name, old in self.tensors().items():
+            new = torch.zeros((pages, *old.shape[1:]), dtype=old.dtype, device=old.device)
+            new[: len(old)] = old
+            setattr(self, name, new)
+            del old
+
+    def copy(self, copies: Copies) -> None:
+        """Page `destinations[i]` then holds what page `sources[i]` holds."""
+        sources, destinations = (torch.from_numpy(c).to(self.k.device).long() for c in copies)
+        for tensor in self.tensors().values():
+            tensor[destinations] = tensor[sources]
+
+    def zero(self) -> None:
+        """Every page is zero, at the same address."""
+        for tensor in self.tensors().values():
+            tensor.zero_()
+
+    def move(self, device: torch.device) -> None:
+        """The bytes are then on `device`; `self.device` still names where the layer computes."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.to(device, non_blocking=True))
+
+    def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raises ConfigError unless tokens like these fit the pool; changes nothing."""
+        expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.device)
+        got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        if got != expected:
+            raise ConfigError(
+                "expected keys and values like the first call's (heads, key size, value size, "
+                f"dtype, device) = {expected}, got {got}; a cache belongs to one model: make a new "
+                "FP8PagedCache for another one"
+            )
+
+    def bytes_per_page(self) -> int:
+        """Bytes of one page: K, V and dynamic scales."""
+        return sum(t[0].numel() * t.element_size() for t in self.tensors().values() if len(t))
+
+    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
