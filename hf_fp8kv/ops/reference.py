@@ -242,6 +242,6 @@ def attend(
     else:
         weights = logits.softmax(-1)
     weights = weights.masked_fill(~seen.any(-1, keepdim=True), 0)
-    # 0 * NaN is NaN: a hidden token must not count even if it holds NaN.
-    v = v.masked_fill(~seen.expand(batch, 1, tokens, -1).any(2).transpose(1, 2)[..., None], 0)
+    # 0 * NaN is NaN: a token that no query sees must not count even if it holds NaN.
+    v = v.masked_fill(~seen.any(2)[..., None], 0)
     return (weights @ v).transpose(1, 2).to(query.dtype)
