@@ -162,7 +162,7 @@ class KVScales:
         """The same two constants for every layer."""
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
-        k, v = _checked_constant(k, "k"), _checked_constant(v, "v")
+        k, v = checked_constant(k, "k"), checked_constant(v, "v")
         layer = LayerScales(torch.tensor(k), torch.tensor(v), source="uniform")
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
@@ -357,7 +357,7 @@ def resolve(
     if scales is None or isinstance(scales, KVScales):
         return scales
     if isinstance(scales, int | float):
-        return _checked_constant(scales, "scales")
+        return checked_constant(scales, "scales")
     if not isinstance(scales, str | os.PathLike):
         raise ScaleError(
             "scales: expected None, a number, KVScales, a path or a repository id, got "
@@ -409,7 +409,7 @@ def shortened(values: Iterable[object], limit: int = 8) -> str:
     return ", ".join(shown[:limit]) + (", ..." if len(shown) > limit else "")
 
 
-def _checked_constant(value: object, what: str) -> float:
+def checked_constant(value: object, what: str) -> float:
     ok = isinstance(value, int | float) and not isinstance(value, bool)
     if not ok or not _LOWEST <= float(value) <= _HIGHEST:  # type: ignore[arg-type]
         raise ScaleError(
