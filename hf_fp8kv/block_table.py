@@ -2,7 +2,8 @@
 
 A `PageAllocator` hands out page numbers and counts who holds each. A `BlockTable` lists, for every
 sequence of a batch, its pages in order; all sequences of a batch hold the same number of tokens
-(padding included), as transformers' caches do. Forks of a table share an allocator.
+(padding included), as transformers' caches do. Forks of a table share an allocator. All allocators
+of a cache share a `PageBudget`.
 
     logical page     0   1   2   3   4          tokens 0 .. S-1 are in logical page 0
     sequence 0       7   3   9   -1  -1         three pages in use (first = 0, count = 3)
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from .errors import OutOfPagesError
 
-__all__ = ["NO_PAGE", "BlockTable", "Copies", "PageAllocator"]
+__all__ = ["NO_PAGE", "BlockTable", "Copies", "PageAllocator", "PageBudget"]
 
 NO_PAGE = -1
 # The pool grows by at least this many tokens, and by at least 1/32 of what is held: waste stays
@@ -27,19 +28,44 @@ Copies = tuple[Ints, Ints]
 """Pages to copy, `(sources, destinations)`, before the destinations are written."""
 
 
-class PageAllocator:
-    """Hands out page numbers, and counts how many places of block tables hold each.
+class PageBudget:
+    """How many pages all allocators that share it may hold at once.
 
-    Args:
+    Attributes:
         page_size: slots per page, in tokens.
-        max_pages: the most pages that may ever be held at once; None: no limit.
+        max_pages: the most pages held at once; None: no limit.
+        held: pages held now.
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size = page_size
         self.max_pages = max_pages
+        self.held = 0
+
+    def require(self, pages: int) -> None:
+        """Raises OutOfPagesError if `pages` more would pass the budget; changes nothing."""
+        if self.max_pages is not None and self.held + pages > self.max_pages:
+            raise OutOfPagesError(
+                f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
+                f"got a call that needs {pages} more with {self.held} in use; raise max_pages, "
+                "drop a fork, crop or reset the cache",
+                needed=pages,
+                available=self.max_pages - self.held,
+            )
+
+
+class PageAllocator:
+    """Hands out page numbers, and counts how many places of block tables hold each."""
+
+    def __init__(self, budget: PageBudget) -> None:
+        self.budget = budget
         self.references: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page, in tokens."""
+        return self.budget.page_size
 
     @property
     def capacity(self) -> int:
@@ -56,32 +82,26 @@ class PageAllocator:
         """Pages held by at least one block table."""
         return self.capacity - self.free
 
-    def require(self, pages: int) -> None:
-        """Raises OutOfPagesError if `pages` more would pass the budget; changes nothing."""
-        if self.max_pages is not None and self.held + pages > self.max_pages:
-            available = self.max_pages - self.held
-            raise OutOfPagesError(
-                f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
-                f"got a call that needs {pages} more with {self.held} in use; raise max_pages, "
-                "free a fork, crop or reset the cache",
-                needed=pages,
-                available=available,
-            )
-
     def take(self, pages: int) -> Ints:
         """Returns `pages` page numbers, each held once; makes new ones in steps if needed."""
-        self.require(pages)
+        self.budget.require(pages)
         missing = pages - self.free
         if missing > 0:
             step = max(-(-GROWTH_TOKENS // self.page_size), self.capacity // GROWTH_SHARE)
             self._extend(missing + step if self.capacity == 0 else max(missing, step))
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1
+        self.budget.held += pages
         return numbers
 
+    def forget(self) -> None:
+        """No page exists; only while none is held."""
+        assert self.held == 0, f"{self.held} pages are held"
+        self.references, self._free = np.zeros(0, np.int32), []
+
     def _extend(self, pages: int) -> None:
-        if self.max_pages is not None:
-            pages = min(pages, self.max_pages - self.capacity)
+        if self.budget.max_pages is not None:
+            pages = min(pages, self.budget.max_pages - self.capacity)
         first = self.capacity
         self.references = np.concatenate([self.references, np.zeros(pages, np.int32)])
         # Lowest numbers first: the pages of one sequence stay close together.
@@ -96,7 +116,9 @@ class PageAllocator:
         held = pages[pages != NO_PAGE]
         np.subtract.at(self.references, held, 1)
         touched = np.unique(held)
-        self._free.extend(touched[self.references[touched] == 0][::-1].tolist())
+        freed = touched[self.references[touched] == 0]
+        self._free.extend(freed[::-1].tolist())
+        self.budget.held -= len(freed)
 
 
 class BlockTable:

@@ -96,6 +96,13 @@ class PagePool:
         for tensor in self.tensors().values():
             tensor[destinations] = tensor[sources]
 
+    def free(self) -> None:
+        """The bytes are given back; `allocate` brings new ones."""
+        for name in self.tensors():
+            delattr(self, name)
+        self.k_scales = self.v_scales = None
+        self.is_allocated = False
+
     def zero(self) -> None:
         """Every page is zero, at the same address."""
         for tensor in self.tensors().values():

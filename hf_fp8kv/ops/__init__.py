@@ -23,7 +23,7 @@ from types import ModuleType
 
 import torch
 
-from ..errors import BackendError
+from ..errors import BackendError, OutOfPagesError
 from ..formats import AUTO
 from .pages import Pages
 
@@ -77,10 +77,21 @@ def _module(name: str) -> ModuleType:
 
 
 def write(
-    pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
+    pages: Pages,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    backend: str,
+    limit: int | None = None,
 ) -> None:
-    """Stores new tokens; see `reference.write`."""
-    torch.ops.hf_fp8kv.write(*pages[:8], key, value, lengths, *pages[8:], backend)
+    """Stores new tokens; see `reference.write`.
+
+    Args:
+        limit: the most tokens that a sequence may hold; None: as many as it has pages for. On CPU
+            a call that would pass it raises OutOfPagesError and stores nothing.
+    """
+    most = -1 if limit is None else limit
+    torch.ops.hf_fp8kv.write(*pages[:8], key, value, lengths, *pages[8:], most, backend)
 
 
 def gather(
@@ -133,7 +144,14 @@ def _pages(stored: tuple[torch.Tensor | None, ...], names: tuple[str, str]) -> P
 
 
 def _write(*args: object) -> None:
-    *stored, key, value, lengths, k_format, v_format, backend = args
+    *stored, key, value, lengths, k_format, v_format, limit, backend = args
+    if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + key.shape[2] > limit:
+        raise OutOfPagesError(
+            f"expected at most {limit} tokens per sequence (max_cache_len), got {most} stored and "
+            f"{key.shape[2]} more; make the cache with a larger max_cache_len, or crop or reset it",
+            needed=most + key.shape[2],
+            available=limit,
+        )
     _module(backend).write(_pages(stored, (k_format, v_format)), key, value, lengths)  # type: ignore[arg-type]
 
 
@@ -172,7 +190,7 @@ def _attend_shape(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: obj
 # per layer and token.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _LIBRARY.define(
-    f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, str backend)"
+    f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, int limit, str backend)"
     " -> ()"
 )
 _LIBRARY.define(

@@ -54,14 +54,13 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
 
 
 def raise_overrun(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
-    """Raises OutOfPagesError for a write past the last page of a sequence."""
-    room = pages.table.shape[1] * pages.page_size
+    """Raises OutOfPagesError for a write to positions that have no page."""
     most = int(lengths.max())
     raise OutOfPagesError(
-        f"expected at most {room} tokens per sequence (max_cache_len, in whole pages), got "
-        f"{most} stored and {tokens} more; make the cache with a larger max_cache_len, or reset it",
+        f"expected a page for each of {tokens} new tokens at position {most}, got a block table of "
+        f"{pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
         needed=most + tokens,
-        available=room,
+        available=pages.table.shape[1] * pages.page_size,
     )
 
 

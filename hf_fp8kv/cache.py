@@ -1,0 +1,567 @@
+"""`FP8PagedCache`: all that knows transformers' cache classes."""
+
+import copy
+import logging
+import os
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from . import store
+from .block_table import PageBudget
+from .errors import ConfigError, ScaleError
+from .group import LayerGroup
+from .layer import FP8PagedLayer, PagedLayerBase, removal
+from .options import CacheOptions
+from .scales import KVScales, declared_kv_scales, resolve
+from .static_layer import FP8PagedStaticLayer
+
+__all__ = ["FP8PagedCache"]
+
+logger = logging.getLogger(__name__)
+
+_REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+class FP8PagedCache(DynamicCache):  # type: ignore[misc]
+    """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained(id, attn_implementation="fp8_paged")
+    out = model.generate(**inputs, past_key_values=FP8PagedCache(model.config))
+    ```
+
+    Full, sliding and chunked attention layers are paged; every other kind of layer (linear,
+    convolution, hybrid, indexed, dummy, a model's own) is transformers' own, in its own dtype.
+
+    Args:
+        config: the model's config; None: layers are added as the model asks, all full attention.
+        dtype: what K and V are stored in: "fp8_e4m3" ("fp8", "fp8_e4m3fn"), "fp8_e4m3fnuz",
+            "fp8_e5m2", "fp8_e3m4", or "auto": the model's dtype, as it is.
+        key_dtype: overrides `dtype` for K.
+        value_dtype: overrides `dtype` for V.
+        scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
+            repository of the Hub: static ones. A number: that constant, in the unit of the stored
+            format (`real = stored * scale`).
+        center_keys: store K minus a frozen centre per head and channel. None: if `scales` carry
+            centres; True: if they do not, the mean of the first call, per sequence (padding among
+            it); False: never.
+        page_size: slots per page, in tokens; a power of two from 8 to 1024.
+        max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
+            stay, for `torch.compile` and CUDA graphs. None: pages are taken as tokens come.
+        max_pages: the most pages that may be held at once, over all block tables and forks.
+        skip_layers: layers to keep in the model's dtype, in transformers' own layers: numbers
+            and/or layer types such as "sliding_attention".
+        prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
+            writes 8 bits; "stored": every call attends to what is stored.
+        backend: "auto", "torch", "numba" or "triton".
+        tp_rank: this process's rank, when `scales` hold the heads of all ranks.
+        tp_size: how many processes share the heads.
+
+    Raises:
+        ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig | None = None,
+        *,
+        dtype: str | torch.dtype = "fp8_e4m3",
+        key_dtype: str | torch.dtype | None = None,
+        value_dtype: str | torch.dtype | None = None,
+        scales: "KVScales | str | os.PathLike[str] | float | None" = None,
+        center_keys: bool | None = None,
+        page_size: int = 64,
+        max_cache_len: int | None = None,
+        max_pages: int | None = None,
+        skip_layers: Collection[int | str] = (),
+        prefill: str = "exact",
+        backend: str = "auto",
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> None:
+        if config is not None and not isinstance(config, PreTrainedConfig):
+            raise ConfigError(
+                f"config: expected a model's config or None, got {type(config).__name__}; "
+                "write FP8PagedCache(model.config)"
+            )
+        options = CacheOptions.parse(
+            dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
+            scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,
+            page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
+            backend=backend, tp_rank=tp_rank, tp_size=tp_size,
+        )  # fmt: skip
+        self._setup(options)
+        super().__init__()
+        if config is None:
+            if skip_layers:
+                raise ConfigError("skip_layers expected a config to look the layers up in, got None")
+            if options.max_cache_len is not None:
+                raise ConfigError(
+                    "max_cache_len expected a config, got None: the static form is made before "
+                    "the model asks for layers"
+                )
+            self.layer_class_to_replicate = self._new_full_layer
+            return
+        self.layer_class_to_replicate = None
+        decoder = self.config = config.get_text_config(decoder=True)
+        self.layers, windows = _stock_layers(decoder, options.max_cache_len)
+        skipped = _skipped(skip_layers, decoder, self.layers)
+        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
+            # Exactly the plain kinds: a subclass keeps more than K and V.
+            if index not in skipped and type(layer) in _REPLACED:
+                self.layers[index] = self._new_layer(index, window)
+        self._check_scales()
+        if options.scales is None and (declared := declared_kv_scales(config)):
+            _warn_once(
+                f"this checkpoint declares static KV scales ({declared}) that this cache does not "
+                "use: it uses dynamic scales, which need none. FP8PagedCache.from_pretrained(...) "
+                "or scales=... uses them"
+            )
+
+    def _setup(self, options: CacheOptions) -> None:
+        self.options = options
+        self.config: PreTrainedConfig | None = None
+        self.budget = PageBudget(options.page_size, options.max_pages)
+        # One group of layers, with one block table, for each window; None: no window.
+        self.groups: dict[int | None, LayerGroup] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        repo_or_dir: str | os.PathLike[str],
+        *,
+        config: PreTrainedConfig | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        subfolder: str | None = None,
+        trust_remote_code: bool = False,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        strict: bool = True,
+        **cache_keywords: Any,
+    ) -> "FP8PagedCache":
+        """Returns a cache with the static scales of a checkpoint.
+
+        Args:
+            repo_or_dir: a local folder, or a repository of the Hub.
+            config: the model's config; None: read from the same place.
+            revision, token, cache_dir, local_files_only, force_download, subfolder,
+                trust_remote_code: as everywhere in transformers.
+            tp_rank, tp_size: as in the constructor.
+            strict: whether an incomplete set of scales is an error.
+            cache_keywords: those of the constructor.
+
+        Raises:
+            ScaleError: there are no scales, or they cannot be used.
+        """
+        hub = {
+            "revision": revision, "token": token, "cache_dir": cache_dir,
+            "local_files_only": local_files_only, "force_download": force_download,
+            "subfolder": subfolder,
+        }  # fmt: skip
+        if "scales" in cache_keywords:
+            raise ConfigError(
+                "scales: expected none, since from_pretrained reads them from the checkpoint; use "
+                "FP8PagedCache(config, scales=...) for others"
+            )
+        scales = KVScales.from_pretrained(
+            repo_or_dir, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub
+        )
+        if config is None:
+            config = _read_config(repo_or_dir, hub, trust_remote_code)
+        return cls(config, scales=scales, tp_rank=tp_rank, tp_size=tp_size, **cache_keywords)
+
+    # -- making layers -----------------------------------------------------------------------
+
+    def _group(self, window: int | None) -> LayerGroup:
+        if window not in self.groups:
+            self.groups[window] = LayerGroup(self.budget, window)
+            self._introduce()
+        return self.groups[window]
+
+    def _introduce(self) -> None:
+        everyone = list(self.groups.values())
+        for group in everyone:
+            group.siblings = everyone
+
+    def _new_layer(self, index: int, window: int | None) -> PagedLayerBase:
+        if self.options.max_cache_len is None:
+            return FP8PagedLayer(index, self.options, self._group(window))
+        return FP8PagedStaticLayer(index, self.options, self._group(window), self._attends_fresh)
+
+    def _attends_fresh(self) -> bool:
+        return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
+
+    def _new_full_layer(self) -> PagedLayerBase:
+        return self._new_layer(len(self.layers), None)
+
+    def _check_scales(self) -> None:
+        """Raises ScaleError before the first call if a paged layer has no static scale."""
+        scales = self.options.scales
+        if isinstance(scales, KVScales):
+            missing = [x.index for x in self.paged_layers if x.index not in scales.layers]
+            if missing:
+                raise ScaleError(
+                    f"scales ({scales.origin}): expected scales for every paged layer, got none for "
+                    f"layers {missing}; use the scales of this very model, or keep these layers out "
+                    "with skip_layers"
+                )
+
+    @property
+    def paged_layers(self) -> list[PagedLayerBase]:
+        """The layers that are stored in pages."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayerBase)]
+
+    @property
+    def stock_layers(self) -> list[Any]:
+        """The layers that are transformers' own."""
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether everything was given room for up front (`max_cache_len`)."""
+        return self.options.max_cache_len is not None
+
+    # -- what transformers calls -------------------------------------------------------------
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new tokens of a layer, and returns the keys and values to attend to."""
+        if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
+            raise ConfigError(
+                f"expected a layer below {len(self.layers)} (the cache's config has so many), got "
+                f"layer {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of the mask, and the position of the first, for a call of `query_length`."""
+        if isinstance(query_length, int) and query_length == 0:
+            raise ConfigError(_NOTHING_NEW.format(self.host_length()))
+        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+
+    def host_length(self) -> int:
+        """Tokens seen, as a number, whatever the form; waits for the device in the static form."""
+        lengths = [
+            layer.host_length() if isinstance(layer, FP8PagedStaticLayer) else layer.get_seq_length()
+            for layer in self.paged_layers
+        ]
+        return max(map(int, lengths), default=0)
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return vars(self).get("_user_defined", False)
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate()` marks a cache it was given by setting this, before it slices the prompt by
+        # the cache's length. A prompt that is not longer would be sliced wrongly and silently, and
+        # this is the last moment at which the prompt can be seen.
+        vars(self)["_user_defined"] = value
+        _check_prompt(self.host_length())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` tokens are gone; pages behind the window are given back.
+
+        Raises:
+            ConfigError: a positive number, or tokens that a window no longer holds. The cache is
+                as it was.
+        """
+        tokens = removal(tokens_to_remove)
+        for group in self.groups.values():
+            group.check_crop(tokens)
+        for layer in self.stock_layers:
+            layer.crop(tokens_to_remove)
+        if not self.is_static:
+            for group in self.groups.values():
+                group.crop(tokens)
+            self._forget_empty()
+            return
+        for layer in self.paged_layers:
+            layer.crop(tokens_to_remove)
+        if tokens:
+            self._follow(self._static_length())
+
+    def reset(self) -> None:
+        """The cache is empty; the layers stay, and so do the addresses of the static form."""
+        for layer in self.stock_layers:
+            layer.reset()
+        if self.is_static:
+            for layer in self.paged_layers:
+                layer.reset()
+            return
+        for group in self.groups.values():
+            group.clear()
+        self._forget_empty()
+
+    def _forget_empty(self) -> None:
+        """After tokens went: an empty layer has no centre, and a pool without pages no memory."""
+        for layer in self.paged_layers:
+            assert isinstance(layer, FP8PagedLayer)
+            if not layer.get_seq_length():
+                layer.k_center = None
+            if layer.pool.is_allocated and not layer.group.table.allocator.held:
+                layer.release_memory()
+        for group in self.groups.values():
+            if not group.table.allocator.held:
+                group.table.allocator.forget()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence `i` is then what sequence `beam_idx[i]` was; moves page numbers, not bytes."""
+        for layer in self.stock_layers:
+            layer.reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence is then there `repeats` times, side by side; no bytes are copied."""
+        if repeats < 1:
+            raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
+        for layer in self.stock_layers:
+            layer.batch_repeat_interleave(repeats)
+        if batch := self._batch():
+            self._select(torch.arange(batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the sequences `indices` are left, in that order; no bytes are copied."""
+        for layer in self.stock_layers:
+            layer.batch_select_indices(indices)
+        if batch := self._batch():
+            self._select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
+
+    def _batch(self) -> int:
+        return max((group.table.batch for group in self.groups.values()), default=0)
+
+    def _select(self, sequences: torch.Tensor) -> None:
+        batch = self._batch()
+        if not batch:
+            return
+        rows = sequences.cpu().numpy().astype(np.int64)
+        if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
+            raise ConfigError(
+                f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
+            )
+        length = self._static_length() if self.is_static else 0
+        for group in self.groups.values():
+            if self.is_static:
+                # Pages that hold nothing yet are not shared: each sequence gets its own again.
+                group.table.truncate(length)
+            group.select(rows)
+        for layer in self.paged_layers:
+            layer.select_rows(sequences)
+        if self.is_static:
+            self._follow(length)
+
+    def _static_length(self) -> int:
+        return self.host_length()
+
+    def _follow(self, length: int) -> None:
+        """The static form, after sequences or lengths changed: what may be written is unshared."""
+        assert self.options.max_cache_len is not None
+        batch = self._batch()
+        for group in self.groups.values():
+            if batch:
+                group.apply(group.table.reserve(length, self.options.max_cache_len, batch))
+        for layer in self.paged_layers:
+            assert isinstance(layer, FP8PagedStaticLayer)
+            layer.refresh(batch)
+
+    # -- forks, files, sizes -----------------------------------------------------------------
+
+    def fork(self) -> "FP8PagedCache":
+        """Returns an independent cache with the same content.
+
+        Pages are shared and counted: nothing is copied until one of the two writes into a page
+        that both hold. (The static form and transformers' own layers are copied.) Pages are given
+        back when the last cache that holds them is gone.
+        """
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        if not self.is_static and not self.host_length():
+            other._setup(self.options)
+        elif self.is_static:
+            other.budget, tables = copy.deepcopy(
+                (self.budget, [group.table for group in self.groups.values()])
+            )
+            other.groups = {}
+            for (window, group), table in zip(self.groups.items(), tables, strict=True):
+                twin = other.groups[window] = group.fork()
+                twin.table, twin.pools = table, list(group.pools)
+        else:
+            other.groups = {window: group.fork() for window, group in self.groups.items()}
+        other._introduce()
+        other.layers = [other._fork_layer(layer) for layer in self.layers]
+        if self.layer_class_to_replicate is not None:
+            other.layer_class_to_replicate = other._new_full_layer
+        return other
+
+    def _fork_layer(self, layer: Any) -> Any:
+        if not isinstance(layer, PagedLayerBase):
+            return copy.deepcopy(layer)
+        window = layer.group.window
+        if window not in self.groups:
+            return self._new_layer(layer.index, window)
+        return layer.fork(self.groups[window])  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
+        memo[id(self)] = twin = self.fork()
+        return twin
+
+    def __copy__(self) -> "FP8PagedCache":
+        return self.fork()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return store.rebuild, (type(self), *store.pack(self))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes what the cache holds to a safetensors file, whole or not at all.
+
+        Only pages in use are written. Returns the path.
+
+        Raises:
+            ConfigError: a layer that is not attention (linear, convolution, hybrid) holds a state.
+        """
+        return store.save(self, path)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, device: str | torch.device | None = None
+    ) -> "FP8PagedCache":
+        """Returns the cache that `save` wrote, on `device` (None: the CPU).
+
+        Raises:
+            ConfigError: the file is not one of `save`'s, or is damaged.
+        """
+        return store.load(cls, path, device)
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Returns what the cache takes, in bytes (but for `tokens`).
+
+        Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
+        scales, centres), `tables` (block tables and lengths), `other` (transformers' own layers),
+        `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
+        this cache), and `tokens` (tokens held, over all sequences). Forks share pages: each
+        reports all of them under `pages`.
+        """
+        return store.footprint(self)
+
+
+_NOTHING_NEW = (
+    "expected at least one token that the cache does not hold yet, got none; the cache holds {} "
+    "tokens: pass the whole text, the cached part included, and at least one token more, or make a "
+    "new cache (or cache.reset())"
+)
+
+
+def _stock_layers(
+    config: PreTrainedConfig, max_cache_len: int | None
+) -> tuple[list[Any], list[int | None]]:
+    """Returns the layers that transformers itself would make, and the window of each."""
+    dynamic = list(DynamicCache(config=config).layers)
+    # Asked of the dynamic ones: a static layer cuts its window down to the cache's length.
+    windows = [getattr(layer, "sliding_window", None) for layer in dynamic]
+    if max_cache_len is None:
+        return dynamic, windows
+    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
+
+
+def _skipped(
+    skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
+) -> set[int]:
+    """Returns the numbers of the layers that `skip_layers` names."""
+    if isinstance(skip_layers, str | int):
+        skip_layers = (skip_layers,)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = [
+            "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
+            for layer in layers
+        ]
+    skipped: set[int] = set()
+    for name in skip_layers:
+        if isinstance(name, int) and not isinstance(name, bool) and -len(layers) <= name < len(layers):
+            skipped.add(name % len(layers))
+        elif isinstance(name, str) and name in types:
+            skipped.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)
+        else:
+            raise ConfigError(
+                f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
+                f"among {sorted(set(types))}, got {name!r}"
+            )
+    return skipped
+
+
+def _read_config(
+    repo_or_dir: str | os.PathLike[str], hub: dict[str, Any], trust_remote_code: bool
+) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    given = {name: value for name, value in hub.items() if value is not None}
+    try:
+        return AutoConfig.from_pretrained(
+            os.fspath(repo_or_dir), trust_remote_code=trust_remote_code, **given
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"expected a config.json that transformers can read in {os.fspath(repo_or_dir)!r}, got "
+            f"{type(error).__name__}: {error}; or pass config=model.config"
+        ) from error
+
+
+def _check_prompt(length: int) -> None:
+    """Raises ConfigError if `generate()` is about to slice a prompt that is not long enough.
+
+    Looks into the caller's frames, since the cache is never shown the prompt. A frame that does
+    not look as expected means no check.
+    """
+    if not length:
+        return
+    frame = sys._getframe(2)
+    for _ in range(3):
+        seen = frame.f_locals
+        prompt, kwargs = seen.get("input_ids"), seen.get("model_kwargs")
+        if isinstance(prompt, torch.Tensor) and isinstance(kwargs, dict) and prompt.ndim == 2:
+            mask = kwargs.get("attention_mask")
+            config = seen.get("generation_config")
+            covered = getattr(config, "_mask_length", -1) if mask is None else mask.shape[-1]
+            if covered == prompt.shape[1] <= length and "inputs_embeds" not in kwargs:
+                raise ConfigError(
+                    f"expected a prompt longer than the {length} tokens that the cache holds (the "
+                    f"whole text, the cached part included), got {prompt.shape[1]} tokens; pass the "
+                    "whole text, crop the cache, or make a new one"
+                )
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+_WARNED: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _WARNED:
+        _WARNED.add(message)
+        logger.warning(message)

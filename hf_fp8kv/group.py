@@ -1,0 +1,165 @@
+"""Layers that share one block table, and what a step of the model does to it."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
+from .errors import ConfigError
+from .pool import PagePool
+
+__all__ = ["LayerGroup"]
+
+
+class LayerGroup:
+    """One block table for all layers that keep the same tokens.
+
+    The pages that the table names exist in every layer's pool, under the same numbers.
+
+    Attributes:
+        table: the block table.
+        window: tokens that a query sees, its own among them; None: all.
+        pools: the pool of each member layer; shared with forks.
+        lengths: tokens written, for each member layer (they advance one after the other).
+        record_past: pages that fell out of the window stay until `settle`.
+        siblings: all groups of the cache, this one among them.
+    """
+
+    def __init__(self, budget: PageBudget, window: int | None = None) -> None:
+        self.table = BlockTable(PageAllocator(budget))
+        self.window = window
+        self.pools: list[PagePool] = []
+        self.lengths: list[int] = []
+        self.record_past = False
+        self.siblings: list[LayerGroup] = [self]
+        self._prepared: tuple[int, int, int] | None = None
+        self._mirrors: dict[torch.device, torch.Tensor] = {}
+        self._mirrored_version = -1
+        self._ends: dict[torch.device, tuple[tuple[int, int], torch.Tensor]] = {}
+
+    def add(self, pool: PagePool) -> int:
+        """Adds a layer; returns its place in `lengths`."""
+        self.pools.append(pool)
+        self.lengths.append(0)
+        return len(self.lengths) - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens of the layer that is furthest."""
+        return max(self.lengths, default=0)
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page, in tokens."""
+        return self.table.page_size
+
+    def visible_from(self, length: int) -> int:
+        """The first position that a query at position `length` sees."""
+        return 0 if self.window is None else max(length - self.window + 1, 0)
+
+    def prepare(self, start: int, stop: int, batch: int) -> None:
+        """Positions `start` to `stop - 1` can then be written, in this and in every other group.
+
+        All or nothing, and for all groups that stand at `start`: the first layer of a step asks
+        on behalf of the others, so that a step either fits or changes nothing.
+
+        Raises:
+            OutOfPagesError: the budget would be passed; nothing was changed.
+        """
+        if self._prepared == (start, stop, self.table.version):
+            return
+        groups = [g for g in self.siblings if g is self or g.length == start]
+        for group in groups:
+            group.settle(keep_recorded=True)
+        needed = sum(g.table.missing(start, stop, batch) for g in groups)
+        if needed:
+            self.table.allocator.budget.require(needed)
+        for group in groups:
+            group.apply(group.table.reserve(start, stop, batch))
+            group._prepared = (start, stop, group.table.version)
+
+    def apply(self, copies: Copies) -> None:
+        """Copies pages in every pool, and gives each pool room for every page that exists."""
+        if not len(copies[0]):
+            return
+        for pool in self.pools:
+            if pool.is_allocated:
+                pool.grow(self.table.allocator.capacity)
+                pool.copy(copies)
+
+    def settle(self, *, keep_recorded: bool = False) -> None:
+        """Pages behind the window of the next token are dropped."""
+        if self.window is None or (keep_recorded and self.record_past):
+            return
+        written = [n for n in self.lengths if n]
+        if written:
+            self.table.release(self.visible_from(min(written)))
+
+    def check_crop(self, tokens: int) -> None:
+        """Raises ConfigError if `tokens` cannot be taken back; changes nothing."""
+        length = max(self.length - tokens, 0)
+        lost = self.table.first * self.page_size
+        if tokens and length and self.visible_from(length) < lost:
+            raise ConfigError(
+                f"crop: expected to go back at most to what the window still holds (token {lost} "
+                f"on), got {tokens} tokens to remove from {self.length} under a window of "
+                f"{self.window}; call activate_past_recording() before these tokens are written"
+            )
+
+    def crop(self, tokens: int, members: list[int] | None = None) -> None:
+        """The last `tokens` tokens are gone, in every layer or in `members`."""
+        for i in range(len(self.lengths)) if members is None else members:
+            self.lengths[i] = max(self.lengths[i] - tokens, 0)
+        self.table.truncate(self.length)
+        if not self.length:
+            self.clear()
+        self.settle()
+
+    def select(self, sequences: npt.NDArray[np.int64]) -> None:
+        """Sequence `i` is then what sequence `sequences[i]` was."""
+        if self.table.batch:
+            self.table.select(sequences)
+
+    def clear(self) -> None:
+        """No token is held, and the batch size is free again."""
+        self.lengths[:] = [0] * len(self.lengths)
+        self.table.clear()
+        self._prepared = None
+
+    def fork(self) -> "LayerGroup":
+        """Returns a group that holds the same pages, and shares the pools."""
+        other = LayerGroup(self.table.allocator.budget, self.window)
+        other.table = self.table.fork()
+        other.pools, other.lengths = self.pools, list(self.lengths)
+        other.record_past = self.record_past
+        # Whoever writes next must look again at which pages are shared.
+        self._prepared = None
+        return other
+
+    def table_on(self, device: torch.device) -> torch.Tensor:
+        """Returns the pages in use, `[B, count]`, int32, on `device`; made once per change."""
+        if self._mirrored_version != self.table.version:
+            self._mirrors.clear()
+            self._mirrored_version = self.table.version
+        mirror = self._mirrors.get(device)
+        if mirror is None:
+            # A copy: the rows change in place later, and a handle may still read this.
+            rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
+            mirror = self._mirrors[device] = rows.to(device)
+        return mirror
+
+    def lengths_on(self, device: torch.device, length: int) -> torch.Tensor:
+        """Returns `length` for each sequence, `[B]`, int32, on `device`; made once per step."""
+        key = (length, self.table.batch)
+        found = self._ends.get(device)
+        if found is None or found[0] != key:
+            ends = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)
+            found = self._ends[device] = (key, ends)
+        return found[1]
+
+    def check(self) -> None:
+        """Raises AssertionError unless the table covers what the layers say they hold."""
+        covered = self.table.count * self.page_size
+        assert self.length <= covered, f"{self.length} tokens in pages for {covered}"
+        used = self.table.used()
+        assert (used != NO_PAGE).all()

@@ -1,0 +1,308 @@
+"""One layer of the cache, as transformers' `Cache` expects it: the dynamic form."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from . import ops
+from .errors import ConfigError
+from .formats import AUTO
+from .group import LayerGroup
+from .handle import PagedKV, make_handle
+from .ops import Pages
+from .options import CacheOptions
+from .pool import PagePool
+
+__all__ = ["FP8PagedLayer", "PagedLayerBase"]
+
+
+class PagedLayerBase(CacheLayerMixin):
+    """What the dynamic and the static form have in common.
+
+    Attributes:
+        index: the layer's number in the model; scales are looked up by it.
+        options: what the user chose.
+        group: the block table, and the layers that share it.
+        pool: the bytes; shared with forks.
+        k_scale: `[Hkv, Dk]`, float32, or None.
+        v_scale: `[Hkv, Dv]`, float32, or None.
+        k_center: `[B, Hkv, Dk]`, float32, or None.
+    """
+
+    is_croppable = True
+    supports_early_init = True
+    device: torch.device
+    dtype: torch.dtype
+
+    def __init__(self, index: int, options: CacheOptions, group: LayerGroup) -> None:
+        # The base class would assign `keys` and `values`, which are properties here.
+        self.index, self.options, self.group = index, options, group
+        self.pool = PagePool(
+            options.page_size,
+            options.key_format,
+            options.value_format,
+            dynamic=options.dynamic_scales,
+        )
+        self.member = group.add(self.pool)
+        self.is_sliding = group.window is not None
+        self._ready = False
+        self._forget()
+
+    def __repr__(self) -> str:
+        formats = f"{self.options.key_format}/{self.options.value_format}"
+        window = "" if self.group.window is None else f", window={self.group.window}"
+        return f"{type(self).__name__}({formats}{window})"
+
+    def _forget(self) -> None:
+        self.k_scale: torch.Tensor | None = None
+        self.v_scale: torch.Tensor | None = None
+        self.k_center: torch.Tensor | None = None
+        self._scale_center: torch.Tensor | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether shapes are known and there is a pool; a fork may have given it back."""
+        return self._ready and self.pool.is_allocated
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a query sees, or None."""
+        return self.group.window
+
+    @property
+    def record_past(self) -> bool:
+        """Whether pages behind the window stay until `crop`."""
+        return self.group.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.group.record_past = value
+
+    def activate_past_recording(self) -> None:
+        """Pages that fall out of the window then stay until `crop`, which can go back to them."""
+        self.group.record_past = True
+
+    def _prepare_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Looks up the static scales, once the shapes are known. Raises ScaleError."""
+        heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
+        found = self.options.layer_scales(self.index, heads, k_dim, v_dim)
+        k, v, center = (None if t is None else t.to(key.device) for t in found)
+        self.k_scale, self.v_scale, self._scale_center = k, v, center
+        self.backend = ops.choose_backend(self.options.backend, key.device)
+        self.dtype, self.device = key.dtype, key.device
+
+    def _first_center(self, key: torch.Tensor) -> torch.Tensor | None:
+        """The centre to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
+        if self._scale_center is not None:
+            return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
+        if self.options.first_call_centers and self.options.key_format != AUTO:
+            return key.detach().float().mean(2)
+        return None
+
+    def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raises ConfigError for tokens that this layer cannot take; changes nothing."""
+        if key.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] == 0:
+            raise ConfigError(
+                "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
+                f"{tuple(key.shape)} and {tuple(value.shape)}"
+            )
+        if not key.is_floating_point() or key.dtype != value.dtype:
+            raise ConfigError(
+                f"expected keys and values of one floating dtype, got {key.dtype} and {value.dtype}"
+            )
+        if self.is_initialized:
+            self.pool.check(key, value)
+        batch = self.group.table.batch
+        if batch and key.shape[0] != batch:
+            raise ConfigError(
+                f"expected {batch} sequences, which the cache holds, got {key.shape[0]}; use "
+                "batch_repeat_interleave or batch_select_indices, or a new cache"
+            )
+
+    def _pages(self, table: torch.Tensor) -> Pages:
+        pool = self.pool
+        return Pages(
+            pool.k, pool.v, pool.k_scales, pool.v_scales, self.k_scale, self.v_scale,
+            self.k_center, table, pool.key_format, pool.value_format,
+        )  # fmt: skip
+
+    def _handles(
+        self, pages: Pages, lengths: torch.Tensor, start: int, stop: int, *, ragged: bool
+    ) -> tuple[PagedKV, PagedKV]:
+        rest = (start, stop, self.dtype, self.group.window or 0, ragged, self.backend)
+        stored = (*pages[:8], lengths, *pages[8:])
+        return make_handle(*stored, "k", *rest), make_handle(*stored, "v", *rest)
+
+    @property
+    def keys(self) -> PagedKV | None:
+        """The stored keys, as `update` returns them; None before the first token."""
+        both = self.stored()
+        return None if both is None else both[0]
+
+    @property
+    def values(self) -> PagedKV | None:
+        """The stored values, as `update` returns them; None before the first token."""
+        both = self.stored()
+        return None if both is None else both[1]
+
+    def stored(self) -> tuple[PagedKV, PagedKV] | None:
+        """Returns handles on all that is stored and not yet behind the window, or None."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Not for one layer: sequences are reordered for the whole cache at once."""
+        raise ConfigError(_WHOLE_CACHE.format("reorder_cache"))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Not for one layer: sequences are repeated for the whole cache at once."""
+        raise ConfigError(_WHOLE_CACHE.format("batch_repeat_interleave"))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Not for one layer: sequences are selected for the whole cache at once."""
+        raise ConfigError(_WHOLE_CACHE.format("batch_select_indices"))
+
+    def offload(self) -> None:
+        """The bytes are then in the CPU's memory."""
+        if self.pool.is_allocated:
+            self.pool.move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """The bytes are then on the layer's device again."""
+        if self.pool.is_allocated:
+            self.pool.move(self.device)
+
+    def _bring_back(self) -> None:
+        if self.pool.is_allocated and self.pool.k.device != self.device:
+            self.prefetch()
+
+
+class FP8PagedLayer(PagedLayerBase):
+    """A layer whose pages are taken as tokens come.
+
+    With a window, pages that fall out of it are given back.
+    """
+
+    is_compileable = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """The layer then has scales, and a pool for tokens like these."""
+        self._prepare_scales(key_states, value_states)
+        if not self.pool.is_allocated:
+            self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
+        self._ready = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new tokens, and returns the keys and values to attend to.
+
+        Args:
+            key_states: `[B, Hkv, T, Dk]`, of the model's dtype.
+            value_states: `[B, Hkv, T, Dv]`.
+
+        Returns:
+            Handles on stored keys and values; on an empty layer with prefill="exact", the
+            arguments themselves.
+
+        Raises:
+            ConfigError: tokens of another model or batch.
+            ScaleError: static scales that do not fit.
+            OutOfPagesError: the budget would be passed. The cache is as it was in each case.
+        """
+        self._check_tokens(key_states, value_states)
+        key, value = key_states.detach(), value_states.detach()
+        group = self.group
+        batch, tokens = key.shape[0], key.shape[2]
+        start = group.lengths[self.member]
+        stop = start + tokens
+        if not self.is_initialized:
+            self._prepare_scales(key, value)
+        group.prepare(start, stop, batch)
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        self._bring_back()
+        self.pool.grow(group.table.allocator.capacity)
+        if start == 0:
+            self.k_center = self._first_center(key)
+        pages = self._pages(group.table_on(self.device))
+        ops.write(pages, key, value, group.lengths_on(self.device, start), self.backend)
+        group.lengths[self.member] = stop
+        if start == 0 and self.options.prefill == "exact":
+            return key_states, value_states
+        ends = group.lengths_on(self.device, stop)
+        return self._handles(pages, ends, group.visible_from(start), stop, ragged=False)
+
+    def stored(self) -> tuple[PagedKV, PagedKV] | None:
+        """Returns handles on all that is stored and not yet behind the window, or None."""
+        length = self.get_seq_length()
+        if not length:
+            return None
+        self._bring_back()
+        start = self.group.visible_from(length)
+        pages = self._pages(self.group.table_on(self.device))
+        ends = self.group.lengths_on(self.device, length)
+        return self._handles(pages, ends, start, length, ragged=False)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, those behind the window among them."""
+        return self.group.lengths[self.member]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask, and the position of the first, for a call of `query_length`."""
+        length = self.get_seq_length()
+        start = self.group.visible_from(length)
+        return length + query_length - start, start
+
+    def get_max_length(self) -> int:
+        """-1: no maximum; the window for a sliding layer (as transformers' own layers say)."""
+        return -1 if self.group.window is None else self.group.window
+
+    def reset(self) -> None:
+        """The layer is empty; its memory is given back once no layer and no fork holds pages."""
+        self.crop_member(self.get_seq_length())
+
+    def crop_member(self, tokens: int) -> None:
+        """The last `tokens` tokens of this layer are gone."""
+        self.group.crop(tokens, [self.member])
+        if not self.get_seq_length():
+            self.k_center = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` tokens of this layer are gone."""
+        tokens = removal(tokens_to_remove)
+        self.group.check_crop(tokens)
+        self.crop_member(tokens)
+
+    def select_rows(self, sequences: torch.Tensor) -> None:
+        """The part of `select` that concerns this layer alone: its per-sequence centre."""
+        if self.k_center is not None:
+            self.k_center = self.k_center[sequences.to(self.k_center.device)]
+
+    def release_memory(self) -> None:
+        """The pool's bytes are given back; only for a layer without tokens and forks."""
+        self.pool.free()
+        self._ready = False
+        self._forget()
+
+    def fork(self, group: LayerGroup) -> "FP8PagedLayer":
+        """Returns a layer over the same bytes, in a fork of its group."""
+        other = object.__new__(FP8PagedLayer)
+        vars(other).update(vars(self))
+        other.group = group
+        return other
+
+
+_WHOLE_CACHE = (
+    "{0} expected the whole cache, got one layer: layers share one block table; call cache.{0}"
+)
+
+
+def removal(tokens_to_remove: int) -> int:
+    """Returns how many tokens `crop` is asked to remove; transformers passes a number below 1."""
+    if tokens_to_remove > 0:
+        raise ConfigError(
+            f"crop: expected a number of tokens to remove, as 0 or less, got {tokens_to_remove}; "
+            "crop(-n) removes the last n tokens"
+        )
+    return -tokens_to_remove

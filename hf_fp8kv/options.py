@@ -1,0 +1,155 @@
+"""What a user chose, checked once: the options that all layers of a cache share."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from . import ops
+from .errors import ConfigError
+from .formats import AUTO, FORMATS, parse_dtype
+from .scales import KVScales, LayerScales, check_ranks
+
+__all__ = ["CacheOptions"]
+
+Prefill = Literal["exact", "stored"]
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The arguments of `FP8PagedCache` that concern every layer; immutable.
+
+    Attributes:
+        key_format: a key of `FORMATS`, or "auto".
+        value_format: the same for V.
+        scales: static scales, a constant, or None for dynamic ones.
+        center_keys: None: if the scales carry centres; True: if not, the mean of the first call;
+            False: never.
+        page_size: slots per page, in tokens; a power of two from 8 to 1024.
+        max_cache_len: tokens that the static form has room for; None: the dynamic form.
+        max_pages: the most pages that may be held at once; None: no limit.
+        prefill: what a call on an empty cache attends to.
+        backend: as the user said it.
+        tp_rank: this process's rank among `tp_size` that share the heads of the model.
+        tp_size: how many processes share the heads.
+    """
+
+    key_format: str
+    value_format: str
+    scales: KVScales | float | None
+    center_keys: bool | None
+    page_size: int
+    max_cache_len: int | None
+    max_pages: int | None
+    prefill: Prefill
+    backend: str
+    tp_rank: int
+    tp_size: int
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        dtype: object,
+        key_dtype: object,
+        value_dtype: object,
+        scales: KVScales | float | None,
+        center_keys: object,
+        page_size: object,
+        max_cache_len: object,
+        max_pages: object,
+        prefill: object,
+        backend: object,
+        tp_rank: int,
+        tp_size: int,
+    ) -> "CacheOptions":
+        """Returns the options, or raises ConfigError (BackendError for the backend)."""
+        both = parse_dtype(dtype)
+        if center_keys not in (None, True, False):
+            raise ConfigError(f"center_keys: expected None, True or False, got {center_keys!r}")
+        if prefill not in ("exact", "stored"):
+            raise ConfigError(f"prefill: expected 'exact' or 'stored', got {prefill!r}")
+        size = _positive(page_size, "page_size")
+        if size & (size - 1) or not 8 <= size <= 1024:
+            raise ConfigError(
+                f"page_size: expected a power of two from 8 to 1024 tokens, got {page_size!r}"
+            )
+        if not isinstance(backend, str):
+            raise ConfigError(f"backend: expected a name, got {backend!r}")
+        ops.choose_backend(backend, torch.device("cpu") if backend == "numba" else _NOWHERE)
+        check_ranks(tp_rank, tp_size)
+        options = cls(
+            key_format=both if key_dtype is None else parse_dtype(key_dtype, "key_dtype"),
+            value_format=both if value_dtype is None else parse_dtype(value_dtype, "value_dtype"),
+            scales=scales,
+            center_keys=center_keys,  # type: ignore[arg-type]
+            page_size=size,
+            max_cache_len=_optional(max_cache_len, "max_cache_len"),
+            max_pages=_optional(max_pages, "max_pages"),
+            prefill=prefill,  # type: ignore[arg-type]
+            backend=backend,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+        options._check_centers()
+        return options
+
+    @property
+    def dynamic_scales(self) -> bool:
+        """Whether each token and head gets a scale of its own."""
+        return self.scales is None
+
+    @property
+    def first_call_centers(self) -> bool:
+        """Whether the centre is the mean of the first call."""
+        return self.center_keys is True and not self._scales_centered
+
+    @property
+    def _scales_centered(self) -> bool:
+        return isinstance(self.scales, KVScales) and self.scales.centered
+
+    def _check_centers(self) -> None:
+        if self.center_keys and self.key_format == AUTO:
+            raise ConfigError(
+                "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as it "
+                "is; leave center_keys out, or choose a key_dtype"
+            )
+
+    def layer_scales(
+        self, index: int, heads: int, k_dim: int, v_dim: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Returns K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]`, K's centre `[Hkv, Dk]` of one layer.
+
+        float32 on the CPU, already in the unit of the stored formats; None where there is none.
+        """
+        if self.scales is None:
+            return None, None, None
+        if isinstance(self.scales, KVScales):
+            layer: LayerScales = self.scales.for_layer(
+                index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
+                tp_rank=self.tp_rank, tp_size=self.tp_size,
+            )  # fmt: skip
+            k = layer.k * FORMATS[self.key_format].scale_from_e4m3 if self._eight("k") else None
+            v = layer.v * FORMATS[self.value_format].scale_from_e4m3 if self._eight("v") else None
+            center = layer.k_center if self.center_keys is not False and self._eight("k") else None
+            return k, v, center
+        k = torch.full((heads, k_dim), self.scales) if self._eight("k") else None
+        v = torch.full((heads, v_dim), self.scales) if self._eight("v") else None
+        return k, v, None
+
+    def _eight(self, side: str) -> bool:
+        return (self.key_format if side == "k" else self.value_format) != AUTO
+
+
+# Only the name of a backend is checked before the device is known.
+_NOWHERE = torch.device("meta")
+
+
+def _positive(value: object, argument: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{argument}: expected a whole number above 0, got {value!r}")
+    return value
+
+
+def _optional(value: object, argument: str) -> int | None:
+    return None if value is None else _positive(value, argument)

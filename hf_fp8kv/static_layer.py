@@ -1,0 +1,224 @@
+"""One layer of the cache: the static form, with fixed addresses, for torch.compile and CUDA graphs.
+
+Everything is taken at the first call: all pages of `max_cache_len` tokens, and the whole block
+table. A step then only writes into tensors that exist. What changes which page holds what (reorder,
+crop) happens between steps and in place.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import ops
+from .errors import OutOfPagesError
+from .group import LayerGroup
+from .handle import PagedKV
+from .layer import PagedLayerBase, removal
+from .options import CacheOptions
+
+__all__ = ["FP8PagedStaticLayer"]
+
+AttendsFresh = Callable[[], bool]
+
+
+class FP8PagedStaticLayer(PagedLayerBase):
+    """A layer with room for `max_cache_len` tokens per sequence, at fixed addresses.
+
+    A sliding layer keeps all of its tokens too; the window is a matter of attention.
+
+    Attributes:
+        lengths: `[B]`, int32, tokens stored: a tensor, since a number that changes with each step
+            would make `torch.compile` compile each step.
+        attends_fresh: tells whether the model's attention takes keys that are shorter than
+            `max_cache_len`, at the prefill: "fp8_paged" does, others were written for StaticCache.
+        table: `[B, M]`, int32, the group's block table on the layer's device.
+    """
+
+    is_compileable = True
+    lengths: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(
+        self, index: int, options: CacheOptions, group: LayerGroup, attends_fresh: AttendsFresh
+    ) -> None:
+        super().__init__(index, options, group)
+        self.attends_fresh = attends_fresh
+        assert options.max_cache_len is not None
+        self.max_cache_len = options.max_cache_len
+        # Whether nothing was written since the start or a reset. It changes once per generate
+        # call, at the prefill, which is not compiled.
+        self.is_empty = True
+        # An upper bound of the tokens stored, on the host; see `_check_room`.
+        self._most = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """All pages, the block table and the lengths then exist, at addresses that stay."""
+        self._prepare_scales(key_states, value_states)
+        batch = key_states.shape[0]
+        self.group.prepare(0, self.max_cache_len, batch)
+        self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
+        self.table = self.group.table_on(self.device)
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        if self._scale_center is not None or self.options.first_call_centers:
+            shape = (batch, *self.pool.k.shape[1::2])
+            self.k_center = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        self.batch_size = batch
+        self._ready = True
+        self._mark_static()
+
+    def _mark_static(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        more = (self.table, self.lengths, self.k_scale, self.v_scale, self.k_center)
+        for tensor in (*self.pool.tensors().values(), *more):
+            if tensor is not None:
+                torch._dynamo.mark_static_address(tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new tokens, and returns the keys and values to attend to.
+
+        As `FP8PagedLayer.update`. Tokens past `max_cache_len` raise OutOfPagesError on a CPU, in a
+        compiled step too; on other devices they are not stored, and the next step raises.
+        """
+        if not torch.compiler.is_compiling():
+            self._check_tokens(key_states, value_states)
+            if self.is_empty and key_states.shape[2] > self.max_cache_len:
+                self._raise_overrun(0, key_states.shape[2])
+            self._bring_back()
+        key, value = key_states.detach(), value_states.detach()
+        if not self.is_initialized:
+            self.lazy_initialization(key, value)
+        was_empty = self.is_empty
+        if was_empty:
+            center = self._first_center(key)
+            if center is not None and self.k_center is not None:
+                self.k_center.copy_(center)
+            self.is_empty = False
+        pages = self._pages(self.table)
+        ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
+        self.lengths.add_(key.shape[2])
+        if was_empty and self.options.prefill == "exact":
+            if self.attends_fresh():
+                return key_states, value_states
+            return self._padded(key_states), self._padded(value_states)
+        return self._handles(pages, self.lengths, 0, self.max_cache_len, ragged=True)
+
+    def _padded(self, fresh: torch.Tensor) -> torch.Tensor:
+        """Fresh keys or values in the width that every other call has: StaticCache's promise."""
+        padding = self.max_cache_len - fresh.shape[2]
+        return torch.nn.functional.pad(fresh, (0, 0, 0, padding))
+
+    def stored(self) -> tuple[PagedKV, PagedKV] | None:
+        """Returns handles on all positions, stored or not, or None before the first call."""
+        if not self.is_initialized:
+            return None
+        return self._handles(
+            self._pages(self.table), self.lengths, 0, self.max_cache_len, ragged=True
+        )
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored: a tensor `[]` once there are any (as StaticLayer's), else 0."""
+        return 0 if self.is_empty else self.lengths[0]
+
+    def host_length(self) -> int:
+        """Tokens stored, as a number; waits for the device."""
+        return 0 if self.is_empty else int(self.lengths[0])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns of the mask, and the position of the first, for a call of `query_length`."""
+        if self.is_empty and self.options.prefill == "exact" and self.attends_fresh():
+            return query_length, 0
+        self._check_room(query_length)
+        return self.max_cache_len, 0
+
+    def _check_room(self, tokens: int) -> None:
+        """Raises OutOfPagesError before a step that cannot be stored.
+
+        On a CPU the write itself raises. Elsewhere it cannot, and reading the length waits for the
+        device, so it is read only when an upper bound kept on the host says that it may matter.
+        """
+        if torch.compiler.is_compiling() or not self.is_initialized or self.lengths.is_cpu:
+            return
+        self._most += tokens
+        if self._most > self.max_cache_len:
+            length = self.host_length()
+            if length + tokens > self.max_cache_len:
+                self._raise_overrun(length, tokens)
+            self._most = length + tokens
+
+    def _raise_overrun(self, stored: int, tokens: int) -> None:
+        raise OutOfPagesError(
+            f"expected at most {self.max_cache_len} tokens per sequence (max_cache_len), got "
+            f"{stored} stored and {tokens} more; make the cache with a larger max_cache_len, or "
+            "crop or reset it",
+            needed=stored + tokens,
+            available=self.max_cache_len,
+        )
+
+    def get_max_length(self) -> int:
+        """Tokens that there is room for."""
+        return self.max_cache_len
+
+    def reset(self) -> None:
+        """The layer is empty; addresses stay."""
+        if self.is_initialized:
+            self.lengths.zero_()
+        self.is_empty = True
+        self._most = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` tokens are gone; in place.
+
+        After `reorder_cache`, crop the whole cache, not one layer: pages of sequences that then
+        part ways must be copied for all layers at once.
+        """
+        tokens = removal(tokens_to_remove)
+        if tokens and self.is_initialized:
+            self.lengths.sub_(tokens).clamp_(min=0)
+            if not self.is_empty and not self.host_length():
+                self.is_empty = True
+
+    def refresh(self, batch: int) -> None:
+        """Follows a change of the group's block table, in place where the batch is the same."""
+        if not self.is_initialized:
+            return
+        self.pool.grow(self.group.table.allocator.capacity)
+        table = self.group.table_on(self.device)
+        if table.shape == self.table.shape:
+            # Layers of a group share the tensor: the first one brings the new content.
+            self.table.copy_(table)
+        else:
+            self.table = table
+            self.batch_size = batch
+            self._mark_static()
+
+    def select_rows(self, sequences: torch.Tensor) -> None:
+        """The part of `select` that concerns this layer alone: centres and lengths."""
+        if not self.is_initialized:
+            return
+        index = sequences.to(self.device)
+        for name in ("k_center", "lengths"):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if len(index) == len(tensor):
+                tensor.copy_(tensor[index])
+            else:
+                setattr(self, name, tensor[index])
+
+    def fork(self, group: LayerGroup) -> "FP8PagedStaticLayer":
+        """Returns a layer with a copy of the bytes, in a copy of its group."""
+        other = object.__new__(FP8PagedStaticLayer)
+        vars(other).update(vars(self))
+        other.group, other.pool = group, copy.deepcopy(self.pool)
+        group.pools[self.member] = other.pool
+        if self.is_initialized:
+            other.lengths = self.lengths.clone()
+            other.k_center = None if self.k_center is None else self.k_center.clone()
+            other.table = group.table_on(self.device)
+            other._mark_static()
+        return other
