@@ -163,7 +163,7 @@ class KVScales:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
         k, v = checked_constant(k, "k"), checked_constant(v, "v")
-        layer = LayerScales(torch.tensor(k), torch.tensor(v), source="uniform")
+        layer = LayerScales(scalar(k), scalar(v), source="uniform")
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
     @classmethod
@@ -403,6 +403,11 @@ def check_ranks(tp_rank: int, tp_size: int) -> None:
         )
 
 
+def scalar(value: float) -> torch.Tensor:
+    """The number as float32 on the CPU, whatever torch's default dtype and device are."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
 def shortened(values: Iterable[object], limit: int = 8) -> str:
     """The first few values for a message, and dots when there are more."""
     shown = [str(value) for value in islice(values, limit + 1)]
@@ -410,12 +415,14 @@ def shortened(values: Iterable[object], limit: int = 8) -> str:
 
 
 def checked_constant(value: object, what: str) -> float:
-    ok = isinstance(value, int | float) and not isinstance(value, bool)
-    if not ok or not _LOWEST <= float(value) <= _HIGHEST:  # type: ignore[arg-type]
-        raise ScaleError(
-            f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {value!r}"
-        )
-    return float(value)  # type: ignore[arg-type]
+    """The number as a float; ScaleError unless it can be a scale."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared before it is converted: an integer may be too large for a float.
+    if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise ScaleError(
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {value!r}"
+    )
 
 
 def _checked_tensor(tensor: object, what: str) -> torch.Tensor:

@@ -37,6 +37,7 @@ from .scales import (
     LayerScales,
     check_ranks,
     checked_constant,
+    scalar,
     shortened,
 )
 
@@ -514,7 +515,7 @@ def _read_vllm_json(
     _check_model_type(path, model_type, wanted_type, want)
     ranks = _ranks(path, cache.get("scaling_factor"))
     layers = {
-        layer: LayerScales(torch.tensor(s), torch.tensor(s), source=f"{path}: layer {layer}")
+        layer: LayerScales(scalar(s), scalar(s), source=f"{path}: layer {layer}")
         for layer, s in _of_ranks(path, ranks, want).items()
     }
     expected = _expected(layers, config, want)

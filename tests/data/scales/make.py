@@ -1,0 +1,112 @@
+"""Writes the golden checkpoints beside this file: python tests/data/scales/make.py
+
+Each folder is what one tool leaves behind: its names, shapes, dtypes and config entries, and next
+to nothing else. The numbers of K and V are the first ones of the two files that vLLM tests with (for
+Llama 2 7B and 70B), so that a reader that mixes up the sides fails.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HERE = Path(__file__).parent
+K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
+V = (0.0230364128947258, 0.01979283057153225, 0.0241350457072258)
+LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
+SCHEME = {
+    "num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False,
+    "group_size": None, "observer": "minmax",
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+Tensors = dict[str, torch.Tensor]
+
+
+def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
+    """One scale a side for each layer, under these names."""
+    tensors = {}
+    for layer, (k, v) in enumerate(zip(K, V, strict=True)):
+        tensors[f"model.layers.{layer}.{k_name}"] = torch.full(shape, k, dtype=dtype)
+        tensors[f"model.layers.{layer}.{v_name}"] = torch.full(shape, v, dtype=dtype)
+    return tensors
+
+
+def shared(prefix: str, tail: str, shape: tuple[int, ...]) -> Tensors:
+    """One scale for both sides of each layer: the larger one."""
+    both = [max(pair) for pair in zip(K, V, strict=True)]
+    return {f"{prefix}.{i}.{tail}": torch.full(shape, s) for i, s in enumerate(both)}
+
+
+def write(name: str, config: dict[str, object], *shards: Tensors) -> None:
+    """A folder with a config and one file, or several files and their index."""
+    folder = HERE / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(LLAMA | config, indent=1) + "\n")
+    weight = {"model.layers.0.self_attn.k_proj.weight_scale": torch.tensor(7.0)}
+    if len(shards) == 1:
+        save_file(weight | shards[0], folder / "model.safetensors")
+        return
+    files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    weight_map = {}
+    for file, tensors in zip(files, shards, strict=True):
+        save_file(tensors, folder / file)
+        weight_map |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": 24}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def write_json(name: str, model_type: str | None, ranks: dict[str, tuple[float, ...]]) -> None:
+    """A kv_cache_scales.json."""
+    folder = HERE / name
+    folder.mkdir(exist_ok=True)
+    factors = {rank: {str(i): s for i, s in enumerate(values)} for rank, values in ranks.items()}
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
+    data = {"model_type": model_type, "kv_cache": cache}
+    (folder / "kv_cache_scales.json").write_text(json.dumps(data, indent=4) + "\n")
+
+
+def main() -> None:
+    """Writes every folder."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    attention = ("self_attn.k_scale", "self_attn.v_scale")
+    outputs = ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")
+    compressed = {"quant_method": "compressed-tensors", "config_groups": {}}
+
+    write_json("vllm", "llama", {"0": K})
+    write_json("vllm-rank0", "llama", {"rank0": V})
+    write_json("vllm-two-ranks", None, {"0": K, "1": V})
+    write("tgi", {}, pairs(*attention, (), f32))
+    kv = shared("model.layers", "self_attn.kv_scale", ())
+    write("tgi-kv", {"kv_cache_torch_dtype": "float8_e4m3fn"}, kv)
+    write("tgi-kv-written", {"kv_cache_dtype": "float8_e4m3fn"}, kv)
+    write("tgi-kv-fnuz", {"kv_cache_torch_dtype": "float8_e4m3fnuz"}, kv)
+    write("autofp8", {"quantization_config": FP8}, pairs(*attention, (), f32))
+    write("autofp8-kv", {"quantization_config": FP8}, kv)
+    scheme = {"quantization_config": compressed | {"kv_cache_scheme": SCHEME}}
+    write("compressed-tensors", scheme, pairs(*attention, (1,), bf16))
+    old = {"compression_config": compressed | {"kv_cache_scheme": SCHEME}}
+    write("compressed-tensors-old", old, pairs(*attention, (1,), torch.float16))
+    per_head = {}
+    for name, tensor in pairs(*attention, (2, 1, 1), torch.float64).items():
+        per_head[name] = tensor * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+    scheme = compressed | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
+    names = sorted(per_head)
+    shards = [{n: per_head[n] for n in names[:3]}, {n: per_head[n] for n in names[3:]}]
+    write("compressed-tensors-heads", {"quantization_config": scheme}, *shards)
+    # Without strategy and symmetric, as ModelOpt writes it.
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    modelopt["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    names = ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale")
+    write("modelopt", {"quantization_config": modelopt}, pairs(*names, (), f32))
+    output = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+    group = ["*k_proj", "*v_proj"]
+    quark = {"quant_method": "quark", "export": {"kv_cache_group": group}}
+    quark["layer_quant_config"] = {name: {"output_tensors": output} for name in group}
+    write("quark", {"quantization_config": quark}, pairs(*outputs, (), f32))
+    factors = shared("transformer.layers", "attention.kv_cache_scaling_factor", (1,))
+    write("trtllm", {"quantization": {"kv_cache_quant_algo": "FP8"}}, factors)
+
+
+if __name__ == "__main__":
+    main()
