@@ -10,6 +10,8 @@ of a cache share a `PageBudget`.
     sequence 1       7   3   4   -1  -1         two of them shared with sequence 0
 """
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 
@@ -115,9 +117,8 @@ class PageAllocator:
         """Counts one holder less for each entry; a page without a holder is free again."""
         held = pages[pages != NO_PAGE]
         np.subtract.at(self.references, held, 1)
-        touched = np.unique(held)
-        freed = touched[self.references[touched] == 0]
-        self._free.extend(freed[::-1].tolist())
+        freed = sorted(set(held[self.references[held] == 0].tolist()), reverse=True)
+        self._free.extend(freed)
         self.budget.held -= len(freed)
 
 
@@ -139,7 +140,8 @@ class BlockTable:
         self.version = 0
 
     def __del__(self) -> None:
-        if hasattr(self, "rows"):
+        # A fork that is gone holds nothing. At exit the modules that `clear` needs may be gone too.
+        if hasattr(self, "rows") and not sys.is_finalizing():
             self.clear()
 
     @property
