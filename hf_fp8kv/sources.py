@@ -958,7 +958,7 @@ def _check_ties(folder: _Folder, found: list[_Hit], values: dict[str, torch.Tens
     first: dict[tuple[int, str], _Hit] = {}
     for hit in found:
         other = first.setdefault((hit.row.rank, hit.side), hit)
-        if not torch.equal(values[hit.name], values[other.name]):
+        if other is not hit and not torch.equal(values[hit.name], values[other.name]):
             raise ScaleError(
                 f"{folder.origin}: expected one scale for {hit.side.upper()} of layer "
                 f"{hit.layer}, got {other.name} and {hit.name}, which differ; delete one"

@@ -1,8 +1,8 @@
 """Writes the golden checkpoints beside this file: python tests/data/scales/make.py
 
 Each folder is what one tool leaves behind: its names, shapes, dtypes and config entries, and next
-to nothing else. The numbers of K and V are the first ones of the two files that vLLM tests with (for
-Llama 2 7B and 70B), so that a reader that mixes up the sides fails.
+to nothing else. The numbers of K and V are the first ones of the two files that vLLM tests with
+(Llama 2 7B and 70B); they differ, so that a reader that mixes up the sides fails.
 """
 
 import json

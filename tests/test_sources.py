@@ -1,0 +1,1102 @@
+"""The readers of static scales: golden files of every dialect, their rules, and bad input."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from hf_fp8kv import sources
+from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, resolve
+from hf_fp8kv.sources import ROWS
+
+DATA = Path(__file__).parent / "data" / "scales"
+K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
+V = (0.0230364128947258, 0.01979283057153225, 0.0241350457072258)
+LARGER = (V[0], V[1], K[2])
+ATTENTION = "model.layers.{}.self_attn."
+
+
+def numbers(scales: KVScales, side: str) -> list[float]:
+    """One side's scales, layer by layer."""
+    return [getattr(layer, side).item() for layer in scales.layers.values()]
+
+
+def rounded(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> list[float]:
+    """What is left of the numbers in a file of this dtype."""
+    return torch.tensor(values, dtype=dtype).float().tolist()
+
+
+def copied(name: str, tmp_path: Path) -> Path:
+    """A golden folder to spoil."""
+    return Path(shutil.copytree(DATA / name, tmp_path / name))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Sets top-level entries; None deletes."""
+    data = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+
+
+def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Sets tensors of model.safetensors; None deletes."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, path)
+
+
+# Golden files.
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+HALVED = tuple(s / 2 for s in LARGER)
+GOLDEN = {
+    "vllm": ("vllm-json", K, K, F32),
+    "vllm-rank0": ("vllm-json", V, V, F32),
+    "vllm-two-ranks": ("vllm-json", LARGER, LARGER, F32),
+    "tgi": ("tgi", K, V, F32),
+    "tgi-kv": ("tgi", LARGER, LARGER, F32),
+    "tgi-kv-written": ("tgi", LARGER, LARGER, F32),
+    "tgi-kv-fnuz": ("tgi", HALVED, HALVED, F32),
+    "autofp8": ("autofp8", K, V, F32),
+    "autofp8-kv": ("autofp8", LARGER, LARGER, F32),
+    "compressed-tensors": ("compressed-tensors", K, V, BF16),
+    "compressed-tensors-old": ("compressed-tensors", K, V, F16),
+    "modelopt": ("modelopt", K, V, F32),
+    "quark": ("quark", K, V, F32),
+    "trtllm": ("trtllm", LARGER, LARGER, F32),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_checkpoints(name):
+    format, k, v, dtype = GOLDEN[name]
+    scales = KVScales.from_pretrained(DATA / name)
+    assert scales.format == format
+    assert list(scales.layers) == [0, 1, 2]
+    assert numbers(scales, "k") == rounded(k, dtype)
+    assert numbers(scales, "v") == rounded(v, dtype)
+    assert all(layer.k_center is None for layer in scales.layers.values())
+    assert scales.model_type == (None if name == "vllm-two-ranks" else "llama")
+
+
+def test_golden_per_head_scales_in_shards():
+    scales = KVScales.from_pretrained(DATA / "compressed-tensors-heads")
+    assert scales.format == "compressed-tensors"
+    for index, (k, v) in enumerate(zip(K, V, strict=True)):
+        layer = scales.layers[index]
+        assert layer.granularity == "head"
+        assert layer.k.tolist() == [[s] for s in rounded((k, 2 * k))]
+        assert layer.v.tolist() == [[s] for s in rounded((v, 2 * v))]
+
+
+def test_every_golden_folder_is_tested():
+    folders = {path.name for path in DATA.iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == {*GOLDEN, "compressed-tensors-heads"}
+
+
+def test_golden_files_one_by_one():
+    assert KVScales.from_file(DATA / "vllm" / "kv_cache_scales.json").format == "vllm-json"
+    assert KVScales.from_file(DATA / "autofp8" / "model.safetensors").format == "autofp8"
+    index = DATA / "compressed-tensors-heads" / "model.safetensors.index.json"
+    assert list(KVScales.from_file(index).layers) == [0, 1, 2]
+
+
+def test_the_source_of_a_layer_names_the_file_and_the_tensors():
+    scales = KVScales.from_pretrained(DATA / "tgi")
+    assert scales.layers[1].source == (
+        f"{DATA / 'tgi'}/model.safetensors: model.layers.1.self_attn.k_scale, "
+        "model.layers.1.self_attn.v_scale"
+    )
+
+
+# The table.
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.format}-{row.name}")
+def test_a_row_reads_what_it_writes(row):
+    sides = ("k", "v") if "{side}" in row.name else ("kv",)
+    for side in sides:
+        name = f"model.layers.17.{row.name.format(side=side)}"
+        match = row.pattern.fullmatch(name)
+        assert match is not None
+        assert (match["layer"], match["side"]) == ("17", side)
+        assert sources._LIKELY.search(name), "else a checkpoint's error would not name it"
+        assert row.format in CHECKPOINT_FORMATS
+
+
+OURS = [
+    "model.layers.0.self_attn.k_scale",
+    "model.layers.0.self_attn.attn.k_scale",
+    "model.layers.0.self_attn.mla_attn.mla_attn.k_scale",
+    "model.language_model.layers.0.self_attn.k_scale",
+    "language_model.model.layers.0.self_attn.k_scale",
+    "model.text_model.layers.0.self_attn.k_scale",
+    "thinker.model.layers.0.self_attn.k_scale",
+    "model.decoder.layers.0.self_attn.k_scale",
+    "transformer.h.0.attn.k_scale",
+    "layers.0.self_attn.k_scale",
+    "model.layers.0.self_attn.k_proj.k_scale",
+    "model.layers.0.self_attn.qkv_proj.k_scale",
+    "model.layers.0.self_attn.qkqkv_proj.k_scale",
+    "model.layers.0.self_attn.k_cache.scale",
+    "backbone.layers.0.mixer.k_proj.k_scale",
+]
+FOREIGN = [
+    "vision_tower.layers.0.self_attn.k_scale",
+    "model.vision_tower.vision_model.encoder.layers.0.self_attn.k_scale",
+    "vision_model.transformer.layers.0.self_attn.k_scale",
+    "model.visual.blocks.0.attn.k_scale",
+    "visual.layers.0.self_attn.k_scale",
+    "model.audio_tower.layers.0.self_attn.k_scale",
+    "audio_tower.layers.0.self_attn.k_scale",
+    "model.encoder.layers.0.self_attn.k_scale",
+    "encoder.layers.0.self_attn.k_scale",
+    "model.decoder.layers.0.encoder_attn.k_scale",
+    "talker.model.layers.0.self_attn.k_scale",
+    "mtp.layers.0.self_attn.k_scale",
+    "model.layers.0.self_attn.q_scale",
+    "model.layers.0.self_attn.k_proj.weight_scale",
+    "model.layers.0.self_attn.k_proj.input_scale",
+    "model.layers.0.self_attn.k_proj.v_scale",
+    "model.layers.x.self_attn.k_scale",
+    "model.layers.0.mlp.k_scale",
+]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_names_of_the_language_model_are_taken(tmp_path, name):
+    other = name.replace(".k_", ".v_").replace("k_scale", "v_scale")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"num_hidden_layers": 1}')
+    save_file({name: torch.tensor(0.5), other: torch.tensor(0.25)}, folder / "model.safetensors")
+    scales = KVScales.from_pretrained(folder)
+    assert (numbers(scales, "k"), numbers(scales, "v")) == ([0.5], [0.25])
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_names_with_a_layer_do_not_leak_in(tmp_path, name):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {name: torch.tensor(9.0)})
+    scales = KVScales.from_pretrained(folder)
+    assert numbers(scales, "k") == rounded(K)
+    assert numbers(scales, "v") == rounded(V)
+
+
+# Rules of a checkpoint.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, F32, F16, BF16])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+def test_every_dtype_and_shape_of_one_number(tmp_path, dtype, shape):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(1) + "k_scale": torch.full(shape, 0.3, dtype=dtype)})
+    scales = KVScales.from_pretrained(folder)
+    assert scales.layers[1].k.shape == ()
+    assert scales.layers[1].k.item() == torch.tensor(0.3, dtype=dtype).float().item()
+
+
+def test_fnuz_halves_a_pair_too(tmp_path):
+    folder = copied("tgi", tmp_path)
+    edit_json(folder / "config.json", kv_cache_torch_dtype="float8_e4m3fnuz")
+    scales = KVScales.from_pretrained(folder)
+    assert numbers(scales, "k") == [s / 2 for s in rounded(K)]
+    assert numbers(scales, "v") == [s / 2 for s in rounded(V)]
+
+
+@pytest.mark.parametrize(("kv", "warned"), [(None, True), (LARGER, False)])
+def test_a_pair_wins_over_kv_scale(tmp_path, caplog, kv, warned):
+    folder = copied("autofp8", tmp_path)
+    shared = kv or (9.0, 9.0, 9.0)
+    edit_tensors(folder, {ATTENTION.format(i) + "kv_scale": torch.tensor(shared[i])
+                          for i in range(3)})  # fmt: skip
+    scales = KVScales.from_pretrained(folder)
+    assert numbers(scales, "k") == rounded(K)
+    assert numbers(scales, "v") == rounded(V)
+    assert ("kv_scale is not the larger one" in caplog.text) == warned
+    assert len(caplog.records) == warned
+
+
+def test_half_a_pair_loses_to_kv_scale(tmp_path):
+    folder = copied("autofp8-kv", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(0) + "k_scale": torch.tensor(9.0)})
+    scales = KVScales.from_pretrained(folder)
+    assert numbers(scales, "k") == numbers(scales, "v") == rounded(LARGER)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [("k", K), ("v", V)])
+def test_one_side_is_used_for_both_with_one_warning(tmp_path, caplog, kept, expected):
+    folder = copied("autofp8", tmp_path)
+    lost = "v" if kept == "k" else "k"
+    edit_tensors(folder, {ATTENTION.format(i) + f"{lost}_scale": None for i in range(3)})
+    scales = KVScales.from_pretrained(folder)
+    assert numbers(scales, "k") == numbers(scales, "v") == rounded(expected)
+    assert [r.message for r in caplog.records] == [
+        f"{folder}: only {kept.upper()} has a scale, which is used for both sides (layers 0, 1, 2)"
+    ]
+
+
+def test_zero_points_of_zero_are_accepted(tmp_path):
+    folder = copied("compressed-tensors", tmp_path)
+    zero = torch.zeros(1).to(torch.float8_e4m3fn)
+    edit_tensors(folder, {ATTENTION.format(0) + "k_zero_point": zero})
+    assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K, BF16)
+
+
+def test_the_same_scale_under_two_names_is_accepted(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(0) + "attn.k_scale": torch.tensor(K[0])})
+    assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K)
+
+
+def test_a_projection_scale_is_second_to_the_attention_scale(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    both = {ATTENTION.format(0) + f"{s}_proj.{s}_scale": torch.tensor(9.0) for s in "kv"}
+    edit_tensors(folder, both)
+    scales = KVScales.from_pretrained(folder)
+    assert numbers(scales, "k") == rounded(K)
+    assert scales.format == "autofp8"
+
+
+def test_consolidated_files_are_skipped_beside_ordinary_ones(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    spoiled = {name: tensor * 8 for name, tensor in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    save_file(spoiled, folder / "consolidated.safetensors")
+    assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K)
+    (folder / "weights.safetensors").unlink()
+    assert numbers(KVScales.from_pretrained(folder), "k") == [s * 8 for s in rounded(K)]
+
+
+def test_layers_of_a_draft_head_are_left_out(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(3) + f"{s}_scale": torch.tensor(9.0) for s in "kv"})
+    assert list(KVScales.from_pretrained(folder).layers) == [0, 1, 2]
+
+
+HYBRID = {
+    "layer-types": {"layer_types": ["full_attention", "linear_attention", "sliding_attention"]},
+    "pattern": {"hybrid_override_pattern": "*M*"},
+}
+
+
+@pytest.mark.parametrize("config", HYBRID.values(), ids=HYBRID)
+def test_layers_without_attention_need_no_scales(tmp_path, config):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(1) + f"{s}_scale": None for s in "kv"})
+    edit_json(folder / "config.json", **config)
+    assert list(KVScales.from_pretrained(folder).layers) == [0, 2]
+
+
+def test_layers_that_share_their_cache_need_no_scales(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(2) + f"{s}_scale": None for s in "kv"})
+    edit_json(folder / "config.json", num_kv_shared_layers=1)
+    assert list(KVScales.from_pretrained(folder).layers) == [0, 1]
+
+
+def test_the_nested_config_of_a_multimodal_model(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    nested = {"model_type": "llava", "text_config": config, "num_hidden_layers": 99}
+    (folder / "config.json").write_text(json.dumps(nested))
+    scales = KVScales.from_pretrained(folder)
+    assert (scales.format, scales.model_type) == ("autofp8", "llava")
+    assert list(scales.layers) == [0, 1, 2]
+
+
+def test_hf_quant_config_declares_too(tmp_path):
+    folder = copied("modelopt", tmp_path)
+    edit_json(folder / "config.json", quantization_config=None)
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    edit_json_new(folder / "hf_quant_config.json", quantization=quantization)
+    assert KVScales.from_pretrained(folder).format == "modelopt"
+
+
+def edit_json_new(path: Path, **entries: object) -> None:
+    """Writes a JSON object."""
+    path.write_text(json.dumps(entries))
+
+
+@pytest.mark.parametrize("name", ["autofp8", "tgi-kv"])
+def test_a_declared_checkpoint_reads_without_a_word(caplog, name):
+    KVScales.from_pretrained(DATA / name)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_an_undeclared_checkpoint_is_read_with_a_warning(caplog):
+    KVScales.from_pretrained(DATA / "tgi")
+    assert [r.message for r in caplog.records] == [
+        f"{DATA / 'tgi'}: the config declares no KV cache; its KV scales are taken to be of "
+        "float8_e4m3fn"
+    ]
+
+
+def test_uncalibrated_scales_are_read_with_a_warning(tmp_path, caplog):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(i) + f"{s}_scale": torch.ones(())
+                          for i in range(3) for s in "kv"})  # fmt: skip
+    assert numbers(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
+    assert "every KV scale is exactly 1.0" in caplog.text
+
+
+def test_scales_that_no_row_takes_are_named(tmp_path, caplog):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(0) + "k_quantizer.scale": torch.ones(())})
+    KVScales.from_pretrained(folder)
+    assert "not used, though they look like scales: model.layers.0.self_attn.k_quantizer.scale" in (
+        caplog.text
+    )
+
+
+def test_missing_layers_stay_missing_when_not_strict(tmp_path, caplog):
+    folder = copied("autofp8", tmp_path)
+    edit_tensors(folder, {ATTENTION.format(1) + f"{s}_scale": None for s in "kv"})
+    scales = KVScales.from_pretrained(folder, strict=False)
+    assert list(scales.layers) == [0, 2]
+    assert f"{folder}: layers without scales: 1" in caplog.text
+    with pytest.raises(ScaleError, match="expected layer 1, got layers 0, 2"):
+        scales.for_layer(1, num_kv_heads=2, k_head_dim=4, v_head_dim=4)
+
+
+def test_a_missing_config_is_a_warning_when_not_strict(tmp_path, caplog):
+    folder = copied("autofp8", tmp_path)
+    (folder / "config.json").unlink()
+    assert numbers(KVScales.from_pretrained(folder, strict=False), "v") == rounded(V)
+    assert "no config.json" in caplog.text
+
+
+# Which file.
+
+
+def test_our_own_file_comes_first(tmp_path):
+    folder = copied("autofp8", tmp_path)
+    KVScales.uniform(3, k=0.5, v=0.25).save_pretrained(folder)
+    scales = KVScales.from_pretrained(folder)
+    assert (scales.format, numbers(scales, "k")) == ("hf_fp8kv", [0.5, 0.5, 0.5])
+
+
+def test_tensors_come_before_the_json(tmp_path, caplog):
+    folder = copied("autofp8", tmp_path)
+    shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
+    assert KVScales.from_pretrained(folder).format == "autofp8"
+
+
+def test_the_json_is_read_when_there_are_no_tensors(tmp_path, caplog):
+    folder = copied("autofp8", tmp_path)
+    shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
+    edit_tensors(folder, {ATTENTION.format(i) + f"{s}_scale": None for i in range(3) for s in "kv"})
+    edit_tensors(folder, {"vision_tower.layers.0.self_attn.k_scale": torch.ones(())})
+    with caplog.at_level(logging.INFO):
+        scales = KVScales.from_pretrained(folder)
+    assert (scales.format, numbers(scales, "k")) == ("vllm-json", rounded(V))
+    assert "reading kv_cache_scales.json" in caplog.text
+
+
+def test_a_subfolder(tmp_path):
+    copied("autofp8", tmp_path)
+    assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
+
+
+def test_an_index_need_only_have_the_shards_with_scales(tmp_path):
+    folder = copied("compressed-tensors-heads", tmp_path)
+    path = folder / "model.safetensors.index.json"
+    weight_map = json.loads(path.read_text())["weight_map"]
+    edit_json(path, weight_map=weight_map | {"model.norm.weight": "model-9.safetensors"})
+    assert list(KVScales.from_pretrained(folder).layers) == [0, 1, 2]
+
+
+# kv_cache_scales.json.
+
+
+def write_scales(path: Path, ranks: object, **changes: object) -> Path:
+    """A kv_cache_scales.json; changes are entries of kv_cache, or model_type."""
+    data: dict[str, object] = {"model_type": changes.pop("model_type", "llama")}
+    data["kv_cache"] = {"dtype": "float8_e4m3fn", "scaling_factor": ranks} | changes
+    path.write_text(json.dumps(data))
+    return path
+
+
+TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
+
+
+def test_text_and_whole_numbers_are_numbers(tmp_path):
+    path = write_scales(tmp_path / "s.json", {"0": {"0": "0.5", "1": 2, "2": " 1e-2 "}})
+    assert numbers(KVScales.from_file(path), "v") == rounded((0.5, 2.0, 0.01))
+
+
+def test_other_entries_are_ignored(tmp_path):
+    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5}}, more=[1, 2])
+    edit_json(path, also={"a": 1})
+    assert numbers(KVScales.from_file(path), "k") == [0.5]
+
+
+def test_a_model_type_of_null_is_accepted_for_any_model(tmp_path):
+    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5}}, model_type=None)
+    scales = KVScales.from_file(path, model_type="qwen2")
+    assert scales.model_type is None
+
+
+def test_layers_are_in_order_whatever_the_file_says(tmp_path):
+    ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
+    scales = KVScales.from_file(write_scales(tmp_path / "s.json", ranks))
+    assert numbers(scales, "k") == list(range(1, 12))
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, [0.5, 0.25]), (1, [0.125, 1.0])])
+def test_each_rank_reads_its_own_scales(tmp_path, caplog, rank, expected):
+    path = write_scales(tmp_path / "s.json", TWO_RANKS)
+    scales = KVScales.from_file(path, tp_rank=rank, tp_size=2)
+    assert numbers(scales, "k") == expected
+    assert not caplog.records
+
+
+def test_one_process_takes_the_largest_of_ranks_that_differ(tmp_path, caplog):
+    path = write_scales(tmp_path / "s.json", TWO_RANKS)
+    assert numbers(KVScales.from_file(path), "k") == [0.5, 1.0]
+    assert "the scales of its 2 ranks differ" in caplog.text
+
+
+def test_one_process_takes_ranks_that_agree_without_a_word(tmp_path, caplog):
+    path = write_scales(tmp_path / "s.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
+    assert numbers(KVScales.from_file(path), "k") == [0.5]
+    assert not caplog.records
+
+
+def test_another_number_of_ranks_when_not_strict(tmp_path):
+    path = write_scales(tmp_path / "s.json", TWO_RANKS)
+    scales = KVScales.from_file(path, tp_rank=3, tp_size=4, strict=False)
+    assert numbers(scales, "k") == [0.5, 1.0]
+
+
+def test_what_strict_refuses_is_a_warning_without_it(tmp_path, caplog):
+    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5, "2": 0.25, "7": 1.0}})
+    options = {"num_layers": 4, "model_type": "qwen2"}
+    with pytest.raises(ScaleError):
+        KVScales.from_file(path, **options)
+    assert list(KVScales.from_file(path, strict=False, **options).layers) == [0, 2]
+    assert "expected scales of a 'qwen2' model, got 'llama'" in caplog.text
+    assert "layers without scales: 1, 3" in caplog.text
+
+
+def test_a_byte_order_mark_is_accepted(tmp_path):
+    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5}})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert numbers(KVScales.from_file(path), "k") == [0.5]
+
+
+def test_numbers_do_not_depend_on_the_default_dtype(tmp_path):
+    torch.set_default_dtype(BF16)
+    try:
+        scales = KVScales.from_pretrained(DATA / "vllm")
+    finally:
+        torch.set_default_dtype(F32)
+    assert numbers(scales, "k") == rounded(K)
+
+
+# Bad input: name -> (what is done to a good folder, or to a path; what the message says). Each ends
+# in our error with the path, and never in scales or in the traceback of a library.
+
+Spoil = Callable[[Path], object]
+
+
+def spoiled_json(old: str, new: str) -> Spoil:
+    """Replaces text of the golden kv_cache_scales.json."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "kv_cache_scales.json"
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new, 1))
+
+    return spoil
+
+
+def spoiled_bytes(file: str, change: Callable[[bytes], bytes]) -> Spoil:
+    """Replaces the bytes of a file."""
+
+    def spoil(folder: Path) -> None:
+        (folder / file).write_bytes(change((folder / file).read_bytes()))
+
+    return spoil
+
+
+def without(name: str) -> Spoil:
+    """Deletes a file."""
+    return lambda folder: (folder / name).unlink()
+
+
+def spoiled_config(**entries: object) -> Spoil:
+    """Sets entries of config.json."""
+    return lambda folder: edit_json(folder / "config.json", **entries)
+
+
+def spoiled_tensor(tail: str, tensor: torch.Tensor | None, layer: int = 1) -> Spoil:
+    """Sets a tensor of a layer's attention."""
+    return lambda folder: edit_tensors(folder, {ATTENTION.format(layer) + tail: tensor})
+
+
+def header_of(text: bytes) -> Callable[[bytes], bytes]:
+    """A safetensors file with this header."""
+    return lambda data: len(text).to_bytes(8, "little") + text
+
+
+KEY = '"0": 0.0152239128947258'
+BAD_JSON: dict[str, tuple[Spoil, str]] = {
+    "zero": (spoiled_json(KEY, '"0": 0'), "rank 0, layer 0: expected a finite number above 0"),
+    "negative": (spoiled_json(KEY, '"0": -0.5'), "got -0.5"),
+    "nan": (spoiled_json(KEY, '"0": NaN'), "got nan"),
+    "infinity": (spoiled_json(KEY, '"0": Infinity'), "got inf"),
+    "text-nan": (spoiled_json(KEY, '"0": "nan"'), "got nan"),
+    "text-of-words": (spoiled_json(KEY, '"0": "half"'), "expected a number.*half"),
+    "null": (spoiled_json(KEY, '"0": null'), "got None"),
+    "list": (spoiled_json(KEY, '"0": [0.5]'), r"got \[0.5\]"),
+    "bool": (spoiled_json(KEY, '"0": true'), "got True"),
+    "object": (spoiled_json(KEY, '"0": {"k": 1}'), "got {'k': 1}"),
+    "underflows": (spoiled_json(KEY, '"0": 1e-45'), "got 1e-45"),
+    "huge-integer": (spoiled_json(KEY, '"0": 1' + "0" * 400), "expected a finite number"),
+    "endless-integer": (spoiled_json(KEY, '"0": 1' + "0" * 5000), "expected a JSON file"),
+    "missing-layer": (spoiled_json(KEY + ",", ""), "missing 0"),
+    "layer-past-the-end": (spoiled_json('"2"', '"3"'), "missing 2"),
+    "layer-far-past-the-end": (spoiled_json('"2"', '"999999999"'), "missing 2, 3, 4"),
+    "layer-not-a-number": (spoiled_json(KEY, '"zero": 0.5'), "expected a layer .*'zero'"),
+    "layer-negative": (spoiled_json(KEY, '"-1": 0.5'), "expected a layer .*'-1'"),
+    "layer-twice": (spoiled_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
+    "layer-twice-in-two-spellings": (spoiled_json(KEY, '"0": 1, "00": 2'), "layer 00 once"),
+    "no-layers": (spoiled_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
+    "rank-not-a-number": (spoiled_json('"0": {', '"first": {'), "expected a rank .*'first'"),
+    "rank-missing": (spoiled_json('"0": {', '"1": {'), "expected the ranks 0 to 0, got 1"),
+    "rank-twice": (
+        spoiled_json('"0": {', '"rank0": {"0": 1, "1": 1, "2": 1}, "0": {'),
+        "a rank 0 once",
+    ),
+    "ranks-with-other-layers": (
+        spoiled_json('"0": {', '"1": {"0": 1}, "0": {'),
+        "expected the same layers for every rank, got 3 layers for rank 0 and 1 for rank 1",
+    ),
+    "rank-not-an-object": (spoiled_json('"0": {', '"1": 0.5, "0": {'), "object of layers, got 0.5"),
+    "ranks-not-an-object": (
+        spoiled_json('"scaling_factor"', '"scaling_factor": [1], "x"'),
+        r"object of ranks, got \[1\]",
+    ),
+    "no-ranks": (spoiled_json('"scaling_factor"', '"factors"'), "object of ranks, got None"),
+    "dtype-e5m2": (spoiled_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
+    "dtype-fnuz": (spoiled_json("e4m3fn", "e4m3fnuz"), "got 'float8_e4m3fnuz'"),
+    "dtype-missing": (spoiled_json('"dtype"', '"type"'), "got None"),
+    "cache-missing": (spoiled_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
+    "model-type-missing": (spoiled_json('"model_type"', '"type"'), "model_type"),
+    "model-type-a-number": (spoiled_json('"llama"', "1"), "model_type: expected a string"),
+    "key-twice": (spoiled_json('"model_type"', '"model_type": "a", "model_type"'), "twice"),
+    "cut-off": (spoiled_bytes("kv_cache_scales.json", lambda b: b[:90]), "expected a JSON file"),
+    "empty": (spoiled_bytes("kv_cache_scales.json", lambda b: b""), "expected a JSON file"),
+    "binary": (spoiled_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
+    "an-array": (spoiled_bytes("kv_cache_scales.json", lambda b: b"[1]"), "JSON object, got list"),
+    "a-null": (spoiled_bytes("kv_cache_scales.json", lambda b: b"null"), "got NoneType"),
+    "very-deep": (
+        spoiled_bytes("kv_cache_scales.json", lambda b: b'{"a":' * 10**5),
+        "expected a JSON file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_JSON.values(), ids=BAD_JSON)
+def test_a_bad_json_is_refused(tmp_path, spoil, message):
+    folder = copied("vllm", tmp_path)
+    spoil(folder)
+    path = folder / "kv_cache_scales.json"
+    for read in (lambda: KVScales.from_file(path), lambda: KVScales.from_pretrained(folder)):
+        with pytest.raises(ScaleError, match=message) as error:
+            read()
+        assert str(path) in str(error.value)
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def scheme(**changes: object) -> Spoil:
+    """A config of compressed-tensors with another scheme for the cache."""
+    block = {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME | changes}
+    return spoiled_config(quantization_config=block)
+
+
+FP8_WITH = {"quant_method": "fp8", "activation_scheme": "static"}
+BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
+    "zero": (spoiled_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
+    "negative": (spoiled_tensor("v_scale", torch.tensor(-1.0)), "V scale .*got -1.0"),
+    "nan": (spoiled_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
+    "infinity": (spoiled_tensor("v_scale", torch.tensor(float("inf"))), "got inf"),
+    "infinity-in-float32": (spoiled_tensor("v_scale", torch.tensor(1e300).double() * 1e300), "inf"),
+    "one-bad-head": (
+        spoiled_tensor("k_scale", torch.tensor([1.0, 0.0]).view(2, 1, 1)),
+        "got 0.0",
+    ),
+    "int8": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int8)), "got I8"),
+    "int64": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int64)), "got I64"),
+    "bool": (spoiled_tensor("k_scale", torch.tensor(True)), "got BOOL"),
+    "float8": (spoiled_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)), "got F8_E4M3"),
+    "empty-tensor": (spoiled_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
+    "no-heads": (spoiled_tensor("k_scale", torch.ones(0, 1, 1)), r"got \[0, 1, 1\]"),
+    "one-dimension": (spoiled_tensor("k_scale", torch.ones(2)), r"got \[2\]"),
+    "per-channel": (spoiled_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
+    "per-token": (spoiled_tensor("k_scale", torch.ones(2, 4, 1)), r"got \[2, 4, 1\]"),
+    "heads-of-another-model": (
+        spoiled_tensor("k_scale", torch.ones(5, 1, 1)),
+        r"heads that config.json names \(\[2\]\), got 5 in layer 1",
+    ),
+    "sides-with-other-heads": (
+        lambda folder: edit_tensors(
+            folder,
+            {
+                ATTENTION.format(1) + "k_scale": torch.ones(2, 1, 1),
+                ATTENTION.format(1) + "v_scale": torch.ones(3, 1, 1),
+            },
+        ),
+        "expected one number of heads, got {'K': 2, 'V': 3}",
+    ),
+    "layer-missing": (
+        lambda folder: edit_tensors(
+            folder, {ATTENTION.format(1) + f"{s}_scale": None for s in "kv"}
+        ),
+        "expected scales for 3 layers, got 2: missing 1",
+    ),
+    "more-layers-in-the-model": (spoiled_config(num_hidden_layers=5), "got 3: missing 3, 4"),
+    "two-names-that-differ": (
+        spoiled_tensor("attn.k_scale", torch.tensor(9.0)),
+        "expected one scale for K of layer 1, got .*which differ",
+    ),
+    "two-models-that-differ": (
+        lambda folder: edit_tensors(
+            folder, {"language_model.model.layers.1.self_attn.v_scale": torch.tensor(9.0)}
+        ),
+        "expected one scale for V of layer 1",
+    ),
+    "zero-point": (
+        spoiled_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
+        "k_zero_point: expected a zero point of 0",
+    ),
+    "zero-point-of-int8": (spoiled_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
+    "global-scale": (spoiled_tensor("k_global_scale", torch.ones(1)), "of an NVFP4 cache"),
+    "affine-nvfp4": (spoiled_tensor("k_proj.k_bias", torch.ones(1)), "of an affine NVFP4 cache"),
+    "ascend-int8": (spoiled_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
+    "int8-scheme": (scheme(type="int"), "got .*8-bit int"),
+    "nvfp4-scheme": (scheme(num_bits=4), "got .*4-bit float"),
+    "asymmetric-scheme": (scheme(symmetric=False), "asymmetric"),
+    "channel-scheme": (scheme(strategy="channel"), "strategy channel"),
+    "dynamic-scheme": (scheme(dynamic=True), "expected no scales in the checkpoint.*dynamic"),
+    "dynamic-local-scheme": (scheme(dynamic="local"), "expected no scales in the checkpoint"),
+    "scheme-without-a-type": (
+        spoiled_config(quantization_config=FP8_WITH | {"kv_cache_scheme": {"num_bits": 8}}),
+        "got .*8-bit int",
+    ),
+    "dynamic-word": (
+        spoiled_config(quantization_config=FP8_WITH | {"kv_cache_scheme": "dynamic"}),
+        "expected no scales in the checkpoint",
+    ),
+    "nvfp4-word": (
+        spoiled_config(
+            quantization_config={"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}
+        ),
+        "'NVFP4'",
+    ),
+    "int8-algo": (
+        spoiled_config(
+            quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}
+        ),
+        "'INT8'",
+    ),
+    "algo-not-a-word": (
+        spoiled_config(quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": 8}),
+        "kv_cache_quant_algo = 8",
+    ),
+    "int8-in-hf-quant-config": (
+        lambda folder: edit_json_new(
+            folder / "hf_quant_config.json", quantization={"kv_cache_quant_algo": "INT8"}
+        ),
+        "hf_quant_config.json.*'INT8'",
+    ),
+    "quark-int8": (
+        spoiled_config(
+            quantization_config={
+                "quant_method": "quark",
+                "export": {"kv_cache_group": ["*k_proj"]},
+                "layer_quant_config": {"*k_proj": {"output_tensors": {"dtype": "int8"}}},
+            }
+        ),
+        "k_proj with dtype 'int8'",
+    ),
+    "e5m2-of-tgi": (spoiled_config(kv_cache_torch_dtype="float8_e5m2"), "'float8_e5m2'"),
+    "unknown-word": (spoiled_config(kv_cache_dtype="turbo3"), "'turbo3'"),
+    "config-missing": (without("config.json"), "expected a config.json"),
+    "config-cut-off": (spoiled_bytes("config.json", lambda b: b[:40]), "config.json.*JSON file"),
+    "config-an-array": (spoiled_bytes("config.json", lambda b: b"[]"), "JSON object, got list"),
+    "cut-off": (spoiled_bytes("model.safetensors", lambda b: b[:-4]), "a safetensors file"),
+    "cut-off-in-the-header": (spoiled_bytes("model.safetensors", lambda b: b[:60]), "safetensors"),
+    "cut-off-in-the-length": (spoiled_bytes("model.safetensors", lambda b: b[:5]), "safetensors"),
+    "empty": (spoiled_bytes("model.safetensors", lambda b: b""), "a safetensors file"),
+    "header-past-the-end": (
+        spoiled_bytes("model.safetensors", lambda b: (10**6).to_bytes(8, "little") + b[8:]),
+        "a safetensors file",
+    ),
+    "header-past-everything": (
+        spoiled_bytes("model.safetensors", lambda b: b"\xff" * 8 + b[8:]),
+        "a safetensors file",
+    ),
+    "header-not-json": (spoiled_bytes("model.safetensors", header_of(b"{x")), "a safetensors file"),
+    "header-not-utf8": (spoiled_bytes("model.safetensors", header_of(b"\xff")), "a safetensors"),
+    "zip-in-disguise": (
+        spoiled_bytes("model.safetensors", lambda b: b"PK\x03\x04" + b[4:]),
+        "a safetensors file",
+    ),
+    "no-scales": (
+        lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
+        "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
+        r"self_attn.{k,v}_scale.*got none",
+    ),
+    "scales-of-a-tower-only": (
+        lambda folder: save_file(
+            {"vision_tower.layers.0.self_attn.k_scale": torch.ones(())},
+            folder / "model.safetensors",
+        ),
+        "got only vision_tower.layers.0.self_attn.k_scale, which no reader takes",
+    ),
+    "no-weights": (without("model.safetensors"), "expected kv_scales.safetensors"),
+    "pickled-weights-only": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+        "pickles are never loaded: pytorch_model.bin",
+    ),
+    "two-files-with-a-scale": (
+        lambda folder: (
+            shutil.copy(folder / "model.safetensors", folder / "a.safetensors"),
+            (folder / "model.safetensors").rename(folder / "b.safetensors"),
+        ),
+        "in one file, got it in a.safetensors and b.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
+def test_a_bad_checkpoint_is_refused(tmp_path, spoil, message):
+    folder = copied("autofp8", tmp_path)
+    spoil(folder)
+    with pytest.raises(ScaleError, match=message) as error:
+        KVScales.from_pretrained(folder)
+    assert str(folder) in str(error.value)
+    with pytest.raises(ScaleError):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize("name", ["zero", "int8", "zero-point", "int8-scheme", "cut-off", "empty"])
+def test_what_is_wrong_stays_wrong_when_not_strict(tmp_path, name):
+    folder = copied("autofp8", tmp_path)
+    BAD_CHECKPOINTS[name][0](folder)
+    with pytest.raises(ScaleError):
+        KVScales.from_pretrained(folder, strict=False)
+
+
+def output_scales_of(folder: Path) -> None:
+    """Names that also belong to activations, without a config that says otherwise."""
+    scales = {ATTENTION.format(0) + f"{s}_proj.output_scale": torch.ones(()) for s in "kv"}
+    save_file(scales, folder / "model.safetensors")
+    edit_json(folder / "config.json", quantization_config={"quant_method": "quark"})
+
+
+def test_output_scales_need_a_config_that_declares_them(tmp_path):
+    folder = copied("quark", tmp_path)
+    output_scales_of(folder)
+    with pytest.raises(
+        ScaleError, match=r"got only model\.layers\.0\.self_attn\.k_proj\.output_scale"
+    ):
+        KVScales.from_pretrained(folder)
+
+
+def test_int8_scales_of_tensorrt_are_not_read_as_fp8(tmp_path):
+    folder = copied("trtllm", tmp_path)
+    edit_json(folder / "config.json", quantization={"kv_cache_quant_algo": "INT8"})
+    with pytest.raises(ScaleError, match="kv_cache_quant_algo = 'INT8'"):
+        KVScales.from_pretrained(folder)
+    edit_json(folder / "config.json", quantization=None)
+    with pytest.raises(ScaleError, match="which no reader takes"):
+        KVScales.from_pretrained(folder)
+
+
+def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
+    """Replaces the weight map of the index."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        weight_map = json.loads(path.read_text())["weight_map"]
+        path.write_text(json.dumps({"weight_map": change(weight_map)}))
+
+    return spoil
+
+
+SHARD = "model-00002-of-00002.safetensors"
+BAD_INDICES: dict[str, tuple[Spoil, str]] = {
+    "shard-missing": (without(SHARD), f"expected the file {SHARD}"),
+    "shard-cut-off": (spoiled_bytes(SHARD, lambda b: b[:-1]), "a safetensors file"),
+    "tensor-missing": (
+        edit_index(lambda m: m | dict.fromkeys(list(m)[-1:], "model-00001-of-00002.safetensors")),
+        "which the index places here",
+    ),
+    "outside": (edit_index(lambda m: dict.fromkeys(m, "../x.safetensors")), "expected file names"),
+    "absolute": (edit_index(lambda m: dict.fromkeys(m, "/x.safetensors")), "expected file names"),
+    "not-a-name": (edit_index(lambda m: dict.fromkeys(m, 3)), "expected file names.*got 3"),
+    "empty-map": (edit_index(lambda m: {}), "expected a weight_map"),
+    "list-map": (edit_index(list), "expected a weight_map"),
+    "no-map": (edit_index(lambda m: None), "expected a weight_map"),
+    "cut-off": (
+        spoiled_bytes("model.safetensors.index.json", lambda b: b[:50]),
+        "expected a JSON file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
+def test_a_bad_index_is_refused(tmp_path, spoil, message):
+    folder = copied("compressed-tensors-heads", tmp_path)
+    spoil(folder)
+    with pytest.raises(ScaleError, match=message):
+        KVScales.from_pretrained(folder)
+
+
+OWN = "kv_scales.safetensors"
+
+
+def own(tensors: dict[str, torch.Tensor], **about: object) -> Spoil:
+    """Our own file with these tensors and this header."""
+    header = {"version": 1, "dtype": "float8_e4m3fn", "layers": [0]} | about
+    return lambda folder: save_file(
+        tensors, folder / OWN, metadata={"hf_fp8kv": json.dumps(header)}
+    )
+
+
+def pair(k: float = 0.5, v: float = 0.25) -> dict[str, torch.Tensor]:
+    """Layer 0 of our own file."""
+    return {"layers.0.k_scale": torch.tensor(k), "layers.0.v_scale": torch.tensor(v)}
+
+
+CENTRE = "layers.0.k_center"
+BAD_OWN: dict[str, tuple[Spoil, str]] = {
+    "zero": (own(pair(k=0.0)), "K scale.*layers.0.*got 0.0"),
+    "nan": (own(pair(v=float("nan"))), "V scale.*layers.0.*got nan"),
+    "centre-nan": (own(pair() | {CENTRE: torch.full((2, 2), float("nan"))}), "centre of K.*nan"),
+    "centre-scalar": (own(pair() | {CENTRE: torch.zeros(())}), "centre of K.*shape"),
+    "other-dtype": (own({n: t.half() for n, t in pair().items()}), "in F32, got layers.0"),
+    "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "expected k_scale and v_scale"),
+    "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "got model.norm"),
+    "other-layers": (own(pair(), layers=[0, 1]), "expected the layers of its metadata"),
+    "later-version": (own(pair(), version=2), "update hf_fp8kv"),
+    "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
+    "no-header": (
+        lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "{"}),
+        "metadata entry",
+    ),
+    "header-of-a-number": (
+        lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "1"}),
+        "expected version 1",
+    ),
+    "cut-off": (
+        lambda f: (own(pair())(f), spoiled_bytes(OWN, lambda b: b[:-1])(f)),
+        "a safetensors file",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_OWN.values(), ids=BAD_OWN)
+def test_a_bad_file_of_ours_is_refused_and_nothing_else_is_tried(tmp_path, spoil, message):
+    folder = copied("autofp8", tmp_path)
+    spoil(folder)
+    with pytest.raises(ScaleError, match=message) as error:
+        KVScales.from_pretrained(folder)
+    assert str(folder / OWN) in str(error.value)
+
+
+def test_a_good_file_of_ours_is_not_refused(tmp_path):
+    own(pair() | {CENTRE: torch.tensor([[1.0, -2.0]])})(tmp_path)
+    layer = KVScales.from_pretrained(tmp_path).layers[0]
+    assert (layer.k.item(), layer.v.item()) == (0.5, 0.25)
+    assert layer.k_center.tolist() == [[1.0, -2.0]]
+
+
+BAD_FILES = {
+    "missing": ("scales.json", "expected a file, found none; check the path"),
+    "a-folder": (".", "expected a file, found none; use from_pretrained"),
+    "pt": ("scales.pt", "pickles are never loaded"),
+    "bin": ("pytorch_model.bin", "pickles are never loaded"),
+    "npz": ("rank0.npz", "pickles are never loaded"),
+    "gguf": ("model.gguf", r"expected .json or .safetensors, got '.gguf'"),
+    "no-suffix": ("scales", r"expected .json or .safetensors, got ''"),
+}
+
+
+@pytest.mark.parametrize(("name", "message"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_file_of_another_kind_is_refused(tmp_path, name, message):
+    path = tmp_path / name
+    if name not in (".", "scales.json"):
+        torch.save({"a": torch.ones(1)}, path)
+    with pytest.raises(ScaleError, match=message) as error:
+        KVScales.from_file(path)
+    assert str(path) in str(error.value)
+
+
+BAD_REQUESTS = {
+    "rank-too-high": ({"tp_rank": 2, "tp_size": 2}, "tp_rank=2"),
+    "rank-negative": ({"tp_rank": -1, "tp_size": 2}, "tp_rank=-1"),
+    "no-ranks": ({"tp_size": 0}, "tp_size=0"),
+    "rank-a-text": ({"tp_rank": "0"}, "expected integers"),
+    "fewer-ranks": ({"tp_size": 3}, "expected the scales of 3 ranks, got 2"),
+    "no-layers": ({"num_layers": 0}, "num_layers"),
+    "more-layers": ({"num_layers": 4}, "expected scales for 4 layers, got 3: missing 3"),
+    "fewer-layers": ({"num_layers": 2}, "expected 2 layers, got also layers 2"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_a_bad_request_is_refused(options, message):
+    with pytest.raises(ScaleError, match=message):
+        KVScales.from_file(DATA / "vllm-two-ranks" / "kv_cache_scales.json", **options)
+
+
+@pytest.mark.parametrize("name", ["vllm", "autofp8"])
+def test_another_model_type_is_refused(name):
+    file = "kv_cache_scales.json" if name == "vllm" else "model.safetensors"
+    with pytest.raises(ScaleError, match="expected scales of a 'qwen2' model, got 'llama'"):
+        KVScales.from_file(DATA / name / file, model_type="qwen2")
+
+
+# The Hub, without a network: its own client reads its cache, and requests are recorded.
+
+
+def cached(tmp_path: Path, name: str) -> Path:
+    """A Hub cache that holds a golden folder as the repository "org/model"."""
+    repo = tmp_path / "hub" / "models--org--model"
+    (repo / "refs").mkdir(parents=True)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (repo / "refs" / "main").write_text(commit)
+    shutil.copytree(DATA / name, repo / "snapshots" / commit)
+    return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("name", ["autofp8", "compressed-tensors-heads", "vllm"])
+def test_a_cached_repository_is_read_without_a_network(tmp_path, name):
+    cache_dir = cached(tmp_path, name)
+    scales = KVScales.from_pretrained("org/model", cache_dir=cache_dir, local_files_only=True)
+    local = KVScales.from_pretrained(DATA / name)
+    assert scales.format == local.format
+    assert numbers_of(scales) == numbers_of(local)
+    assert numbers_of(resolve("org/model", cache_dir=cache_dir)) == numbers_of(local)
+
+
+def numbers_of(scales: object) -> list[list[float]]:
+    """Every scale of every layer."""
+    assert isinstance(scales, KVScales)
+    return [[*s.k.flatten().tolist(), *s.v.flatten().tolist()] for s in scales.layers.values()]
+
+
+def test_a_repository_that_is_not_cached_is_an_error(tmp_path):
+    with pytest.raises(ScaleError, match=r"org/model \(offline: cached files only\)"):
+        KVScales.from_pretrained("org/model", cache_dir=tmp_path, local_files_only=True)
+
+
+class FakeHub:
+    """The two requests of the Hub's client, answered from a folder and recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.fetched: list[str] = []
+        self.options: dict[str, object] = {}
+
+    def absent(self, name: str) -> RemoteEntryNotFoundError:
+        response = SimpleNamespace(headers={}, request=None)
+        return RemoteEntryNotFoundError(f"404: {name}", response=response)
+
+    def hf_hub_download(self, repo: str, name: str, **options: object) -> str:
+        assert repo == "org/model"
+        self.options = options
+        if not (self.folder / name).exists():
+            raise self.absent(name)
+        self.fetched.append(name)
+        return str(self.folder / name)
+
+    def parse_safetensors_file_metadata(self, repo: str, name: str, **_: object) -> object:
+        if not (self.folder / name).exists():
+            raise self.absent(name)
+        return SimpleNamespace(tensors=load_file(self.folder / name))
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    def serve(name: str) -> FakeHub:
+        fake = FakeHub(copied(name, tmp_path))
+        monkeypatch.setattr(sources, "hf_hub_download", fake.hf_hub_download)
+        monkeypatch.setattr(sources, "HfApi", lambda: fake)
+        monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr(sources.constants, "HF_HUB_OFFLINE", False)
+        return fake
+
+    return serve
+
+
+def test_the_usual_options_reach_the_hub(hub, tmp_path):
+    fake = hub("autofp8")
+    options = {"revision": "v1", "token": "t", "force_download": True, "cache_dir": tmp_path}
+    KVScales.from_pretrained("org/model", **options)
+    assert fake.options == options | {"local_files_only": False, "subfolder": None}
+
+
+def test_only_what_holds_scales_is_fetched(hub):
+    fake = hub("compressed-tensors-heads")
+    edit_index(lambda m: m | {"model.norm.weight": "model-9.safetensors"})(fake.folder)
+    save_file({"model.norm.weight": torch.ones(2)}, fake.folder / "model-9.safetensors")
+    assert list(KVScales.from_pretrained("org/model").layers) == [0, 1, 2]
+    assert set(fake.fetched) == {
+        "config.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        SHARD,
+    }
+
+
+def test_weights_without_scales_are_not_fetched(hub):
+    fake = hub("autofp8")
+    edit_tensors(fake.folder, {ATTENTION.format(i) + f"{s}_scale": None
+                               for i in range(3) for s in "kv"})  # fmt: skip
+    with pytest.raises(ScaleError, match=r"org/model: expected kv_scales\.safetensors"):
+        KVScales.from_pretrained("org/model")
+    assert set(fake.fetched) == {"config.json"}
+
+
+def test_a_missing_repository_is_our_error(hub, monkeypatch):
+    hub("autofp8")
+
+    def refuse(*_: object, **__: object) -> str:
+        response = SimpleNamespace(headers={}, request=None)
+        raise RepositoryNotFoundError("401 Client Error", response=response)
+
+    monkeypatch.setattr(sources, "hf_hub_download", refuse)
+    with pytest.raises(ScaleError, match=r"org/model: expected a repository.*401 Client Error"):
+        KVScales.from_pretrained("org/model")
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "/org/model", "./model", "org model", "", "org//model"])
+def test_what_cannot_be_a_repository_is_not_asked_for(hub, name):
+    fake = hub("autofp8")
+    with pytest.raises(ScaleError, match="expected a folder, a file or a repository id"):
+        KVScales.from_pretrained(name)
+    assert not fake.fetched
+
+
+def test_scales_of_a_layer_are_ready_for_an_operation():
+    """From a file to the numbers that a cache multiplies with."""
+    scales = KVScales.from_pretrained(DATA / "compressed-tensors-heads")
+    layer = scales.for_layer(2, num_kv_heads=1, k_head_dim=2, v_head_dim=3, tp_rank=1, tp_size=2)
+    assert isinstance(layer, LayerScales)
+    assert layer.k.tolist() == [rounded((2 * K[2],) * 2)]
+    assert layer.v.tolist() == [rounded((2 * V[2],) * 3)]
