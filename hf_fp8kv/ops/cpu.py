@@ -1,0 +1,269 @@
+"""The "numba" backend: each operation is one pass over the bytes, on all threads of torch.
+
+Threads are plain ones: a kernel lets go of the interpreter's lock, and takes units of work from a
+counter. So a thread that starts late, or never (a busy machine, a forked process), costs nothing:
+the caller does what is left. numba's own parallel loops need OpenMP, which does not survive a fork
+and waits spinning beside torch's.
+
+Numbers that are none of uint8, float32, bfloat16 and float16 (a model in float64) go to the "torch"
+backend.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..formats import AUTO, FORMATS, MIN_SCALE
+from . import chunked, cpu_attend, cpu_store
+from .cpu_vectors import BF16, F16, F32, FP8
+from .pages import Pages
+from .reference import raise_overrun
+
+__all__ = ["attend", "gather", "write"]
+
+# Stored numbers that are worth a thread of their own: about 50 microseconds of work.
+GRAIN = 1 << 18
+# A unit of attention is at least this many tokens, and each thread gets at least UNITS of them: one
+# that is held up then leaves the others little to wait for.
+SPLIT = 256
+UNITS = 4
+
+_KINDS = {torch.uint8: FP8, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+_Call = npt.NDArray[np.void]
+
+
+@functools.cache
+def _decoding(name: str) -> tuple[tuple[int, int, int, int], float]:
+    """Returns (shift, mask, nan_mask, nan_code) of `load_codes`, and the factor that then lacks."""
+    if name == AUTO:
+        return (0, 0, 0, 0), 1.0
+    fmt = FORMATS[name]
+    # float16 has 10 bits of mantissa and the bias 15.
+    shift = 10 - fmt.mantissa_bits
+    if fmt.unsigned_zero:
+        nan = (0xFF, fmt.nan_code)
+    elif fmt.inf_code is None:
+        nan = (0x7F, fmt.nan_code)
+    else:
+        nan = (0, 1)  # never: these bits are a NaN in float16 too
+    return (shift, 0x7F << shift | 0x8000, *nan), 2.0 ** (15 - fmt.bias)
+
+
+@functools.cache
+def _encoding(name: str) -> tuple[tuple[int, ...], float]:
+    """Returns the constants of `encode`, and the largest number."""
+    if name == AUTO:
+        return (0,) * 8, 1.0
+    fmt = FORMATS[name]
+    step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
+    sign = int(not fmt.unsigned_zero)
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+    least = (128 - fmt.bias) << 23
+    code = (23 - fmt.mantissa_bits, rebias, least, step, fmt.max_code, fmt.nan_code, sign, sign)
+    return code, fmt.max
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy whose last axis has no gaps."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
+
+
+@functools.cache
+def _pool(_process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hf_fp8kv")
+
+
+def _run(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
+    """Runs `kernel` here and on `threads - 1` others, until its units are done."""
+    if threads < 2:
+        kernel(*arguments)
+        return
+    submit = _pool(os.getpid()).submit
+    others = [submit(kernel, *arguments) for _ in range(threads - 1)]
+    kernel(*arguments)
+    for other in others:
+        if not other.cancel():
+            other.result()
+
+
+def _threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // GRAIN))
+
+
+def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Stores new tokens; the bytes of `reference.write`, and its arguments."""
+    k, v = _input(pages.k, key), _input(pages.v, value)
+    if k.dtype not in _KINDS or v.dtype not in _KINDS or lengths.dtype != torch.int32:
+        chunked.write(pages, key, value, lengths)
+        return
+    batch, heads, tokens, k_dim = k.shape
+    (k_code, k_max), (v_code, v_max) = _encoding(pages.k_format), _encoding(pages.v_format)
+    blocks = -(-tokens // cpu_store.BLOCK)
+    table = _rows(pages.table)
+    lengths = _rows(lengths)
+    call: _Call = np.array(
+        [(
+            0, batch * heads * blocks, batch, heads, tokens, pages.page_size,
+            table.data_ptr(), 4 * table.stride(0), table.shape[1], lengths.data_ptr(),
+            pages.k.data_ptr(), k.data_ptr(), *_layout(k), _KINDS[pages.k.dtype], k_dim,
+            _address(pages.k_scales), _address(pages.k_scale), _address(pages.k_center), *k_code,
+            pages.v.data_ptr(), v.data_ptr(), *_layout(v), _KINDS[pages.v.dtype], v.shape[3],
+            _address(pages.v_scales), _address(pages.v_scale), 0, *v_code,
+            k_max, v_max, MIN_SCALE,
+        )],
+        cpu_store.WRITE,
+    )  # fmt: skip
+    if not cpu_store.has_pages(call):
+        raise_overrun(pages, lengths, tokens)
+    _run(cpu_store.write, _threads(4 * (k.numel() + v.numel())), call)
+
+
+def _input(pool: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What is stored into `pool`: of a dtype that the kernel reads, and of the pool's in "auto"."""
+    if pool.dtype != torch.uint8:
+        x = x.to(pool.dtype)
+    elif x.dtype not in _KINDS or x.dtype == torch.uint8:
+        x = x.float()
+    return _rows(x)
+
+
+def _layout(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Kind, and the strides of the first three axes in bytes."""
+    size = x.element_size()
+    b, h, t, _ = x.stride()
+    return _KINDS[x.dtype], b * size, h * size, t * size
+
+
+def gather(
+    pages: Pages,
+    lengths: torch.Tensor,
+    side: str,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    ragged: bool,
+) -> torch.Tensor:
+    """Returns dense keys or values; the numbers of `reference.gather`, and its arguments."""
+    is_k = side == "k"
+    pool, name = (pages.k, pages.k_format) if is_k else (pages.v, pages.v_format)
+    scales, scale = (pages.k_scales, pages.k_scale) if is_k else (pages.v_scales, pages.v_scale)
+    if pool.dtype not in _KINDS or dtype not in _KINDS or lengths.dtype != torch.int32:
+        return chunked.gather(pages, lengths, side, start, stop, dtype, ragged)
+    center = pages.k_center if is_k and name != AUTO else None
+    heads, dim = pool.shape[1], pool.shape[3 if is_k else 2]
+    batch = len(pages.table)
+    out = torch.empty((batch, heads, stop - start, dim), dtype=dtype)
+    code, factor = _decoding(name)
+    blocks = -(-(stop - start) // cpu_store.BLOCK)
+    table, lengths = _rows(pages.table), _rows(lengths)
+    call: _Call = np.array(
+        [(
+            0, batch * heads * blocks, batch, heads, pages.page_size, start, stop,
+            table.data_ptr(), 4 * table.stride(0), lengths.data_ptr(), ragged, not is_k,
+            pool.data_ptr(), _KINDS[pool.dtype], dim, *code,
+            _address(scales), _address(scale), _address(center), out.data_ptr(), _KINDS[dtype],
+            factor,
+        )],
+        cpu_store.GATHER,
+    )  # fmt: skip
+    _run(cpu_store.gather, _threads(out.numel()), call)
+    return out
+
+
+def attend(
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns what `reference.attend` returns, up to rounding; the same arguments."""
+    kinds = (query.dtype, pages.k.dtype, pages.v.dtype)
+    if any(kind not in _KINDS for kind in kinds) or lengths.dtype != torch.int32:
+        return chunked.attend(
+            query, pages, lengths, start, stop, scaling=scaling, causal=causal, window=window,
+            softcap=softcap, sinks=sinks, mask=mask, bias=bias,
+        )  # fmt: skip
+    query, table, lengths = _rows(query), _rows(pages.table), _rows(lengths)
+    batch, q_heads, tokens, k_dim = query.shape
+    heads, v_dim = pages.k.shape[1], pages.v.shape[2]
+    groups = q_heads // heads
+    out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype)
+
+    # Rows of one block share the decoded bytes; more than BLOCK of them outgrow the cache.
+    block = min(tokens, max(cpu_attend.BLOCK // groups, 1))
+    blocks = -(-tokens // block)
+    rows = block * groups
+    rows = rows if rows == 1 else -(-rows // 4) * 4
+    threads = _threads((stop - start) * batch * heads * (k_dim + v_dim) * -(-rows // 4) * blocks)
+    units = batch * heads * blocks
+    splits = (
+        max(1, min((stop - start) // SPLIT, -(-UNITS * threads // units))) if threads > 1 else 1
+    )
+    work = np.empty((units * splits, rows * (2 + v_dim)), np.float32)
+
+    offset = pages.k_center if softcap or sinks is not None else None
+    float_mask = mask if mask is not None and mask.is_floating_point() else None
+    if float_mask is not None:
+        mask = None
+    seen, shown = _extra(mask)
+    bias, first = _extra(bias)
+    more, second = _extra(float_mask)
+    sinks = None if sinks is None else _floats(sinks.contiguous())
+    (k_code, k_factor), (v_code, v_factor) = _decoding(pages.k_format), _decoding(pages.v_format)
+    call: _Call = np.array(
+        [(
+            0, units * splits, batch, q_heads, heads, tokens, k_dim, v_dim, pages.page_size,
+            start, stop, causal, window,
+            table.data_ptr(), 4 * table.stride(0), table.shape[1], lengths.data_ptr(),
+            _address(offset if pages.k_format != AUTO else None),
+            pages.k.data_ptr(), _KINDS[pages.k.dtype], *k_code,
+            _address(pages.k_scales), _address(pages.k_scale),
+            pages.v.data_ptr(), _KINDS[pages.v.dtype], *v_code,
+            _address(pages.v_scales), _address(pages.v_scale),
+            query.data_ptr(), *_layout(query),
+            _address(sinks), F32 if sinks is None else _KINDS[sinks.dtype],
+            _address(seen), shown[1], shown[3],
+            _address(bias), *first, _address(more), *second,
+            splits, blocks, block, work.ctypes.data, rows, out.data_ptr(), _KINDS[out.dtype],
+            scaling, softcap, k_factor, v_factor,
+        )],
+        cpu_attend.ATTEND,
+    )  # fmt: skip
+    _run(cpu_attend.attend, threads, call, work)
+    cpu_attend.finish(call, work)
+    return out
+
+
+def _floats(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype in _KINDS else x.float()
+
+
+def _extra(x: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int, int]]:
+    """A mask or bias `[1 | B, 1 | Hq, 1 | T, N]`, and its layout: size 1 becomes stride 0."""
+    if x is None:
+        return None, (F32, 0, 0, 0)
+    x = _rows(x if x.dtype == torch.bool else _floats(x))
+    if x.dtype == torch.bool:
+        x = x.view(torch.uint8)
+    kind, *strides = _layout(x)
+    b, h, t = (stride if size > 1 else 0 for stride, size in zip(strides, x.shape, strict=False))
+    return x, (kind, b, h, t)

@@ -1,0 +1,288 @@
+"""Write and gather of the "numba" backend; cpu.py prepares their calls, as in cpu_attend.py.
+
+Both must give the bytes that reference.py gives, so nothing here may be fused or reordered.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .cpu_vectors import (
+    F32,
+    FP8,
+    LANES,
+    STAMP,
+    Call,
+    Floats,
+    add,
+    bits,
+    decode,
+    div,
+    encode,
+    jit,
+    kernel,
+    load,
+    load_i32,
+    load_u8,
+    mul,
+    next_unit,
+    page_of,
+    record,
+    splat,
+    store,
+    store_codes,
+    store_u8,
+    store_u16,
+    sub,
+    width_of,
+)  # fmt: skip
+
+__all__ = ["BLOCK", "GATHER", "WRITE", "gather", "has_pages", "write"]
+
+# Tokens of a unit of work.
+BLOCK = 64
+
+WRITE = record(
+    "next units batch heads tokens slots table table_b table_columns lengths "
+    "k k_in k_in_kind k_in_b k_in_h k_in_t k_kind k_dim k_scales k_scale k_center "
+    "k_drop k_rebias k_min_normal k_step k_max_code k_nan_code k_sign_zero k_sign_nan "
+    "v v_in v_in_kind v_in_b v_in_h v_in_t v_kind v_dim v_scales v_scale v_center "
+    "v_drop v_rebias v_min_normal v_step v_max_code v_nan_code v_sign_zero v_sign_nan",
+    "k_max v_max min_scale",
+)
+GATHER = record(
+    "next units batch heads slots start stop table table_b lengths ragged transposed "
+    "pool kind dim shift mask nan_mask nan_code scales scale center out out_kind",
+    "factor",
+)
+
+_NAN = 0x7F800000  # the bits of numbers from here on are infinite or NaN
+
+
+@jit
+def _scale_of(magnitude: int, most: float, least: float) -> int:
+    """The bits, bfloat16, of the dynamic scale of a vector whose largest |x| has these bits."""
+    if magnitude >= _NAN:
+        return 0x7FC0
+    scale = max(np.int32(magnitude).view(np.float32) / np.float32(most), np.float32(least))
+    raw: Any = np.float32(scale).view(np.int32)
+    found: int = (raw + 0xFFFF) >> 16
+    return found
+
+
+@jit
+def _encode_token(
+    source: int, source_kind: int, dim: int, center: int, scale: int, dynamic: int, most: float,
+    least: float, code: tuple[int, ...], target: int,
+) -> None:  # fmt: skip
+    """The codes of one vector are then at `target`, and its dynamic scale, if any, at `dynamic`."""
+    one = splat(np.float32(1))
+    width = width_of(source_kind)
+    inverse = one
+    if not scale:
+        magnitude = 0
+        for i in range(0, dim, LANES):
+            x = load(source + width * i, source_kind, dim - i)
+            if center:
+                x = sub(x, load(center + 4 * i, F32, dim - i))
+            magnitude = bits(magnitude, x)
+        found = _scale_of(magnitude, most, least)
+        store_u16(dynamic, found)
+        inverse = div(one, splat(np.int32(found << 16).view(np.float32)))
+    for i in range(0, dim, LANES):
+        x = load(source + width * i, source_kind, dim - i)
+        if center:
+            x = sub(x, load(center + 4 * i, F32, dim - i))
+        if scale:
+            inverse = div(one, load(scale + 4 * i, F32, dim - i))
+        store_codes(target + i, dim - i, encode(mul(x, inverse), code))
+
+
+@jit
+def _copy_bytes(
+    source: int, step: int, target: int, target_step: int, count: int, width: int
+) -> None:
+    """Copies `count` numbers of `width` bytes."""
+    for i in range(count):
+        for byte in range(width):
+            store_u8(target + i * target_step + byte, load_u8(source + i * step + byte))
+
+
+@jit
+def _write_k(c: Call, sequence: int, head: int, token: int, page: int, slot: int) -> None:
+    source = c.k_in + sequence * c.k_in_b + head * c.k_in_h + token * c.k_in_t
+    place = (page * c.heads + head) * c.slots + slot
+    width = width_of(c.k_kind)
+    if c.k_kind != FP8:
+        _copy_bytes(source, width, c.k + place * c.k_dim * width, width, c.k_dim, width)
+        return
+    code = (
+        c.k_drop, c.k_rebias, c.k_min_normal, c.k_step, c.k_max_code, c.k_nan_code, c.k_sign_zero,
+        c.k_sign_nan,
+    )  # fmt: skip
+    center = c.k_center + 4 * (sequence * c.heads + head) * c.k_dim if c.k_center else 0
+    scale = c.k_scale + 4 * head * c.k_dim if c.k_scale else 0
+    _encode_token(
+        source, c.k_in_kind, c.k_dim, center, scale, c.k_scales + 2 * place, c.k_max, c.min_scale,
+        code, c.k + place * c.k_dim,
+    )  # fmt: skip
+
+
+@jit
+def _write_v(
+    c: Call, sequence: int, head: int, token: int, page: int, slot: int, line: int
+) -> None:
+    source = c.v_in + sequence * c.v_in_b + head * c.v_in_h + token * c.v_in_t
+    first = (page * c.heads + head) * c.slots
+    width = width_of(c.v_kind)
+    target = c.v + (first * c.v_dim + slot) * width
+    if c.v_kind != FP8:
+        _copy_bytes(source, width, target, c.slots * width, c.v_dim, width)
+        return
+    code = (
+        c.v_drop, c.v_rebias, c.v_min_normal, c.v_step, c.v_max_code, c.v_nan_code, c.v_sign_zero,
+        c.v_sign_nan,
+    )  # fmt: skip
+    scale = c.v_scale + 4 * head * c.v_dim if c.v_scale else 0
+    _encode_token(
+        source, c.v_in_kind, c.v_dim, 0, scale, c.v_scales + 2 * (first + slot), c.v_max,
+        c.min_scale, code, line,
+    )  # fmt: skip
+    _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)
+
+
+@jit
+def _write(c: Call, counter: int) -> None:
+    line = np.empty(c.v_dim + LANES, np.uint8)
+    blocks = (c.tokens + BLOCK - 1) // BLOCK
+    while True:
+        unit = next_unit(counter)
+        if unit >= c.units:
+            return
+        block, unit = unit % blocks, unit // blocks
+        head, sequence = unit % c.heads, unit // c.heads
+        length = load_i32(c.lengths + 4 * sequence)
+        for token in range(block * BLOCK, min((block + 1) * BLOCK, c.tokens)):
+            at = length + token
+            page = page_of(c, sequence, at)
+            _write_k(c, sequence, head, token, page, at % c.slots)
+            _write_v(c, sequence, head, token, page, at % c.slots, line.ctypes.data)
+
+
+@jit
+def _has_pages(c: Call) -> bool:
+    for sequence in range(c.batch):
+        length = load_i32(c.lengths + 4 * sequence)
+        if c.tokens == 0:
+            continue
+        last = (length + c.tokens - 1) // c.slots
+        if last >= c.table_columns:
+            return False
+        for column in range(length // c.slots, last + 1):
+            if load_i32(c.table + sequence * c.table_b + 4 * column) < 0:
+                return False
+    return True
+
+
+@jit
+def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
+    """The numbers at `line` times their scale, plus the centre, in the order of reference.py."""
+    factor = splat(np.float32(c.factor))
+    for i in range(0, c.dim, LANES):
+        x = load(line + 4 * i, F32, LANES)
+        if c.kind == FP8:
+            x = mul(x, factor)
+        if scale:
+            x = mul(x, load(scale + 4 * i, F32, c.dim - i))
+        if c.scales:
+            x = mul(x, dynamic)
+        if center:
+            x = add(x, load(center + 4 * i, F32, c.dim - i))
+        store(line + 4 * i, F32, LANES, x)
+
+
+@jit
+def _gather_block(
+    c: Call, sequence: int, head: int, begin: int, end: int, line: Floats, square: Floats
+) -> None:
+    """Positions `begin` to `end - 1`, all in one page, of one head."""
+    code = (c.shift, c.mask, c.nan_mask, c.nan_code)
+    width, out_width = width_of(c.kind), width_of(c.out_kind)
+    slot, count = begin % c.slots, end - begin
+    length = load_i32(c.lengths + 4 * sequence)
+    first = (page_of(c, sequence, begin) * c.heads + head) * c.slots
+    scale = c.scale + 4 * head * c.dim if c.scale else 0
+    center = c.center + 4 * (sequence * c.heads + head) * c.dim if c.center else 0
+    line_at, columns = line.ctypes.data, square.shape[1]
+    if c.transposed:
+        for dim in range(c.dim):
+            source = c.pool + (first * c.dim + dim * c.slots + slot) * width
+            decode(source, c.kind, code, count, square[dim].ctypes.data)
+    for token in range(count):
+        at = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
+        target = c.out + at * c.dim * out_width
+        if c.transposed:
+            flat = square.reshape(-1)
+            for dim in range(c.dim):
+                line[dim] = flat[dim * columns + token]
+        else:
+            decode(c.pool + (first + slot + token) * c.dim * width, c.kind, code, c.dim, line_at)
+        dynamic = splat(np.float32(1))
+        if c.scales:
+            raw = load_u8(c.scales + 2 * (first + slot + token))
+            raw |= load_u8(c.scales + 2 * (first + slot + token) + 1) << 8
+            dynamic = splat(np.int32(raw << 16).view(np.float32))
+        if c.ragged and begin + token >= length:
+            line[:] = 0
+        else:
+            _scale_line(c, line_at, scale, dynamic, center)
+        for i in range(0, c.dim, LANES):
+            store(target + out_width * i, c.out_kind, c.dim - i, load(line_at + 4 * i, F32, LANES))
+
+
+@jit
+def _gather(c: Call, counter: int) -> None:
+    line = np.zeros(c.dim + LANES, np.float32)
+    square = np.zeros((c.dim if c.transposed else 1, BLOCK + LANES), np.float32)
+    blocks = (c.stop - c.start + BLOCK - 1) // BLOCK
+    while True:
+        unit = next_unit(counter)
+        if unit >= c.units:
+            return
+        block, unit = unit % blocks, unit // blocks
+        at = c.start + block * BLOCK
+        stop = min(at + BLOCK, c.stop)
+        while at < stop:
+            end = min((at // c.slots + 1) * c.slots, stop)
+            _gather_block(c, unit // c.heads, unit % c.heads, at, end, line, square)
+            at = end
+
+
+_Kernel = Callable[[Any], Any]
+
+
+def _kernels(stamp: int) -> tuple[_Kernel, _Kernel, _Kernel]:
+    """Makes the kernels; `stamp` is a part of what numba's cache knows them by."""
+
+    @kernel
+    def has_pages(calls: Any) -> bool:
+        """Returns whether every new token of `calls[0]` has a page."""
+        return stamp != 0 and _has_pages(calls[0])
+
+    @kernel
+    def write(calls: Any) -> None:
+        """Works off units of `calls[0]` until none is left; any number of threads at a time."""
+        if stamp:
+            _write(calls[0], calls.ctypes.data)
+
+    @kernel
+    def gather(calls: Any) -> None:
+        """The same for gather."""
+        if stamp:
+            _gather(calls[0], calls.ctypes.data)
+
+    return has_pages, write, gather
+
+
+has_pages, write, gather = _kernels(STAMP)

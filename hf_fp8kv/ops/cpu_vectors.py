@@ -1,0 +1,460 @@
+"""Sixteen float32 lanes inside numba: what the CPU kernels are written with.
+
+numba alone leaves the inner loops to LLVM's vectoriser, which then spends two thirds of a decode
+step on checks and on sums across lanes. These functions name the vector instructions; LLVM splits
+them on a CPU with narrower ones. Memory is read and written at plain addresses (int64).
+
+A code becomes a float by way of float16: its bits, moved, are a float16 that is too small by a
+power of two (`Stored.factor`). The CPU's conversion is exact, subnormal numbers included.
+"""
+
+import functools
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import core, extending
+
+__all__ = [
+    "BF16",
+    "F16",
+    "F32",
+    "FP8",
+    "LANES",
+    "STAMP",
+    "Call",
+    "Code",
+    "Floats",
+    "add",
+    "bits",
+    "decode",
+    "div",
+    "encode",
+    "first",
+    "fma",
+    "jit",
+    "kernel",
+    "larger",
+    "largest",
+    "load",
+    "load_codes",
+    "load_i32",
+    "load_u8",
+    "mul",
+    "negative",
+    "next_unit",
+    "page_of",
+    "power",
+    "record",
+    "rint",
+    "splat",
+    "store",
+    "store_codes",
+    "store_u8",
+    "store_u16",
+    "sub",
+    "total",
+    "where_less",
+    "width_of",
+]
+
+# Without annotations of their own.
+cgutils: Any = core.cgutils
+types: Any = core.types
+models: Any = extending.models
+
+LANES = 16
+# How a number is stored: FP8 is a code of any format, the others are torch's dtypes.
+FP8, BF16, F16, F32 = 0, 1, 2, 3
+
+Floats: TypeAlias = Any  # sixteen float32 numbers
+Call: TypeAlias = Any  # the record of one call of a kernel
+Code: TypeAlias = tuple[int, int, int, int]  # how codes are read: `load_codes`
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_HALF, _FLOAT = ir.HalfType(), ir.FloatType()
+
+
+def _vector(element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(element, LANES)
+
+
+_FLOATS = _vector(_FLOAT)
+
+
+def jit(function: _Function) -> _Function:
+    """Compiles a part of a kernel."""
+    return cast(_Function, numba.njit(nogil=True, error_model="numpy")(function))
+
+
+def kernel(function: _Function) -> _Function:
+    """Compiles a kernel that lets other threads run; kept on disk where there is a folder for it.
+
+    numba compiles again when the file of `function` changes, and when one of its closure variables
+    does; what it calls in other files does not count.
+    """
+    try:
+        return cast(_Function, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
+    except RuntimeError:  # numba finds no folder that it may write to
+        return jit(function)
+
+
+class _FloatsType(types.Type):  # type: ignore[misc]  # numba's classes are Any
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+class _CodesType(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="uint8x16")
+
+
+def _model(element: ir.Type) -> type:
+    class Model(models.PrimitiveModel):  # type: ignore[misc]
+        def __init__(self, manager: Any, numba_type: Any) -> None:
+            super().__init__(manager, numba_type, _vector(element))
+
+    return Model
+
+
+extending.register_model(_FloatsType)(_model(_FLOAT))
+extending.register_model(_CodesType)(_model(_I8))
+_f, _c, _i, _s = _FloatsType(), _CodesType(), types.int64, types.float32
+
+
+def _operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes `emit(builder, *values) -> value` a function of kernels, with these numba types."""
+
+    def decorate(emit: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            found = emit(builder, *values)
+            return context.get_dummy_value() if result is types.none else found
+
+        @functools.wraps(emit)
+        def typed(_context: Any, *_types: Any) -> Any:
+            return result(*arguments), generate
+
+        return cast(Callable[..., Any], extending.intrinsic(typed))
+
+    return decorate
+
+
+def _splat(builder: Any, value: Any, element: ir.Type) -> Any:
+    """All lanes hold `value`, an int64 (of which the low bits count) or a float32."""
+    if isinstance(element, ir.IntType) and element.width < value.type.width:
+        value = builder.trunc(value, element)
+    empty = ir.Constant(_vector(element), ir.Undefined)
+    one = builder.insert_element(empty, value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, empty, ir.Constant(_vector(_I32), [0] * LANES))
+
+
+def _all(element: ir.Type, value: float) -> ir.Constant:
+    return ir.Constant(_vector(element), [value] * LANES)
+
+
+def _call(builder: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    kind = ir.FunctionType(result, [v.type for v in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _read(builder: Any, address: Any, element: ir.Type, count: Any) -> Any:
+    """`count` elements; the lanes after them are zero, and memory after them is not touched."""
+    width = element.width // 8 if isinstance(element, ir.IntType) else 4
+    kind = _vector(element)
+    slot = cgutils.alloca_once(builder, kind)
+    whole = builder.icmp_signed(">=", count, ir.Constant(_I64, LANES))
+    with builder.if_else(whole, likely=True) as (then, otherwise):
+        with then:
+            value = builder.load(_pointer(builder, address, kind))
+            value.align = 1
+            builder.store(value, slot)
+        with otherwise:
+            builder.store(ir.Constant(kind, [0] * LANES), slot)
+            cgutils.raw_memcpy(builder, slot, _pointer(builder, address, _I8), count, width)
+    return builder.load(slot)
+
+
+def _write(builder: Any, address: Any, value: Any, width: int, count: Any) -> None:
+    whole = builder.icmp_signed(">=", count, ir.Constant(_I64, LANES))
+    slot = cgutils.alloca_once(builder, value.type)
+    with builder.if_else(whole, likely=True) as (then, otherwise):
+        with then:
+            builder.store(value, _pointer(builder, address, value.type)).align = 1
+        with otherwise:
+            builder.store(value, slot)
+            cgutils.raw_memcpy(builder, _pointer(builder, address, _I8), slot, count, width)
+
+
+@_operation(_f, _i, _i, _i)
+def load(builder: Any, address: Any, kind: Any, count: Any) -> Any:
+    """Reads `count` numbers stored as BF16, F16 or F32; the other lanes are zero."""
+    slot = cgutils.alloca_once(builder, _FLOATS)
+    full = builder.icmp_signed("==", kind, ir.Constant(_I64, F32))
+    with builder.if_else(full, likely=True) as (then, otherwise):
+        with then:
+            builder.store(_read(builder, address, _FLOAT, count), slot)
+        with otherwise:
+            short = _read(builder, address, _I16, count)
+            wide = builder.shl(builder.zext(short, _vector(_I32)), _all(_I32, 16))
+            half = builder.fpext(builder.bitcast(short, _vector(_HALF)), _FLOATS)
+            brain = builder.icmp_signed("==", kind, ir.Constant(_I64, BF16))
+            builder.store(builder.select(brain, builder.bitcast(wide, _FLOATS), half), slot)
+    return builder.load(slot)
+
+
+@_operation(types.none, _i, _i, _i, _f)
+def store(builder: Any, address: Any, kind: Any, count: Any, value: Any) -> None:
+    """Writes the first `count` lanes as BF16, F16 or F32, rounded to nearest even."""
+    full = builder.icmp_signed("==", kind, ir.Constant(_I64, F32))
+    with builder.if_else(full, likely=True) as (then, otherwise):
+        with then:
+            _write(builder, address, value, 4, count)
+        with otherwise:
+            raw = builder.bitcast(value, _vector(_I32))
+            odd = builder.and_(builder.lshr(raw, _all(_I32, 16)), _all(_I32, 1))
+            up = builder.add(raw, builder.add(odd, _all(_I32, 0x7FFF)))
+            is_nan = builder.fcmp_unordered("uno", value, value)
+            wide = builder.select(is_nan, _all(_I32, 0x7FC00000), up)
+            brain = builder.trunc(builder.lshr(wide, _all(_I32, 16)), _vector(_I16))
+            half = builder.bitcast(builder.fptrunc(value, _vector(_HALF)), _vector(_I16))
+            is_brain = builder.icmp_signed("==", kind, ir.Constant(_I64, BF16))
+            _write(builder, address, builder.select(is_brain, brain, half), 2, count)
+
+
+@_operation(_f, _i, types.UniTuple(_i, 4), _i)
+def load_codes(builder: Any, address: Any, code: Any, count: Any) -> Any:
+    """Reads `count` codes, as numbers that still lack `Stored.factor`; the other lanes are zero.
+
+    `code` is (shift, mask, nan_mask, nan_code) of `Stored`.
+    """
+    shift, mask, nan_mask, nan_code = (
+        _splat(builder, builder.extract_value(code, i), _I16) for i in range(4)
+    )
+    # The sign is in all upper bits: of the moved ones, the mask keeps bit 15.
+    wide = builder.sext(_read(builder, address, _I8, count), _vector(_I16))
+    is_nan = builder.icmp_signed("==", builder.and_(wide, nan_mask), nan_code)
+    moved = builder.and_(builder.shl(wide, shift), mask)
+    moved = builder.select(is_nan, _all(_I16, 0x7E00), moved)
+    return builder.fpext(builder.bitcast(moved, _vector(_HALF)), _FLOATS)
+
+
+@_operation(_c, _f, types.UniTuple(_i, 8))
+def encode(builder: Any, value: Any, code: Any) -> Any:
+    """Returns the codes of `value`: `quantize.encode`, lane by lane.
+
+    `code` is (drop, rebias, min_normal, step, max_code, nan_code, sign_zero, sign_nan): see
+    `Stored.encoding`.
+    """
+    lanes = _vector(_I32)
+    drop, rebias, min_normal, step, max_code, nan_code, sign_zero, sign_nan = (
+        _splat(builder, builder.extract_value(code, i), _I32) for i in range(8)
+    )
+    one = _all(_I32, 1)
+    raw = builder.bitcast(value, lanes)
+    magnitude = builder.and_(raw, _all(_I32, 0x7FFFFFFF))
+    sign = builder.and_(builder.lshr(raw, _all(_I32, 24)), _all(_I32, 0x80))
+    odd = builder.and_(builder.lshr(magnitude, drop), one)
+    half = builder.sub(builder.shl(one, builder.sub(drop, one)), one)
+    normal = builder.sub(builder.lshr(builder.add(builder.add(magnitude, half), odd), drop), rebias)
+    # Added to a number whose last bit is worth one step, a small number is rounded by the CPU.
+    sum_ = builder.fadd(builder.bitcast(magnitude, _FLOATS), builder.bitcast(step, _FLOATS))
+    small = builder.sub(builder.bitcast(sum_, lanes), step)
+    found = builder.select(builder.icmp_signed("<", magnitude, min_normal), small, normal)
+    found = builder.select(builder.icmp_signed(">", found, max_code), max_code, found)
+    some = builder.icmp_signed(">", found, builder.neg(sign_zero))
+    is_nan = builder.icmp_signed(">", magnitude, _all(_I32, 0x7F800000))
+    plus = builder.select(is_nan, nan_code, found)
+    has_sign = builder.select(is_nan, sign_nan, builder.zext(some, lanes))
+    found = builder.or_(plus, builder.and_(sign, builder.neg(has_sign)))
+    return builder.trunc(found, _vector(_I8))
+
+
+@_operation(types.none, _i, _i, _c)
+def store_codes(builder: Any, address: Any, count: Any, value: Any) -> None:
+    """Writes the first `count` codes."""
+    _write(builder, address, value, 1, count)
+
+
+def _scalar(name: str, result: Any, kind: ir.Type) -> Callable[..., Any]:
+    def emit(builder: Any, address: Any) -> Any:
+        value = builder.load(_pointer(builder, address, kind))
+        value.align = 1
+        return builder.zext(value, _I64) if kind is _I8 else builder.sext(value, _I64)
+
+    emit.__name__ = name
+    return _operation(result, _i)(emit)
+
+
+load_u8 = _scalar("load_u8", _i, _I8)
+load_i32 = _scalar("load_i32", _i, _I32)
+
+
+@_operation(types.none, _i, _i)
+def store_u8(builder: Any, address: Any, value: Any) -> None:
+    """Writes the low byte of `value`."""
+    builder.store(builder.trunc(value, _I8), _pointer(builder, address, _I8))
+
+
+@_operation(types.none, _i, _i)
+def store_u16(builder: Any, address: Any, value: Any) -> None:
+    """Writes the low two bytes of `value`."""
+    builder.store(builder.trunc(value, _I16), _pointer(builder, address, _I16)).align = 1
+
+
+@_operation(_f, _s)
+def splat(builder: Any, value: Any) -> Any:
+    """All lanes hold `value`."""
+    return _splat(builder, value, _FLOAT)
+
+
+@_operation(_f, _f, _f, _f)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+    return _call(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
+
+
+@_operation(_f, _f, _f)
+def add(builder: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+    return builder.fadd(a, b)
+
+
+@_operation(_f, _f, _f)
+def sub(builder: Any, a: Any, b: Any) -> Any:
+    """a - b."""
+    return builder.fsub(a, b)
+
+
+@_operation(_f, _f, _f)
+def mul(builder: Any, a: Any, b: Any) -> Any:
+    """a * b."""
+    return builder.fmul(a, b)
+
+
+@_operation(_f, _f, _f)
+def div(builder: Any, a: Any, b: Any) -> Any:
+    """a / b."""
+    return builder.fdiv(a, b)
+
+
+@_operation(_f, _f, _f)
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    """The larger of both; b where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@_operation(_f, _f, _f, _f, _f)
+def where_less(builder: Any, a: Any, b: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where a < b, else (also where either is NaN) `otherwise`."""
+    return builder.select(builder.fcmp_ordered("<", a, b), then, otherwise)
+
+
+@_operation(_f, _f, _i, _s)
+def first(builder: Any, a: Any, count: Any, fill: Any) -> Any:
+    """The first `count` lanes of `a`, and `fill` in the others."""
+    lane = ir.Constant(_vector(_I32), list(range(LANES)))
+    inside = builder.icmp_signed("<", lane, _splat(builder, count, _I32))
+    return builder.select(inside, a, _splat(builder, fill, _FLOAT))
+
+
+@_operation(_f, _f)
+def rint(builder: Any, a: Any) -> Any:
+    """The nearest integers, as floats."""
+    return _call(builder, "llvm.rint.v16f32", _FLOATS, a)
+
+
+@_operation(_f, _f)
+def power(builder: Any, n: Any) -> Any:
+    """2 to the power of n, integers from -126 to 127; 1 where n is NaN."""
+    safe = builder.select(builder.fcmp_unordered("uno", n, n), _all(_FLOAT, 0.0), n)
+    whole = builder.fptosi(safe, _vector(_I32))
+    raised = builder.shl(builder.add(whole, _all(_I32, 127)), _all(_I32, 23))
+    return builder.bitcast(raised, _FLOATS)
+
+
+@_operation(_s, _f)
+def total(builder: Any, a: Any) -> Any:
+    """The sum of all lanes."""
+    kind = ir.FunctionType(_FLOAT, [_FLOAT, _FLOATS])
+    reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
+    # "reassoc": halves first, not lane after lane.
+    return builder.call(reduce, [ir.Constant(_FLOAT, -0.0), a], fastmath=("reassoc",))
+
+
+@_operation(_s, _f)
+def largest(builder: Any, a: Any) -> Any:
+    """The largest lane; NaN lanes do not count."""
+    return _call(builder, "llvm.vector.reduce.fmax.v16f32", _FLOAT, a)
+
+
+@_operation(_f, _f, _f)
+def negative(builder: Any, a: Any, sign: Any) -> Any:
+    """`a`, of which nothing is negative, with the sign of `sign`."""
+    bit = builder.and_(builder.bitcast(sign, _vector(_I32)), _all(_I32, -0x80000000))
+    return builder.bitcast(builder.or_(builder.bitcast(a, _vector(_I32)), bit), _FLOATS)
+
+
+@_operation(_i, _i, _f)
+def bits(builder: Any, least: Any, a: Any) -> Any:
+    """The largest of `least` and the bits of each |lane|: NaN is above infinity."""
+    raw = builder.and_(builder.bitcast(a, _vector(_I32)), _all(_I32, 0x7FFFFFFF))
+    most = builder.sext(_call(builder, "llvm.vector.reduce.smax.v16i32", _I32, raw), _I64)
+    return builder.select(builder.icmp_signed(">", most, least), most, least)
+
+
+@_operation(_i, _i)
+def next_unit(builder: Any, address: Any) -> Any:
+    """Takes the next number from the counter at `address`; threads may do so at the same time."""
+    place = _pointer(builder, address, _I64)
+    return builder.atomic_rmw("add", place, ir.Constant(_I64, 1), "monotonic")
+
+
+@jit
+def width_of(kind: int) -> int:
+    """Bytes of a stored number."""
+    if kind == FP8:
+        return 1
+    return 4 if kind == F32 else 2
+
+
+@jit
+def decode(source: int, kind: int, code: Code, count: int, target: int) -> None:
+    """`count` stored numbers are then float32 at `target`, and zero up to a whole vector."""
+    if kind == FP8:
+        for i in range(0, count, LANES):
+            store(target + 4 * i, F32, LANES, load_codes(source + i, code, count - i))
+    else:
+        width = width_of(kind)
+        for i in range(0, count, LANES):
+            store(target + 4 * i, F32, LANES, load(source + width * i, kind, count - i))
+
+
+@jit
+def page_of(c: Call, sequence: int, position: int) -> int:
+    """The page of a position; one that fell out of the window is read as page 0 and hidden."""
+    page: int = load_i32(c.table + sequence * c.table_b + 4 * (position // c.slots))
+    return max(page, 0)
+
+
+def record(integers: str, floats: str = "") -> np.dtype[np.void]:
+    """Returns the type of a kernel's call: int64 fields, then float64 fields."""
+    fields = [(name, "i8") for name in integers.split()] + [(name, "f8") for name in floats.split()]
+    return np.dtype(fields)
+
+
+def _stamp() -> int:
+    """Changes when a file of the kernels does: numba itself looks at one file only."""
+    files = sorted(Path(__file__).parent.glob("cpu_*.py"))
+    return zlib.crc32(b"".join(f.read_bytes() for f in files)) | 1
+
+
+STAMP = _stamp()
