@@ -429,14 +429,20 @@ def read_file(path: Path, want: Request) -> KVScales:
     if path.suffix == ".json":
         data = _read_json(path)
         if "weight_map" in data:
-            return _read_tensors(_Local(path.parent), _weight_map(path), want)
+            return _read_beside(path, _weight_map(path), want)
         return _read_vllm_json(path, data, want, {})
     if path.suffix != ".safetensors":
         raise ScaleError(f"{path}: expected .json or .safetensors, got {path.suffix!r}")
     names, metadata = _header(path)
     if "hf_fp8kv" in metadata:
         return _read_own(path, names, metadata["hf_fp8kv"], want)
-    return _read_tensors(_Local(path.parent), dict.fromkeys(names, path.name), want)
+    return _read_beside(path, dict.fromkeys(names, path.name), want)
+
+
+def _read_beside(path: Path, files: dict[str, str], want: Request) -> KVScales:
+    """The scales of one file of a checkpoint, or of its index, with the config beside it."""
+    folder = _Local(path.parent)
+    return _read_tensors(folder, files, want, *_declared(folder))
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -634,8 +640,13 @@ class _Hub:
     local_files_only: bool
     force_download: bool
     subfolder: str | None
-    # The last failure to reach the Hub: then a file that is not cached may exist all the same.
+    # Why only cached files are read, once a request has failed: others may exist all the same.
     trouble: str = ""
+    found: dict[str, Path | None] = field(default_factory=dict)
+
+    @property
+    def offline(self) -> bool:
+        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.trouble)
 
     @property
     def origin(self) -> str:
@@ -651,12 +662,14 @@ class _Hub:
                     revision=self.revision,
                     token=self.token,
                     cache_dir=self.cache_dir,
-                    local_files_only=self.local_files_only,
-                    force_download=self.force_download,
+                    local_files_only=self.offline,
+                    force_download=self.force_download and not self.offline,
                 )
             )
 
-        return self._asked(fetch)
+        if name not in self.found:
+            self.found[name] = self._asked(fetch)
+        return self.found[name]
 
     def header(self, name: str) -> list[str] | None:
         file = f"{self.subfolder}/{name}" if self.subfolder else name
@@ -665,7 +678,7 @@ class _Hub:
             here = try_to_load_from_cache(self.repo, file, self.cache_dir, self.revision)
             if isinstance(here, str) and not self.force_download:
                 return _header(Path(here))[0]
-            if self.local_files_only or constants.HF_HUB_OFFLINE:
+            if self.offline:
                 raise EntryNotFoundError(f"{file} is not cached")
             # A request of some kilobytes instead of the whole file.
             found = HfApi().parse_safetensors_file_metadata(
@@ -682,9 +695,8 @@ class _Hub:
         try:
             return fetch()
         except EntryNotFoundError as error:
-            offline = self.local_files_only or constants.HF_HUB_OFFLINE
-            if isinstance(error, LocalEntryNotFoundError):
-                self.trouble = "offline: cached files only" if offline else "Hub out of reach"
+            if isinstance(error, LocalEntryNotFoundError) and not self.trouble:
+                self.trouble = "offline: cached files only" if self.offline else "Hub out of reach"
             return None
         except _HUB_ERRORS as error:
             if isinstance(error, ScaleError):
@@ -749,7 +761,7 @@ def _read_folder(folder: _Folder, want: Request) -> KVScales:
     if beside is not None:
         logger.info("%s: no scales among its tensors, reading %s", folder.origin, JSON_FILE)
         return _read_vllm_json(beside, _read_json(beside), want, config)
-    return _read_tensors(folder, files, want)
+    return _read_tensors(folder, files, want, declared, config)
 
 
 def _tensor_files(folder: _Folder) -> dict[str, str]:
@@ -785,9 +797,14 @@ def _declared(folder: _Folder) -> tuple[Declaration, dict[str, object]]:
     return declaration(config, about), config
 
 
-def _read_tensors(folder: _Folder, files: dict[str, str], want: Request) -> KVScales:
+def _read_tensors(
+    folder: _Folder,
+    files: dict[str, str],
+    want: Request,
+    declared: Declaration,
+    config: dict[str, object],
+) -> KVScales:
     """The scales among a checkpoint's tensors, whose names and files are given."""
-    declared, config = _declared(folder)
     hits, unknown = _matched(files, declared)
     if not hits:
         raise _nothing(folder, files, declared)

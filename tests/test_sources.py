@@ -9,7 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 
 from hf_fp8kv import sources
@@ -1062,6 +1066,24 @@ def test_only_what_holds_scales_is_fetched(hub):
         "model-00001-of-00002.safetensors",
         SHARD,
     }
+
+
+def test_each_file_is_asked_for_once(hub):
+    fake = hub("autofp8")
+    KVScales.from_pretrained("org/model")
+    assert sorted(fake.fetched) == ["config.json", "model.safetensors"]
+
+
+def test_a_cached_repository_is_read_when_the_hub_is_out_of_reach(hub, monkeypatch):
+    fake = hub("autofp8")
+    monkeypatch.setattr(fake, "absent", lambda name: LocalEntryNotFoundError(f"no route: {name}"))
+    monkeypatch.setattr(
+        sources, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
+    )
+    scales = KVScales.from_pretrained("org/model", force_download=False)
+    assert numbers(scales, "k") == rounded(K)
+    assert scales.origin == "org/model (Hub out of reach)"
+    assert fake.options["local_files_only"] is True
 
 
 def test_weights_without_scales_are_not_fetched(hub):
