@@ -8,6 +8,7 @@ from .attention import register
 from .cache import FP8PagedCache
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
 from .scales import KVScales, LayerScales
+from .support import ModelReport, check_model, disable, enable
 
 __all__ = [
     "BackendError",
@@ -16,8 +17,12 @@ __all__ = [
     "Fp8KVError",
     "KVScales",
     "LayerScales",
+    "ModelReport",
     "OutOfPagesError",
     "ScaleError",
+    "check_model",
+    "disable",
+    "enable",
     "register",
 ]
 

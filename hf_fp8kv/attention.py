@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from . import ops
 from .errors import ConfigError
 from .handle import PagedKV, pages_of
+from .models import uses_interface
 from .ops.reference import visible
 
 __all__ = ["NAME", "fp8_paged_attention", "fp8_paged_mask", "register"]
@@ -287,7 +288,7 @@ def fp8_paged_mask(
     """
     kwargs["allow_is_bidirectional_skip"] = False
     config = kwargs.get("config")
-    if not _uses_interface(type(config)):
+    if not uses_interface(type(config)):
         # Such a model adds the mask to its scores, whatever attention it was told to use.
         return eager_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -350,16 +351,3 @@ def _needs_complete(config: Any) -> bool:
         getattr(config, name, None) is not None
         for name in ("kv_lora_rank", "index_topk", "index_n_heads")
     )
-
-
-@functools.cache
-def _uses_interface(config_class: type) -> bool:
-    """Whether models of this config look their attention up in transformers' registry."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
-        if config_class in mapping:
-            found = mapping[config_class]
-            models = found if isinstance(found, tuple) else (found,)
-            return any(model._can_set_attn_implementation() for model in models)
-    return True

@@ -25,6 +25,7 @@ from .block_table import PageBudget
 from .errors import ConfigError, ScaleError
 from .group import LayerGroup
 from .layer import FP8PagedLayer, PagedLayerBase, removal
+from .models import refuse_config
 from .options import CacheOptions
 from .scales import KVScales, declared_kv_scales, resolve
 from .static_layer import FP8PagedStaticLayer
@@ -98,6 +99,8 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
                 f"config: expected a model's config or None, got {type(config).__name__}; "
                 "write FP8PagedCache(model.config)"
             )
+        if config is not None:
+            refuse_config(config)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
             scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,

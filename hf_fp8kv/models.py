@@ -1,0 +1,55 @@
+"""What transformers' model classes can do, asked of the classes themselves."""
+
+import functools
+import inspect
+from typing import Any
+
+from .errors import ConfigError
+
+__all__ = ["model_class", "refusal", "refuse_config", "uses_interface"]
+
+
+@functools.cache
+def model_class(config_class: type) -> type[Any] | None:
+    """Returns the model class that a config belongs to, or None if transformers lists none."""
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+    )
+
+    for mapping in (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        MODEL_MAPPING,
+    ):
+        if config_class in mapping:
+            found = mapping[config_class]
+            return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+    return None
+
+
+@functools.cache
+def uses_interface(config_class: type) -> bool:
+    """Whether models of this config look their attention up in transformers' registry."""
+    model = model_class(config_class)
+    return model is None or bool(model._can_set_attn_implementation())
+
+
+def refusal(kind: type[Any]) -> str:
+    """Returns why models of this class cannot use the cache; empty when they can."""
+    if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
+        return "it needs a cache class of its own"
+    if "past_key_values" not in inspect.signature(kind.forward).parameters:
+        return "its forward takes no past_key_values"
+    return ""
+
+
+def refuse_config(config: Any) -> None:
+    """Raises ConfigError for the config of a model that cannot use the cache."""
+    kind = model_class(type(config))
+    if kind is not None and (why := refusal(kind)):
+        raise ConfigError(
+            f"expected the config of a model that can use this cache, got {type(config).__name__}: "
+            f"{why}"
+        )
