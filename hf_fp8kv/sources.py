@@ -452,7 +452,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         raise ScaleError(f"{path}: expected a weight_map with tensors, got {files!r}")
     for file in files.values():
         # A file of another folder is not part of the checkpoint.
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+        if not isinstance(file, str) or Path(file).name != file:
             raise ScaleError(f"{path}: expected file names in weight_map, got {file!r}")
     return files
 
