@@ -1,0 +1,599 @@
+"""Tiny random models of nearly every generating type of transformers, for the other tests.
+
+`type_names()` lists the types, `build(name)` makes `(model, inputs)` for one of them in about a
+tenth of a second, and `tiny(name, **config)` makes a variant: `tiny("llama", head_dim=64)`.
+A name is a transformers model type: `llama` is the decoder-only model, `seq2seq/bart` the
+encoder-decoder, `vision/llava` a text model behind an image encoder.
+
+Every model is fp32 on the CPU, in eval mode, without an end token, and the same for the same seed.
+The weights are rescaled: with transformers' usual standard deviation of 0.02 a tiny model answers
+with what its embedding says, and a broken cache would go unnoticed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    EncoderDecoderConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    VisionEncoderDecoderConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+NEW_TOKENS = 8
+PROMPT_TOKENS = 13
+PAD_TOKENS = 3
+SOURCE_TOKENS = 11
+TARGET_TOKENS = 4
+VOCAB = 99
+WINDOW = 8
+
+Inputs = dict[str, torch.Tensor]
+Options = dict[str, Any]
+
+# One table for every dialect of configuration: a type takes the names that it knows.
+SIZES: Options = {
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": VOCAB,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "max_source_positions": 64,
+    "max_target_positions": 64,
+    "max_encoder_position_embeddings": 64,
+    "max_decoder_position_embeddings": 64,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "embedding_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "intermediate_size": 64,
+    "ffn_dim": 64,
+    "d_ff": 64,
+    "ffn_hidden_size": 64,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "moe_intermediate_size": 32,
+    "expert_ffn_hidden_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "shared_experts_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_encoder_layers": 2,
+    "encoder_num_hidden_layers": 2,
+    "decoder_num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_encoder_attention_heads": 4,
+    "num_decoder_attention_heads": 4,
+    "encoder_num_attention_heads": 4,
+    "decoder_num_attention_heads": 4,
+    "encoder_num_key_value_heads": 2,
+    "decoder_num_key_value_heads": 2,
+    "head_dim": 16,
+    "d_kv": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "sliding_window": WINDOW,
+    "local_attention": WINDOW,
+    "attention_chunk_size": WINDOW,
+    "attn_logit_softcapping": 2.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "decoder_start_token_id": 1,
+    "tie_word_embeddings": False,
+}
+# Attention over a compressed latent: as many heads for keys as for queries, and its own head sizes.
+LATENT: Options = {
+    "num_key_value_heads": 4,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+}
+# Encoders of images and sound behind a text model; their output fits the text model's width.
+ENCODER_SIZES: Options = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_blocks": 1,
+    "depth": 1,
+    "encoder_layers": 1,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+    "embed_dim": 64,
+    "image_size": 28,
+    "crop_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 64,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "adapter_in_dim": 64,
+    "adapter_input_size": 64,
+    "adapter_out_dim": 64,
+    "downsample_hidden_size": 8,
+    "ext_pw_out_channel": 64,
+    "depthwise_separable_out_channel": 64,
+    "nemo_conv_channels": 64,
+    "projection_dim": 64,
+    "model_patch_size": 14,
+    "num_mel_bins": 16,
+}
+
+_NO_HEAD_DIM: Options = {"head_dim": None}
+_MAMBA2: Options = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+_HASHED: Options = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+_BLT: Options = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
+_DECODER_ONLY: Options = {
+    "is_decoder": True,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+}
+# Encoder-decoders whose decoder is also a causal model of its own.
+DECODERS = (
+    "bart",
+    "bigbird_pegasus",
+    "blenderbot",
+    "blenderbot-small",
+    "marian",
+    "mbart",
+    "mvp",
+    "pegasus",
+    "plbart",
+    "prophetnet",
+    "whisper",
+)
+# What a type needs beyond the table; None drops the table's value.
+CAUSAL_EXTRAS: dict[str, Options] = {
+    "bamba": {"attn_layer_indices": [1], **_MAMBA2},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 32,
+        **{f"{part}_config": {**_BLT} for part in ("patcher", "encoder", "decoder", "global")},
+    },
+    "codegen": {"rotary_dim": 8, **_NO_HEAD_DIM},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 32},
+    },
+    "dots1": {"n_shared_experts": 1, "routed_scaling_factor": 1.0},
+    "falcon": dict(_NO_HEAD_DIM),
+    "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 8,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
+    "gptj": {"rotary_dim": 8, **_NO_HEAD_DIM},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1, **_MAMBA2},
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 0,
+        "expert_layer_period": 2,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {
+        "num_hidden_layers": None,
+        "num_layers": 2,
+        "head_dim": 8,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+    },
+    "qwen4_exp_text": {
+        "ple_embed_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 16,
+        **_HASHED,
+    },
+    "qwen2_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+    "recurrent_gemma": {
+        "lru_width": 64,
+        "attention_window_size": WINDOW,
+        "num_hidden_layers": 3,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"]},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "layer_types": None,
+        "head_dim": None,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "layer_types": None,
+        "head_dim": None,
+        "num_key_value_heads": 4,
+        "mamba_d_state": 16,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 1,
+        "num_mem_blocks": 1,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
+SEQ2SEQ_EXTRAS: dict[str, Options] = {
+    "bart": {},
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "blenderbot": {"encoder_no_repeat_ngram_size": 0},
+    "blenderbot-small": {},
+    "fsmt": {"langs": ["en", "de"], "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB},
+    "led": {"attention_window": 4},
+    "longt5": {"local_radius": 4},
+    "m2m_100": {},
+    "marian": {"decoder_vocab_size": VOCAB},
+    "mbart": {},
+    "mt5": {},
+    "mvp": {},
+    "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64},
+    "pegasus": {},
+    "pegasus_x": {"num_global_tokens": 2, "block_size": 4},
+    "plbart": {},
+    "prophetnet": {"num_hidden_layers": None},
+    "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    "t5": {},
+    "umt5": {},
+    "whisper": {"begin_suppress_tokens": None, "num_mel_bins": 16},
+    "speech_to_text": {"conv_channels": 32, "input_feat_per_channel": 16},
+    "moonshine": {"encoder_num_key_value_heads": 4},
+}
+
+
+NESTED = ("encoder-decoder", "t5gemma", "t5gemma2", "vision-encoder-decoder")
+VISION = ("gemma3", "internvl", "llava", "paligemma", "qwen2_vl")
+IMAGE_TOKEN = 98
+OUTER_EXTRAS: dict[str, Options] = {
+    "gemma3": {"image_token_index": IMAGE_TOKEN, "mm_tokens_per_image": 4},
+    "internvl": {"image_token_id": IMAGE_TOKEN, "downsample_ratio": 1.0},
+    "llava": {"image_token_index": IMAGE_TOKEN},
+    "paligemma": {"image_token_index": IMAGE_TOKEN, "projection_dim": 64},
+    "qwen2_vl": {
+        "image_token_id": IMAGE_TOKEN,
+        "video_token_id": 97,
+        "vision_start_token_id": 95,
+        "vision_end_token_id": 96,
+    },
+}
+AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
+
+
+def type_names(kind: str | None = None) -> list[str]:
+    """All names that `build` takes, of one kind ("causal", "seq2seq", "vision") or of all."""
+    names = {
+        "causal": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED)),
+        "vision": [f"vision/{name}" for name in VISION],
+    }
+    return names[kind] if kind else [name for group in names.values() for name in group]
+
+
+# Named variants: what a test wants to see, the type that has it, and its options.
+VARIANTS: dict[str, tuple[str, Options]] = {
+    "gqa": ("llama", {}),
+    "mha": ("llama", {"num_key_value_heads": 4}),
+    "mqa": ("llama", {"num_key_value_heads": 1}),
+    "head_dim_64": ("llama", {"head_dim": 64}),
+    "biased_keys": ("qwen2", {"key_bias": 4.0}),
+    "sliding": ("mistral", {}),
+    "sliding_and_full": ("gemma3_text", {}),
+    "softcap": ("gemma2", {}),
+    "sinks": ("gpt_oss", {}),
+    "kv_sharing": ("gemma3n_text", {}),
+    "kv_sharing_unscaled": ("gemma4_text", {}),
+    "chunked": ("llama4_text", {}),
+    "latent": ("deepseek_v3", {}),
+    "sparse": ("glm_moe_dsa", {}),
+    "hybrid": ("qwen3_next", {}),
+    "alibi": ("bloom", {}),
+    "position_bias": ("seq2seq/t5", {}),
+    "cross_attention": ("seq2seq/bart", {}),
+    "speech": ("seq2seq/whisper", {}),
+    "vision": ("vision/llava", {}),
+}
+
+
+def tiny(
+    name: str, seed: int = 0, *, key_bias: float = 0.0, **config: Any
+) -> tuple[PreTrainedModel, Inputs]:
+    """`build` of a type or of one of `VARIANTS`; `key_bias` is the size of K's bias."""
+    name, options = VARIANTS.get(name, (name, {}))
+    options = options | config
+    bias = key_bias or options.pop("key_bias", 0.0)
+    model, inputs = build(name, seed, **options)
+    if bias:
+        generator = torch.Generator().manual_seed(seed + 3)
+        with torch.no_grad():
+            for parameter, weight in model.named_parameters():
+                if parameter.endswith("k_proj.bias"):
+                    weight.copy_(bias * torch.randn(weight.shape, generator=generator))
+    return model, inputs
+
+
+def build(
+    name: str, seed: int = 0, *, attn_implementation: str | None = None, **config: Any
+) -> tuple[PreTrainedModel, Inputs]:
+    """The model and the arguments of `generate` that make it see padding in a batch of two.
+
+    `attn_implementation` is None for the model's default, and `config` overrides fields of the
+    (decoder's, or text model's) configuration.
+    """
+    kind, _, short = name.rpartition("/")
+    attn = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    torch.manual_seed(seed)
+    if kind == "seq2seq":
+        model, inputs = _build_seq2seq(short, seed, config, attn)
+        model.generation_config.decoder_start_token_id = 1
+    elif kind == "vision":
+        model, inputs = _build_vision(short, seed, config, attn)
+    else:
+        model = AutoModelForCausalLM.from_config(causal_config(short, **config), **attn)
+        inputs = prompt(seed)
+    model = model.eval()
+    rescale(model, seed)
+    model.generation_config.eos_token_id = None
+    model.generation_config.forced_eos_token_id = None
+    return model, inputs
+
+
+def prompt(seed: int = 0, *, tokens: int = PROMPT_TOKENS, pad: int = PAD_TOKENS) -> Inputs:
+    """Two rows of random tokens, the first of them with `pad` tokens of padding on the left."""
+    ids = torch.randint(4, 90, (2, tokens), generator=torch.Generator().manual_seed(seed + 1))
+    mask = torch.ones_like(ids)
+    ids[0, :pad] = 0
+    mask[0, :pad] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def rescale(model: PreTrainedModel, seed: int = 0, gain: float = 1.0) -> None:
+    """Every matrix has unit gain afterwards, and no bias, sink or norm is trivial."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    sharp = str(getattr(model.config, "model_type", "")).startswith("gemma4")
+    head = model.get_output_embeddings()
+    head_weight = getattr(head, "weight", None)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and any(part in name for part in _TOKEN_TABLES):
+                # a table that is also the output layer would answer with the last token
+                weight.mul_((0.1 if weight is head_weight else 1.0) / weight.float().std())
+            if any(part in name for part in _LEAVE_ALONE) or not weight.is_floating_point():
+                continue
+            if weight.ndim == 2:
+                _set_std(weight, gain * weight.shape[1] ** -0.5)
+            elif weight.ndim == 3 and "expert" in name:
+                _set_std(weight, gain * max(weight.shape[1:]) ** -0.5)
+            elif name.endswith("sinks"):
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+            elif weight.ndim == 1 and name.endswith("bias") and len(weight) != VOCAB:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+            elif sharp and name.endswith("q_norm.weight"):
+                # gemma4 does not scale its logits; unscaled ones would amplify any rounding
+                weight.mul_(0.25)
+
+
+_TOKEN_TABLES = ("embed_tokens", "word_embeddings", "wte", "shared.weight", "embed_in")
+_LEAVE_ALONE = (
+    *("embed", "wte", "wpe", "position", "shared.weight", "conv", "router", "gate."),
+    *("A_log", "dt_", "correction", "balancing", "relative_attention_bias"),
+)
+
+
+def _set_std(weight: torch.Tensor, want: float) -> None:
+    std = float(weight.float().std())
+    if 1e-8 < std < want or std > 3 * want:
+        weight.mul_(want / std)
+
+
+def causal_config(name: str, **config: Any) -> PreTrainedConfig:
+    """A tiny configuration of a causal type; `config` overrides the text part of it."""
+    base = AutoConfig.for_model(name)
+    text = base.get_text_config(decoder=True)
+    part = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
+    text = base if part is None else text
+    table = dict(SIZES)
+    if _knows(text, "kv_lora_rank"):
+        table.update(LATENT)
+        del table["head_dim"]
+    options = _options(text, table, {})
+    options.update(_layer_types(name, text))
+    if name in DECODERS:
+        for key in ("num_hidden_layers", "n_layer", "num_layers"):
+            options.pop(key, None)
+        options.update(_DECODER_ONLY)
+    elif _knows(text, "is_decoder"):
+        options["is_decoder"] = True
+    options = _options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
+    if part is not None:
+        options = {part: {"model_type": text.model_type, **options}}
+    outer = {"tie_word_embeddings": False, **OUTER_EXTRAS.get(name, {})} if part else {}
+    return _make(type(base), {**_encoder_options(base, text), **outer, **options})
+
+
+_MAY_BE_NONE = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "q_lora_rank")
+
+
+def _layer_types(name: str, text: PreTrainedConfig) -> Options:
+    """Each kind of layer of the type twice, or once where there are many kinds."""
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None or not _knows(text, "layer_types") or "mamba" in name:
+        return {}
+    kinds = list(dict.fromkeys(kinds))
+    kinds = (2 * kinds)[: max(2, len(kinds))]
+    return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _encoder_options(base: PreTrainedConfig, text: PreTrainedConfig) -> Options:
+    """Small encoders for the images and sounds of a composite configuration."""
+    parts = {key: getattr(base, key, None) for key in base.sub_configs}
+    return {
+        key: _options(part, ENCODER_SIZES, {"model_type": part.model_type})
+        for key, part in parts.items()
+        if part is not None and part is not text and hasattr(part, "model_type")
+    }
+
+
+def _make(kind: type[PreTrainedConfig], options: Options) -> PreTrainedConfig:
+    """The configuration, without `layer_types` where the type derives them from other fields."""
+    try:
+        return kind(**options)
+    except AttributeError as error:
+        if "no setter" not in str(error):
+            raise
+        return kind(**{key: value for key, value in options.items() if key != "layer_types"})
+
+
+def _knows(config: PreTrainedConfig, key: str) -> bool:
+    """True if the configuration has this field and lets it be set."""
+    member = getattr(type(config), key, None)
+    if isinstance(member, property) and member.fset is None:
+        return False
+    try:
+        return key in config.to_dict() or hasattr(config, key)
+    except (ValueError, KeyError, NotImplementedError):
+        return True
+
+
+def _options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
+    options = {key: value for key, value in table.items() if _knows(config, key)} | extra
+    return {k: v for k, v in options.items() if v is not None or k in _MAY_BE_NONE}
+
+
+def _build_seq2seq(
+    name: str, seed: int, config: Options, attn: Options
+) -> tuple[PreTrainedModel, Inputs]:
+    source = prompt(seed, tokens=SOURCE_TOKENS)
+    # encoders are padded on the right
+    source = {key: value.flip(1) for key, value in source.items()}
+    target = prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
+    target[:, 0] = 1
+    inputs = {**source, "decoder_input_ids": target}
+    generator = torch.Generator().manual_seed(seed + 1)
+    if name in NESTED:
+        full = _nested_config(name, config)
+    else:
+        base = AutoConfig.for_model(name)
+        full = _make(type(base), _options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config}))
+    if name == "vision-encoder-decoder":
+        pixels = torch.randn(2, 3, 28, 28, generator=generator)
+        return AutoModelForImageTextToText.from_config(full, **attn), {
+            "pixel_values": pixels,
+            "decoder_input_ids": target,
+        }
+    if name in AUDIO_FRAMES:
+        frames = AUDIO_FRAMES[name]
+        shape = (2, 16, frames) if name == "whisper" else (2, frames, 16)
+        features = {"input_features": torch.randn(shape, generator=generator)}
+        return AutoModelForSpeechSeq2Seq.from_config(full, **attn), {
+            **features,
+            "decoder_input_ids": target,
+        }
+    if name == "moonshine":
+        sound = {"input_values": torch.randn(2, 4000, generator=generator)}
+        return AutoModelForSpeechSeq2Seq.from_config(full, **attn), {
+            **sound,
+            "decoder_input_ids": target,
+        }
+    return AutoModelForSeq2SeqLM.from_config(full, **attn), inputs
+
+
+def _nested_config(name: str, config: Options) -> PreTrainedConfig:
+    ends = {"eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 1}
+    if name.startswith("t5gemma"):
+        base = AutoConfig.for_model(name)
+        part = _options(base.decoder, SIZES, {}) | _layer_types(name, base.decoder) | config
+        encoder = dict(part)
+        if name == "t5gemma2":
+            encoder = {
+                "text_config": part,
+                **_encoder_options(base.encoder, base.encoder.text_config),
+            }
+        return type(base)(encoder=encoder, decoder=part, vocab_size=VOCAB, **ends)
+    decoder = causal_config("bert", add_cross_attention=True, **config)
+    if name == "encoder-decoder":
+        encoder = causal_config("bert", is_decoder=False)
+        return EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **ends)
+    vit = AutoConfig.for_model("vit")
+    encoder = type(vit)(**_options(vit, ENCODER_SIZES, {}))
+    return VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, **ends)
+
+
+def _build_vision(
+    name: str, seed: int, config: Options, attn: Options
+) -> tuple[PreTrainedModel, Inputs]:
+    """A text model and its image encoder; both rows of the prompt hold an image of four patches."""
+    model = AutoModelForImageTextToText.from_config(causal_config(name, **config), **attn)
+    inputs = prompt(seed)
+    inputs["input_ids"][:, 5:9] = IMAGE_TOKEN
+    generator = torch.Generator().manual_seed(seed + 4)
+    if name == "qwen2_vl":
+        # four patches of 14 x 14 are merged into one token
+        inputs["input_ids"][:, 5] = 95
+        inputs["input_ids"][:, 7:9] = 7
+        inputs["pixel_values"] = torch.randn(8, 3 * 2 * 14 * 14, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 2, 2]] * 2)
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()
+        return model, inputs
+    inputs["pixel_values"] = torch.randn(2, 3, 28, 28, generator=generator)
+    if name in ("gemma3", "paligemma"):
+        inputs["token_type_ids"] = (inputs["input_ids"] == IMAGE_TOKEN).int()
+    return model, inputs
