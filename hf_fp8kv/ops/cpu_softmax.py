@@ -1,0 +1,218 @@
+"""The softmax between the two products of cpu_attend.py, a tile of logits at a time.
+
+`logits` is `[rows, TILE]`, float32; its rows are G query heads of one query token after the other.
+"""
+
+import numpy as np
+
+from .cpu_vectors import (
+    F32,
+    LANES,
+    Call,
+    Floats,
+    add,
+    div,
+    first,
+    fma,
+    jit,
+    larger,
+    largest,
+    load,
+    load_u8,
+    mul,
+    negative,
+    power,
+    rint,
+    splat,
+    store,
+    sub,
+    total,
+    where_less,
+    width_of,
+)
+
+__all__ = ["NOTHING", "TILE", "add_bias", "adjust", "hide", "soften"]
+
+# Positions whose logits are held at a time; a multiple of LANES.
+TILE = 64
+NOTHING = np.float32(-np.inf)
+
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_E0, _E1, _E2 = (
+    np.float32(1.9875691500e-4),
+    np.float32(1.3981999507e-3),
+    np.float32(8.3334519073e-3),
+)
+_E3, _E4, _E5 = (
+    np.float32(4.1665795894e-2),
+    np.float32(1.6666665459e-1),
+    np.float32(5.0000001201e-1),
+)
+_LEAST = np.float32(-87.0)
+
+
+@jit
+def _exp(x: Floats) -> Floats:
+    """e to the power of x <= 0, within 2 units of the last place; 0 below -87; NaN stays NaN."""
+    one = splat(np.float32(1))
+    n = rint(mul(where_less(x, splat(_LEAST), splat(_LEAST), x), splat(_LOG2E)))
+    r = fma(n, splat(-_LN2_LOW), fma(n, splat(-_LN2_HIGH), x))
+    y = fma(splat(_E0), r, splat(_E1))
+    y = fma(y, r, splat(_E2))
+    y = fma(y, r, splat(_E3))
+    y = fma(y, r, splat(_E4))
+    y = fma(y, r, splat(_E5))
+    y = add(fma(mul(r, r), y, r), one)
+    return where_less(x, splat(_LEAST), splat(np.float32(0)), mul(y, power(n)))
+
+
+_T0, _T1 = np.float32(-5.70498872745e-3), np.float32(2.06390887954e-2)
+_T2, _T3 = np.float32(-5.37397155531e-2), np.float32(1.33314422036e-1)
+_T4 = np.float32(-3.33332819422e-1)
+
+
+@jit
+def _tanh(x: Floats) -> Floats:
+    """tanh, within a few units of the last place."""
+    one, zero = splat(np.float32(1)), splat(np.float32(0))
+    size = where_less(x, zero, sub(zero, x), x)
+    square = mul(x, x)
+    y = fma(splat(_T0), square, splat(_T1))
+    y = fma(y, square, splat(_T2))
+    y = fma(y, square, splat(_T3))
+    y = fma(y, square, splat(_T4))
+    near = fma(mul(square, size), y, size)
+    e = _exp(mul(size, splat(np.float32(-2))))
+    far = div(sub(one, e), add(one, e))
+    return negative(where_less(size, splat(np.float32(0.625)), near, far), x)
+
+
+@jit
+def adjust(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: int) -> None:
+    """Dynamic scales, the centre's share, softcap."""
+    cap = splat(np.float32(c.softcap))
+    for row in range(rows):
+        extra = splat(offset[row])
+        for i in range(0, count, LANES):
+            at = logits + 4 * (row * TILE + i)
+            x = load(at, F32, LANES)
+            if c.k_scales:
+                x = mul(x, load(scales + 4 * i, F32, LANES))
+            if c.center:
+                x = add(x, extra)
+            if c.softcap != 0:
+                x = mul(_tanh(div(x, cap)), cap)
+            store(at, F32, LANES, x)
+
+
+@jit
+def add_bias(
+    c: Call, bias: int, kind: int, stride_h: int, stride_t: int,
+    head: int, token: int, rows: int, count: int, logits: int,
+) -> None:  # fmt: skip
+    """Adds a bias, or a mask of floats; `bias` is this sequence's, at the tile's first position."""
+    groups, width = c.q_heads // c.heads, width_of(kind)
+    for row in range(rows):
+        source = bias + (head * groups + row % groups) * stride_h
+        source += (token + row // groups) * stride_t
+        for i in range(0, count, LANES):
+            at = logits + 4 * (row * TILE + i)
+            x = load(source + width * i, kind, count - i)
+            store(at, F32, LANES, add(load(at, F32, LANES), x))
+
+
+@jit
+def hide(
+    c: Call, sequence: int, token: int, rows: int, low: int, count: int, query: int,
+    seen: Floats, logits: Floats,
+) -> int:  # fmt: skip
+    """Logits of what a query may not see become -inf.
+
+    Args:
+        c: the call.
+        sequence: which.
+        token: the query token of the first row.
+        rows: how many.
+        low: the position of the first column.
+        count: columns.
+        query: the position of `token`.
+        seen: `[TILE]`, uint8: where there is a mask, whether some query sees the column. Without
+            one, some query sees each of them.
+        logits: `[rows, TILE]`.
+
+    Returns:
+        How many columns some query sees.
+    """
+    groups = c.q_heads // c.heads
+    if c.mask:
+        seen[:count] = 0
+    for row in range(0, rows, groups):
+        at = query + row // groups
+        begin = max(at - c.window + 1 - low, 0) if c.window else 0
+        end = min(at + 1 - low, count) if c.causal else count
+        mask = c.mask + sequence * c.mask_b + (token + row // groups) * c.mask_t + low - c.start
+        for column in range(count):
+            shown = begin <= column < end
+            if c.mask and load_u8(mask + column) == 0:
+                shown = False
+            if shown:
+                seen[column] = 1
+            else:
+                for group in range(groups):
+                    logits[row + group, column] = NOTHING
+    if not c.mask:
+        return count
+    found = 0
+    for column in range(count):
+        found += seen[column] != 0
+    return found
+
+
+@jit
+def soften(
+    rows: int, count: int, scales: int, logits: int, top: Floats, sums: Floats, fade: Floats
+) -> bool:
+    """Logits become weights, relative to the largest logit so far.
+
+    Args:
+        rows: how many.
+        count: columns.
+        scales: dynamic scales of V, float32, multiplied into the weights; or 0.
+        logits: `[rows, TILE]`.
+        top: `[rows]`, the largest logits, updated.
+        sums: `[rows]`, the sums of the weights without scales, updated.
+        fade: `[rows]`, what to multiply results by that were made with the previous `top`.
+
+    Returns:
+        Whether any fade is not 1.
+    """
+    faded = False
+    tail = (count - 1) // LANES * LANES
+    for row in range(rows):
+        at = logits + 4 * row * TILE
+        last = first(load(at + 4 * tail, F32, LANES), count - tail, NOTHING)
+        store(at + 4 * tail, F32, LANES, last)
+        best = splat(top[row])
+        for i in range(0, count, LANES):
+            best = larger(load(at + 4 * i, F32, LANES), best)
+        old, new = top[row], largest(best)
+        fade[row] = 1
+        if new > old:
+            top[row] = new
+            if old > NOTHING:
+                # total: of one lane, the others are zero.
+                fade[row] = total(first(_exp(splat(old - new)), 1, np.float32(0)))
+                sums[row] *= fade[row]
+                faded = True
+        # A row that has seen nothing: -inf - 0 gives weights of zero, where -inf - -inf gives NaN.
+        base = splat(top[row] if top[row] > NOTHING else np.float32(0))
+        sum_ = splat(np.float32(0))
+        for i in range(0, count, LANES):
+            weight = _exp(sub(load(at + 4 * i, F32, LANES), base))
+            sum_ = add(sum_, weight)
+            if scales:
+                weight = mul(weight, load(scales + 4 * i, F32, LANES))
+            store(at + 4 * i, F32, LANES, weight)
+        sums[row] += total(sum_)
+    return faded
