@@ -1,0 +1,608 @@
+"""Every format against its definition: all codes, all 16-bit inputs, ties and edges of float32.
+
+The references here share nothing with the library: they are written from the papers, in exact
+rational or float64 arithmetic, and the table of formats is typed in again.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import hypothesis.strategies as st
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import example, given
+
+from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats import FORMATS, MIN_SCALE, Format, parse_dtype
+from hf_fp8kv.quantize import code_table, decode, dynamic_scale, encode
+
+Floats = npt.NDArray[np.float64]
+INF, NAN = float("inf"), float("nan")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A format as its paper defines it; `nan` and `inf` are sets of codes."""
+
+    mantissa_bits: int
+    bias: int
+    largest: float
+    nan: frozenset[int]
+    inf: frozenset[int] = frozenset()
+    # What a NaN of either sign is stored as.
+    positive_nan: int = 0x7F
+    negative_nan: int = 0xFF
+    has_negative_zero: bool = True
+
+
+ONLY_0X80 = {"nan": frozenset({0x80}), "positive_nan": 0x80, "negative_nan": 0x80}
+E5M2_NAN = frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF})
+SPECS = {
+    "fp8_e4m3": Spec(3, 7, 448.0, frozenset({0x7F, 0xFF})),
+    "fp8_e4m3fnuz": Spec(3, 8, 240.0, **ONLY_0X80, has_negative_zero=False),
+    "fp8_e5m2": Spec(2, 15, 57344.0, E5M2_NAN, frozenset({0x7C, 0xFC})),
+    "fp8_e3m4": Spec(4, 3, 31.0, **ONLY_0X80, has_negative_zero=False),
+}
+ALL_CODES = torch.arange(256, dtype=torch.uint8)
+
+formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+torch_formats = pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS.values() if f.torch_dtype], ids=lambda f: f.name
+)
+
+
+# The references.
+
+
+def exact_value(code: int, spec: Spec) -> Fraction:
+    """What a finite code stands for."""
+    sign = -1 if code & 0x80 else 1
+    exponent, fraction = divmod(code & 0x7F, 1 << spec.mantissa_bits)
+    if exponent == 0:
+        return sign * Fraction(fraction) * Fraction(2) ** (1 - spec.bias - spec.mantissa_bits)
+    mantissa = 1 + Fraction(fraction, 1 << spec.mantissa_bits)
+    return sign * mantissa * Fraction(2) ** (exponent - spec.bias)
+
+
+def finite_codes(spec: Spec) -> list[int]:
+    """The codes that stand for a number, in the order of the codes."""
+    return [c for c in range(256) if c not in spec.nan | spec.inf]
+
+
+def grid(spec: Spec) -> Floats:
+    """The numbers that the codes 0, 1, 2 ... stand for, up to the largest."""
+    values = [float(exact_value(c, spec)) for c in finite_codes(spec) if c < 0x80]
+    assert values == sorted(values)
+    assert values[-1] == spec.largest
+    return np.array(values)
+
+
+def expected_codes(numbers: Floats, spec: Spec, negative: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Nearest code, ties to even, saturating: by search among all values and midpoints.
+
+    Midpoints of neighbours and all inputs (float32 or narrower) are exact in float64.
+    """
+    values = grid(spec)
+    magnitude = np.minimum(np.abs(numbers), spec.largest)
+    with np.errstate(invalid="ignore"):
+        below = np.clip(np.searchsorted(values, magnitude, side="right") - 1, 0, len(values) - 2)
+        middle = (values[below] + values[below + 1]) / 2
+        up = (magnitude > middle) | ((magnitude == middle) & (below % 2 == 1))
+    code = below + up
+    code = np.where(negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
+    of_nan = np.where(negative, spec.negative_nan, spec.positive_nan)
+    return torch.from_numpy(np.where(np.isnan(numbers), of_nan, code).astype(np.uint8))
+
+
+def exact_code(number: Fraction, spec: Spec) -> int:
+    """The same for one positive number, the slow way: the distance to every code."""
+    codes = [c for c in finite_codes(spec) if c < 0x80]
+    return min(codes, key=lambda c: (abs(exact_value(c, spec) - number), c % 2))
+
+
+def assert_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal, or the first input that differs."""
+    assert got.dtype == torch.uint8
+    assert got.shape == x.shape
+    wrong = (got.cpu() != expected).nonzero().flatten()
+    if len(wrong):
+        i = int(wrong[0])
+        raise AssertionError(
+            f"{len(wrong)} of {len(x)} codes are wrong; the first: {x[i].item()!r} became "
+            f"{got[i].item():#04x}, expected {expected[i].item():#04x}"
+        )
+
+
+def from_bits(bits: npt.NDArray[np.int64], dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of a dtype with these bit patterns."""
+    of = {torch.float32: (np.uint32, np.int32)}.get(dtype, (np.uint16, np.int16))
+    return torch.from_numpy(bits.astype(of[0]).view(of[1])).view(dtype)
+
+
+def as_float64(x: torch.Tensor) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """The numbers, and which have the sign bit set; read by numpy from the bits."""
+    if x.dtype == torch.bfloat16:
+        bits = x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
+        narrow: npt.NDArray[np.floating] = bits.view(np.float32)
+    else:
+        narrow = x.numpy()
+    with np.errstate(invalid="ignore"):
+        return narrow.astype(np.float64), np.signbit(narrow)
+
+
+# Inputs.
+
+
+@functools.cache
+def float32_grid() -> torch.Tensor:
+    """All signs and exponents times mantissas on, beside and between the bits that formats keep.
+
+    Infinities, and NaN with many payloads, are those of the last exponent.
+    """
+    kept = np.arange(32) << 18
+    rest = np.array([0, 1, 2, 0x1FFFF, 0x20000, 0x20001, 0x3FFFE, 0x3FFFF])
+    single = 1 << np.arange(23)
+    mantissas = np.unique(np.concatenate([(kept[:, None] | rest).ravel(), single, single - 1]))
+    exponents = np.arange(256) << 23
+    positive = (exponents[:, None] | mantissas).ravel()
+    return from_bits(np.concatenate([positive, positive | 1 << 31]), torch.float32)
+
+
+def float32_ties(spec: Spec) -> torch.Tensor:
+    """Every value, every midpoint of neighbours and the saturation edge, and one ulp to each side.
+
+    One step past the largest value, the midpoint to what would be the next number counts too.
+    """
+    values = grid(spec)
+    step = values[-1] - values[-2]
+    edge = [spec.largest + step * f for f in (0.25, 0.5, 0.75, 1.0, 2.0)]
+    exact = np.concatenate([values, (values[1:] + values[:-1]) / 2, edge]).astype(np.float32)
+    beside = [np.nextafter(exact, np.float32(to), dtype=np.float32) for to in (-np.inf, np.inf)]
+    every = np.concatenate([exact, *beside])
+    return torch.from_numpy(np.concatenate([every, -every]))
+
+
+EVERY_16_BIT_PATTERN = np.arange(1 << 16)
+
+
+@functools.cache
+def inputs(kind: str, spec: Spec) -> torch.Tensor:
+    """The numbers that a case of the codec's tests goes through."""
+    if kind == "every-bfloat16":
+        return from_bits(EVERY_16_BIT_PATTERN, torch.bfloat16)
+    if kind == "every-float16":
+        return from_bits(EVERY_16_BIT_PATTERN, torch.float16)
+    return float32_grid() if kind == "float32-grid" else float32_ties(spec)
+
+
+kinds = pytest.mark.parametrize(
+    "kind", ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
+)
+
+
+@functools.cache
+def expected(kind: str, spec: Spec) -> torch.Tensor:
+    """What these numbers become."""
+    numbers, negative = as_float64(inputs(kind, spec))
+    return expected_codes(numbers, spec, negative)
+
+
+# What a code means.
+
+
+def test_the_formats_are_those_of_this_file():
+    assert list(FORMATS) == list(SPECS)
+
+
+@formats
+def test_the_constants_of_a_format_follow_from_its_definition(fmt):
+    spec = SPECS[fmt.name]
+    values = grid(spec)
+    assert fmt.exponent_bits + fmt.mantissa_bits == 7
+    assert fmt.max == spec.largest == values[fmt.max_code]
+    assert fmt.max_code == len(values) - 1
+    assert fmt.min_subnormal == values[1]
+    assert fmt.min_normal == values[1 << spec.mantissa_bits]
+    assert fmt.nan_code == spec.positive_nan
+    assert fmt.inf_code == min(spec.inf, default=None)
+    assert fmt.unsigned_zero is not spec.has_negative_zero
+
+
+@formats
+def test_every_code_decodes_to_its_definition(fmt, device):
+    spec = SPECS[fmt.name]
+    got = decode(ALL_CODES.to(device), fmt)
+    assert got.dtype == torch.float32
+    for code, number in enumerate(got.tolist()):
+        if code in spec.nan:
+            assert math.isnan(number), f"{code:#04x}"
+        elif code in spec.inf:
+            assert number == (-INF if code & 0x80 else INF), f"{code:#04x}"
+        else:
+            assert Fraction(number) == exact_value(code, spec), f"{code:#04x}"
+            # The sign of zero too.
+            assert math.copysign(1, number) == (-1 if code & 0x80 else 1), f"{code:#04x}"
+
+
+@torch_formats
+def test_every_code_decodes_as_torch_does(fmt):
+    got, theirs = decode(ALL_CODES, fmt), ALL_CODES.view(fmt.torch_dtype).float()
+    assert torch.equal(got.isnan(), theirs.isnan())
+    number = ~got.isnan()
+    assert torch.equal(got[number].view(torch.int32), theirs[number].view(torch.int32))
+
+
+@formats
+def test_a_number_that_a_code_stands_for_gets_that_code_back(fmt, device):
+    spec = SPECS[fmt.name]
+    codes = torch.tensor(finite_codes(spec), dtype=torch.uint8, device=device)
+    assert torch.equal(encode(decode(codes, fmt), fmt), codes)
+    assert len(codes) == 256 - len(spec.nan) - len(spec.inf)
+
+
+@formats
+def test_codes_of_nan_and_infinity_come_back_as_nan_and_the_largest(fmt):
+    spec = SPECS[fmt.name]
+    for code in spec.nan:
+        again = encode(decode(torch.tensor([code], dtype=torch.uint8), fmt), fmt).item()
+        assert again in spec.nan, f"{code:#04x}"
+    for code in spec.inf:
+        again = encode(decode(torch.tensor([code], dtype=torch.uint8), fmt), fmt).item()
+        assert again == fmt.max_code | code & 0x80, f"{code:#04x}"
+
+
+# What a number becomes.
+
+
+@kinds
+@formats
+def test_a_number_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
+    spec = SPECS[fmt.name]
+    x = inputs(kind, spec)
+    assert_codes(x, encode(x.to(device), fmt), expected(kind, spec))
+
+
+@given(number=st.floats(min_value=0, max_value=1e6, width=32), fmt=st.sampled_from(list(SPECS)))
+def test_the_search_finds_what_exact_fractions_find(number, fmt):
+    spec = SPECS[fmt]
+    found = expected_codes(np.array([number]), spec, np.array([False])).item()
+    assert found == exact_code(min(Fraction(number), Fraction(spec.largest)), spec)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_search_sends_every_tie_to_the_even_code(name):
+    spec = SPECS[name]
+    values = [exact_value(c, spec) for c in finite_codes(spec) if c < 0x80]
+    ties = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+    even = [code + code % 2 for code in range(len(ties))]
+    assert [exact_code(tie, spec) for tie in ties] == even
+    exact = np.array([float(t) for t in ties])
+    assert expected_codes(exact, spec, np.zeros(len(ties), bool)).tolist() == even
+
+
+def test_the_inputs_hold_what_they_are_meant_to():
+    x = float32_grid()
+    nan = x[x.isnan()].view(torch.int32)
+    assert len(nan.unique()) > 500
+    assert (nan < 0).any()
+    assert (nan > 0).any()
+    # Quiet and signalling.
+    assert (nan & 0x400000 == 0).any()
+    assert (nan & 0x400000 != 0).any()
+    assert x.isinf().sum() == 2
+    assert (x == 0).sum() == 2
+    assert (x.abs() == 2.0**-149).sum() == 2
+    assert len(EVERY_16_BIT_PATTERN) == 65536
+
+
+KNOWN = {
+    # Format, number, code; from the table of the OCP specification and by hand.
+    "e4m3-tie-to-16": ("fp8_e4m3", 17.0, 0x58),
+    "e4m3-tie-to-20": ("fp8_e4m3", 19.0, 0x5A),
+    "e4m3-carry-into-the-exponent": ("fp8_e4m3", 127.2, 0x70),
+    "e4m3-one": ("fp8_e4m3", 1.0, 0x38),
+    "e4m3-just-over-max": ("fp8_e4m3", 449.0, 0x7E),
+    "e4m3-tie-past-max": ("fp8_e4m3", 464.0, 0x7E),
+    "e4m3-far-past-max": ("fp8_e4m3", -1e30, 0xFE),
+    "e4m3-infinity": ("fp8_e4m3", INF, 0x7E),
+    "e4m3-half-a-step": ("fp8_e4m3", 2.0**-10, 0x00),
+    "e4m3-over-half-a-step": ("fp8_e4m3", 2.0**-10 * (1 + 2.0**-23), 0x01),
+    "e4m3-largest-subnormal-rounds-up": ("fp8_e4m3", 7.5 * 2.0**-9, 0x08),
+    "e4m3-negative-zero": ("fp8_e4m3", -0.0, 0x80),
+    "fnuz-one": ("fp8_e4m3fnuz", 1.0, 0x40),
+    "fnuz-max": ("fp8_e4m3fnuz", 1e9, 0x7F),
+    "fnuz-infinity": ("fp8_e4m3fnuz", -INF, 0xFF),
+    "fnuz-has-no-negative-zero": ("fp8_e4m3fnuz", -0.0, 0x00),
+    "fnuz-rounds-to-the-only-zero": ("fp8_e4m3fnuz", -(2.0**-11), 0x00),
+    "e5m2-one": ("fp8_e5m2", 1.0, 0x3C),
+    "e5m2-infinity-saturates": ("fp8_e5m2", INF, 0x7B),
+    "e5m2-past-max-saturates": ("fp8_e5m2", 61440.0, 0x7B),
+    "e5m2-negative-zero": ("fp8_e5m2", -1e-30, 0x80),
+    "e3m4-one": ("fp8_e3m4", 1.0, 0x30),
+    "e3m4-max": ("fp8_e3m4", 31.0, 0x7F),
+    "e3m4-infinity": ("fp8_e3m4", -INF, 0xFF),
+    "e3m4-tie": ("fp8_e3m4", 16.5, 0x70),
+    "e3m4-has-no-negative-zero": ("fp8_e3m4", -0.0, 0x00),
+    "e3m4-rounds-to-the-only-zero": ("fp8_e3m4", -(2.0**-7), 0x00),
+}
+
+
+@pytest.mark.parametrize(("name", "number", "code"), KNOWN.values(), ids=KNOWN)
+def test_known_codes(name, number, code):
+    assert encode(torch.tensor([number]), FORMATS[name]).tolist() == [code]
+
+
+@formats
+@pytest.mark.parametrize("payload", [0x1, 0x2AAAAA, 0x400000, 0x7FFFFF])
+def test_nan_keeps_its_sign_where_the_format_has_one(fmt, payload):
+    spec = SPECS[fmt.name]
+    bits = np.array([0x7F800000 | payload, 0xFF800000 | payload])
+    codes = encode(from_bits(bits, torch.float32), fmt).tolist()
+    assert codes == [spec.positive_nan, spec.negative_nan]
+    assert len(set(codes)) == (2 if spec.has_negative_zero else 1)
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3fnuz", "fp8_e3m4"])
+def test_no_number_becomes_the_code_of_nan_where_that_is_negative_zero(name):
+    x = torch.cat([float32_grid(), float32_ties(SPECS[name])])
+    numbers = x[~x.isnan()]
+    assert (encode(numbers, FORMATS[name]) != 0x80).all()
+
+
+@formats
+def test_a_larger_number_never_gets_a_smaller_code(fmt):
+    x = float32_grid()
+    x = x[~x.isnan()].sort().values
+    assert (decode(encode(x, fmt), fmt).diff() >= 0).all()
+
+
+@kinds
+@torch_formats
+def test_numbers_within_range_become_what_torch_makes_of_them(fmt, kind):
+    # Clamped first: what torch does past the largest number differs from version to version.
+    x = inputs(kind, SPECS[fmt.name]).float()
+    got, theirs = encode(x, fmt), x.clamp(-fmt.max, fmt.max).to(fmt.torch_dtype).view(torch.uint8)
+    number = ~x.isnan()
+    assert_codes(x[number], got[number], theirs[number])
+    # Both make NaN of NaN; the sign of theirs is not promised.
+    assert decode(got[~number], fmt).isnan().all()
+    assert decode(theirs[~number], fmt).isnan().all()
+
+
+@formats
+def test_shapes_and_strides_do_not_matter(fmt):
+    x = torch.randn(6, 10) * 4
+    codes = encode(x, fmt)
+    assert torch.equal(encode(x.T, fmt), codes.T)
+    assert torch.equal(encode(x[::2, 1::3], fmt), codes[::2, 1::3])
+    assert torch.equal(encode(x[2, 3], fmt), codes[2, 3])
+    assert torch.equal(decode(codes.T, fmt), decode(codes, fmt).T)
+    assert decode(codes[2, 3], fmt).shape == ()
+    assert encode(x[:0], fmt).shape == decode(codes[:0], fmt).shape == (0, 10)
+
+
+def test_encode_leaves_its_input_alone():
+    x = torch.tensor([1000.0, -0.0, 0.3])
+    encode(x, FORMATS["fp8_e4m3"])
+    assert x.tolist() == [1000.0, -0.0, torch.tensor(0.3).item()]
+
+
+# Dynamic scales.
+
+
+def exact_scale(amax: float, fmt: Format) -> float:
+    """The smallest bfloat16 that is not below the float32 quotient, in float64."""
+    quotient = max(float(np.float32(amax) / np.float32(fmt.max)), MIN_SCALE)
+    fraction, exponent = math.frexp(quotient)
+    return math.ldexp(math.ceil(math.ldexp(fraction, 8)), exponent - 8)
+
+
+FLOAT32_MAX = 3.4028234663852886e38
+vectors = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1)
+format_names = st.sampled_from(list(FORMATS))
+
+
+@given(vector=vectors, name=format_names)
+@example(vector=[448.0], name="fp8_e4m3")
+@example(vector=[math.nextafter(448.0, 449.0)], name="fp8_e4m3")
+@example(vector=[FLOAT32_MAX, 1.0], name="fp8_e3m4")
+@example(vector=[FLOAT32_MAX], name="fp8_e5m2")
+@example(vector=[2.0**-91], name="fp8_e4m3")
+def test_the_largest_number_gets_the_largest_code_and_never_saturates(vector, name):
+    fmt = FORMATS[name]
+    x = torch.tensor(vector)
+    scale = dynamic_scale(x, fmt)
+    amax = x.abs().max().item()
+    assert scale.dtype == torch.bfloat16
+    assert scale.item() == exact_scale(amax, fmt)
+    scaled = x * scale.float().reciprocal()
+    assert scaled.isfinite().all()
+    # Within the rounding of the quotient, the reciprocal and the product: three of 2^-24.
+    assert scaled.abs().max().item() <= fmt.max * (1 + 2.0**-22)
+    if amax / fmt.max >= MIN_SCALE:
+        # A scale rounded up costs less than 2^-7, which is less than half of the last step.
+        assert (encode(scaled, fmt) & 0x7F).max().item() == fmt.max_code
+
+
+@given(vector=vectors, name=format_names)
+def test_a_number_read_back_is_off_by_at_most_half_a_step(vector, name):
+    fmt = FORMATS[name]
+    x = torch.tensor(vector)
+    scale = dynamic_scale(x, fmt).float()
+    read = (decode(encode(x * scale.reciprocal(), fmt), fmt).double() * scale.double()).numpy()
+    exact = x.double().numpy()
+    half_step = np.maximum(
+        np.abs(exact) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale.item()
+    )
+    assert (np.abs(read - exact) <= half_step * (1 + 2.0**-16)).all()
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "vector", [[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], ids=["zeros", "signed", "subnormal"]
+)
+def test_a_vector_of_next_to_nothing_gets_the_smallest_scale(fmt, dtype, vector):
+    scale = dynamic_scale(torch.tensor(vector, dtype=dtype), fmt)
+    assert scale.item() == MIN_SCALE
+    assert scale.float().reciprocal().isfinite()
+    zeros = encode(torch.tensor(vector) * scale.float().reciprocal(), fmt)
+    assert decode(zeros, fmt).tolist() == [0.0, 0.0]
+
+
+@formats
+@pytest.mark.parametrize("bad", [NAN, -NAN, INF, -INF], ids=["nan", "-nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_reads_back_as_nan(fmt, bad, dtype):
+    x = torch.tensor([[1.0, bad, 0.0], [1.0, 2.0, 3.0]], dtype=dtype)
+    scale = dynamic_scale(x, fmt)
+    assert scale[0].isnan()
+    assert scale[1].isfinite()
+    codes = encode(x.float() * scale.float().reciprocal()[:, None], fmt)
+    assert decode(codes[0], fmt).isnan().all()
+    assert (decode(codes, fmt) * scale.float()[:, None])[0].isnan().all()
+
+
+@formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype):
+    # One vector for each positive finite pattern: the number, and half of it with the other sign.
+    if dtype == torch.float32:
+        x = float32_grid()
+    else:
+        x = from_bits(EVERY_16_BIT_PATTERN, dtype)
+    x = x[x.isfinite() & (x >= 0)][:, None] * torch.tensor([1.0, -0.5], dtype=dtype)
+    scale = dynamic_scale(x, fmt)
+    assert scale.shape == x.shape[:-1]
+    # numpy divides and rounds as IEEE says; upwards, then, is adding one to the upper half.
+    quotient = x[:, 0].float().numpy() / np.float32(fmt.max)
+    bits = np.maximum(quotient, np.float32(MIN_SCALE)).view(np.uint32)
+    expected = (bits >> 16) + (bits & 0xFFFF > 0)
+    assert np.array_equal(scale.view(torch.int16).numpy().view(np.uint16), expected)
+
+
+# Scales from one format to another.
+
+
+def test_the_same_bits_in_fnuz_are_worth_half():
+    e4m3, fnuz = FORMATS["fp8_e4m3"], FORMATS["fp8_e4m3fnuz"]
+    finite = [c for c in finite_codes(SPECS["fp8_e4m3"]) if c != 0x80]
+    codes = torch.tensor(finite, dtype=torch.uint8)
+    assert fnuz.scale_from_e4m3 == 2.0
+    assert torch.equal(decode(codes, e4m3), decode(codes, fnuz) * fnuz.scale_from_e4m3)
+    # A number encoded with the doubled scale keeps its bits.
+    x = torch.randn(1000) * 40
+    same = encode(x / fnuz.scale_from_e4m3, fnuz)
+    in_range = (encode(x, e4m3) & 0x7F) > 0
+    assert torch.equal(encode(x, e4m3)[in_range], same[in_range])
+
+
+FACTORS = {
+    "fp8_e4m3": 1.0, "fp8_e4m3fnuz": 2.0, "fp8_e5m2": 1 / 128, "fp8_e3m4": 448 / 31
+}  # fmt: skip
+
+
+@formats
+def test_a_scale_made_for_e4m3_still_reaches_448(fmt):
+    assert fmt.scale_from_e4m3 == FACTORS[fmt.name]
+    largest = torch.tensor([448.0]) / fmt.scale_from_e4m3
+    assert largest.item() <= fmt.max
+    back = decode(encode(largest, fmt), fmt) * fmt.scale_from_e4m3
+    assert back.item() == pytest.approx(448.0, rel=2.0**-23)
+
+
+# Circumstances.
+
+
+@pytest.fixture
+def flushed_subnormals() -> Iterator[None]:
+    """Subnormal numbers are flushed to zero; on one thread, since the setting is per thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if not torch.set_flush_denormal(True):
+        torch.set_num_threads(threads)
+        pytest.skip("this processor cannot flush subnormal numbers")
+    code_table.cache_clear()
+    try:
+        assert (torch.tensor([2.0**-149]) * 1.0).item() == 0.0
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+        code_table.cache_clear()
+
+
+@kinds
+@formats
+def test_flushing_subnormals_changes_no_code(fmt, kind, flushed_subnormals):
+    got = encode(x := inputs(kind, SPECS[fmt.name]), fmt)
+    torch.set_flush_denormal(False)
+    assert_codes(x, got, expected(kind, SPECS[fmt.name]))
+
+
+@formats
+def test_flushing_subnormals_changes_no_value_and_no_scale(fmt, flushed_subnormals):
+    x = float32_grid()[:, None]
+    values, scales = decode(ALL_CODES, fmt), dynamic_scale(x, fmt)
+    torch.set_flush_denormal(False)
+    code_table.cache_clear()
+    assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
+    assert torch.equal(scales.view(torch.int16), dynamic_scale(x, fmt).view(torch.int16))
+
+
+def test_a_table_first_made_in_inference_mode_is_an_ordinary_tensor():
+    fmt = FORMATS["fp8_e4m3"]
+    code_table.cache_clear()
+    with torch.inference_mode():
+        decode(ALL_CODES, fmt)
+    assert not code_table(fmt, torch.device("cpu")).is_inference()
+    weight = torch.ones((), requires_grad=True)
+    (decode(ALL_CODES[:10], fmt) * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_the_default_dtype_does_not_matter():
+    fmt = FORMATS["fp8_e3m4"]
+    x = torch.randn(64)
+    codes, values = encode(x, fmt), decode(ALL_CODES, fmt)
+    scale = dynamic_scale(x, fmt)
+    code_table.cache_clear()
+    torch.set_default_dtype(torch.float64)
+    assert torch.equal(encode(x, fmt), codes)
+    assert torch.equal(decode(ALL_CODES, fmt).view(torch.int32), values.view(torch.int32))
+    assert torch.equal(dynamic_scale(x, fmt), scale)
+    code_table.cache_clear()
+
+
+# Names.
+
+
+NAMES = {
+    "fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3",
+    "fp8_e4m3fnuz": "fp8_e4m3fnuz", "fp8_e5m2": "fp8_e5m2", "fp8_e3m4": "fp8_e3m4", "auto": "auto",
+    torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e4m3fnuz: "fp8_e4m3fnuz",
+    torch.float8_e5m2: "fp8_e5m2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "canonical"), NAMES.items(), ids=str)
+def test_names_of_storage_dtypes(name, canonical):
+    assert parse_dtype(name) == canonical
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "FP8", "fp8_e4m4", "bfloat16", None, 8, torch.uint8, torch.bfloat16, ["fp8"]],
+    ids=str,
+)
+def test_other_names_are_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=r"key_dtype: expected one of 'auto', 'fp8'.*got") as info:
+        parse_dtype(name, "key_dtype")
+    assert repr(name) in str(info.value)
+    assert all(repr(known) in str(info.value) for known in FORMATS)
