@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
@@ -72,6 +73,7 @@ class _Run:
     """One answer, and what its cache took; sizes in bytes, speed in tokens per second."""
 
     cache: str
+    scales: str
     attention: str
     text: str
     token_ids: list[int]
@@ -196,7 +198,9 @@ class _Asker:
         ]
         size, tokens = sum(t.nbytes for t in tensors), cache.get_seq_length()
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return self._run(f"DynamicCache {dtype}", ids, speed, tokens, size, size / tokens, room)
+        return self._run(
+            f"DynamicCache {dtype}", "none", ids, speed, tokens, size, size / tokens, room
+        )
 
     def paged(
         self, inputs: Mapping[str, Any], room: int, attn: str, options: Mapping[str, Any]
@@ -214,8 +218,9 @@ class _Asker:
         # The last page is partly filled: what a token takes is its share of a full one.
         share = sizes["used"] / (-(-tokens // page) * page) + sizes.get("other", 0) / tokens
         k, v = (options[side] or options["dtype"] for side in ("key_dtype", "value_dtype"))
-        name = f"pages {k}" if k == v else f"pages K {k}, V {v}"
-        return self._run(name, ids, speed, tokens, size, share, room)
+        name = f"pages of {page}, {k}" if k == v else f"pages of {page}, K {k}, V {v}"
+        scales = "none" if (k, v) == ("auto", "auto") else str(options["scales"] or "dynamic")
+        return self._run(name, scales, ids, speed, tokens, size, share, room)
 
     def _ask(
         self, inputs: Mapping[str, Any], make: Callable[[], Any]
@@ -246,11 +251,12 @@ class _Asker:
         return found[0, inputs["input_ids"].shape[1] :].tolist(), speed, cache
 
     def _run(
-        self, name: str, ids: list[int], speed: float | None,
+        self, name: str, scales: str, ids: list[int], speed: float | None,
         tokens: int, size: int, per_token: float, room: int,
     ) -> _Run:  # fmt: skip
         return _Run(
             cache=name,
+            scales=scales,
             attention=str(self.model.config._attn_implementation),
             text=self.tokenizer.decode(ids, skip_special_tokens=True),
             token_ids=ids,
@@ -273,8 +279,9 @@ def _load(name: str | None, device: str) -> tuple[Any, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = name or str(demo.model_path())
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        with nullcontext() if name else demo.no_bars():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"cannot load a language model from {folder!r}: {error}") from error
     try:
@@ -313,9 +320,10 @@ def _comparison(
         table.add_column(run.cache, ratio=1, overflow="fold")
     table.add_row("answer", *(Text(run.text) for run in runs))
     table.add_row("same tokens", "", f"{found['equal']} of {found['of']}{differs}")
+    table.add_row("scales", *(Text(run.scales) for run in runs))
     table.add_row("attention", *(run.attention for run in runs))
     table.add_row(
-        "cache", *(_size(run.cache_bytes) + f" for {run.cached_tokens} tokens" for run in runs)
+        "cache", *(f"{_size(run.cache_bytes)} for {run.cached_tokens} tokens" for run in runs)
     )
     table.add_row(
         "per token", _size(dense.bytes_per_token), f"{_size(paged.bytes_per_token)} ({less:.2f} x)"
@@ -348,7 +356,7 @@ def check(model: _Model = None, device: _Device = "cpu", as_json: _Json = False)
         from . import check_model
 
         report = check_model(_load(model, device)[0])
-        facts["model"] = str(report)
+        facts["model"] = report.to_dict()
     if as_json:
         print(json.dumps(facts, default=str))
         return
@@ -406,7 +414,8 @@ def _parse_dtype(text: str, option: str) -> str:
     try:
         return parse_dtype(text, option)
     except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint=option) from None
+        message = str(error).removeprefix(f"{option}: ")
+        raise typer.BadParameter(message, param_hint=option) from None
 
 
 def _parse_scales(text: str | None) -> str | float | None:

