@@ -22,20 +22,24 @@ from .cpu_vectors import (
     Code,
     Floats,
     add_four,
+    address_of,
     decode,
     div,
     fma,
     jit,
     kernel,
     load,
+    load_as,
     load_codes,
     load_i32,
+    load_some_codes,
     mul,
     next_unit,
     page_of,
     record,
     splat,
     store,
+    store_as,
     total,
     totals,
     width_of,
@@ -67,7 +71,7 @@ class Scratch(NamedTuple):
     fade: Floats  # [rows], float32: what the older sums are still worth
     k_scales: Floats  # [2 * TILE], float32: a page may end inside a vector, which is stored whole
     v_scales: Floats  # the same
-    seen: Floats  # [TILE], uint8: whether some query sees the position
+    seen: Floats  # [TILE], int64: whether some query sees the position
     parts: Floats  # [TILE, 4], int64: page and head, slot, first column, one past the last
     lines: Floats  # [TILE / LANES], int64: where each vector of V's first row is
     strip: Floats  # [TILE or Dk, and a vector], float32: one decoded row of K or V
@@ -84,24 +88,24 @@ def _dot4(
     whole = count // LANES * LANES
     if kind == FP8:
         for i in range(0, whole, LANES):
-            y, at = load_codes(source + i, code, LANES), x + 4 * i
-            a = fma(y, load(at, F32, LANES), a)
-            b = fma(y, load(at + stride, F32, LANES), b)
-            c = fma(y, load(at + 2 * stride, F32, LANES), c)
-            d = fma(y, load(at + 3 * stride, F32, LANES), d)
+            y, at = load_codes(source + i, code), x + 4 * i
+            a = fma(y, load(at), a)
+            b = fma(y, load(at + stride), b)
+            c = fma(y, load(at + 2 * stride), c)
+            d = fma(y, load(at + 3 * stride), d)
         if whole < count:
-            y, at = load_codes(source + whole, code, count - whole), x + 4 * whole
-            a = fma(y, load(at, F32, LANES), a)
-            b = fma(y, load(at + stride, F32, LANES), b)
-            c = fma(y, load(at + 2 * stride, F32, LANES), c)
-            d = fma(y, load(at + 3 * stride, F32, LANES), d)
+            y, at = load_some_codes(source + whole, code, count - whole), x + 4 * whole
+            a = fma(y, load(at), a)
+            b = fma(y, load(at + stride), b)
+            c = fma(y, load(at + 2 * stride), c)
+            d = fma(y, load(at + 3 * stride), d)
     else:
         for i in range(0, count, LANES):
-            y, at = load(source + 4 * i, F32, LANES), x + 4 * i
-            a = fma(y, load(at, F32, LANES), a)
-            b = fma(y, load(at + stride, F32, LANES), b)
-            c = fma(y, load(at + 2 * stride, F32, LANES), c)
-            d = fma(y, load(at + 3 * stride, F32, LANES), d)
+            y, at = load(source + 4 * i), x + 4 * i
+            a = fma(y, load(at), a)
+            b = fma(y, load(at + stride), b)
+            c = fma(y, load(at + 2 * stride), c)
+            d = fma(y, load(at + 3 * stride), d)
     found: tuple[float, float, float, float] = totals(a, b, c, d)
     return found
 
@@ -113,13 +117,13 @@ def _dot1(source: int, kind: int, code: Code, count: int, x: int) -> float:
     whole = count // LANES * LANES
     if kind == FP8:
         for i in range(0, whole, LANES):
-            a = fma(load_codes(source + i, code, LANES), load(x + 4 * i, F32, LANES), a)
+            a = fma(load_codes(source + i, code), load(x + 4 * i), a)
         if whole < count:
-            y = load_codes(source + whole, code, count - whole)
-            a = fma(y, load(x + 4 * whole, F32, LANES), a)
+            y = load_some_codes(source + whole, code, count - whole)
+            a = fma(y, load(x + 4 * whole), a)
     else:
         for i in range(0, count, LANES):
-            a = fma(load(source + 4 * i, F32, LANES), load(x + 4 * i, F32, LANES), a)
+            a = fma(load(source + 4 * i), load(x + 4 * i), a)
     found: float = total(a)
     return found
 
@@ -139,13 +143,13 @@ def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: S
         sum_ = splat(np.float32(0))
         for i in range(0, c.k_dim, LANES):
             count = c.k_dim - i
-            x = mul(load(source + width * i, c.q_kind, count), scaling)
+            x = mul(load_as(source + width * i, c.q_kind, count), scaling)
             if c.center:
                 at = c.center + 4 * ((sequence * c.heads + head) * c.k_dim + i)
-                sum_ = fma(x, load(at, F32, count), sum_)
+                sum_ = fma(x, load_as(at, F32, count), sum_)
             if c.k_scale:
-                x = mul(x, load(c.k_scale + 4 * (head * c.k_dim + i), F32, count))
-            store(s.q[row].ctypes.data + 4 * i, F32, LANES, mul(x, factor))
+                x = mul(x, load_as(c.k_scale + 4 * (head * c.k_dim + i), F32, count))
+            store(address_of(s.q[row]) + 4 * i, mul(x, factor))
         s.offset[row] = total(sum_)
 
 
@@ -167,11 +171,11 @@ def _find_parts(c: Call, sequence: int, head: int, low: int, high: int, parts: F
 def _load_scales(c: Call, pool: int, parts: Floats, to: int) -> None:
     """The dynamic scales of the parts, float32, and zeros up to a whole vector."""
     count = parts[-1, 3]
-    store(to + 4 * ((count - 1) // LANES * LANES), F32, LANES, splat(np.float32(0)))
+    store(to + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
     for part in parts:
         source, begin, size = pool + 2 * (part[0] * c.slots + part[1]), part[2], part[3] - part[2]
         for i in range(0, size, LANES):
-            store(to + 4 * (begin + i), F32, LANES, load(source + 2 * i, BF16, size - i))
+            store(to + 4 * (begin + i), load_as(source + 2 * i, BF16, size - i))
 
 
 @jit
@@ -181,7 +185,7 @@ def _logits(c: Call, parts: Floats, rows: int, s: Scratch) -> None:
     size = c.k_dim * width_of(c.k_kind)
     direct = c.k_kind == FP8 and rows <= 4
     kind = FP8 if direct else F32
-    q, strip, out = s.q.ctypes.data, s.strip.ctypes.data, s.logits
+    q, strip, out = address_of(s.q), address_of(s.strip), s.logits
     stride = 4 * s.q.shape[1]
     for part in parts:
         source = c.k + (part[0] * c.slots + part[1]) * size
@@ -210,11 +214,11 @@ def _fade_out(fade: Floats, rows: int, out: Floats) -> None:
             pattern[i] = fade[block * lanes + i % lanes]
             changed |= pattern[i] != 1
         if changed:
-            factor = load(pattern.ctypes.data, F32, LANES)
-            place, size = out[block].ctypes.data, out[block].size
+            factor = load(address_of(pattern))
+            place, size = address_of(out[block]), out[block].size
             for i in range(0, size, LANES):
-                x = mul(load(place + 4 * i, F32, size - i), factor)
-                store(place + 4 * i, F32, size - i, x)
+                x = mul(load_as(place + 4 * i, F32, size - i), factor)
+                store_as(place + 4 * i, F32, size - i, x)
 
 
 @jit
@@ -226,10 +230,10 @@ def _values(c: Call, parts: Floats, all_seen: bool, rows: int, s: Scratch) -> No
         return
     code = (c.v_shift, c.v_mask, c.v_nan_mask, c.v_nan_code)
     width = width_of(c.v_kind)
-    weights, strip = s.logits.ctypes.data, s.strip.ctypes.data
+    weights, strip = address_of(s.logits), address_of(s.strip)
     stride = 4 * TILE
     for dim in range(c.v_dim):
-        store(strip + 4 * ((count - 1) // LANES * LANES), F32, LANES, splat(np.float32(0)))
+        store(strip + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
         for part in parts:
             source = c.v + ((part[0] * c.v_dim + dim) * c.slots + part[1]) * width
             decode(source, c.v_kind, code, part[3] - part[2], strip + 4 * part[2])
@@ -242,7 +246,7 @@ def _values(c: Call, parts: Floats, all_seen: bool, rows: int, s: Scratch) -> No
         else:
             for row in range(0, rows, 4):
                 found = _dot4(strip, F32, code, count, weights + row * stride, stride)
-                add_four(s.out[row // 4, dim].ctypes.data, found)
+                add_four(address_of(s.out[row // 4, dim]), found)
 
 
 @jit
@@ -261,32 +265,35 @@ def _find_lines(c: Call, parts: Floats, lines: Floats) -> bool:
 def _values_direct(c: Call, count: int, rows: int, s: Scratch) -> None:
     """The same for 8 bits and at most four rows: no decoded copy."""
     code = (c.v_shift, c.v_mask, c.v_nan_mask, c.v_nan_code)
-    weights, stride, zero = s.logits.ctypes.data, 4 * TILE, splat(np.float32(0))
+    weights, stride, zero = address_of(s.logits), 4 * TILE, splat(np.float32(0))
     whole, rest = count // LANES, count % LANES
-    place, lines, out = 0, s.lines, s.out.ctypes.data
+    place, lines, out = 0, s.lines, address_of(s.out)
     for dim in range(c.v_dim):
         a, b, d, e = zero, zero, zero, zero
         if rows == 1:
             for i in range(whole):
-                y = load_codes(lines[i] + place, code, LANES)
-                a = fma(y, load(weights + 4 * LANES * i, F32, LANES), a)
+                y = load_codes(lines[i] + place, code)
+                a = fma(y, load(weights + 4 * LANES * i), a)
             if rest:
-                y = load_codes(lines[whole] + place, code, rest)
-                a = fma(y, load(weights + 4 * LANES * whole, F32, LANES), a)
+                y = load_some_codes(lines[whole] + place, code, rest)
+                a = fma(y, load(weights + 4 * LANES * whole), a)
             s.out[0, dim, 0] += total(a)
         else:
             for i in range(whole):
-                y, at = load_codes(lines[i] + place, code, LANES), weights + 4 * LANES * i
-                a = fma(y, load(at, F32, LANES), a)
-                b = fma(y, load(at + stride, F32, LANES), b)
-                d = fma(y, load(at + 2 * stride, F32, LANES), d)
-                e = fma(y, load(at + 3 * stride, F32, LANES), e)
+                y, at = load_codes(lines[i] + place, code), weights + 4 * LANES * i
+                a = fma(y, load(at), a)
+                b = fma(y, load(at + stride), b)
+                d = fma(y, load(at + 2 * stride), d)
+                e = fma(y, load(at + 3 * stride), e)
             if rest:
-                y, at = load_codes(lines[whole] + place, code, rest), weights + 4 * LANES * whole
-                a = fma(y, load(at, F32, LANES), a)
-                b = fma(y, load(at + stride, F32, LANES), b)
-                d = fma(y, load(at + 2 * stride, F32, LANES), d)
-                e = fma(y, load(at + 3 * stride, F32, LANES), e)
+                y, at = (
+                    load_some_codes(lines[whole] + place, code, rest),
+                    weights + 4 * LANES * whole,
+                )
+                a = fma(y, load(at), a)
+                b = fma(y, load(at + stride), b)
+                d = fma(y, load(at + 2 * stride), d)
+                e = fma(y, load(at + 3 * stride), e)
             add_four(out + 16 * dim, totals(a, b, d, e))
         place += c.slots
 
@@ -298,7 +305,7 @@ def _attend_tile(
 ) -> None:  # fmt: skip
     """Adds positions `low` to `high - 1` to the sums of `rows` rows."""
     count = high - low
-    k_scales, v_scales, logits = s.k_scales.ctypes.data, 0, s.logits.ctypes.data
+    k_scales, v_scales, logits = address_of(s.k_scales), 0, address_of(s.logits)
     _logits(c, parts, padded, s)
     if c.k_scales:
         _load_scales(c, c.k_scales, parts, k_scales)
@@ -317,7 +324,7 @@ def _attend_tile(
     if found == 0:
         return
     if c.v_scales:
-        v_scales = s.v_scales.ctypes.data
+        v_scales = address_of(s.v_scales)
         _load_scales(c, c.v_scales, parts, v_scales)
         if found < count:
             for column in range(count):
@@ -329,67 +336,23 @@ def _attend_tile(
 
 
 @jit
-def _attend_unit(c: Call, unit: int, s: Scratch, top: Floats, sums: Floats, result: Floats) -> None:
-    split, unit = unit % c.splits, unit // c.splits
-    block, unit = unit % c.blocks, unit // c.blocks
-    head, sequence = unit % c.heads, unit // c.heads
-    token = block * c.block_tokens
-    tokens = min(c.block_tokens, c.tokens - token)
-    rows = tokens * (c.q_heads // c.heads)
-    padded = rows if rows == 1 else (rows + 3) // 4 * 4
-    top[:], sums[:] = NOTHING, 0
-
-    length = load_i32(c.lengths + 4 * sequence)
-    low, high = c.start, min(c.stop, length, c.slots * c.table_columns)
-    if c.causal:
-        high = min(high, length - c.tokens + token + tokens)
-    if c.window:
-        low = max(low, length - c.tokens + token - c.window + 1)
-    tile, last = low // TILE, (high + TILE - 1) // TILE
-    tiles = last - tile
-    tile, last = tile + tiles * split // c.splits, tile + tiles * (split + 1) // c.splits
-    if tile >= last or low >= high:
-        return
-    s.q[:], s.out[:] = 0, 0
-    _load_queries(c, sequence, head, token, rows, s)
-    while tile < last:
-        begin, end = max(tile * TILE, low), min((tile + 1) * TILE, high)
-        parts = s.parts[: _find_parts(c, sequence, head, begin, end, s.parts)]
-        _attend_tile(
-            c, parts, sequence, head, token, rows, padded, begin, end, length, s, top, sums
-        )
-        tile += 1
-    lanes = s.out.shape[2]
-    for row in range(rows):
-        for dim in range(c.v_dim):
-            result[row, dim] = s.out[row // lanes, dim, row % lanes]
-
-
-@jit
-def _attend(c: Call, counter: int, work: Floats) -> None:
-    rows, v_dim = c.work_rows, c.v_dim
+def _scratch(c: Call) -> Scratch:
+    rows, lanes = c.work_rows, 1 if c.work_rows == 1 else 4
     width = (c.k_dim + LANES - 1) // LANES * LANES
-    lanes = 1 if rows == 1 else 4
-    s = Scratch(
+    floats = np.zeros(4 * TILE + max(width, TILE) + LANES, np.float32)
+    return Scratch(
         np.zeros((rows, width), np.float32),
         np.zeros((rows, TILE), np.float32),
         np.zeros(rows, np.float32),
         np.ones(rows, np.float32),
-        np.zeros(2 * TILE, np.float32),
-        np.zeros(2 * TILE, np.float32),
-        np.zeros(TILE, np.uint8),
+        floats[: 2 * TILE],
+        floats[2 * TILE : 4 * TILE],
+        np.zeros(TILE, np.int64),
         np.zeros((TILE, 4), np.int64),
         np.zeros(TILE // LANES, np.int64),
-        np.zeros(max(width, TILE) + LANES, np.float32),
-        np.zeros((rows // lanes, v_dim, lanes), np.float32),
+        floats[4 * TILE :],
+        np.zeros((rows // lanes, c.v_dim, lanes), np.float32),
     )
-    while True:
-        unit = next_unit(counter)
-        if unit >= c.units:
-            return
-        part = work[unit]
-        result = part[2 * rows :].reshape(rows, v_dim)
-        _attend_unit(c, unit, s, part[:rows], part[rows : 2 * rows], result)
 
 
 @jit
@@ -403,7 +366,7 @@ def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> No
     rows, v_dim = c.work_rows, c.v_dim
     sink = NOTHING
     if c.sinks:
-        sink = total(load(c.sinks + width_of(c.sinks_kind) * q_head, c.sinks_kind, 1))
+        sink = total(load_as(c.sinks + width_of(c.sinks_kind) * q_head, c.sinks_kind, 1))
     top = sink
     for unit in range(begin, begin + c.splits):
         top = max(top, work[unit, place])
@@ -422,12 +385,12 @@ def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> No
     for i in range(0, v_dim, LANES):
         x = splat(np.float32(0))
         for split in range(c.splits):
-            at = work[begin + split, 2 * rows + place * v_dim :].ctypes.data
-            x = fma(load(at + 4 * i, F32, v_dim - i), splat(weights[split]), x)
+            at = address_of(work[begin + split, 2 * rows + place * v_dim :])
+            x = fma(load_as(at + 4 * i, F32, v_dim - i), splat(weights[split]), x)
         x = mul(div(x, safe), inverse)
         if c.v_scale:
-            x = mul(x, load(c.v_scale + 4 * (head * v_dim + i), F32, v_dim - i))
-        store(to + width * i, c.out_kind, v_dim - i, x)
+            x = mul(x, load_as(c.v_scale + 4 * (head * v_dim + i), F32, v_dim - i))
+        store_as(to + width * i, c.out_kind, v_dim - i, x)
 
 
 def _kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]:
@@ -439,8 +402,48 @@ def _kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any
 
         `work` is `[units, 2 * rows + rows * Dv]`, float32: maxima, sums, weighted sums of V.
         """
-        if stamp:
-            _attend(calls[0], calls.ctypes.data, work)
+        c = calls[0]
+        s = _scratch(c)
+        size, lanes = c.work_rows, s.out.shape[2]
+        while stamp:
+            unit = next_unit(address_of(calls))
+            if unit >= c.units:
+                return
+            part = work[unit]
+            top, sums = part[:size], part[size : 2 * size]
+            split, unit = unit % c.splits, unit // c.splits
+            block, unit = unit % c.blocks, unit // c.blocks
+            head, sequence = unit % c.heads, unit // c.heads
+            token = block * c.block_tokens
+            tokens = min(c.block_tokens, c.tokens - token)
+            rows = tokens * (c.q_heads // c.heads)
+            padded = rows if rows == 1 else (rows + 3) // 4 * 4
+            top[:], sums[:] = NOTHING, 0
+
+            length = load_i32(c.lengths + 4 * sequence)
+            low, high = c.start, min(c.stop, length, c.slots * c.table_columns)
+            if c.causal:
+                high = min(high, length - c.tokens + token + tokens)
+            if c.window:
+                low = max(low, length - c.tokens + token - c.window + 1)
+            tile, last = low // TILE, (high + TILE - 1) // TILE
+            tiles = last - tile
+            tile, last = tile + tiles * split // c.splits, tile + tiles * (split + 1) // c.splits
+            s.q[:], s.out[:] = 0, 0
+            if tile < last:
+                _load_queries(c, sequence, head, token, rows, s)
+            while tile < last:
+                begin, end = max(tile * TILE, low), min((tile + 1) * TILE, high)
+                parts = s.parts[: _find_parts(c, sequence, head, begin, end, s.parts)]
+                _attend_tile(
+                    c, parts, sequence, head, token, rows, padded, begin, end, length, s, top, sums
+                )
+                tile += 1
+            to = 2 * size
+            for row in range(rows):
+                for dim in range(c.v_dim):
+                    part[to] = s.out[row // lanes, dim, row % lanes]
+                    to += 1
 
     @kernel
     def finish(calls: Any, work: Any) -> None:

@@ -6,7 +6,6 @@
 import numpy as np
 
 from .cpu_vectors import (
-    F32,
     LANES,
     Call,
     Floats,
@@ -18,6 +17,7 @@ from .cpu_vectors import (
     larger,
     largest,
     load,
+    load_as,
     load_u8,
     mul,
     negative,
@@ -96,14 +96,14 @@ def adjust(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: 
         extra = splat(offset[row])
         for i in range(0, count, LANES):
             at = logits + 4 * (row * TILE + i)
-            x = load(at, F32, LANES)
+            x = load(at)
             if c.k_scales:
-                x = mul(x, load(scales + 4 * i, F32, LANES))
+                x = mul(x, load(scales + 4 * i))
             if c.center:
                 x = add(x, extra)
             if c.softcap != 0:
                 x = mul(_tanh(div(x, cap)), cap)
-            store(at, F32, LANES, x)
+            store(at, x)
 
 
 @jit
@@ -118,8 +118,8 @@ def add_bias(
         source += (token + row // groups) * stride_t
         for i in range(0, count, LANES):
             at = logits + 4 * (row * TILE + i)
-            x = load(source + width * i, kind, count - i)
-            store(at, F32, LANES, add(load(at, F32, LANES), x))
+            x = load_as(source + width * i, kind, count - i)
+            store(at, add(load(at), x))
 
 
 @jit
@@ -137,7 +137,7 @@ def hide(
         low: the position of the first column.
         count: columns.
         query: the position of `token`.
-        seen: `[TILE]`, uint8: where there is a mask, whether some query sees the column. Without
+        seen: `[TILE]`, int64: where there is a mask, whether some query sees the column. Without
             one, some query sees each of them.
         logits: `[rows, TILE]`.
 
@@ -191,11 +191,11 @@ def soften(
     tail = (count - 1) // LANES * LANES
     for row in range(rows):
         at = logits + 4 * row * TILE
-        last = first(load(at + 4 * tail, F32, LANES), count - tail, NOTHING)
-        store(at + 4 * tail, F32, LANES, last)
+        last = first(load(at + 4 * tail), count - tail, NOTHING)
+        store(at + 4 * tail, last)
         best = splat(top[row])
         for i in range(0, count, LANES):
-            best = larger(load(at + 4 * i, F32, LANES), best)
+            best = larger(load(at + 4 * i), best)
         old, new = top[row], largest(best)
         fade[row] = 1
         if new > old:
@@ -209,10 +209,10 @@ def soften(
         base = splat(top[row] if top[row] > NOTHING else np.float32(0))
         sum_ = splat(np.float32(0))
         for i in range(0, count, LANES):
-            weight = _exp(sub(load(at + 4 * i, F32, LANES), base))
+            weight = _exp(sub(load(at + 4 * i), base))
             sum_ = add(sum_, weight)
             if scales:
-                weight = mul(weight, load(scales + 4 * i, F32, LANES))
-            store(at + 4 * i, F32, LANES, weight)
+                weight = mul(weight, load(scales + 4 * i))
+            store(at + 4 * i, weight)
         sums[row] += total(sum_)
     return faded

@@ -16,6 +16,7 @@ from .cpu_vectors import (
     Call,
     Floats,
     add,
+    address_of,
     bits,
     decode,
     div,
@@ -23,6 +24,7 @@ from .cpu_vectors import (
     jit,
     kernel,
     load,
+    load_as,
     load_i32,
     load_u8,
     mul,
@@ -31,6 +33,7 @@ from .cpu_vectors import (
     record,
     splat,
     store,
+    store_as,
     store_codes,
     store_u8,
     store_u16,
@@ -83,19 +86,19 @@ def _encode_token(
     if not scale:
         magnitude = 0
         for i in range(0, dim, LANES):
-            x = load(source + width * i, source_kind, dim - i)
+            x = load_as(source + width * i, source_kind, dim - i)
             if center:
-                x = sub(x, load(center + 4 * i, F32, dim - i))
+                x = sub(x, load_as(center + 4 * i, F32, dim - i))
             magnitude = bits(magnitude, x)
         found = _scale_of(magnitude, most, least)
         store_u16(dynamic, found)
         inverse = div(one, splat(np.int32(found << 16).view(np.float32)))
     for i in range(0, dim, LANES):
-        x = load(source + width * i, source_kind, dim - i)
+        x = load_as(source + width * i, source_kind, dim - i)
         if center:
-            x = sub(x, load(center + 4 * i, F32, dim - i))
+            x = sub(x, load_as(center + 4 * i, F32, dim - i))
         if scale:
-            inverse = div(one, load(scale + 4 * i, F32, dim - i))
+            inverse = div(one, load_as(scale + 4 * i, F32, dim - i))
         store_codes(target + i, dim - i, encode(mul(x, inverse), code))
 
 
@@ -153,53 +156,20 @@ def _write_v(
 
 
 @jit
-def _write(c: Call, counter: int) -> None:
-    line = np.empty(c.v_dim + LANES, np.uint8)
-    blocks = (c.tokens + BLOCK - 1) // BLOCK
-    while True:
-        unit = next_unit(counter)
-        if unit >= c.units:
-            return
-        block, unit = unit % blocks, unit // blocks
-        head, sequence = unit % c.heads, unit // c.heads
-        length = load_i32(c.lengths + 4 * sequence)
-        for token in range(block * BLOCK, min((block + 1) * BLOCK, c.tokens)):
-            at = length + token
-            page = page_of(c, sequence, at)
-            _write_k(c, sequence, head, token, page, at % c.slots)
-            _write_v(c, sequence, head, token, page, at % c.slots, line.ctypes.data)
-
-
-@jit
-def _has_pages(c: Call) -> bool:
-    for sequence in range(c.batch):
-        length = load_i32(c.lengths + 4 * sequence)
-        if c.tokens == 0:
-            continue
-        last = (length + c.tokens - 1) // c.slots
-        if last >= c.table_columns:
-            return False
-        for column in range(length // c.slots, last + 1):
-            if load_i32(c.table + sequence * c.table_b + 4 * column) < 0:
-                return False
-    return True
-
-
-@jit
 def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
     """The numbers at `line` times their scale, plus the centre, in the order of reference.py."""
     factor = splat(np.float32(c.factor))
     for i in range(0, c.dim, LANES):
-        x = load(line + 4 * i, F32, LANES)
+        x = load(line + 4 * i)
         if c.kind == FP8:
             x = mul(x, factor)
         if scale:
-            x = mul(x, load(scale + 4 * i, F32, c.dim - i))
+            x = mul(x, load_as(scale + 4 * i, F32, c.dim - i))
         if c.scales:
             x = mul(x, dynamic)
         if center:
-            x = add(x, load(center + 4 * i, F32, c.dim - i))
-        store(line + 4 * i, F32, LANES, x)
+            x = add(x, load_as(center + 4 * i, F32, c.dim - i))
+        store(line + 4 * i, x)
 
 
 @jit
@@ -214,11 +184,11 @@ def _gather_block(
     first = (page_of(c, sequence, begin) * c.heads + head) * c.slots
     scale = c.scale + 4 * head * c.dim if c.scale else 0
     center = c.center + 4 * (sequence * c.heads + head) * c.dim if c.center else 0
-    line_at, columns = line.ctypes.data, square.shape[1]
+    line_at, columns = address_of(line), square.shape[1]
     if c.transposed:
         for dim in range(c.dim):
             source = c.pool + (first * c.dim + dim * c.slots + slot) * width
-            decode(source, c.kind, code, count, square[dim].ctypes.data)
+            decode(source, c.kind, code, count, address_of(square[dim]))
     for token in range(count):
         at = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
         target = c.out + at * c.dim * out_width
@@ -238,25 +208,7 @@ def _gather_block(
         else:
             _scale_line(c, line_at, scale, dynamic, center)
         for i in range(0, c.dim, LANES):
-            store(target + out_width * i, c.out_kind, c.dim - i, load(line_at + 4 * i, F32, LANES))
-
-
-@jit
-def _gather(c: Call, counter: int) -> None:
-    line = np.zeros(c.dim + LANES, np.float32)
-    square = np.zeros((c.dim if c.transposed else 1, BLOCK + LANES), np.float32)
-    blocks = (c.stop - c.start + BLOCK - 1) // BLOCK
-    while True:
-        unit = next_unit(counter)
-        if unit >= c.units:
-            return
-        block, unit = unit % blocks, unit // blocks
-        at = c.start + block * BLOCK
-        stop = min(at + BLOCK, c.stop)
-        while at < stop:
-            end = min((at // c.slots + 1) * c.slots, stop)
-            _gather_block(c, unit // c.heads, unit % c.heads, at, end, line, square)
-            at = end
+            store_as(target + out_width * i, c.out_kind, c.dim - i, load(line_at + 4 * i))
 
 
 _Kernel = Callable[[Any], Any]
@@ -268,19 +220,54 @@ def _kernels(stamp: int) -> tuple[_Kernel, _Kernel, _Kernel]:
     @kernel
     def has_pages(calls: Any) -> bool:
         """Returns whether every new token of `calls[0]` has a page."""
-        return stamp != 0 and _has_pages(calls[0])
+        c = calls[0]
+        for sequence in range(c.batch):
+            length = load_i32(c.lengths + 4 * sequence)
+            first, last = length // c.slots, (length + c.tokens - 1) // c.slots
+            if c.tokens and last >= c.table_columns:
+                return False
+            for column in range(first, last + 1 if c.tokens else first):
+                if load_i32(c.table + sequence * c.table_b + 4 * column) < 0:
+                    return False
+        return stamp != 0
 
     @kernel
     def write(calls: Any) -> None:
         """Works off units of `calls[0]` until none is left; any number of threads at a time."""
-        if stamp:
-            _write(calls[0], calls.ctypes.data)
+        c = calls[0]
+        line = np.empty(c.v_dim + LANES, np.uint8)
+        blocks = (c.tokens + BLOCK - 1) // BLOCK
+        while stamp:
+            unit = next_unit(address_of(calls))
+            if unit >= c.units:
+                return
+            block, unit = unit % blocks, unit // blocks
+            head, sequence = unit % c.heads, unit // c.heads
+            length = load_i32(c.lengths + 4 * sequence)
+            for token in range(block * BLOCK, min((block + 1) * BLOCK, c.tokens)):
+                at = length + token
+                page = page_of(c, sequence, at)
+                _write_k(c, sequence, head, token, page, at % c.slots)
+                _write_v(c, sequence, head, token, page, at % c.slots, address_of(line))
 
     @kernel
     def gather(calls: Any) -> None:
         """The same for gather."""
-        if stamp:
-            _gather(calls[0], calls.ctypes.data)
+        c = calls[0]
+        line = np.zeros(c.dim + LANES, np.float32)
+        square = np.zeros((c.dim if c.transposed else 1, BLOCK + LANES), np.float32)
+        blocks = (c.stop - c.start + BLOCK - 1) // BLOCK
+        while stamp:
+            unit = next_unit(address_of(calls))
+            if unit >= c.units:
+                return
+            block, unit = unit % blocks, unit // blocks
+            at = c.start + block * BLOCK
+            stop = min(at + BLOCK, c.stop)
+            while at < stop:
+                end = min((at // c.slots + 1) * c.slots, stop)
+                _gather_block(c, unit // c.heads, unit % c.heads, at, end, line, square)
+                at = end
 
     return has_pages, write, gather
 

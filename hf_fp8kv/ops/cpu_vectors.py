@@ -5,7 +5,7 @@ step on checks and on sums across lanes. These functions name the vector instruc
 them on a CPU with narrower ones. Memory is read and written at plain addresses (int64).
 
 A code becomes a float by way of float16: its bits, moved, are a float16 that is too small by a
-power of two (`Stored.factor`). The CPU's conversion is exact, subnormal numbers included.
+power of two. The CPU's conversion is exact, subnormal numbers included.
 """
 
 import functools
@@ -31,6 +31,7 @@ __all__ = [
     "Floats",
     "add",
     "add_four",
+    "address_of",
     "bits",
     "decode",
     "div",
@@ -42,8 +43,10 @@ __all__ = [
     "larger",
     "largest",
     "load",
+    "load_as",
     "load_codes",
     "load_i32",
+    "load_some_codes",
     "load_u8",
     "mul",
     "negative",
@@ -54,6 +57,7 @@ __all__ = [
     "rint",
     "splat",
     "store",
+    "store_as",
     "store_codes",
     "store_u8",
     "store_u16",
@@ -89,9 +93,14 @@ def _vector(element: ir.Type) -> ir.VectorType:
 _FLOATS = _vector(_FLOAT)
 
 
+# A part of a kernel is called from kernels only: without wrappers it compiles faster.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+_PART: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
 def jit(function: _Function) -> _Function:
     """Compiles a part of a kernel."""
-    return cast(_Function, numba.njit(nogil=True, error_model="numpy")(function))
+    return cast(_Function, numba.njit(**_PART)(function))
 
 
 def kernel(function: _Function) -> _Function:
@@ -101,9 +110,9 @@ def kernel(function: _Function) -> _Function:
     does; what it calls in other files does not count.
     """
     try:
-        return cast(_Function, numba.njit(nogil=True, error_model="numpy", cache=True)(function))
+        return cast(_Function, numba.njit(cache=True, **_OPTIONS)(function))
     except RuntimeError:  # numba finds no folder that it may write to
-        return jit(function)
+        return cast(_Function, numba.njit(**_OPTIONS)(function))
 
 
 class _FloatsType(types.Type):  # type: ignore[misc]  # numba's classes are Any
@@ -168,85 +177,148 @@ def _pointer(builder: Any, address: Any, kind: ir.Type) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def _read(builder: Any, address: Any, element: ir.Type, count: Any) -> Any:
+def _read(builder: Any, address: Any, element: ir.Type) -> Any:
+    value = builder.load(_pointer(builder, address, _vector(element)))
+    value.align = 1
+    return value
+
+
+def _write(builder: Any, address: Any, value: Any) -> None:
+    builder.store(value, _pointer(builder, address, value.type)).align = 1
+
+
+def _read_some(builder: Any, address: Any, element: ir.Type, width: int, count: Any) -> Any:
     """`count` elements; the lanes after them are zero, and memory after them is not touched."""
-    width = element.width // 8 if isinstance(element, ir.IntType) else 4
-    kind = _vector(element)
-    slot = cgutils.alloca_once(builder, kind)
-    whole = builder.icmp_signed(">=", count, ir.Constant(_I64, LANES))
-    with builder.if_else(whole, likely=True) as (then, otherwise):
-        with then:
-            value = builder.load(_pointer(builder, address, kind))
-            value.align = 1
-            builder.store(value, slot)
-        with otherwise:
-            builder.store(ir.Constant(kind, [0] * LANES), slot)
-            cgutils.raw_memcpy(builder, slot, _pointer(builder, address, _I8), count, width)
+    slot = cgutils.alloca_once(builder, _vector(element))
+    builder.store(ir.Constant(_vector(element), [0] * LANES), slot)
+    source = _pointer(builder, address, _I8)
+    cgutils.raw_memcpy(builder, slot, source, _at_most(builder, count), width)
     return builder.load(slot)
 
 
-def _write(builder: Any, address: Any, value: Any, width: int, count: Any) -> None:
-    whole = builder.icmp_signed(">=", count, ir.Constant(_I64, LANES))
+def _write_some(builder: Any, address: Any, value: Any, width: int, count: Any) -> None:
     slot = cgutils.alloca_once(builder, value.type)
-    with builder.if_else(whole, likely=True) as (then, otherwise):
-        with then:
-            builder.store(value, _pointer(builder, address, value.type)).align = 1
-        with otherwise:
-            builder.store(value, slot)
-            cgutils.raw_memcpy(builder, _pointer(builder, address, _I8), slot, count, width)
+    builder.store(value, slot)
+    target = _pointer(builder, address, _I8)
+    cgutils.raw_memcpy(builder, target, slot, _at_most(builder, count), width)
+
+
+def _at_most(builder: Any, count: Any) -> Any:
+    lanes = ir.Constant(_I64, LANES)
+    return builder.select(builder.icmp_signed(">", count, lanes), lanes, count)
+
+
+def _widen(builder: Any, short: Any, kind: Any) -> Any:
+    """Sixteen BF16 or F16, as float32."""
+    wide = builder.shl(builder.zext(short, _vector(_I32)), _all(_I32, 16))
+    half = builder.fpext(builder.bitcast(short, _vector(_HALF)), _FLOATS)
+    is_brain = builder.icmp_signed("==", kind, ir.Constant(_I64, BF16))
+    return builder.select(is_brain, builder.bitcast(wide, _FLOATS), half)
+
+
+def _narrow(builder: Any, value: Any, kind: Any) -> Any:
+    """Sixteen float32 as BF16 or F16, rounded to nearest even."""
+    raw = builder.bitcast(value, _vector(_I32))
+    odd = builder.and_(builder.lshr(raw, _all(_I32, 16)), _all(_I32, 1))
+    up = builder.add(raw, builder.add(odd, _all(_I32, 0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    wide = builder.select(is_nan, _all(_I32, 0x7FC00000), up)
+    brain = builder.trunc(builder.lshr(wide, _all(_I32, 16)), _vector(_I16))
+    half = builder.bitcast(builder.fptrunc(value, _vector(_HALF)), _vector(_I16))
+    return builder.select(builder.icmp_signed("==", kind, ir.Constant(_I64, BF16)), brain, half)
+
+
+@_operation(_f, _i)
+def load(builder: Any, address: Any) -> Any:
+    """Reads sixteen F32."""
+    return _read(builder, address, _FLOAT)
+
+
+@_operation(_f, _i, _i)
+def _load_short(builder: Any, address: Any, kind: Any) -> Any:
+    return _widen(builder, _read(builder, address, _I16), kind)
+
+
+@_operation(_f, _i, _i)
+def _load_some(builder: Any, address: Any, count: Any) -> Any:
+    return _read_some(builder, address, _FLOAT, 4, count)
 
 
 @_operation(_f, _i, _i, _i)
-def load(builder: Any, address: Any, kind: Any, count: Any) -> Any:
+def _load_some_short(builder: Any, address: Any, kind: Any, count: Any) -> Any:
+    return _widen(builder, _read_some(builder, address, _I16, 2, count), kind)
+
+
+@jit
+def load_as(address: int, kind: int, count: int) -> Floats:
     """Reads `count` numbers stored as BF16, F16 or F32; the other lanes are zero."""
-    slot = cgutils.alloca_once(builder, _FLOATS)
-    full = builder.icmp_signed("==", kind, ir.Constant(_I64, F32))
-    with builder.if_else(full, likely=True) as (then, otherwise):
-        with then:
-            builder.store(_read(builder, address, _FLOAT, count), slot)
-        with otherwise:
-            short = _read(builder, address, _I16, count)
-            wide = builder.shl(builder.zext(short, _vector(_I32)), _all(_I32, 16))
-            half = builder.fpext(builder.bitcast(short, _vector(_HALF)), _FLOATS)
-            brain = builder.icmp_signed("==", kind, ir.Constant(_I64, BF16))
-            builder.store(builder.select(brain, builder.bitcast(wide, _FLOATS), half), slot)
-    return builder.load(slot)
+    if kind == F32:
+        return load(address) if count >= LANES else _load_some(address, count)
+    if count >= LANES:
+        return _load_short(address, kind)
+    return _load_some_short(address, kind, count)
+
+
+@_operation(types.none, _i, _f)
+def store(builder: Any, address: Any, value: Any) -> None:
+    """Writes sixteen F32."""
+    _write(builder, address, value)
+
+
+@_operation(types.none, _i, _i, _f)
+def _store_short(builder: Any, address: Any, kind: Any, value: Any) -> None:
+    _write(builder, address, _narrow(builder, value, kind))
+
+
+@_operation(types.none, _i, _i, _f)
+def _store_some(builder: Any, address: Any, count: Any, value: Any) -> None:
+    _write_some(builder, address, value, 4, count)
 
 
 @_operation(types.none, _i, _i, _i, _f)
-def store(builder: Any, address: Any, kind: Any, count: Any, value: Any) -> None:
+def _store_some_short(builder: Any, address: Any, kind: Any, count: Any, value: Any) -> None:
+    _write_some(builder, address, _narrow(builder, value, kind), 2, count)
+
+
+@jit
+def store_as(address: int, kind: int, count: int, value: Floats) -> None:
     """Writes the first `count` lanes as BF16, F16 or F32, rounded to nearest even."""
-    full = builder.icmp_signed("==", kind, ir.Constant(_I64, F32))
-    with builder.if_else(full, likely=True) as (then, otherwise):
-        with then:
-            _write(builder, address, value, 4, count)
-        with otherwise:
-            raw = builder.bitcast(value, _vector(_I32))
-            odd = builder.and_(builder.lshr(raw, _all(_I32, 16)), _all(_I32, 1))
-            up = builder.add(raw, builder.add(odd, _all(_I32, 0x7FFF)))
-            is_nan = builder.fcmp_unordered("uno", value, value)
-            wide = builder.select(is_nan, _all(_I32, 0x7FC00000), up)
-            brain = builder.trunc(builder.lshr(wide, _all(_I32, 16)), _vector(_I16))
-            half = builder.bitcast(builder.fptrunc(value, _vector(_HALF)), _vector(_I16))
-            is_brain = builder.icmp_signed("==", kind, ir.Constant(_I64, BF16))
-            _write(builder, address, builder.select(is_brain, brain, half), 2, count)
+    if kind == F32:
+        if count >= LANES:
+            store(address, value)
+        else:
+            _store_some(address, count, value)
+    elif count >= LANES:
+        _store_short(address, kind, value)
+    else:
+        _store_some_short(address, kind, count, value)
 
 
-@_operation(_f, _i, types.UniTuple(_i, 4), _i)
-def load_codes(builder: Any, address: Any, code: Any, count: Any) -> Any:
-    """Reads `count` codes, as numbers that still lack `Stored.factor`; the other lanes are zero.
-
-    `code` is (shift, mask, nan_mask, nan_code) of `Stored`.
-    """
+def _decode(builder: Any, codes: Any, code: Any) -> Any:
     shift, mask, nan_mask, nan_code = (
         _splat(builder, builder.extract_value(code, i), _I16) for i in range(4)
     )
     # The sign is in all upper bits: of the moved ones, the mask keeps bit 15.
-    wide = builder.sext(_read(builder, address, _I8, count), _vector(_I16))
+    wide = builder.sext(codes, _vector(_I16))
     is_nan = builder.icmp_signed("==", builder.and_(wide, nan_mask), nan_code)
     moved = builder.and_(builder.shl(wide, shift), mask)
     moved = builder.select(is_nan, _all(_I16, 0x7E00), moved)
     return builder.fpext(builder.bitcast(moved, _vector(_HALF)), _FLOATS)
+
+
+@_operation(_f, _i, types.UniTuple(_i, 4))
+def load_codes(builder: Any, address: Any, code: Any) -> Any:
+    """Reads sixteen codes, as numbers that still lack a factor (`cpu._decoding`).
+
+    `code` is (shift, mask, nan_mask, nan_code).
+    """
+    return _decode(builder, _read(builder, address, _I8), code)
+
+
+@_operation(_f, _i, types.UniTuple(_i, 4), _i)
+def load_some_codes(builder: Any, address: Any, code: Any, count: Any) -> Any:
+    """Reads `count` codes, at most sixteen; the other lanes are zero."""
+    return _decode(builder, _read_some(builder, address, _I8, 1, count), code)
 
 
 @_operation(_c, _f, types.UniTuple(_i, 8))
@@ -254,7 +326,7 @@ def encode(builder: Any, value: Any, code: Any) -> Any:
     """Returns the codes of `value`: `quantize.encode`, lane by lane.
 
     `code` is (drop, rebias, min_normal, step, max_code, nan_code, sign_zero, sign_nan): see
-    `Stored.encoding`.
+    `cpu._encoding`.
     """
     lanes = _vector(_I32)
     drop, rebias, min_normal, step, max_code, nan_code, sign_zero, sign_nan = (
@@ -283,7 +355,12 @@ def encode(builder: Any, value: Any, code: Any) -> Any:
 @_operation(types.none, _i, _i, _c)
 def store_codes(builder: Any, address: Any, count: Any, value: Any) -> None:
     """Writes the first `count` codes."""
-    _write(builder, address, value, 1, count)
+    whole = builder.icmp_signed(">=", count, ir.Constant(_I64, LANES))
+    with builder.if_else(whole, likely=True) as (then, otherwise):
+        with then:
+            _write(builder, address, value)
+        with otherwise:
+            _write_some(builder, address, value, 1, count)
 
 
 def _scalar(name: str, result: Any, kind: ir.Type) -> Callable[..., Any]:
@@ -462,6 +539,19 @@ def next_unit(builder: Any, address: Any) -> Any:
     return builder.atomic_rmw("add", place, ir.Constant(_I64, 1), "monotonic")
 
 
+def _address_of(_context: Any, array: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, values[0])
+        return builder.ptrtoint(made.data, _I64)
+
+    return _i(array), generate
+
+
+# Where the first number of an array is. (`array.ctypes.data` is unsigned: added to an int64, numba
+# makes a float64 of it.)
+address_of: Any = extending.intrinsic(_address_of)
+
+
 @jit
 def width_of(kind: int) -> int:
     """Bytes of a stored number."""
@@ -473,13 +563,18 @@ def width_of(kind: int) -> int:
 @jit
 def decode(source: int, kind: int, code: Code, count: int, target: int) -> None:
     """`count` stored numbers are then float32 at `target`, and zero up to a whole vector."""
-    if kind == FP8:
-        for i in range(0, count, LANES):
-            store(target + 4 * i, F32, LANES, load_codes(source + i, code, count - i))
-    else:
-        width = width_of(kind)
-        for i in range(0, count, LANES):
-            store(target + 4 * i, F32, LANES, load(source + width * i, kind, count - i))
+    width, whole = width_of(kind), count // LANES * LANES
+    for i in range(0, whole, LANES):
+        if kind == FP8:
+            store(target + 4 * i, load_codes(source + i, code))
+        else:
+            store(target + 4 * i, load_as(source + width * i, kind, LANES))
+    if whole < count:
+        source, target, count = source + width * whole, target + 4 * whole, count - whole
+        if kind == FP8:
+            store(target, load_some_codes(source, code, count))
+        else:
+            store(target, load_as(source, kind, count))
 
 
 @jit
