@@ -1,0 +1,990 @@
+"""Block table, allocator, group and pool against lists of tokens, in random order and directly.
+
+The model of the state machine knows what a token is and who shares a page, and nothing of numbers:
+a sequence is a list of tokens, and its pages are objects whose holders are counted by looking.
+"""
+
+import copy
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from hf_fp8kv.block_table import NO_PAGE, BlockTable, PageAllocator, PageBudget
+from hf_fp8kv.errors import ConfigError, OutOfPagesError
+from hf_fp8kv.group import LayerGroup
+from hf_fp8kv.pool import PagePool
+
+CPU = torch.device("cpu")
+HEADS, K_DIM, V_DIM = 2, 3, 2
+FORMATS_OF_LAYERS = {"full": ("fp8_e4m3", "auto"), "sliding": ("fp8_e5m2",)}
+
+
+def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
+    """What each token leaves in every tensor of a pool: `[B, T, ...]`, unlike any other token's."""
+    ids = torch.from_numpy(tokens)[..., None, None]
+    k = ids * 16 + torch.arange(HEADS * K_DIM).view(HEADS, K_DIM)
+    v = ids * 16 + 8 + torch.arange(HEADS * V_DIM).view(HEADS, V_DIM)
+    heads = torch.arange(HEADS) * 3
+    return {"k": k, "v": v, "k_scales": ids[..., 0] + heads, "v_scales": ids[..., 0] + heads + 1}
+
+
+def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mark in the dtype of its tensor: two bytes of it in turn where it holds bytes."""
+    if dtype == torch.uint8:
+        shift = torch.arange(mark.shape[-1]) % 2 * 8
+        return (mark >> shift).to(torch.uint8)
+    # bfloat16 holds whole numbers up to 256.
+    return (mark % 251 if "scales" in name else mark).to(dtype)
+
+
+def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
+    """Token `[b, t]` of the list is then in position `start + t` of sequence `b`."""
+    pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
+    for name, mark in marks(tokens).items():
+        tensor = pool.tensors().get(name)
+        if tensor is None:
+            continue
+        stored = as_stored(name, mark, tensor.dtype)
+        if name == "v":
+            tensor[pages, :, :, slots] = stored
+        else:
+            tensor[pages, :, slots] = stored
+
+
+def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
+    """Token `[b, t]` of the list is in position `start + t` of sequence `b`, in every tensor."""
+    pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
+    for name, mark in marks(tokens).items():
+        tensor = pool.tensors().get(name)
+        if tensor is None:
+            continue
+        stored = as_stored(name, mark, tensor.dtype)
+        found = tensor[pages, :, :, slots] if name == "v" else tensor[pages, :, slots]
+        wrong = (found != stored).flatten(2).any(-1).nonzero().tolist()
+        assert not wrong, f"{name}: (sequence, token - {start}) {wrong[:5]} hold something else"
+
+
+def places(
+    rows: np.ndarray, start: int, tokens: int, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page `[B, T]` and slot `[T]` (spread over B) of each position."""
+    positions = np.arange(start, start + tokens)
+    pages = rows[:, positions // page_size]
+    assert (pages >= 0).all(), "a token is in no page"
+    slots = np.broadcast_to(positions % page_size, pages.shape)
+    return torch.from_numpy(pages).long(), torch.from_numpy(slots.copy()).long()
+
+
+# The model.
+
+
+class ModelPage:
+    """A page: only its identity counts."""
+
+
+class ModelTable:
+    """A block table as lists: for each sequence its pages by logical number."""
+
+    def __init__(self, page_size: int, window: int | None) -> None:
+        self.page_size, self.window = page_size, window
+        self.pages: list[dict[int, ModelPage]] = []
+        self.first = 0
+        self.record_past = False
+
+    def visible_from(self, length: int) -> int:
+        return 0 if self.window is None else max(0, length + 1 - self.window)
+
+    def settle(self, length: int) -> None:
+        if self.window is not None and length:
+            count = -(-length // self.page_size)
+            self.first = max(self.first, min(self.visible_from(length) // self.page_size, count))
+            for pages in self.pages:
+                for number in [n for n in pages if n < self.first]:
+                    del pages[number]
+
+    def cut(self, length: int) -> None:
+        for pages in self.pages:
+            for number in [n for n in pages if n * self.page_size >= length]:
+                del pages[number]
+
+    def clear(self) -> None:
+        self.pages, self.first = [], 0
+
+    def take(self, start: int, stop: int, batch: int, others: list["ModelTable"]) -> int:
+        """Every position to be written has a page of its own; returns how many were taken."""
+        self.pages = self.pages or [{} for _ in range(batch)]
+        holders = Counter(id(p) for t in others for row in t.pages for p in row.values())
+        taken = 0
+        for number in range(start // self.page_size, -(-stop // self.page_size)):
+            for row in self.pages:
+                page = row.get(number)
+                if page is not None:
+                    if holders[id(page)] == 1:
+                        continue
+                    holders[id(page)] -= 1
+                row[number] = ModelPage()
+                taken += 1
+        return taken
+
+    def copied(self) -> "ModelTable":
+        other = copy.copy(self)
+        other.pages = [dict(row) for row in self.pages]
+        return other
+
+
+class Cache:
+    """What a cache is to its block tables: groups that share a budget, layers that write in turn.
+
+    The real thing and its model, side by side.
+    """
+
+    def __init__(self, groups: dict[str, LayerGroup], models: dict[str, ModelTable]) -> None:
+        self.groups, self.models = groups, models
+        self.sequences: list[list[int]] = []
+        for group in groups.values():
+            group.siblings = list(groups.values())
+
+    @property
+    def length(self) -> int:
+        return len(self.sequences[0]) if self.sequences else 0
+
+    def fork(self) -> "Cache":
+        other = Cache(
+            {name: group.fork() for name, group in self.groups.items()},
+            {name: model.copied() for name, model in self.models.items()},
+        )
+        other.sequences = [list(tokens) for tokens in self.sequences]
+        return other
+
+    def drop(self) -> None:
+        """Nothing but the caller holds the groups afterwards: they refer to each other."""
+        for group in self.groups.values():
+            group.siblings = []
+        self.groups = {}
+
+    def state(self) -> object:
+        """Everything that a refused call must leave as it was."""
+        return [
+            (g.table.first, g.table.count, g.table.used().tolist(), list(g.lengths))
+            for g in self.groups.values()
+        ]
+
+
+def refusal(call: Callable[[], None], kind: type[Exception]) -> tuple[str, dict] | None:
+    """What `call` raises: message and attributes; None if it does not.
+
+    Unlike pytest.raises, it keeps no frame, and with it no table that is about to be dropped.
+    """
+    try:
+        call()
+    except kind as error:
+        return str(error), dict(vars(error))
+    return None
+
+
+class Pages(RuleBasedStateMachine):
+    """Several forks of a cache, each written, cut, reordered and dropped on its own."""
+
+    @initialize(
+        page_size=st.sampled_from([2, 4, 8]),
+        max_pages=st.sampled_from([None, None, 12, 30]),
+        window=st.sampled_from([1, 3, 8, 9]),
+    )
+    def start(self, page_size: int, max_pages: int | None, window: int) -> None:
+        self.budget = PageBudget(page_size, max_pages)
+        self.page_size = page_size
+        groups, models = {}, {}
+        for name, size in (("full", None), ("sliding", window)):
+            groups[name], models[name] = LayerGroup(self.budget, size), ModelTable(page_size, size)
+            for fmt in FORMATS_OF_LAYERS[name]:
+                groups[name].add(PagePool(page_size, fmt, fmt, dynamic=True))
+        self.allocators = [group.table.allocator for group in groups.values()]
+        self.caches = [Cache(groups, models)]
+        self.next_token = 1
+
+    def pick(self, data: st.DataObject) -> Cache:
+        return self.caches[data.draw(st.integers(0, len(self.caches) - 1), label="cache")]
+
+    def predicted(self, cache: Cache, tokens: int, batch: int) -> tuple[dict[str, ModelTable], int]:
+        """The tables after `tokens` more, and the pages that takes; changes nothing."""
+        after, taken = {}, 0
+        for name, model in cache.models.items():
+            new = after[name] = model.copied()
+            if not new.record_past:
+                new.settle(cache.length)
+            others = [c.models[name] for c in self.caches if c is not cache]
+            taken += new.take(cache.length, cache.length + tokens, batch, [*others, new])
+        return after, taken
+
+    def model_held(self) -> int:
+        return len(
+            {
+                id(p)
+                for c in self.caches
+                for m in c.models.values()
+                for r in m.pages
+                for p in r.values()
+            }
+        )
+
+    def held_if_settled(self, cache: Cache) -> int:
+        """Pages held once the pages behind the window of `cache` are given back."""
+        pages = set()
+        for other in self.caches:
+            for model in other.models.values():
+                now = model.copied()
+                if other is cache and not now.record_past:
+                    now.settle(cache.length)
+                pages |= {id(p) for row in now.pages for p in row.values()}
+        return len(pages)
+
+    @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
+    def write(self, data: st.DataObject, tokens: int, batch: int) -> None:
+        cache = self.pick(data)
+        batch = len(cache.sequences) or batch
+        start, stop = cache.length, cache.length + tokens
+        after, taken = self.predicted(cache, tokens, batch)
+        available = None
+        if self.budget.max_pages is not None:
+            available = self.budget.max_pages - self.held_if_settled(cache)
+        if available is not None and taken > available:
+            self.write_is_refused(cache, start, stop, batch, taken, available)
+            return
+        count = tokens * batch
+        ids = np.arange(self.next_token, self.next_token + count).reshape(batch, tokens)
+        self.next_token += count
+        for group in cache.groups.values():
+            for member, pool in enumerate(group.pools):
+                group.prepare(start, stop, batch)
+                capacity = group.table.allocator.capacity
+                if not pool.is_allocated:
+                    like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
+                    pool.allocate(*like, capacity)
+                pool.grow(capacity)
+                write(pool, group.table_on(CPU).numpy(), start, ids)
+                group.lengths[member] = stop
+        cache.models = after
+        cache.sequences = cache.sequences or [[] for _ in range(batch)]
+        for sequence, new in zip(cache.sequences, ids.tolist(), strict=True):
+            sequence += new
+
+    def write_is_refused(
+        self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
+    ) -> None:
+        lengths = [list(group.lengths) for group in cache.groups.values()]
+        error = refusal(lambda: cache.groups["full"].prepare(start, stop, batch), OutOfPagesError)
+        assert error is not None
+        assert error[1] == {"needed": needed, "available": available}
+        assert [list(group.lengths) for group in cache.groups.values()] == lengths
+        # Pages behind the window may be gone; what a query sees may not.
+        for name, model in cache.models.items():
+            if cache.groups[name].table.first != model.first:
+                model.settle(cache.length)
+
+    @rule(data=st.data(), tokens=st.integers(0, 12))
+    def crop(self, data: st.DataObject, tokens: int) -> None:
+        cache = self.pick(data)
+        length = max(cache.length - tokens, 0)
+        sliding = cache.models["sliding"]
+        kept_from = sliding.first * self.page_size
+        refused = bool(tokens and length and sliding.visible_from(length) < kept_from)
+        before = cache.state()
+        errors = [
+            refusal(lambda group=group: group.check_crop(tokens), ConfigError)
+            for group in cache.groups.values()
+        ]
+        assert errors[0] is None
+        assert (errors[1] is not None) == refused
+        assert not refused or f"token {kept_from} on" in errors[1][0]
+        assert cache.state() == before
+        if refused:
+            return
+        for group in cache.groups.values():
+            group.crop(tokens)
+        self.model_cut(cache, length)
+
+    def model_cut(self, cache: Cache, length: int) -> None:
+        for sequence in cache.sequences:
+            del sequence[length:]
+        for model in cache.models.values():
+            model.cut(length)
+            model.settle(length)
+            if not length:
+                model.clear()
+        if not length:
+            cache.sequences = []
+
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        if not cache.sequences:
+            return
+        some = st.integers(0, len(cache.sequences) - 1)
+        chosen = data.draw(st.lists(some, min_size=1, max_size=4), label="sequences")
+        for name, group in cache.groups.items():
+            group.select(np.array(chosen, np.int64))
+            cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
+        cache.sequences = [list(cache.sequences[i]) for i in chosen]
+
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        if not 0 < len(cache.sequences) <= 2:
+            return
+        chosen = np.arange(len(cache.sequences)).repeat(2)
+        for name, group in cache.groups.items():
+            group.select(chosen)
+            cache.models[name].pages = [dict(cache.models[name].pages[i]) for i in chosen]
+        cache.sequences = [list(cache.sequences[i]) for i in chosen]
+
+    @precondition(lambda self: len(self.caches) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        held = self.budget.held
+        self.caches.append(self.pick(data).fork())
+        assert self.budget.held == held
+
+    @precondition(lambda self: len(self.caches) > 1)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        self.caches.remove(cache)
+        cache.drop()
+
+    @rule(data=st.data())
+    def clear(self, data: st.DataObject) -> None:
+        cache = self.pick(data)
+        for group in cache.groups.values():
+            group.clear()
+        self.model_cut(cache, 0)
+
+    @rule(data=st.data(), on=st.booleans())
+    def record_past(self, data: st.DataObject, on: bool) -> None:
+        cache = self.pick(data)
+        cache.groups["sliding"].record_past = cache.models["sliding"].record_past = on
+
+    @invariant()
+    def tables_and_counts_agree(self) -> None:
+        if not hasattr(self, "caches"):
+            return
+        for name in FORMATS_OF_LAYERS:
+            first, *others = [cache.groups[name].table for cache in self.caches]
+            first.check(*others)
+        for cache in self.caches:
+            for group in cache.groups.values():
+                group.check()
+
+    @invariant()
+    def held_pages_are_those_of_the_model(self) -> None:
+        if not hasattr(self, "caches"):
+            return
+        assert self.budget.held == self.model_held()
+        assert self.budget.held == sum(allocator.held for allocator in self.allocators)
+        if self.budget.max_pages is not None:
+            assert self.budget.held <= self.budget.max_pages
+            assert all(a.capacity <= self.budget.max_pages for a in self.allocators)
+
+    @invariant()
+    def every_sequence_of_every_fork_is_what_was_written(self) -> None:
+        if not hasattr(self, "caches"):
+            return
+        for cache in self.caches:
+            tokens = np.array(cache.sequences)
+            for name, group in cache.groups.items():
+                model = cache.models[name]
+                assert group.table.batch == len(cache.sequences)
+                assert group.lengths == [cache.length] * len(group.pools)
+                if not cache.length:
+                    continue
+                start = model.first * self.page_size
+                assert group.table.first == model.first
+                assert start <= model.visible_from(cache.length)
+                rows = group.table_on(CPU).numpy()
+                assert np.array_equal(rows[:, model.first :], group.table.used())
+                for pool in group.pools:
+                    assert_holds(pool, rows, start, tokens[:, start:])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "caches"):
+            return
+        while self.caches:
+            self.caches.pop(0).drop()
+        assert self.budget.held == 0
+        for allocator in self.allocators:
+            assert allocator.held == 0
+            assert not allocator.references.any()
+            assert sorted(allocator._free) == list(range(allocator.capacity))
+
+
+Pages.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+TestPages = Pages.TestCase
+
+
+# Directed.
+
+
+def new_table(page_size: int = 4, max_pages: int | None = None) -> BlockTable:
+    return BlockTable(PageAllocator(PageBudget(page_size, max_pages)))
+
+
+def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
+    """A table with room for so many tokens."""
+    table = new_table(page_size)
+    table.reserve(0, tokens, batch)
+    return table
+
+
+def pairs(copies: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int]]:
+    return list(zip(*(c.tolist() for c in copies), strict=True))
+
+
+def test_pages_of_a_sequence_are_side_by_side_and_in_order():
+    table = written(10, batch=2)
+    assert table.used().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert (table.first, table.count, table.batch) == (0, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "more", "taken"),
+    [(3, 1, 0), (4, 1, 1), (5, 3, 0), (5, 4, 1), (0, 4, 1), (0, 5, 2), (8, 8, 2)],
+    ids=lambda n: str(n),
+)
+def test_reserve_takes_pages_at_page_boundaries_only(length, more, taken):
+    table = written(length)
+    held = table.allocator.held
+    assert table.missing(length, length + more, 1) == taken
+    copies = table.reserve(length, length + more, 1)
+    assert table.allocator.held == held + taken
+    assert pairs(copies) == []
+
+
+@pytest.mark.parametrize("length", [1, 5, 7, 11])
+def test_only_the_partly_filled_last_page_is_copied_and_only_when_written(length):
+    table = written(length, batch=2)
+    other = table.fork()
+    before = table.used().copy()
+    last = before[:, -1].tolist()
+    assert table.missing(length, length + 1, 2) == 2
+    copies = other.reserve(length, length + 1, 2)
+    assert copies[0].tolist() == last
+    assert copies[1].tolist() == other.used()[:, -1].tolist()
+    assert not set(copies[1].tolist()) & set(before.ravel().tolist())
+    # The original and all pages but the last are untouched.
+    assert table.used().tolist() == before.tolist()
+    assert other.used()[:, :-1].tolist() == before[:, :-1].tolist()
+    table.check(other)
+
+
+@pytest.mark.parametrize("length", [4, 8])
+def test_a_full_last_page_is_not_copied(length):
+    table = written(length, batch=2)
+    other = table.fork()
+    assert table.missing(length, length + 1, 2) == 2
+    assert pairs(other.reserve(length, length + 1, 2)) == []
+    assert other.used()[:, :-1].tolist() == table.used().tolist()
+
+
+def test_several_tokens_over_a_shared_page_copy_it_once():
+    table = written(6)
+    other = table.fork()
+    assert table.missing(6, 13, 1) == 3
+    assert pairs(other.reserve(6, 13, 1)) == [(1, 4)]
+    assert other.used().tolist() == [[0, 4, 2, 3]]
+
+
+def test_tokens_taken_back_into_a_full_shared_page_copy_that_page():
+    table = written(12)
+    other = table.fork()
+    other.truncate(6)
+    assert pairs(other.reserve(6, 7, 1)) == [(1, 3)]
+    assert table.used().tolist() == [[0, 1, 2]]
+    table.check(other)
+
+
+def test_the_last_holder_keeps_its_page():
+    table = written(6)
+    first, second = table.fork(), table.fork()
+    assert len(pairs(first.reserve(6, 7, 1))) == 1
+    assert len(pairs(second.reserve(6, 7, 1))) == 1
+    assert pairs(table.reserve(6, 7, 1)) == []
+    assert table.used().tolist() == [[0, 1]]
+    table.check(first, second)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)], ids=str)
+def test_a_page_is_kept_by_whoever_is_left_when_the_others_are_dropped(order):
+    tables = [written(6)]
+    allocator = tables[0].allocator
+    tables += [tables[0].fork(), tables[0].fork()]
+    for index in order[:2]:
+        tables[index].clear()
+    last = tables[order[2]]
+    last.check(*(t for t in tables if t is not last))
+    assert pairs(last.reserve(6, 7, 1)) == []
+    assert last.used().tolist() == [[0, 1]]
+    last.clear()
+    assert allocator.held == 0
+
+
+@pytest.mark.parametrize("chosen", [[0, 0], [0, 0, 0, 0], [1, 1, 0]], ids=str)
+def test_of_sequences_that_share_a_page_all_but_the_last_get_a_copy(chosen):
+    table = written(6, batch=2)
+    rows = table.used()[chosen].tolist()
+    table.select(np.array(chosen))
+    assert table.used().tolist() == rows
+    copies = pairs(table.reserve(6, 7, len(chosen)))
+    duplicates = len(chosen) - len(set(chosen))
+    assert len(copies) == duplicates
+    assert len({row[-1] for row in table.used().tolist()}) == len(chosen)
+    # Full pages stay shared.
+    assert [row[0] for row in table.used().tolist()] == [row[0] for row in rows]
+    table.check()
+
+
+def test_selecting_a_subset_gives_the_other_pages_back():
+    table = written(8, batch=3)
+    kept = table.used()[[2, 0]].tolist()
+    table.select(np.array([2, 0]))
+    assert table.used().tolist() == kept
+    assert table.allocator.held == 4
+    table.check()
+
+
+@pytest.mark.parametrize(
+    ("length", "pages"), [(12, 3), (9, 3), (8, 2), (5, 2), (4, 1), (1, 1), (0, 0), (99, 3)]
+)
+def test_truncate_keeps_every_page_that_holds_a_token(length, pages):
+    table = written(12, batch=2)
+    table.truncate(length)
+    assert table.count == pages
+    assert table.allocator.held == 2 * pages
+    table.check()
+
+
+@pytest.mark.parametrize(
+    ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
+)
+def test_release_keeps_every_page_that_holds_a_token(token, first):
+    table = written(12, batch=2)
+    table.release(token)
+    assert (table.first, table.count) == (first, 3)
+    assert table.allocator.held == 2 * (3 - first)
+    assert (table.rows[:, :first] == NO_PAGE).all()
+    table.check()
+
+
+def test_a_released_table_grows_forks_and_selects():
+    table = written(12, batch=2)
+    table.release(8)
+    other = table.fork()
+    other.select(np.array([1, 1, 0]))
+    other.reserve(12, 14, 3)
+    table.reserve(12, 13, 2)
+    assert (other.first, other.count) == (2, 4)
+    table.check(other)
+    other.clear()
+    table.check(other)
+    assert (other.first, other.count, other.batch) == (0, 0, 0)
+
+
+def test_truncate_below_what_was_released_leaves_an_empty_table():
+    table = written(12)
+    table.release(8)
+    table.truncate(3)
+    assert (table.first, table.count) == (2, 2)
+    assert table.used().shape == (1, 0)
+    assert table.allocator.held == 0
+    table.check()
+
+
+def test_a_cleared_table_takes_another_batch():
+    table = written(5, batch=2)
+    table.clear()
+    table.reserve(0, 3, 5)
+    assert table.used().shape == (5, 1)
+    table.check()
+
+
+def test_the_version_changes_exactly_when_the_rows_do():
+    table = written(6)
+    version = table.version
+    table.reserve(6, 8, 1)
+    table.truncate(6)
+    table.release(3)
+    table.fork()
+    assert table.version == version
+    for change in (
+        lambda: table.reserve(8, 9, 1),
+        lambda: table.truncate(8),
+        lambda: table.release(4),
+        lambda: table.select(np.array([0, 0])),
+        lambda: table.reserve(7, 8, 2),
+        lambda: table.clear(),
+    ):
+        version = table.version
+        change()
+        assert table.version > version
+
+
+def test_a_dropped_table_gives_its_pages_back():
+    table = written(12)
+    other = table.fork()
+    other.reserve(12, 30, 1)
+    del other
+    assert table.allocator.held == 3
+    table.check()
+
+
+def test_a_table_alive_at_the_end_of_the_process_says_nothing():
+    code = (
+        "from hf_fp8kv.block_table import BlockTable, PageAllocator, PageBudget\n"
+        "table = BlockTable(PageAllocator(PageBudget(4)))\n"
+        "table.reserve(0, 9, 2)\n"
+        "table.self = table\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+# Growth.
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
+    table = new_table(page_size)
+    capacity, moved = 0, 0
+    # Each token asks; only the first of a page can take one.
+    for length in range(1, 40_000, page_size):
+        table.reserve(length - 1, length, batch)
+        room = table.allocator.capacity
+        tokens = batch * (table.count * page_size)
+        if room != capacity:
+            # A growing pool is moved at most every 256 tokens or so.
+            assert (room - capacity) * page_size >= 256
+            moved += capacity
+            capacity = room
+        if tokens >= 8192:
+            assert room * page_size <= 1.04 * tokens, f"at {tokens} tokens"
+    # Each page is moved at most about 32 times.
+    assert moved <= 36 * capacity
+
+
+def test_a_long_first_call_makes_what_it_needs_and_one_step():
+    assert written(16_000, page_size=64).allocator.capacity == 250 + 4
+
+
+def test_pages_given_back_are_used_before_new_ones_are_made():
+    table = written(2048)
+    capacity = table.allocator.capacity
+    for _ in range(5):
+        table.truncate(4)
+        table.reserve(4, 2048, 1)
+    assert table.allocator.capacity == capacity
+
+
+def test_growth_stops_at_the_budget():
+    table = new_table(max_pages=7)
+    table.reserve(0, 4, 1)
+    assert table.allocator.capacity == 7
+    table.reserve(4, 28, 1)
+    assert table.allocator.capacity == table.allocator.held == 7
+
+
+def test_a_fork_of_16k_tokens_takes_no_page():
+    table = written(16_384 + 5, batch=2, page_size=64)
+    held, capacity = table.allocator.held, table.allocator.capacity
+    forks = [table.fork() for _ in range(4)]
+    assert (table.allocator.held, table.allocator.capacity) == (held, capacity)
+    assert table.allocator.budget.held == held
+    table.check(*forks)
+    # Written, each takes one page a sequence.
+    assert len(forks[0].reserve(16_389, 16_390, 2)[0]) == 2
+    assert table.allocator.held == held + 2
+
+
+def test_forgetting_needs_an_empty_allocator():
+    table = written(9)
+    with pytest.raises(AssertionError, match="3 pages are held"):
+        table.allocator.forget()
+    table.clear()
+    table.allocator.forget()
+    assert (table.allocator.capacity, table.allocator.free) == (0, 0)
+    table.reserve(0, 5, 1)
+    table.check()
+
+
+# Budgets.
+
+
+def test_going_past_the_budget_says_by_how_much_and_changes_nothing():
+    table = new_table(max_pages=5)
+    table.reserve(0, 6, 2)
+    rows, version, capacity = table.rows.copy(), table.version, table.allocator.capacity
+    with pytest.raises(OutOfPagesError, match=r"at most 5 pages of 4 tokens .* 4 more with 4") as e:
+        table.reserve(6, 13, 2)
+    assert (e.value.needed, e.value.available) == (4, 1)
+    assert np.array_equal(table.rows, rows)
+    assert (table.version, table.allocator.capacity) == (version, capacity)
+    assert (table.first, table.count, table.allocator.held) == (0, 2, 4)
+    table.check()
+    # What fits still fits.
+    table.reserve(6, 8, 2)
+
+
+def test_a_first_call_past_the_budget_leaves_the_batch_open():
+    table = new_table(max_pages=3)
+    with pytest.raises(OutOfPagesError):
+        table.reserve(0, 9, 2)
+    assert (table.batch, table.allocator.capacity) == (0, 0)
+    table.reserve(0, 12, 1)
+
+
+def test_a_copy_on_write_counts_against_the_budget():
+    table = new_table(max_pages=2)
+    table.reserve(0, 6, 1)
+    other = table.fork()
+    with pytest.raises(OutOfPagesError) as info:
+        other.reserve(6, 7, 1)
+    assert (info.value.needed, info.value.available) == (1, 0)
+    assert other.used().tolist() == table.used().tolist()
+    table.check(other)
+    table.clear()
+    assert pairs(other.reserve(6, 7, 1)) == []
+
+
+def test_allocators_share_a_budget():
+    budget = PageBudget(4, 4)
+    one, two = BlockTable(PageAllocator(budget)), BlockTable(PageAllocator(budget))
+    one.reserve(0, 12, 1)
+    with pytest.raises(OutOfPagesError) as info:
+        two.reserve(0, 8, 1)
+    assert (info.value.needed, info.value.available) == (2, 1)
+    one.truncate(4)
+    two.reserve(0, 8, 1)
+    assert budget.held == 3
+    one.check()
+    two.check()
+
+
+# The check itself: each of these is a bug that it must see.
+
+
+def _set(table: BlockTable, row: int, column: int, page: int) -> None:
+    table.rows[row, column] = page
+
+
+CORRUPTIONS = {
+    "a-page-listed-twice": (lambda t: _set(t, 0, 1, t.rows[0, 2]), "are listed"),
+    "a-page-of-another-sequence": (lambda t: _set(t, 0, 2, t.rows[1, 2]), "are listed"),
+    "a-page-without-number": (lambda t: _set(t, 1, 2, NO_PAGE), "has no number"),
+    "a-page-beyond-count": (lambda t: _set(t, 0, t.count, 7), "beyond count"),
+    "a-released-page": (lambda t: _set(t, 0, 0, 7), "released page"),
+    "counted-once-too-often": (lambda t: t.allocator.references.__iadd__(1), "counted"),
+    "a-reference-lost": (
+        lambda t: t.allocator.references.__setitem__(3, 0),
+        r"\[3\].*counted \[0\]",
+    ),
+    "a-leak": (lambda t: t.allocator._free.pop(), "held by nobody"),
+    "a-page-freed-twice": (lambda t: t.allocator._free.append(t.allocator._free[0]), "as free"),
+    "a-held-page-that-is-free": (lambda t: t.allocator._free.append(t.rows[0, 1]), "as free"),
+    "count-too-small": (lambda t: setattr(t, "count", t.count - 1), "beyond count"),
+    "first-too-large": (lambda t: setattr(t, "first", t.first + 1), "released page"),
+}
+
+
+@pytest.mark.parametrize(("corrupt", "says"), CORRUPTIONS.values(), ids=CORRUPTIONS)
+def test_check_sees_a_corrupted_table(corrupt, says):
+    table = written(16, batch=2)
+    table.release(4)
+    table.check()
+    corrupt(table)
+    with pytest.raises(AssertionError, match=says):
+        table.check()
+    # What is left of it would complain once more when it is dropped.
+    table.allocator.references[:], table.count, table.first = 0, 0, 0
+
+
+def test_check_needs_every_table_of_the_allocator():
+    table = written(8)
+    other = table.fork()
+    with pytest.raises(AssertionError, match=r"pages \[0, 1\] are listed \[1, 1\] times"):
+        table.check()
+    table.check(other)
+
+
+# Groups.
+
+
+def new_group(
+    window: int | None = None, max_pages: int | None = None, layers: int = 2
+) -> LayerGroup:
+    """Layers without bytes: only who holds which page."""
+    group = LayerGroup(PageBudget(4, max_pages), window)
+    for _ in range(layers):
+        group.add(PagePool(4, "fp8_e4m3", "fp8_e4m3", dynamic=True))
+    return group
+
+
+def advance(group: LayerGroup, tokens: int, batch: int = 1) -> None:
+    """Every layer writes so many tokens."""
+    for member, start in enumerate(group.lengths):
+        group.prepare(start, start + tokens, batch)
+        group.lengths[member] = start + tokens
+
+
+def test_the_first_layer_of_a_step_reserves_for_all():
+    group = new_group(layers=3)
+    group.prepare(0, 6, 2)
+    version, held = group.table.version, group.table.allocator.held
+    for member in range(3):
+        group.prepare(0, 6, 2)
+        group.lengths[member] = 6
+    assert (group.table.version, group.table.allocator.held) == (version, held)
+    group.check()
+
+
+def test_a_step_is_reserved_in_every_group_that_stands_at_it_or_in_none():
+    budget = PageBudget(4, 5)
+    groups = [LayerGroup(budget), LayerGroup(budget, 8), LayerGroup(budget, 4)]
+    for group in groups:
+        group.siblings = groups
+        group.add(PagePool(4, "auto", "auto", dynamic=True))
+    # One layer of its own is ahead: it is not part of this step.
+    groups[2].lengths[0] = 4
+    groups[2].table.reserve(0, 4, 1)
+    with pytest.raises(OutOfPagesError) as info:
+        groups[0].prepare(0, 12, 1)
+    assert (info.value.needed, info.value.available) == (6, 4)
+    assert [g.table.count for g in groups] == [0, 0, 1]
+    groups[0].prepare(0, 8, 1)
+    assert [g.table.count for g in groups] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
+def test_whoever_writes_first_after_a_fork_gets_the_copy(writer):
+    group = new_group()
+    advance(group, 6)
+    # The next step is prepared, and not yet written, when the fork is made.
+    group.prepare(6, 7, 1)
+    both = [group, group.fork()]
+    before = both[1 - writer].table.used().tolist()
+    both[writer].prepare(6, 7, 1)
+    assert both[1 - writer].table.used().tolist() == before
+    assert both[writer].table.used()[0, 1] != before[0][1]
+    group.table.check(both[1].table)
+
+
+def test_a_copy_reaches_every_tensor_of_every_pool_of_the_group():
+    group = new_group(layers=3)
+    tokens = np.arange(1, 7)[None]
+    group.prepare(0, 6, 1)
+    for member, pool in enumerate(group.pools[:2]):
+        pool.allocate(torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM), 3)
+        write(pool, group.table.rows, 0, tokens)
+        group.lengths[member] = 6
+    other = group.fork()
+    other.prepare(6, 7, 1)
+    for pool in group.pools[:2]:
+        assert pool.pages == group.table.allocator.capacity
+        write(pool, other.table.rows, 6, np.array([[99]]))
+        assert_holds(pool, other.table.rows, 0, np.array([[*range(1, 7), 99]]))
+        assert_holds(pool, group.table.rows, 0, tokens)
+    # The third layer has no bytes yet, and needs none for this.
+    assert not group.pools[2].is_allocated
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "first"), [(4, 7, 1), (4, 6, 0), (1, 8, 2), (8, 11, 1), (9, 11, 0)]
+)
+def test_pages_behind_the_window_of_the_next_token_are_dropped(window, length, first):
+    group = new_group(window)
+    advance(group, length)
+    group.settle()
+    assert group.table.first == first
+    assert group.visible_from(length) == max(0, length - window + 1)
+    group.table.check()
+
+
+def test_pages_stay_until_the_slowest_layer_has_passed_them():
+    group = new_group(window=4)
+    advance(group, 8)
+    group.lengths[1] = 5
+    group.settle()
+    assert group.table.first == 0
+    group.lengths[1] = 8
+    group.settle()
+    assert group.table.first == 1
+
+
+def test_recorded_pages_stay_until_they_are_settled():
+    group = new_group(window=4)
+    group.record_past = True
+    for _ in range(12):
+        advance(group, 1)
+    assert group.table.first == 0
+    group.check_crop(9)
+    group.crop(1)
+    assert group.table.first == 2
+    group.check_crop(0)
+    with pytest.raises(ConfigError, match=r"token 8 on.*got 3 tokens.*window of 4.*call activate"):
+        group.check_crop(3)
+
+
+def test_going_back_to_the_start_is_always_possible():
+    group = new_group(window=4)
+    for _ in range(12):
+        advance(group, 1)
+    group.check_crop(12)
+    group.crop(99)
+    assert (group.length, group.table.batch, group.table.allocator.held) == (0, 0, 0)
+    advance(group, 3, batch=2)
+    group.table.check()
+
+
+def test_the_mirror_of_the_table_is_made_once_per_change():
+    group = new_group()
+    advance(group, 6, batch=2)
+    mirror = group.table_on(CPU)
+    assert mirror.dtype == torch.int32
+    assert mirror.tolist() == [[0, 1], [2, 3]]
+    advance(group, 2, batch=2)
+    assert group.table_on(CPU) is mirror
+    advance(group, 1, batch=2)
+    assert group.table_on(CPU) is not mirror
+    # Whoever still holds the old one reads what it was made for.
+    group.clear()
+    assert mirror.tolist() == [[0, 1], [2, 3]]
+
+
+def test_lengths_on_a_device_are_made_once_per_length_and_batch():
+    group = new_group()
+    advance(group, 6, batch=2)
+    ends = group.lengths_on(CPU, 6)
+    assert (ends.tolist(), ends.dtype) == ([6, 6], torch.int32)
+    assert group.lengths_on(CPU, 6) is ends
+    assert group.lengths_on(CPU, 7).tolist() == [7, 7]
+    group.select(np.array([0, 1, 1]))
+    assert group.lengths_on(CPU, 7).tolist() == [7, 7, 7]
+
+
+def test_a_group_checks_that_its_tokens_have_pages():
+    group = new_group()
+    advance(group, 6)
+    group.lengths[0] = 9
+    with pytest.raises(AssertionError, match="9 tokens in pages for 8"):
+        group.check()
