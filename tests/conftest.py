@@ -8,6 +8,9 @@ import os
 # Read by huggingface_hub and transformers when they are imported, hence before everything else.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Read when torch is imported. Threads that wait by spinning make a suite of tiny models up to eight
+# times slower on a machine that is busy with something else.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import random
 from collections.abc import Iterator
