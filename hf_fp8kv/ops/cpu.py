@@ -5,8 +5,7 @@ counter. So a thread that starts late, or never (a busy machine, a forked proces
 the caller does what is left. numba's own parallel loops need OpenMP, which does not survive a fork
 and waits spinning beside torch's.
 
-Numbers that are none of uint8, float32, bfloat16 and float16 (a model in float64) go to the "torch"
-backend.
+A model in float64, and a CPU that cannot convert float16, are handed to the "torch" backend.
 """
 
 import functools
@@ -21,7 +20,7 @@ import torch
 
 from ..formats import AUTO, FORMATS, MIN_SCALE
 from . import chunked, cpu_attend, cpu_store
-from .cpu_vectors import BF16, F16, F32, FP8
+from .cpu_vectors import BF16, F16, F32, FP8, HAS_HALF
 from .pages import Pages
 from .reference import raise_overrun
 
@@ -35,6 +34,7 @@ SPLIT = 256
 UNITS = 4
 
 _KINDS = {torch.uint8: FP8, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+_READABLE = frozenset(_KINDS) if HAS_HALF else frozenset[torch.dtype]()
 _Call = npt.NDArray[np.void]
 
 
@@ -78,6 +78,20 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
 
 
+def _plain(pages: Pages) -> Pages:
+    """The same pages, with scales and centre in memory as their shapes say."""
+    assert pages.k.is_contiguous()
+    assert pages.v.is_contiguous()
+    assert pages.table.dtype == torch.int32
+    small = (pages.k_scale, pages.v_scale, pages.k_center)
+    if all(x is None or x.is_contiguous() for x in small) and pages.table.stride(1) == 1:
+        return pages
+    k_scale, v_scale, k_center = (None if x is None else x.contiguous() for x in small)
+    return pages._replace(
+        k_scale=k_scale, v_scale=v_scale, k_center=k_center, table=pages.table.contiguous()
+    )
+
+
 @functools.cache
 def _pool(_process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hf_fp8kv")
@@ -102,15 +116,19 @@ def _threads(numbers: int) -> int:
 
 def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
     """Stores new tokens; the bytes of `reference.write`, and its arguments."""
-    k, v = _input(pages.k, key), _input(pages.v, value)
-    if k.dtype not in _KINDS or v.dtype not in _KINDS or lengths.dtype != torch.int32:
+    if not _READABLE.issuperset((pages.k.dtype, pages.v.dtype)):
         chunked.write(pages, key, value, lengths)
         return
+    pages, k, v, lengths = (
+        _plain(pages),
+        _input(pages.k, key),
+        _input(pages.v, value),
+        _rows(lengths),
+    )
     batch, heads, tokens, k_dim = k.shape
     (k_code, k_max), (v_code, v_max) = _encoding(pages.k_format), _encoding(pages.v_format)
     blocks = -(-tokens // cpu_store.BLOCK)
-    table = _rows(pages.table)
-    lengths = _rows(lengths)
+    table = pages.table
     call: _Call = np.array(
         [(
             0, batch * heads * blocks, batch, heads, tokens, pages.page_size,
@@ -154,10 +172,10 @@ def gather(
     ragged: bool,
 ) -> torch.Tensor:
     """Returns dense keys or values; the numbers of `reference.gather`, and its arguments."""
-    is_k = side == "k"
+    is_k, pages, lengths = side == "k", _plain(pages), _rows(lengths)
     pool, name = (pages.k, pages.k_format) if is_k else (pages.v, pages.v_format)
     scales, scale = (pages.k_scales, pages.k_scale) if is_k else (pages.v_scales, pages.v_scale)
-    if pool.dtype not in _KINDS or dtype not in _KINDS or lengths.dtype != torch.int32:
+    if not _READABLE.issuperset((pool.dtype, dtype)):
         return chunked.gather(pages, lengths, side, start, stop, dtype, ragged)
     center = pages.k_center if is_k and name != AUTO else None
     heads, dim = pool.shape[1], pool.shape[3 if is_k else 2]
@@ -165,7 +183,7 @@ def gather(
     out = torch.empty((batch, heads, stop - start, dim), dtype=dtype)
     code, factor = _decoding(name)
     blocks = -(-(stop - start) // cpu_store.BLOCK)
-    table, lengths = _rows(pages.table), _rows(lengths)
+    table = pages.table
     call: _Call = np.array(
         [(
             0, batch * heads * blocks, batch, heads, pages.page_size, start, stop,
@@ -196,13 +214,13 @@ def attend(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments."""
-    kinds = (query.dtype, pages.k.dtype, pages.v.dtype)
-    if any(kind not in _KINDS for kind in kinds) or lengths.dtype != torch.int32:
+    if not _READABLE.issuperset((query.dtype, pages.k.dtype, pages.v.dtype)):
         return chunked.attend(
             query, pages, lengths, start, stop, scaling=scaling, causal=causal, window=window,
             softcap=softcap, sinks=sinks, mask=mask, bias=bias,
         )  # fmt: skip
-    query, table, lengths = _rows(query), _rows(pages.table), _rows(lengths)
+    pages, query, lengths = _plain(pages), _rows(query), _rows(lengths)
+    table = pages.table
     batch, q_heads, tokens, k_dim = query.shape
     heads, v_dim = pages.k.shape[1], pages.v.shape[2]
     groups = q_heads // heads

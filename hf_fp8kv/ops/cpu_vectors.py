@@ -9,6 +9,7 @@ power of two. The CPU's conversion is exact, subnormal numbers included.
 """
 
 import functools
+import platform
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import core, extending
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "F16",
     "F32",
     "FP8",
+    "HAS_HALF",
     "LANES",
     "STAMP",
     "Call",
@@ -76,6 +78,12 @@ models: Any = extending.models
 LANES = 16
 # How a number is stored: FP8 is a code of any format, the others are torch's dtypes.
 FP8, BF16, F16, F32 = 0, 1, 2, 3
+
+# Without these instructions (AMD and Intel have them since 2013) LLVM calls a function that is not
+# there, and ends the process. Other kinds of CPU that torch runs on convert float16 anyway.
+HAS_HALF = platform.machine() not in ("x86_64", "AMD64") or bool(
+    binding.get_host_cpu_features().get("f16c")
+)
 
 Floats: TypeAlias = Any  # sixteen float32 numbers
 Call: TypeAlias = Any  # the record of one call of a kernel

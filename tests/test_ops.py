@@ -1,0 +1,517 @@
+"""Every backend against reference.py, on the same bytes.
+
+Memory is poisoned before it is written: codes, scales and whole pages that hold NaN. So a backend
+that reads a slot which nobody may see gives NaN. Results are compared by their relative RMS per
+sequence, with a bound that follows from float32; `test_a_fault_is_far_above_the_bound` shows that
+faults which matter are fifty times larger and more.
+"""
+
+import dataclasses
+import importlib
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import ops
+from hf_fp8kv.errors import OutOfPagesError
+from hf_fp8kv.formats import AUTO, FORMATS
+from hf_fp8kv.ops import Pages, reference
+from hf_fp8kv.quantize import code_table
+
+NUMBA = pytest.param(
+    "numba",
+    marks=pytest.mark.skipif(
+        ops.available_backends()["numba"] is not None,
+        reason=str(ops.available_backends()["numba"]),
+    ),
+)
+BACKENDS = ["torch", NUMBA]
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call. The last `tokens` of `lengths` are the queries."""
+
+    name: str
+    lengths: tuple[int, ...] = (37,)
+    tokens: int = 1
+    q_heads: int = 6
+    heads: int = 2
+    k_dim: int = 32
+    v_dim: int = 32
+    page_size: int = 16
+    key: str = "fp8_e4m3"
+    value: str = "fp8_e4m3"
+    dynamic: bool = True
+    center: bool = False
+    causal: bool = True
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    padding: int = 0  # hidden tokens at the start of sequence 0
+    mask: str = ""  # "bool", "float" or "bias": complete ones
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def start(self) -> int:
+        """The first position that some query may see."""
+        return max(0, min(self.lengths) - self.tokens - self.window + 1) if self.window else 0
+
+    @property
+    def stop(self) -> int:
+        return max(self.lengths)
+
+
+def static(*shape: int, least: float) -> Tensor:
+    """Scales that differ in every head and channel."""
+    return least * (1 + torch.rand(shape))
+
+
+def nan_code(name: str) -> int:
+    return FORMATS[name].nan_code
+
+
+def poisoned(case: Case) -> Pages:
+    """Pages in random order that hold NaN in every byte, some of them in nobody's table."""
+    columns = -(-case.stop // case.page_size) + 1
+    batch = len(case.lengths)
+    pages = batch * columns + 3
+    slots, heads = case.page_size, case.heads
+
+    def pool(name: str, *shape: int) -> Tensor:
+        if name == AUTO:
+            return torch.full((pages, heads, *shape), math.nan, dtype=case.dtype)
+        return torch.full((pages, heads, *shape), nan_code(name), dtype=torch.uint8)
+
+    def scales(name: str) -> Tensor | None:
+        if name == AUTO or not case.dynamic:
+            return None
+        return torch.full((pages, heads, slots), math.nan, dtype=torch.bfloat16)
+
+    def scale(name: str, dim: int, least: float) -> Tensor | None:
+        return None if name == AUTO or case.dynamic else static(heads, dim, least=least)
+
+    return Pages(
+        pool(case.key, slots, case.k_dim),
+        pool(case.value, case.v_dim, slots),
+        scales(case.key),
+        scales(case.value),
+        scale(case.key, case.k_dim, 0.013),
+        scale(case.value, case.v_dim, 0.007),
+        2 * torch.randn(batch, heads, case.k_dim) if case.center and case.key != AUTO else None,
+        torch.randperm(pages)[: batch * columns].view(batch, columns).int(),
+        case.key,
+        case.value,
+    )
+
+
+def copy(pages: Pages) -> Pages:
+    return Pages(*(x.clone() if isinstance(x, Tensor) else x for x in pages))
+
+
+def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
+    """Writes each sequence with its own length, in two calls that meet in the middle of a page."""
+    generator = torch.Generator().manual_seed(1)
+    for row, length in enumerate(case.lengths):
+        one = pages._replace(
+            table=pages.table[row : row + 1],
+            k_center=None if pages.k_center is None else pages.k_center[row : row + 1],
+        )
+        shape = (1, case.heads, length)
+        key = torch.randn(*shape, case.k_dim, generator=generator).to(case.dtype)
+        if pages.k_center is not None:
+            key += pages.k_center[row][None, :, None].to(case.dtype)
+        value = torch.randn(*shape, case.v_dim, generator=generator).to(case.dtype)
+        for begin, end in ((0, length // 3), (length // 3, length)):
+            if begin < end:
+                at = torch.tensor([begin], dtype=torch.int32)
+                ops.write(one, key[:, :, begin:end], value[:, :, begin:end], at, backend)
+    return pages
+
+
+def arguments(case: Case, pages: Pages) -> dict[str, Any]:
+    """The keyword arguments of attend. Hidden tokens are poisoned again."""
+    batch, width = len(case.lengths), case.stop - case.start
+    found: dict[str, Any] = {
+        "scaling": case.k_dim**-0.5,
+        "causal": case.causal and case.mask != "bool",
+        "window": case.window,
+        "softcap": case.softcap,
+    }
+    if case.sinks:
+        found["sinks"] = torch.randn(case.q_heads).to(case.dtype)
+    if case.padding:
+        mask = torch.ones(batch, 1, 1, width, dtype=torch.uint8)
+        mask[0, ..., : case.padding] = 0
+        found["mask"] = mask
+        poison(pages, 0, range(case.padding))
+    if case.mask == "bool":
+        mask = torch.rand(batch, 1, case.tokens, width) < 0.7
+        mask[..., 0] = True
+        mask[..., width // 2] = False
+        found["mask"] = mask
+        poison(pages, 0, [width // 2])
+    elif case.mask:
+        name = "mask" if case.mask == "float" else "bias"
+        found[name] = torch.randn(1, case.q_heads, case.tokens, width).to(case.dtype)
+    return found
+
+
+def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
+    for position in positions:
+        page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
+        pages.k[page, :, slot] = math.nan if pages.k_format == AUTO else nan_code(pages.k_format)
+        pages.v[page, ..., slot] = math.nan if pages.v_format == AUTO else nan_code(pages.v_format)
+        for scales in (pages.k_scales, pages.v_scales):
+            if scales is not None:
+                scales[page, :, slot] = math.nan
+
+
+def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any) -> Tensor:
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    return ops.attend(query, pages, lengths, case.start, case.stop, backend=backend, **kwargs)
+
+
+def errors(found: Tensor, expected: Tensor) -> Tensor:
+    """The relative RMS of each sequence: `[B]`. NaN if any number is NaN."""
+    found, expected = found.double(), expected.double()
+    axes = tuple(range(1, found.ndim))
+    return ((found - expected).square().mean(axes) / expected.square().mean(axes)).sqrt()
+
+
+def bound(case: Case) -> float:
+    """The relative RMS that rounding can explain.
+
+    A sum of n numbers, rounded after each, is off by about sqrt(n) units of 2^-24 of its size. A
+    logit sums Dk of them, and is itself up to 2 * sqrt(Dk) * scaling = 2 in size; the output sums
+    as many as there are tokens. Both sides make that error, and no order is better than the other:
+    four times covers it. A result in 16 bits is rounded once more.
+    """
+    result = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[case.dtype]
+    return 4 * 2.0**-24 * math.sqrt(case.k_dim + case.stop) + result
+
+
+_FORMATS = [
+    Case("e4m3"),
+    Case("e5m2", key="fp8_e5m2", value="fp8_e5m2"),
+    Case("e3m4", key="fp8_e3m4", value="fp8_e3m4"),
+    Case("fnuz", key="fp8_e4m3fnuz", value="fp8_e4m3fnuz"),
+    Case("K auto, V e4m3", key=AUTO),
+    Case("K e3m4, V auto", key="fp8_e3m4", value=AUTO, lengths=(33, 20)),
+    Case("K e4m3, V e5m2, static", value="fp8_e5m2", dynamic=False),
+    Case("auto", key=AUTO, value=AUTO, page_size=64),
+    Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16),
+    Case("auto fp16", key=AUTO, value=AUTO, dtype=torch.float16),
+    Case("bf16 query", dtype=torch.bfloat16),
+    Case("fp16 query", dtype=torch.float16, dynamic=False),
+]
+_SHAPES = [
+    Case("one token", lengths=(1,)),
+    *(
+        Case(f"{n} tokens, pages of {size}", lengths=(n,), page_size=size, dynamic=dynamic)
+        for size, dynamic in ((16, True), (64, False))
+        for n in (size - 1, size, size + 1, 5 * size - 1)
+    ),
+    Case("pages of 3", page_size=3),
+    Case("pages of 48", page_size=48, lengths=(199,)),
+    Case("MHA", q_heads=3, heads=3, lengths=(199,)),
+    Case("seven heads share K", q_heads=14, heads=2, lengths=(199,)),
+    Case("all heads share K", q_heads=5, heads=1, lengths=(63, 5)),
+    Case("Dk 24, Dv 40", k_dim=24, v_dim=40),
+    Case("Dk 80, Dv 5", k_dim=80, v_dim=5, lengths=(199,)),
+    Case("Dk 1", k_dim=1, v_dim=1),
+    Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, heads=1, q_heads=4),
+    Case("ragged", lengths=(700, 333, 1), page_size=64),
+    Case("3 queries", tokens=3),
+    Case("17 queries, ragged", tokens=17, lengths=(70, 17)),
+    Case("17 queries, MHA", tokens=17, q_heads=2, lengths=(199,)),
+    Case("130 queries", tokens=130, lengths=(300,), page_size=64),
+    Case("more queries than tokens", tokens=5, lengths=(40, 3)),
+    Case("bidirectional", tokens=17, causal=False),
+]
+_EXTRAS = [
+    Case("window", window=7, lengths=(199, 190)),
+    Case("window, 17 queries", window=20, tokens=17, lengths=(199,)),
+    Case("window wider than the rest", window=500, tokens=3),
+    Case("window, bidirectional", window=9, causal=False, tokens=3),
+    Case("softcap", softcap=3.0, lengths=(199,)),
+    Case("softcap, centre", softcap=2.0, center=True, lengths=(199,), tokens=3),
+    Case("sinks", sinks=True),
+    Case("sinks, centre, static", sinks=True, center=True, dynamic=False, tokens=3),
+    Case("sinks bf16", sinks=True, dtype=torch.bfloat16),
+    Case("centre", center=True),
+    Case("centre, static, ragged", center=True, dynamic=False, lengths=(199, 33)),
+    Case("padding", padding=21, lengths=(199, 199)),
+    Case("padding of whole pages", padding=130, lengths=(199,), tokens=17),
+    Case("padding and window", padding=3, lengths=(70,), window=66, tokens=3),
+    Case("padding of auto", padding=21, key=AUTO, value=AUTO),
+    Case("bool mask", mask="bool", tokens=3, lengths=(199, 199)),
+    Case("float mask", mask="float", tokens=3, lengths=(70,)),
+    Case("float mask bf16", mask="float", dtype=torch.bfloat16),
+    Case("bias, softcap", mask="bias", tokens=3, softcap=5.0, lengths=(70,)),
+    Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
+         mask="bias", dynamic=False, key="fp8_e3m4"),
+]  # fmt: skip
+CASES = [*_FORMATS, *_SHAPES, *_EXTRAS]
+
+
+def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
+    pages = fill(poisoned(case), case)
+    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.k_dim).to(case.dtype)
+    return pages, query, arguments(case, pages)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_equals_the_reference(case, backend):
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **kwargs)
+    found = attend(case, pages, query, backend, **kwargs)
+    assert found.dtype == case.dtype
+    assert found.shape == (len(case.lengths), case.tokens, case.q_heads, case.v_dim)
+    assert expected.isfinite().all()
+    worst = errors(found, expected).max().item()
+    assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_auto_is_plain_attention(backend):
+    """The one test here that does not lean on the reference: torch's attention, on the original."""
+    case = Case("auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5)
+    pages, query, kwargs = prepare(case)
+    generator = torch.Generator().manual_seed(1)
+    key = torch.randn(1, case.heads, 133, case.k_dim, generator=generator)
+    value = torch.randn(1, case.heads, 133, case.v_dim, generator=generator)
+    mask = torch.ones(5, 133, dtype=torch.bool).tril(128)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), attn_mask=mask, enable_gqa=True
+    )
+    found = attend(case, pages, query, backend, **kwargs)
+    assert errors(found, expected.transpose(1, 2)).max() <= bound(case)
+
+
+# The smallest of these faults is one token of a thousand.
+FAR = 50
+FAULTS = [
+    "the last page dropped",
+    "one token lost",
+    "a page read twice",
+    "V's scale doubled",
+    "K and V scales swapped",
+    "K's scale 1 % off",
+    "a sink forgotten",
+    "causality off by one",
+]
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_fault_is_far_above_the_bound(fault, tokens, backend):
+    case = Case(fault, dynamic=False, lengths=(1037,), tokens=tokens, page_size=64, sinks=True)
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    assert pages.k_scale is not None
+    assert pages.v_scale is not None
+    mask = torch.ones(1, 1, 1, case.stop, dtype=torch.uint8)
+    if fault == "the last page dropped":
+        mask[..., case.stop // 64 * 64 :] = 0
+    elif fault == "V's scale doubled":
+        pages = pages._replace(v_scale=2 * pages.v_scale)
+    elif fault == "K and V scales swapped":
+        pages = pages._replace(k_scale=pages.v_scale, v_scale=pages.k_scale)
+    elif fault == "K's scale 1 % off":
+        pages = pages._replace(k_scale=1.01 * pages.k_scale)
+    elif fault == "one token lost":
+        mask[..., 500] = 0
+    elif fault == "a page read twice":
+        pages.table[0, 5] = pages.table[0, 4]
+    elif fault == "a sink forgotten":
+        kwargs["sinks"] = kwargs["sinks"] - 20
+    else:
+        mask[..., -1] = 0
+    found = attend(case, pages, query, backend, mask=mask, **kwargs)
+    worst = errors(found, expected).max().item()
+    assert worst > FAR * bound(case), f"{worst:.2e} is not far above {bound(case):.2e}"
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_visible_nan_is_not_hidden(name, side, dynamic, backend):
+    case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
+    pages, query, kwargs = prepare(case)
+    key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
+    (key if side == "k" else value)[1, 0, 0, 3] = math.nan
+    ops.write(pages, key, value, torch.tensor([50, 50], dtype=torch.int32), backend)
+    found = attend(case, pages, query, backend, **kwargs)
+    assert found[0].isfinite().all(), "another sequence"
+    assert found[1, :, 3:].isfinite().all(), "another head"
+    seen = found[1, :, :3].isnan()
+    assert seen.any(-1).all()
+
+
+SPECIAL = torch.tensor(
+    [0.0, -0.0, 1e-45, -1e-38, 1e-30, 3e38, -3e38, math.inf, -math.inf, math.nan, 447, 449, -5e4]
+)
+
+
+def same_bytes(found: Pages, expected: Pages) -> None:
+    """Asserts that two pools are equal, and names the first byte that is not."""
+    for name in ("k", "v", "k_scales", "v_scales"):
+        x, y = getattr(found, name), getattr(expected, name)
+        if x is None:
+            continue
+        x, y = x.view(torch.uint8), y.view(torch.uint8)
+        wrong = (x != y).nonzero()
+        assert not len(wrong), (
+            f"{name}: {len(wrong)} of {x.numel()} bytes differ, first at {wrong[0].tolist()}: "
+            f"{x[tuple(wrong[0])]:#x} instead of {y[tuple(wrong[0])]:#x}"
+        )
+
+
+WRITES = [
+    *(Case(name, key=name, value=name) for name in (*sorted(FORMATS), AUTO)),
+    *(Case(f"{name}, static", key=name, value=name, dynamic=False) for name in sorted(FORMATS)),
+    Case("centre", center=True, value="fp8_e5m2"),
+    Case("centre, static", center=True, dynamic=False, key="fp8_e3m4"),
+    Case("bf16", dtype=torch.bfloat16, v_dim=40, k_dim=24),
+    Case("fp16, pages of 64", dtype=torch.float16, page_size=64, dynamic=False),
+    Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16, v_dim=3),
+    Case("K auto fp16", key=AUTO, dtype=torch.float16, k_dim=5),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", WRITES, ids=str)
+def test_written_bytes_are_the_reference_s(case, backend):
+    case = dataclasses.replace(case, lengths=(150, 90))
+    pages = poisoned(case)
+    other = copy(pages)
+    lengths = torch.tensor([0, 0], dtype=torch.int32)
+    for tokens in (1, 15, 17, 40, 1):
+        # As a model makes them: heads after tokens, and numbers of very different size.
+        shape = (2, tokens, case.heads, case.k_dim + case.v_dim)
+        both = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
+        key, value = both.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
+        ops.write(pages, key, value, lengths, backend)
+        ops.write(other, key, value, lengths, "reference")
+        lengths += tokens
+        same_bytes(pages, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_special_numbers(name, dynamic, backend):
+    case = Case("special", key=name, value=name, dynamic=dynamic, k_dim=5, v_dim=5, lengths=(13,))
+    pages = poisoned(case)
+    other = copy(pages)
+    # Each alone, so that it decides the scale, and beside ordinary numbers.
+    x = torch.zeros(1, 2, 13, 5)
+    x[0, 0, :, 1] = SPECIAL
+    x[0, 1] = torch.randn(13, 5)
+    x[0, 1, :, 2] = SPECIAL
+    lengths = torch.zeros(1, dtype=torch.int32)
+    ops.write(pages, x, x, lengths, backend)
+    ops.write(other, x, x, lengths, "reference")
+    table = code_table(FORMATS[name], torch.device("cpu"))
+    for found, expected in ((pages.k, other.k), (pages.v, other.v)):
+        # NaN times a NaN scale: no rule says whose sign the product has.
+        nan = table[expected.int()].isnan()
+        assert torch.equal(nan, table[found.int()].isnan())
+        assert torch.equal(found[~nan], expected[~nan])
+    if dynamic:
+        assert pages.k_scales is not None
+        assert other.k_scales is not None
+        torch.testing.assert_close(pages.k_scales, other.k_scales, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", ["contiguous", "last axis with gaps", "expanded", "float64"])
+def test_any_strides_and_dtypes(layout, backend):
+    case = Case(layout, lengths=(20,))
+    key = torch.randn(1, 2, 20, 64)[..., ::2]
+    value = torch.randn(1, 1, 20, 32).expand(1, 2, 20, 32)
+    if layout == "contiguous":
+        key, value = key.contiguous(), value.contiguous()
+    elif layout == "expanded":
+        key = value
+    elif layout == "float64":
+        key, value = key.double(), value.double()
+    pages = poisoned(case)
+    other = copy(pages)
+    lengths = torch.zeros(1, dtype=torch.int32)
+    ops.write(pages, key, value, lengths, backend)
+    ops.write(other, key, value, lengths, "reference")
+    same_bytes(pages, other)
+    query = torch.randn(1, 1, 6, 64)[..., ::2].transpose(1, 2)
+    found = attend(case, pages, query, backend, **arguments(case, pages))
+    expected = attend(case, pages, query, "reference", **arguments(case, pages))
+    assert errors(found, expected).max() <= bound(case)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("hole", [False, True], ids=["past the table", "a page that is missing"])
+def test_an_overrun_changes_nothing(hole, backend):
+    case = Case("overrun", lengths=(40, 40))
+    pages = poisoned(case)
+    if hole:
+        pages.table[1, 2] = -1
+    before = copy(pages)
+    key = torch.randn(2, 2, 20, 32)
+    lengths = torch.tensor([0, 30 if hole else 50], dtype=torch.int32)
+    with pytest.raises(OutOfPagesError, match="reserve pages"):
+        ops.write(pages, key, key, lengths, backend)
+    same_bytes(pages, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.tokens == 1 and not (c.window or c.padding or c.mask)], ids=str
+)
+def test_gather_equals_the_reference_exactly(case, side, backend):
+    pages = fill(poisoned(case), case)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    least = min(case.lengths)
+    for start, stop, ragged in ((0, case.stop, True), (least // 3, least, False), (0, 0, False)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            found, expected = (
+                ops.gather(pages, lengths, side, start, stop, dtype, ragged, name)
+                for name in (backend, "reference")
+            )
+            assert found.dtype == dtype
+            assert torch.equal(found, expected)
+            assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_code_is_decoded_exactly(name, backend):
+    case = Case(name, key=name, value=name, lengths=(64,), heads=1, k_dim=4, v_dim=4, dynamic=False)
+    pages = poisoned(case)._replace(k_scale=torch.ones(1, 4), v_scale=torch.ones(1, 4))
+    expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
+    pages.k[pages.table[0, :4], 0] = codes
+    pages.v[pages.table[0, :4], 0] = codes.transpose(1, 2)
+    lengths = torch.tensor([64], dtype=torch.int32)
+    for side in ("k", "v"):
+        found = ops.gather(pages, lengths, side, 0, 64, torch.float32, False, backend)[0, 0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_backend_has_the_same_functions():
+    for name in ops.BACKENDS:
+        if ops.available_backends().get(name) is None:
+            module = importlib.import_module(ops.BACKENDS[name], ops.__name__)
+            for function in ("write", "attend", "gather"):
+                expected = set(getattr(reference, function).__annotations__)
+                assert set(getattr(module, function).__annotations__) == expected

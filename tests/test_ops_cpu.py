@@ -1,0 +1,254 @@
+"""What only the "numba" backend has: threads, a cache on disk, and cases that it hands over."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+numba = pytest.importorskip("numba", reason="numba is not installed: pip install 'hf-fp8kv[cpu]'")
+
+# After the line above, which skips this file where numba is missing.
+from hf_fp8kv import ops  # noqa: E402
+from hf_fp8kv.ops import Pages, chunked, cpu, cpu_vectors, reference  # noqa: E402
+
+HEADS, DIM, SLOTS = 2, 32, 16
+
+
+def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
+    """Pages of one sequence with `tokens` random tokens."""
+    count = -(-tokens // SLOTS)
+    stored = torch.uint8 if fmt != "auto" else dtype
+    scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, dtype=torch.bfloat16)
+    pages = Pages(
+        torch.zeros(count, HEADS, SLOTS, DIM, dtype=stored),
+        torch.zeros(count, HEADS, DIM, SLOTS, dtype=stored),
+        scales,
+        None if scales is None else scales.clone(),
+        None,
+        None,
+        None,
+        torch.randperm(count).view(1, count).int(),
+        fmt,
+        fmt,
+    )
+    key, value = torch.randn(2, 1, HEADS, tokens, DIM).to(dtype)
+    reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32))
+    return pages
+
+
+def attend(pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu) -> torch.Tensor:
+    lengths = torch.tensor([tokens], dtype=torch.int32)
+    found = module.attend(query, pages, lengths, 0, tokens, scaling=0.2, causal=True)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.fixture
+def many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every call is split, however small."""
+    monkeypatch.setattr(cpu, "GRAIN", 64)
+    monkeypatch.setattr(cpu, "SPLIT", 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_threads_give_one_result():
+    pages, query = make(700), torch.randn(1, 6, 3, DIM)
+    expected = attend(pages, query, 700, reference)
+    first = attend(pages, query, 700)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+    for _ in range(50):
+        assert torch.equal(attend(pages, query, 700), first)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_write_and_gather_on_many_threads():
+    pages = make(700)
+    other = Pages(*(torch.zeros_like(x) if i < 4 else x for i, x in enumerate(pages)))  # type: ignore[arg-type]
+    key, value = torch.randn(2, 1, HEADS, 700, DIM)
+    none = torch.zeros(1, dtype=torch.int32)
+    cpu.write(pages, key, value, none)
+    reference.write(other, key, value, none)
+    for found, expected in zip(pages[:4], other[:4], strict=True):
+        assert torch.equal(found, expected)
+    for side in ("k", "v"):
+        arguments = (none + 700, side, 5, 699, torch.bfloat16, False)
+        assert torch.equal(cpu.gather(pages, *arguments), reference.gather(pages, *arguments))
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_threads_that_never_start_cost_nothing(monkeypatch):
+    """As after a fork, where the pool's threads are gone: the caller does all of the work."""
+
+    class Asleep:
+        def submit(self, *_: object) -> Future[None]:
+            return Future()
+
+    monkeypatch.setattr(cpu, "_pool", lambda _process: Asleep())
+    pages, query = make(700), torch.randn(1, 6, 1, DIM)
+    expected = attend(pages, query, 700, reference)
+    torch.testing.assert_close(attend(pages, query, 700), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_an_error_on_another_thread_is_raised():
+    calls = []
+
+    def kernel() -> None:
+        calls.append(threading.current_thread())
+        if threading.current_thread() is not threading.main_thread():
+            raise ZeroDivisionError
+        while len(calls) < 2:
+            pass
+
+    with pytest.raises(ZeroDivisionError):
+        cpu._run(kernel, 2)
+
+
+@pytest.mark.usefixtures("many_threads")
+def test_calls_from_several_threads_at_once():
+    pages, queries = make(700), torch.randn(8, 1, 6, 1, DIM)
+    expected = [attend(pages, query, 700) for query in queries]
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def work(index: int) -> None:
+        found[index] = [attend(pages, queries[index], 700) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(queries))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, results in found.items():
+        assert all(torch.equal(result, expected[index]) for result in results)
+
+
+def test_one_thread_is_respected(monkeypatch):
+    monkeypatch.setattr(cpu, "GRAIN", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(cpu, "_pool", lambda _process: pytest.fail("a thread was started"))
+    attend(make(700), torch.randn(1, 6, 1, DIM), 700)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "auto"])
+def test_float64_is_handed_over(fmt):
+    pages = make(40, fmt, torch.float64)
+    other = Pages(*(x.clone() if isinstance(x, torch.Tensor) else x for x in pages))
+    query = torch.randn(1, 6, 1, DIM, dtype=torch.float64)
+    found = attend(pages, query, 40)
+    assert found.dtype == torch.float64
+    assert torch.equal(found, attend(pages, query, 40, chunked))
+    key = torch.randn(1, HEADS, 2, DIM, dtype=torch.float64)
+    at = torch.tensor([30], dtype=torch.int32)
+    cpu.write(pages, key, key, at)
+    reference.write(other, key, key, at)
+    for x, y in zip(pages[:2], other[:2], strict=True):
+        assert torch.equal(x, y)
+    found = cpu.gather(pages, at, "v", 0, 32, torch.float64, False)
+    assert torch.equal(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
+
+
+def test_a_cpu_without_float16_is_handed_over(monkeypatch):
+    monkeypatch.setattr(cpu, "_READABLE", frozenset())
+    monkeypatch.setattr(cpu, "_run", lambda *_: pytest.fail("a kernel ran"))
+    pages, query = make(40), torch.randn(1, 6, 1, DIM)
+    assert torch.equal(attend(pages, query, 40), attend(pages, query, 40, chunked))
+    key = torch.randn(1, HEADS, 2, DIM)
+    cpu.write(pages, key, key, torch.zeros(1, dtype=torch.int32))
+    cpu.gather(pages, torch.tensor([40], dtype=torch.int32), "k", 0, 40, torch.float32, False)
+
+
+def test_scales_of_any_layout():
+    """A scale per head or per tensor may come expanded."""
+    pages = make(40)._replace(k_scales=None, v_scales=None)
+    scale = torch.rand(HEADS, 1).expand(HEADS, DIM)
+    pages = pages._replace(k_scale=scale, v_scale=torch.tensor(0.3).expand(HEADS, DIM))
+    pages = pages._replace(table=pages.table.t().contiguous().t())
+    query = torch.randn(1, 6, 1, DIM)
+    expected = attend(pages, query, 40, reference)
+    torch.testing.assert_close(attend(pages, query, 40), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_folder_for_the_cache(monkeypatch):
+    compiled = []
+
+    def njit(**options: object) -> object:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: compiled.append(function) or function
+
+    monkeypatch.setattr(numba, "njit", njit)
+    cpu_vectors.kernel(len)
+    assert compiled == [len]
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    """One signature per kernel whatever the formats, dtypes and shapes; found on disk again."""
+    script = """
+        import json, torch
+        from numba.core import event
+        from hf_fp8kv.ops import cpu, cpu_attend, cpu_store
+        from tests.test_ops_cpu import attend, make
+
+        with event.install_recorder("numba:compile") as compiled:
+            for fmt, dtype in (("fp8_e4m3", torch.float32), ("auto", torch.bfloat16)):
+                pages = make(40, fmt, dtype)
+                for heads, tokens in ((2, 1), (6, 5)):
+                    attend(pages, torch.randn(1, heads, tokens, 32).to(dtype), 40)
+                lengths = torch.tensor([39], dtype=torch.int32)
+                cpu.write(pages, *torch.randn(2, 1, 2, 1, 32).to(dtype), lengths)
+                cpu.gather(pages, lengths, "v", 0, 39, dtype, True)
+        kernels = (cpu_attend.attend, cpu_attend.finish, cpu_store.write, cpu_store.gather)
+        print(json.dumps([len(compiled.buffer), [len(k.signatures) for k in kernels]]))
+    """
+    folders = [str(Path(__file__).parents[1]), *sys.path]
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(folders),
+    }
+    results = []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        results.append(run.stdout.strip())
+    assert results[0] != results[1]
+    assert results[1] == "[0, [1, 1, 1, 1]]"
+
+
+def test_a_changed_file_has_another_stamp(tmp_path, monkeypatch):
+    (tmp_path / "cpu_a.py").write_text("1")
+    monkeypatch.setattr(cpu_vectors, "__file__", str(tmp_path / "cpu_vectors.py"))
+    first = cpu_vectors._stamp()
+    (tmp_path / "cpu_a.py").write_text("2")
+    assert cpu_vectors._stamp() not in (0, first)
+
+
+def test_a_call_costs_little():
+    """A generous limit: what it catches is a compilation, or a copy of the pool, per call."""
+    pages, query = make(40), torch.randn(1, 6, 1, DIM)
+    attend(pages, query, 40)
+    best = 1.0
+    for _ in range(50):
+        began = time.perf_counter()
+        attend(pages, query, 40)
+        best = min(best, time.perf_counter() - began)
+    assert best < 1e-3
+
+
+def test_the_registry_knows_it():
+    assert ops.choose_backend("auto", torch.device("cpu")) == "numba"
