@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_ma
 from . import ops
 from .errors import ConfigError
 from .handle import PagedKV, pages_of
-from .models import uses_interface
+from .models import config_field, uses_interface
 from .ops.reference import visible
 
 __all__ = ["NAME", "fp8_paged_attention", "fp8_paged_mask", "register"]
@@ -31,7 +31,7 @@ NAME = "fp8_paged"
 Tensor = torch.Tensor
 
 # Arguments that change what attention computes, and that only a model's own eager code knows.
-_OWN = ("indices", "block_indices")
+_OWN = ("indices", "block_indices", "sinks")
 
 
 def register() -> None:
@@ -75,9 +75,10 @@ def fp8_paged_attention(
     Returns:
         `[B, T, Hq, Dv]`, and the weights where the ordinary path made them, else None.
     """
-    if s_aux is None:
-        s_aux = kwargs.pop("sinks", None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None and attention_mask.dtype == torch.uint8:
+        # Compact masks are made for causal patterns only, whatever the module says of itself.
+        causal = True
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
@@ -288,7 +289,7 @@ def fp8_paged_mask(
     """
     kwargs["allow_is_bidirectional_skip"] = False
     config = kwargs.get("config")
-    if not uses_interface(type(config)):
+    if not uses_interface(type(config)) or _model_type(config) in _ADDS_MASK:
         # Such a model adds the mask to its scores, whatever attention it was told to use.
         return eager_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
@@ -306,8 +307,14 @@ def fp8_paged_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
-    if attention_mask is None:
+    # A module that does not call itself causal takes None for "sees everything".
+    says_causal = q_length == 1 or _model_type(config) not in _CAUSAL_UNSAID
+    if attention_mask is None and says_causal:
         return None
+    if attention_mask is None:
+        return torch.ones(
+            (batch_size, 1, 1, kv_length), dtype=torch.uint8, device=kwargs.get("device", "cpu")
+        )
     if attention_mask.shape[-1] < kv_offset + kv_length:
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
@@ -316,7 +323,8 @@ def fp8_paged_mask(
         )
     padding = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     # On a GPU looking at the values waits for it: once, at the prefill, not at each step.
-    if (padding.is_cpu or q_length > 1) and not torch.compiler.is_compiling() and padding.all():
+    look = (padding.is_cpu or q_length > 1) and not torch.compiler.is_compiling()
+    if says_causal and look and padding.all():
         return None
     return padding[:, None, None].to(torch.uint8)
 
@@ -340,14 +348,24 @@ def _is_causal_kind(function: Callable[..., Any]) -> bool:
     )
 
 
-# Attention modules of these do not tell the attention function about their window.
+# What models do that their config does not say, by model type. A new model that does any of this
+# differs from its own attention in the sweep over architectures (docs/architectures.md).
+# They do not tell the attention function about their window:
 _WINDOW_UNSAID = frozenset({"doge", "phimoe", "qwen2_moe", "paligemma", "blt"})
+# they index the mask by query, or join it with another:
+_INDEXES_MASK = frozenset({"qwen4_exp", "qwen4_exp_text", "t5gemma2", "t5gemma2_decoder"})
+# their decoder's modules say is_causal=False, and rely on the mask:
+_CAUSAL_UNSAID = frozenset({"pegasus_x"})
+# they compute with an additive mask themselves:
+_ADDS_MASK = frozenset({"nllb-moe", "deepseek_v4", "git", "bigbird_pegasus"})
+
+
+def _model_type(config: Any) -> str:
+    return getattr(config, "model_type", "")
 
 
 def _needs_complete(config: Any) -> bool:
-    if getattr(config, "model_type", None) in _WINDOW_UNSAID:
+    if _model_type(config) in _WINDOW_UNSAID | _INDEXES_MASK:
         return True
-    return any(
-        getattr(config, name, None) is not None
-        for name in ("kv_lora_rank", "index_topk", "index_n_heads")
-    )
+    names = ("kv_lora_rank", "index_topk", "index_n_heads")
+    return any(config_field(config, name) is not None for name in names)

@@ -154,6 +154,11 @@ class BlockTable:
         """Slots per page, in tokens."""
         return self.allocator.page_size
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether a page of this table has another holder, here or in a fork."""
+        return bool((self.allocator.references[self.used()] > 1).any())
+
     def used(self) -> Ints:
         """Returns the part of `rows` that is in use, a view: `[B, count - first]`."""
         return self.rows[:, self.first : self.count]

@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         backend: "auto", "torch", "numba" or "triton".
         tp_rank: this process's rank, when `scales` hold the heads of all ranks.
         tp_size: how many processes share the heads.
+        offloading: only False; some models pass it when they make a cache of the same kind.
 
     Raises:
         ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
@@ -93,7 +95,13 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
+        offloading: bool = False,
     ) -> None:
+        if offloading:
+            raise ConfigError(
+                "offloading: expected False, got True: 8-bit pages are read where they are; call "
+                "offload() and prefetch() of the layers yourself"
+            )
         if config is not None and not isinstance(config, PreTrainedConfig):
             raise ConfigError(
                 f"config: expected a model's config or None, got {type(config).__name__}; "
@@ -109,6 +117,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         )  # fmt: skip
         self._setup(options)
         super().__init__()
+        self.layer_class_to_replicate = None
         if config is None:
             if skip_layers:
                 raise ConfigError("skip_layers expected a config to look the layers up in, got None")
@@ -117,9 +126,8 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
                     "max_cache_len expected a config, got None: the static form is made before "
                     "the model asks for layers"
                 )
-            self.layer_class_to_replicate = self._new_full_layer
+            self.open_ended = True
             return
-        self.layer_class_to_replicate = None
         decoder = self.config = config.get_text_config(decoder=True)
         self.layers, windows = _stock_layers(decoder, options.max_cache_len)
         skipped = _skipped(skip_layers, decoder, self.layers)
@@ -138,6 +146,8 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
     def _setup(self, options: CacheOptions) -> None:
         self.options = options
         self.config: PreTrainedConfig | None = None
+        # Without a config layers are added as the model asks.
+        self.open_ended = False
         self.budget = PageBudget(options.page_size, options.max_pages)
         # One group of layers, with one block table, for each window; None: no window.
         self.groups: dict[int | None, LayerGroup] = {}
@@ -200,20 +210,14 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         return self.groups[window]
 
     def _introduce(self) -> None:
-        everyone = list(self.groups.values())
-        for group in everyone:
+        everyone = [weakref.ref(group) for group in self.groups.values()]
+        for group in self.groups.values():
             group.siblings = everyone
 
     def _new_layer(self, index: int, window: int | None) -> PagedLayerBase:
         if self.options.max_cache_len is None:
             return FP8PagedLayer(index, self.options, self._group(window))
-        return FP8PagedStaticLayer(index, self.options, self._group(window), self._attends_fresh)
-
-    def _attends_fresh(self) -> bool:
-        return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
-
-    def _new_full_layer(self) -> PagedLayerBase:
-        return self._new_layer(len(self.layers), None)
+        return FP8PagedStaticLayer(index, self.options, self._group(window), self.config)
 
     def _check_scales(self) -> None:
         """Raises ScaleError before the first call if a paged layer has no static scale."""
@@ -253,7 +257,10 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new tokens of a layer, and returns the keys and values to attend to."""
-        if self.layer_class_to_replicate is None and layer_idx >= len(self.layers):
+        if self.open_ended:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self._new_layer(len(self.layers), None))
+        if layer_idx >= len(self.layers):
             raise ConfigError(
                 f"expected a layer below {len(self.layers)} (the cache's config has so many), got "
                 f"layer {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
@@ -315,6 +322,11 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         if self.is_static:
             for layer in self.paged_layers:
                 layer.reset()
+            if any(group.table.is_shared for group in self.groups.values()):
+                # Sequences that came from one beam: each gets pages of its own again.
+                for group in self.groups.values():
+                    group.table.truncate(0)
+                self._follow(0)
             return
         for group in self.groups.values():
             group.clear()
@@ -416,8 +428,6 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
             other.groups = {window: group.fork() for window, group in self.groups.items()}
         other._introduce()
         other.layers = [other._fork_layer(layer) for layer in self.layers]
-        if self.layer_class_to_replicate is not None:
-            other.layer_class_to_replicate = other._new_full_layer
         return other
 
     def _fork_layer(self, layer: Any) -> Any:

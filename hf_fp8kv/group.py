@@ -1,5 +1,7 @@
 """Layers that share one block table, and what a step of the model does to it."""
 
+import weakref
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,7 +24,7 @@ class LayerGroup:
         pools: the pool of each member layer; shared with forks.
         lengths: tokens written, for each member layer (they advance one after the other).
         record_past: pages that fell out of the window stay until `settle`.
-        siblings: all groups of the cache, this one among them.
+        siblings: all groups of the cache; weak, so that a dropped fork goes at once, with its pages.
     """
 
     def __init__(self, budget: PageBudget, window: int | None = None) -> None:
@@ -31,7 +33,7 @@ class LayerGroup:
         self.pools: list[PagePool] = []
         self.lengths: list[int] = []
         self.record_past = False
-        self.siblings: list[LayerGroup] = [self]
+        self.siblings: list[weakref.ref[LayerGroup]] = []
         self._prepared: tuple[int, int, int] | None = None
         self._mirrors: dict[torch.device, torch.Tensor] = {}
         self._mirrored_version = -1
@@ -68,7 +70,8 @@ class LayerGroup:
         """
         if self._prepared == (start, stop, self.table.version):
             return
-        groups = [g for g in self.siblings if g is self or g.length == start]
+        others = [group for ref in self.siblings if (group := ref()) and group is not self]
+        groups = [self, *(group for group in others if group.length == start)]
         for group in groups:
             group.settle(keep_recorded=True)
         needed = sum(g.table.missing(start, stop, batch) for g in groups)

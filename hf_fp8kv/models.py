@@ -6,7 +6,18 @@ from typing import Any
 
 from .errors import ConfigError
 
-__all__ = ["model_class", "refusal", "refuse_config", "uses_interface"]
+__all__ = ["config_field", "model_class", "refusal", "refuse_config", "uses_interface"]
+
+
+def config_field(config: Any, name: str) -> Any:
+    """Returns a field of a config, or None; any one value of a field that differs by layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to name one value where layers have several
+        return next(
+            (value for c in config.per_layer_config if (value := getattr(c, name, None)) is not None),
+            None,
+        )
 
 
 @functools.cache

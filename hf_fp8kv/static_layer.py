@@ -6,7 +6,6 @@ crop) happens between steps and in place.
 """
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from .options import CacheOptions
 
 __all__ = ["FP8PagedStaticLayer"]
 
-AttendsFresh = Callable[[], bool]
-
 
 class FP8PagedStaticLayer(PagedLayerBase):
     """A layer with room for `max_cache_len` tokens per sequence, at fixed addresses.
@@ -31,8 +28,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
     Attributes:
         lengths: `[B]`, int32, tokens stored: a tensor, since a number that changes with each step
             would make `torch.compile` compile each step.
-        attends_fresh: tells whether the model's attention takes keys that are shorter than
-            `max_cache_len`, at the prefill: "fp8_paged" does, others were written for StaticCache.
+        config: the model's config, which says which attention is used; or None.
         table: `[B, M]`, int32, the group's block table on the layer's device.
     """
 
@@ -41,10 +37,10 @@ class FP8PagedStaticLayer(PagedLayerBase):
     table: torch.Tensor
 
     def __init__(
-        self, index: int, options: CacheOptions, group: LayerGroup, attends_fresh: AttendsFresh
+        self, index: int, options: CacheOptions, group: LayerGroup, config: Any = None
     ) -> None:
         super().__init__(index, options, group)
-        self.attends_fresh = attends_fresh
+        self.config = config
         assert options.max_cache_len is not None
         self.max_cache_len = options.max_cache_len
         # Whether nothing was written since the start or a reset. It changes once per generate
@@ -102,10 +98,17 @@ class FP8PagedStaticLayer(PagedLayerBase):
         ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
         self.lengths.add_(key.shape[2])
         if was_empty and self.options.prefill == "exact":
-            if self.attends_fresh():
+            if self._attends_fresh():
                 return key_states, value_states
             return self._padded(key_states), self._padded(value_states)
         return self._handles(pages, self.lengths, 0, self.max_cache_len, ragged=True)
+
+    def _attends_fresh(self) -> bool:
+        """Whether the model's attention takes keys shorter than `max_cache_len` at the prefill.
+
+        "fp8_paged" does; others were written for StaticCache.
+        """
+        return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
 
     def _padded(self, fresh: torch.Tensor) -> torch.Tensor:
         """Fresh keys or values in the width that every other call has: StaticCache's promise."""
@@ -130,7 +133,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of the mask, and the position of the first, for a call of `query_length`."""
-        if self.is_empty and self.options.prefill == "exact" and self.attends_fresh():
+        if self.is_empty and self.options.prefill == "exact" and self._attends_fresh():
             return query_length, 0
         self._check_room(query_length)
         return self.max_cache_len, 0

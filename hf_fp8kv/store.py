@@ -73,7 +73,7 @@ def pack(cache: "FP8PagedCache") -> tuple[Meta, Tensors, CacheOptions, list[Any]
             for x in groups
         ],
         "layers": layers,
-        "open_ended": cache.layer_class_to_replicate is not None,
+        "open_ended": cache.open_ended,
     }
     return meta, tensors, cache.options, cache.stock_layers
 
@@ -107,8 +107,7 @@ def rebuild(
         else:
             window = meta["groups"][fact["group"]]["window"]
             cache.layers.append(cache._new_layer(fact["index"], window))
-    if meta["open_ended"]:
-        cache.layer_class_to_replicate = cache._new_full_layer
+    cache.open_ended = meta["open_ended"]
     numbers = []
     for g, (group, fact) in enumerate(zip(groups, meta["groups"], strict=True)):
         rows = tensors[f"groups.{g}.table"].numpy()

@@ -19,7 +19,7 @@ from .cache import FP8PagedCache
 from .errors import ConfigError, Fp8KVError
 from .handle import PagedKV
 from .layer import PagedLayerBase
-from .models import refusal
+from .models import config_field, refusal
 
 __all__ = ["LayerReport", "ModelReport", "check_model", "disable", "enable"]
 
@@ -145,7 +145,7 @@ def _report(
         why = "the model has attention code of its own and looks up no attention function"
         return LayerReport(index, kind, DENSE, why)
     if fed is None:
-        latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+        latent = config_field(config.get_text_config(decoder=True), "kv_lora_rank") is not None
         why = "the model expands what is cached before attention (MLA)"
         return LayerReport(index, kind, DENSE, why) if latent else LayerReport(index, kind, FUSED)
     if index not in fed:
@@ -283,6 +283,7 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
     cache = FP8PagedCache(model.config, **keywords)
     if not model.config.is_encoder_decoder:
         return cache
-    # How long the encoder's output is shows only in the first call: the cross part grows.
-    cross = {**keywords, "max_cache_len": None}
+    # How long the encoder's output is shows only in the first call: the cross part grows. Scales
+    # and a choice of layers are made for the decoder's own attention.
+    cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": ()}
     return EncoderDecoderCache(cache, FP8PagedCache(model.config, **cross))

@@ -164,12 +164,15 @@ def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
     from hf_fp8kv import FP8PagedCache
 
     makers: dict[str, CacheMaker] = {}
+    # these make the encoder's part anew, of the same class but without its options
+    remakes = model.config.model_type in ("t5gemma", "t5gemma2")
     if bare:
         makers["alone"] = lambda dtype: FP8PagedCache(model.config, **_form(dtype))
     if model.config.is_encoder_decoder:
         # as transformers makes it for models with a window: the encoder's keys have none
         makers["pair"] = lambda dtype: EncoderDecoderCache(
-            FP8PagedCache(model.config, **_form(dtype)), FP8PagedCache(**_form(dtype))
+            FP8PagedCache(model.config, **_form(dtype)),
+            DynamicCache() if remakes else FP8PagedCache(**_form(dtype)),
         )
     return makers
 

@@ -1,0 +1,540 @@
+"""The cache itself: contents after every operation, sizes, budgets, and what is refused."""
+
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerScales, OutOfPagesError, ScaleError
+from hf_fp8kv.formats import FORMATS
+from tests.tiny_models import causal_config, tiny
+
+LAYERS, HEADS, DIM = 2, 2, 16
+
+
+def config(name: str = "llama", **fields: Any) -> Any:
+    return causal_config(name, **fields)
+
+
+def tokens(count: int, batch: int = 2, seed: int = 0, dim: int = DIM) -> torch.Tensor:
+    """`[batch, HEADS, count, dim]` of numbers that every format of 8 bits holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, (batch, HEADS, count, dim), generator=generator) / 2
+
+
+def feed(cache: FP8PagedCache, count: int, seed: int = 0, batch: int = 2) -> torch.Tensor:
+    """Writes tokens to every layer (K in layer i: i more than in layer 0; V: minus K)."""
+    k = tokens(count, batch, seed)
+    for layer in range(LAYERS):
+        cache.update(k + layer / 2, -k - layer / 2, layer)
+    return k
+
+
+def content(cache: FP8PagedCache) -> torch.Tensor:
+    """K of layer 0, after checking that the other layer and V agree with it."""
+    stored = slice(0, cache.host_length())
+    found = [layer.keys.dense()[:, :, stored] for layer in cache.layers]
+    for i, layer in enumerate(cache.layers):
+        assert torch.equal(found[i], found[0] + i / 2)
+        assert torch.equal(layer.values.dense()[:, :, stored], -found[i])
+    for group in cache.groups.values():
+        group.check()
+    return found[0]
+
+
+# A constant scale of 1 and numbers that the format holds: what is read must be what was written.
+EXACT = {"scales": 1.0, "page_size": 8}
+
+
+@pytest.mark.parametrize("dtype", ["auto", *FORMATS])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 63])
+def test_what_is_written_is_read(dtype: str, count: int) -> None:
+    cache = FP8PagedCache(config(), dtype=dtype, **EXACT)
+    parts = [feed(cache, count), feed(cache, 1, 1), feed(cache, 9, 2)]
+    expected = torch.cat(parts, 2)
+    if dtype in ("fp8_e5m2",):
+        expected = expected.to(torch.float8_e5m2).float()
+        assert torch.equal(cache.layers[0].keys.dense(), expected)
+    else:
+        assert torch.equal(content(cache), expected)
+    assert cache.get_seq_length() == count + 10
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_rows(static: bool) -> None:
+    cache = FP8PagedCache(config(), max_cache_len=40 if static else None, **EXACT)
+    k = feed(cache, 11)
+
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert torch.equal(content(cache), k[[1, 1]])
+    more = feed(cache, 3, 1)
+    assert torch.equal(content(cache), torch.cat([k[[1, 1]], more], 2)), "rows must part ways"
+    cache.batch_repeat_interleave(2)
+    expected = torch.cat([k[[1, 1]], more], 2).repeat_interleave(2, 0)
+    assert torch.equal(content(cache), expected)
+    last = feed(cache, 2, 2, batch=4)
+    expected = torch.cat([expected, last], 2)
+    assert torch.equal(content(cache), expected)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert torch.equal(content(cache), expected[[3, 0]])
+    cache.crop(-5)
+    assert torch.equal(content(cache), expected[[3, 0]][:, :, :-5])
+    again = feed(cache, 6, 3)
+    assert torch.equal(content(cache), torch.cat([expected[[3, 0]][:, :, :-5], again], 2))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(feed(cache, 4, 5), content(cache))
+
+
+def test_sliding_layers_give_pages_back() -> None:
+    cache = FP8PagedCache(config("mistral"), **EXACT)  # a window of 8 tokens
+    stock = DynamicCache(config=config("mistral"))
+    for step in range(60):
+        k = feed(cache, 1, step)
+        for layer in range(LAYERS):
+            stock.update(k + layer / 2, -k - layer / 2, layer)
+        if step:
+            shown = cache.layers[0].keys
+            assert torch.equal(shown.dense()[:, :, -7:], stock.layers[0].keys)
+            assert cache.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0)
+    table = cache.groups[8].table
+    assert table.used().shape == (2, 2), "a window of 8 in pages of 8 spans two pages"
+    assert cache.memory_footprint()["used"] < 60 * 2 * 2 * 16 * 2 * 2
+    with pytest.raises(ConfigError, match="activate_past_recording"):
+        cache.crop(-20)
+    cache.activate_past_recording()
+    held = [feed(cache, 1, 100 + i) for i in range(20)]
+    cache.crop(-20)
+    assert cache.get_seq_length() == 60
+    again = feed(cache, 1, 100)
+    assert torch.equal(again, held[0])
+
+
+def test_layers_may_advance_apart() -> None:
+    cache = FP8PagedCache(config(), **EXACT)
+    k = feed(cache, 10)
+    for _ in range(3):
+        cache.update(tokens(1), -tokens(1), 0)
+    assert [layer.get_seq_length() for layer in cache.layers] == [13, 10]
+    cache.layers[0].crop(-3)
+    assert torch.equal(content(cache), k)
+
+
+def test_forks_share_and_part() -> None:
+    cache = FP8PagedCache(config(), **EXACT)
+    k = feed(cache, 20)
+    held = cache.budget.held
+    forks = [cache.fork() for _ in range(5)]
+    assert cache.budget.held == held
+    for i, fork in enumerate(forks):
+        feed(fork, 1, 10 + i)
+    # Each fork has its own copy of the last, partly filled page of each sequence, and no more.
+    assert cache.budget.held == held + 5 * 2
+    for i, fork in enumerate(forks):
+        assert torch.equal(content(fork), torch.cat([k, tokens(1, seed=10 + i)], 2))
+    assert torch.equal(content(cache), k)
+    tables = [fork.groups[None].table for fork in forks]
+    cache.groups[None].table.check(*tables)
+    gone = weakref.ref(forks[0])
+    del forks, fork, tables
+    assert gone() is None, "a cycle keeps dropped forks alive"
+    assert cache.budget.held == held
+    feed(cache, 1)
+    assert cache.budget.held == held, "the last holder writes in place"
+
+
+def test_dropping_the_original_leaves_the_fork() -> None:
+    cache = FP8PagedCache(config(), **EXACT)
+    k = feed(cache, 20)
+    fork = cache.fork()
+    del cache
+    assert torch.equal(content(fork), k)
+    fork.reset()
+    assert fork.memory_footprint()["total"] < 1000, "memory goes when nobody holds a page"
+
+
+def test_a_fork_of_16k_tokens_takes_no_time_and_no_pages() -> None:
+    cache = FP8PagedCache(config())
+    for layer in range(LAYERS):
+        big = torch.randn(1, HEADS, 16384, DIM)
+        cache.update(big, big, layer)
+    held = cache.budget.held
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        fork = cache.fork()
+        times.append(time.perf_counter() - begin)
+        assert cache.budget.held == held
+        del fork
+    assert min(times) < 5e-3, times
+
+
+def test_beams_of_16k_tokens_are_reordered_without_copies() -> None:
+    cache, stock = FP8PagedCache(config()), DynamicCache(config=config())
+    for layer in range(LAYERS):
+        big = torch.randn(4, HEADS, 16384, 64)
+        cache.update(big, big, layer)
+        stock.update(big, big, layer)
+    index = torch.tensor([2, 0, 0, 3])
+
+    def fastest(target: Any) -> float:
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            target.reorder_cache(index)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert fastest(cache) < fastest(stock) / 20
+
+
+@pytest.mark.parametrize(("keywords", "share"), [({}, 0.54), ({"scales": 1.0}, 0.52)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_half_of_the_memory_at_8k(keywords: dict[str, Any], share: float, dim: int) -> None:
+    cache = FP8PagedCache(config(head_dim=dim), **keywords)
+    for layer in range(LAYERS):
+        big = torch.randn(1, HEADS, 8192, dim, dtype=torch.bfloat16)
+        cache.update(big, big, layer)
+        for _ in range(3):
+            cache.update(big[:, :, :1], big[:, :, :1], layer)
+    footprint = cache.memory_footprint()
+    bf16 = 8195 * LAYERS * HEADS * dim * 2 * 2
+    assert footprint["total"] <= share * bf16, footprint
+    assert footprint["used"] <= footprint["pages"] + footprint["scales"]
+    assert footprint["tokens"] == 8195
+
+
+# -- scales and centres --------------------------------------------------------------------------
+
+
+def scales_per_head() -> KVScales:
+    k = torch.tensor([[0.01], [0.04]])
+    v = torch.tensor([[0.5], [0.002]])
+    return KVScales({i: LayerScales(k * (i + 1), v * (i + 1)) for i in range(LAYERS)})
+
+
+@pytest.mark.parametrize("dtype", list(FORMATS))
+def test_static_scales_are_converted_to_the_format(dtype: str) -> None:
+    scales = scales_per_head()
+    cache = FP8PagedCache(config(), dtype=dtype, scales=scales, page_size=8)
+    fmt = FORMATS[dtype]
+    # Numbers near what a scale for E4M3FN was made for: 448 times the scale, per head.
+    unit = tokens(9).sign() * torch.linspace(0.3, 1.0, 9)[:, None]
+    for i in range(LAYERS):
+        layer = scales.layers[i]
+        cache.update(unit * 447 * layer.k[:, None], unit * 447 * layer.v[:, None], i)
+    relative = 2.0 ** -(fmt.mantissa_bits + 1)
+    for i, layer in enumerate(cache.layers):
+        for side, handle in (("k", layer.keys), ("v", layer.values)):
+            want = unit * 447 * getattr(scales.layers[i], side)[:, None]
+            error = ((handle.dense() - want).abs() / want.abs().clamp(min=1e-6)).amax()
+            assert error <= relative * 1.01, (side, error)
+
+
+def test_scales_of_k_and_v_are_not_swapped() -> None:
+    scales = KVScales.uniform(LAYERS, k=0.25, v=2.0)
+    cache = FP8PagedCache(config(), scales=scales, page_size=8)
+    cache.update(tokens(3), tokens(3), 0)
+    pool = cache.layers[0].pool
+    codes = [FORMATS["fp8_e4m3"], pool.k[0, :, :3], pool.v[0].transpose(1, 2)[:, :3]]
+    from hf_fp8kv.quantize import decode
+
+    assert torch.equal(decode(codes[1], codes[0]) * 0.25, tokens(3)[0])
+    assert torch.equal(decode(codes[2], codes[0]) * 2.0, tokens(3)[0])
+
+
+def test_dynamic_scales_do_not_depend_on_company() -> None:
+    """Batch mates, padding and the way a text is cut must not change a token's bytes."""
+    k = torch.randn(2, HEADS, 20, DIM) * torch.logspace(-3, 3, 20)[:, None]
+    whole = FP8PagedCache(config(), page_size=8)
+    whole.update(k, -k, 0)
+    alone = FP8PagedCache(config(), page_size=8)
+    for part in k[1:].split(3, dim=2):
+        alone.update(part, -part, 0)
+    assert torch.equal(whole.layers[0].keys.dense()[1:], alone.layers[0].keys.dense())
+    error = (whole.layers[0].keys.dense() - k).abs().amax(-1) / k.abs().amax(-1)
+    assert error.max() <= 2.0**-4, "each token has a scale of its own"
+
+
+def test_centres_remove_a_common_bias() -> None:
+    bias = 50 * torch.randn(1, HEADS, 1, DIM)
+    k = torch.randn(2, HEADS, 64, DIM) + bias
+    v = torch.randn(2, HEADS, 64, DIM)
+    errors = {}
+    for center in (False, True):
+        cache = FP8PagedCache(config(), center_keys=center)
+        cache.update(k, v, 0)
+        errors[center] = (cache.layers[0].keys.dense() - k).pow(2).mean().sqrt()
+        assert torch.equal(cache.layers[0].keys.dense(), cache.fork().layers[0].keys.dense())
+    assert errors[True] < errors[False] / 10
+    scales = KVScales({i: LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0]) for i in range(LAYERS)})
+    for center in (None, True):
+        cache = FP8PagedCache(config(), scales=scales, center_keys=center)
+        cache.update(k, v, 0)
+        assert torch.equal(cache.layers[0].k_center[1], bias[0, :, 0])
+    assert FP8PagedCache(config(), scales=scales, center_keys=False).options.center_keys is False
+
+
+def test_nan_is_not_hidden() -> None:
+    for keywords in ({}, {"scales": 1.0}, {"dtype": "fp8_e3m4"}, {"dtype": "fp8_e3m4", "scales": 1.0}):
+        cache = FP8PagedCache(config(), **keywords)
+        k = tokens(3)
+        k[0, 0, 1, 3] = torch.nan
+        cache.update(k, k, 0)
+        for handle in (cache.layers[0].keys, cache.layers[0].values):
+            dense = handle.dense()
+            assert dense[0, 0, 1, 3].isnan()
+            assert not dense[0, 0, [0, 2]].isnan().any()
+            assert not dense[1].isnan().any()
+
+
+def test_a_declared_scale_that_is_not_used_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    declared = config()
+    declared.quantization_config = {
+        "quant_method": "compressed-tensors", "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
+    }  # fmt: skip
+    from hf_fp8kv import cache as module
+
+    module._WARNED.clear()
+    for _ in range(2):
+        FP8PagedCache(declared)
+    assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
+    FP8PagedCache(declared, scales=scales_per_head())
+    assert len(caplog.records) == 1
+
+
+# -- skip_layers, offload, layers of other kinds -------------------------------------------------
+
+
+def test_skip_layers() -> None:
+    mixed = config("gemma3_text")
+    kinds = mixed.layer_types
+    by_type = FP8PagedCache(mixed, skip_layers=["sliding_attention"])
+    for kind, layer in zip(kinds, by_type.layers, strict=True):
+        assert (type(layer).__name__ == "FP8PagedLayer") == (kind != "sliding_attention")
+    by_number = FP8PagedCache(mixed, skip_layers=(0, -1))
+    stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_number.layers]
+    assert stock == [True, *[False] * (len(kinds) - 2), True]
+
+
+def test_offload_and_prefetch() -> None:
+    cache = FP8PagedCache(config(), **EXACT)
+    k = feed(cache, 9)
+    for layer in cache.layers:
+        layer.offload()
+    assert torch.equal(content(cache), k)
+    for layer in cache.layers:
+        layer.prefetch()
+    assert torch.equal(content(cache), k)
+
+
+def test_without_a_config_layers_come_as_asked() -> None:
+    cache = FP8PagedCache(**EXACT)
+    k = feed(cache, 9)
+    assert len(cache) == LAYERS
+    assert torch.equal(content(cache), k)
+    assert len(cache.fork()) == LAYERS
+
+
+# -- what is refused, before anything changes ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"dtype": None}, "dtype"),
+        ({"key_dtype": "fp4"}, "key_dtype"),
+        ({"value_dtype": torch.int8}, "value_dtype"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": 48}, "power of two"),
+        ({"page_size": 2048}, "power of two"),
+        ({"page_size": 16.0}, "page_size"),
+        ({"page_size": True}, "page_size"),
+        ({"max_cache_len": 0}, "max_cache_len"),
+        ({"max_cache_len": "64"}, "max_cache_len"),
+        ({"max_pages": -1}, "max_pages"),
+        ({"prefill": "fast"}, "prefill"),
+        ({"center_keys": "yes"}, "center_keys"),
+        ({"center_keys": True, "dtype": "auto"}, "center_keys"),
+        ({"skip_layers": [7]}, "skip_layers"),
+        ({"skip_layers": ["slding_attention"]}, "skip_layers"),
+        ({"backend": "cuda"}, "backend"),
+        ({"backend": "triton"}, "triton"),
+        ({"scales": 0.0}, "scale"),
+        ({"scales": -1.0}, "scale"),
+        ({"scales": float("nan")}, "scale"),
+        ({"scales": float("inf")}, "scale"),
+        ({"scales": True}, "scale"),
+        ({"scales": "/nowhere/kv_cache_scales.json"}, "kv_cache_scales.json"),
+        ({"scales": [1.0]}, "scales"),
+        ({"tp_rank": 2, "tp_size": 2}, "tp_rank"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_arguments(keywords: dict[str, Any], message: str) -> None:
+    from hf_fp8kv import Fp8KVError
+
+    with pytest.raises(Fp8KVError, match=message):
+        FP8PagedCache(config(), **keywords)
+
+
+def test_a_config_is_a_config() -> None:
+    with pytest.raises(ConfigError, match="model.config"):
+        FP8PagedCache("some/model")
+    with pytest.raises(ConfigError, match="max_cache_len"):
+        FP8PagedCache(max_cache_len=64)
+    with pytest.raises(ConfigError, match="skip_layers"):
+        FP8PagedCache(skip_layers=[0])
+
+
+def test_scales_of_another_model() -> None:
+    with pytest.raises(ScaleError, match=r"layers \[1\]"):
+        FP8PagedCache(config(), scales=KVScales.uniform(1))
+    three = LayerScales(torch.full((3, 1), 0.1), torch.full((3, 1), 0.1))
+    cache = FP8PagedCache(config(), scales=KVScales({0: three, 1: three}))
+    with pytest.raises(ScaleError, match="heads"):
+        cache.update(tokens(3), tokens(3), 0)
+    assert cache.get_seq_length() == 0
+    wide = LayerScales(torch.full((2, 8), 0.1), torch.tensor(0.1))
+    with pytest.raises(ScaleError, match="head size"):
+        FP8PagedCache(config(), scales=KVScales({0: wide, 1: wide})).update(tokens(3), tokens(3), 0)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_tokens_of_another_model(static: bool) -> None:
+    cache = FP8PagedCache(config(), max_cache_len=32 if static else None, **EXACT)
+    k = feed(cache, 9)
+    fine = tokens(1)
+    bad: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
+        "heads": (torch.zeros(2, 3, 1, DIM), torch.zeros(2, 3, 1, DIM), 0),
+        "head size": (torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0),
+        "batch": (tokens(1, 3), tokens(1, 3), 0),
+        "dtype": (fine.bfloat16(), fine.bfloat16(), 0),
+        "two dtypes": (fine, fine.bfloat16(), 0),
+        "integers": (fine.int(), fine.int(), 0),
+        "lengths": (tokens(2), fine, 0),
+        "no token": (tokens(0), tokens(0), 0),
+        "layer": (fine, fine, 2),
+        "rank": (fine[0], fine[0], 0),
+    }
+    for what, (key, value, layer) in bad.items():
+        with pytest.raises(ConfigError, match="expected"):
+            cache.update(key, value, layer)
+        assert torch.equal(content(cache), k), what
+
+
+def test_budget() -> None:
+    cache = FP8PagedCache(config(), max_pages=6, **EXACT)
+    k = feed(cache, 20)  # 2 sequences x 3 pages
+    for _ in range(2):
+        with pytest.raises(OutOfPagesError, match="max_pages") as caught:
+            feed(cache, 5)
+        assert (caught.value.needed, caught.value.available) == (2, 0)
+    assert torch.equal(content(cache), k)
+    fork = cache.fork()
+    with pytest.raises(OutOfPagesError):
+        feed(fork, 1)
+    assert torch.equal(content(fork), k)
+    del fork
+    more = feed(cache, 4)
+    assert torch.equal(content(cache), torch.cat([k, more], 2))
+
+
+def test_a_step_fits_for_every_kind_of_layer_or_changes_nothing() -> None:
+    mixed = config("gemma3_text")
+    cache = FP8PagedCache(mixed, max_pages=6, page_size=8)
+    key = tokens(17)
+    for layer in range(len(cache)):
+        with pytest.raises(OutOfPagesError):
+            cache.update(key, key, layer)
+        assert cache.budget.held == 0
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("prompt", [4, 12, 13, 20])
+def test_a_prompt_that_is_not_longer(prompt: int) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    cache = FP8PagedCache(model.config)
+    ids = torch.arange(2, 22)[None]
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    before = cache.layers[0].keys.dense()
+    with pytest.raises(ConfigError, match="longer than the 20 tokens"):
+        model.generate(ids[:, :prompt], past_key_values=cache, max_new_tokens=3)
+    assert torch.equal(cache.layers[0].keys.dense(), before)
+    with pytest.raises(ConfigError):
+        model(input_ids=ids[:, :0], past_key_values=cache)
+    with pytest.raises(ConfigError, match="attention_mask"):
+        model(
+            input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache
+        )
+    assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("number", [3, 1])
+def test_crop_takes_a_number_below_one(number: int) -> None:
+    cache = FP8PagedCache(config(), **EXACT)
+    feed(cache, 9)
+    with pytest.raises(ConfigError, match="crop"):
+        cache.crop(number)
+    for call in ("reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+        with pytest.raises(ConfigError, match="whole cache"):
+            getattr(cache.layers[0], call)(torch.tensor([0]))
+    with pytest.raises(ConfigError, match="sequences"):
+        cache.reorder_cache(torch.tensor([0, 5]))
+    with pytest.raises(ConfigError, match="repeats"):
+        cache.batch_repeat_interleave(0)
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"scales": 0.5}, {"center_keys": True}, {"dtype": "auto"}, {"scales": "per head"}],
+    ids=str,
+)
+def test_save_and_load(static: bool, keywords: dict[str, Any], tmp_path: Path) -> None:
+    if keywords.get("scales") == "per head":
+        keywords = {"scales": scales_per_head()}
+    cache = FP8PagedCache(config(), page_size=8, max_cache_len=30 if static else None, **keywords)
+    feed(cache, 13)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    path = cache.save(tmp_path / "a" / "cache.safetensors")
+    twin = FP8PagedCache.load(path)
+    for mine, other in zip(cache.layers, twin.layers, strict=True):
+        assert torch.equal(mine.keys.dense(), other.keys.dense())
+        assert torch.equal(mine.values.dense(), other.values.dense())
+    if not static:
+        assert twin.budget.held == cache.budget.held, "shared pages stay shared"
+    for one in (cache, twin):
+        feed(one, 4, 1)
+    assert torch.equal(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
+    assert path.stat().st_size < 60_000
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file is left"
+
+
+def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    cache = FP8PagedCache(config(), **EXACT)
+    feed(cache, 13)
+    path = cache.save(tmp_path / "cache.safetensors")
+    whole = path.read_bytes()
+    wrong = tmp_path / "wrong.safetensors"
+    for damage in (whole[:100], whole[: len(whole) // 2], b"", b"x" * 100, whole[:-1]):
+        wrong.write_bytes(damage)
+        with pytest.raises(ConfigError, match=r"wrong\.safetensors"):
+            FP8PagedCache.load(wrong)
+    save_file({"a": torch.zeros(1)}, wrong)
+    with pytest.raises(ConfigError, match="expected a cache saved by this library"):
+        FP8PagedCache.load(wrong)
+    with pytest.raises(ConfigError, match="nowhere"):
+        FP8PagedCache.load(tmp_path / "nowhere.safetensors")

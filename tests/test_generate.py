@@ -1,0 +1,324 @@
+"""Every feature of generate(), on tiny models: with dtype="auto" exactly what DynamicCache gives."""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from hf_fp8kv import ConfigError, FP8PagedCache
+from tests.tiny_models import tiny
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+# Windows of 8 tokens, prompts of 13 and 24 new tokens: every window is left behind.
+MODELS = (
+    "gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent",
+)  # fmt: skip
+
+
+def dense_attention(name: str) -> str:
+    """The model's ordinary attention: gpt-oss has no sdpa."""
+    return "eager" if name in ("sinks", "softcap") else "sdpa"
+
+
+def new_cache(model: Any, **keywords: Any) -> FP8PagedCache:
+    return FP8PagedCache(model.config, **{"page_size": 8, **keywords})
+
+
+def generate(model: Any, inputs: dict[str, Any], cache: Any, **keywords: Any) -> torch.Tensor:
+    return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **keywords})
+
+
+def unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The second row of the prompt, which has no padding."""
+    return {name: tensor[1:] for name, tensor in inputs.items()}
+
+
+@pytest.fixture(params=["own", "fp8_paged"])
+def attention(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("prefill", ["exact", "stored"])
+class TestAuto:
+    """dtype="auto" stores what it is given: whatever differs is a lost or misplaced token."""
+
+    def pair(self, name: str, attention: str) -> tuple[Any, Any, Any]:
+        stock, inputs = tiny(name, attn_implementation=dense_attention(name))
+        chosen = dense_attention(name) if attention == "own" else attention
+        model, _ = tiny(name, attn_implementation=chosen)
+        return stock, model, inputs
+
+    def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
+        stock, model, inputs = self.pair(name, attention)
+        for keywords in ({}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 5}):
+            expected = generate(stock, inputs, DynamicCache(config=stock.config), **keywords)
+            cache = new_cache(model, dtype="auto", prefill=prefill)
+            assert torch.equal(generate(model, inputs, cache, **keywords), expected), keywords
+            for group in cache.groups.values():
+                group.table.check()
+
+    def test_rollback(self, name: str, prefill: str, attention: str) -> None:
+        stock, model, inputs = self.pair(name, attention)
+        row = unpadded(inputs)
+        expected = generate(stock, row, DynamicCache(config=stock.config))
+        draft, _ = tiny(name, attn_implementation=dense_attention(name))
+        with torch.no_grad():
+            for weight in draft.parameters():
+                if weight.ndim > 1:
+                    weight.add_(0.02 * weight.std() * torch.randn_like(weight))
+        for keywords in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
+            cache = new_cache(model, dtype="auto", prefill=prefill)
+            assert torch.equal(generate(model, row, cache, **keywords), expected), list(keywords)
+            assert cache.get_seq_length() >= expected.shape[1] - 1
+
+    def test_static_form(self, name: str, prefill: str, attention: str) -> None:
+        stock, model, inputs = self.pair(name, attention)
+        expected = generate(stock, inputs, DynamicCache(config=stock.config))
+        cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
+        for _ in range(2):
+            assert torch.equal(generate(model, inputs, cache, disable_compile=True), expected)
+            cache.reset()
+        beams = {"num_beams": 3, "disable_compile": True}
+        expected = generate(stock, inputs, DynamicCache(config=stock.config), **beams)
+        cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
+        assert torch.equal(generate(model, inputs, cache, **beams), expected)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_auto_is_dynamic_cache_bit_for_bit(page_size: int) -> None:
+    model, inputs = tiny("gqa", attn_implementation="sdpa", max_position_embeddings=512)
+    stock, paged = DynamicCache(config=model.config), new_cache(model, dtype="auto", page_size=page_size)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        for step in range(200):
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            both = [
+                model(
+                    input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=c
+                ).logits
+                for c in (stock, paged)
+            ]
+            assert torch.equal(*both), f"step {step}"
+            ids = both[0][:, -1:].argmax(-1)
+            mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    for layer, twin in zip(stock.layers, paged.layers, strict=True):
+        assert torch.equal(layer.keys, twin.keys.dense())
+        assert torch.equal(layer.values, twin.values.dense())
+
+
+@pytest.mark.parametrize("name", ["gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e3m4"])
+class TestStored:
+    """With prefill="stored" every call reads the same bytes, however the text was cut up."""
+
+    def test_one_text_one_answer(self, name: str, dtype: str, attention: str) -> None:
+        model, inputs = tiny(name, attn_implementation=dense_attention(name))
+        if attention != "own":
+            model.set_attn_implementation(attention)
+
+        def cache() -> FP8PagedCache:
+            return new_cache(model, dtype=dtype, prefill="stored")
+
+        expected = generate(model, inputs, cache())
+        assert torch.equal(generate(model, inputs, cache(), prefill_chunk_size=4), expected)
+        row = unpadded(inputs)
+        alone = generate(model, row, cache())
+        assert torch.equal(alone, expected[1:]), "padding of another row changed this one"
+        assert torch.equal(generate(model, row, cache(), prompt_lookup_num_tokens=4), alone)
+        draft, _ = tiny(name, seed=1, attn_implementation=dense_attention(name))
+        assert torch.equal(generate(model, row, cache(), assistant_model=draft), alone)
+
+
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "kv_sharing", "hybrid"])
+@pytest.mark.parametrize("keywords", [{}, {"center_keys": True}, {"scales": 0.05}], ids=str)
+def test_every_kind_of_copy_continues_alike(
+    name: str, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    row = unpadded(inputs)
+    expected = generate(model, row, new_cache(model, **keywords))
+    cache = new_cache(model, **keywords)
+    start = generate(model, row, cache, max_new_tokens=10)
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    copies = {
+        "fork": cache.fork(),
+        "deepcopy": copy.deepcopy(cache),
+        "pickle": pickle.loads(pickle.dumps(cache)),
+        "torch.save": torch.load(buffer, weights_only=False),
+    }
+    if name != "hybrid":
+        copies["save"] = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+    copies["original"] = cache
+    # Said, since a generated token may be the one that pads.
+    text = {"input_ids": start, "attention_mask": torch.ones_like(start)}
+    for how, twin in copies.items():
+        rest = generate(model, text, twin, max_new_tokens=14)
+        assert torch.equal(rest, expected), how
+
+
+def test_fork_is_independent() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    cache = new_cache(model)
+    start = generate(model, inputs, cache, max_new_tokens=6)
+    fork = cache.fork()
+    other = torch.cat([start[:, :-1], (start[:, -1:] + 1) % 90], 1)
+    mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 6)], 1)
+    rest = {}
+    for label, text, used in (("fork", other, fork), ("original", start, cache)):
+        rest[label] = generate(model, {"input_ids": text, "attention_mask": mask}, used)
+    for label, text in (("fork", other), ("original", start)):
+        fresh = new_cache(model)
+        generate(model, inputs, fresh, max_new_tokens=6)
+        alone = generate(model, {"input_ids": text, "attention_mask": mask}, fresh)
+        assert torch.equal(rest[label], alone), label
+
+
+@pytest.mark.parametrize("name", ["cross_attention", "position_bias", "speech"])
+@pytest.mark.parametrize("bare", [False, True], ids=["both-parts", "bare"])
+def test_encoder_decoder(name: str, bare: bool) -> None:
+    model, inputs = tiny(name)
+    options = {**GREEDY, "max_new_tokens": 12}
+    expected = model.generate(**inputs, **options)
+    for attention in ("own", "fp8_paged"):
+        if attention != "own":
+            model.set_attn_implementation(attention)
+        cache: Any = new_cache(model, dtype="auto")
+        if not bare:
+            cache = EncoderDecoderCache(cache, new_cache(model, dtype="auto"))
+        got = model.generate(**inputs, past_key_values=cache, **options)
+        assert torch.equal(got, expected), attention
+        eight = EncoderDecoderCache(new_cache(model), new_cache(model))
+        assert model.generate(**inputs, past_key_values=eight, **options).shape == expected.shape
+
+
+def test_encoder_decoder_rolls_back() -> None:
+    model, inputs = tiny("cross_attention")
+    row = {name: tensor[1:] for name, tensor in inputs.items()}
+    cache = EncoderDecoderCache(new_cache(model, dtype="auto"), new_cache(model, dtype="auto"))
+    expected = model.generate(**row, **GREEDY)
+    got = model.generate(**row, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
+    assert torch.equal(got, expected)
+
+
+def test_guidance_uses_a_cache_of_its_own() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    stock, _ = tiny("gqa", attn_implementation="sdpa")
+    row = unpadded(inputs)
+    options = {**GREEDY, "guidance_scale": 1.5}
+    expected = stock.generate(**row, **options)
+    got = model.generate(**row, past_key_values=new_cache(model, dtype="auto"), **options)
+    assert torch.equal(got, expected)
+
+
+def test_without_a_cache_of_ours_it_is_ordinary_attention() -> None:
+    model, inputs = tiny("sliding", attn_implementation="fp8_paged")
+    stock, _ = tiny("sliding", attn_implementation="sdpa")
+    for keywords in ({}, {"use_cache": False}):
+        expected = stock.generate(**inputs, **GREEDY, **keywords)
+        assert torch.equal(model.generate(**inputs, **GREEDY, **keywords), expected)
+    model.train()
+    stock.train()
+    losses = [m(**inputs, labels=inputs["input_ids"], use_cache=False).loss for m in (stock, model)]
+    assert torch.allclose(*losses, rtol=1e-5)
+    losses[1].backward()
+
+
+def test_custom_4d_mask() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    stock, _ = tiny("gqa", attn_implementation="sdpa")
+    ids = inputs["input_ids"]
+    seen = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
+    seen[:, :, 6:, 2] = False
+    later = torch.ones(2, 1, 3, 16, dtype=torch.bool).tril(13)
+    later[0, :, :, 5] = False
+    more = ids[:, :3]
+    for form in (
+        lambda m: m,
+        lambda m: torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min),
+    ):
+        logits = []
+        for m, cache in (
+            (stock, DynamicCache(config=stock.config)),
+            (model, new_cache(model, dtype="auto", prefill="stored")),
+        ):
+            with torch.no_grad():
+                first = m(input_ids=ids, attention_mask=form(seen), past_key_values=cache)
+                second = m(input_ids=more, attention_mask=form(later), past_key_values=cache)
+            logits.append(torch.cat([first.logits, second.logits], 1))
+        assert torch.allclose(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_enable_and_disable() -> None:
+    from hf_fp8kv import disable, enable
+
+    model, inputs = tiny("gqa")
+    before = model.config._attn_implementation
+    options = {**GREEDY, "return_dict_in_generate": True}
+    expected = generate(model, inputs, new_cache(model, page_size=64, dtype="fp8_e3m4"))
+    assert enable(model, dtype="fp8_e3m4") is model
+    out = model.generate(**inputs, **options)
+    assert isinstance(out.past_key_values, FP8PagedCache)
+    assert torch.equal(out.sequences, expected)
+    assert isinstance(
+        model.generate(**inputs, past_key_values=DynamicCache(), **options).past_key_values,
+        DynamicCache,
+    )
+    enable(model, dtype="auto")
+    assert model.generate(**inputs, **options).past_key_values.options.key_format == "auto"
+    disable(model)
+    disable(model)
+    assert model.config._attn_implementation == before
+    assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
+    with pytest.raises(ConfigError, match="dtype"):
+        enable(model, dtype="int8")
+
+
+def test_enable_an_encoder_decoder() -> None:
+    from hf_fp8kv import disable, enable
+
+    model, inputs = tiny("cross_attention")
+    expected = model.generate(**inputs, **GREEDY)
+    enable(model, dtype="auto")
+    out = model.generate(**inputs, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(out.sequences, expected)
+    assert isinstance(out.past_key_values.cross_attention_cache, FP8PagedCache)
+    disable(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("gqa", "fused"), ("sliding_and_full", "fused"), ("sinks", "fused"), ("latent", "dense"),
+        ("kv_sharing", "fused"), ("hybrid", "fused"), ("alibi", "dense"), ("cross_attention", "fused"),
+    ],
+)  # fmt: skip
+def test_check_model(name: str, path: str) -> None:
+    from hf_fp8kv import check_model
+
+    model, _ = tiny(name)
+    before = model.config._attn_implementation
+    report = check_model(model)
+    assert report.path == path, str(report)
+    assert report.to_dict()["path"] == path
+    assert model.config._attn_implementation == before
+    if path == "dense":
+        assert "dense" in str(report)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "openai-gpt", "minimax"])
+def test_what_cannot_work_is_refused(kind: str) -> None:
+    from hf_fp8kv import check_model, enable
+
+    model, _ = tiny(kind)
+    assert check_model(model).path == "refused"
+    for call in (lambda: FP8PagedCache(model.config), lambda: enable(model)):
+        with pytest.raises(ConfigError, match="can use this cache"):
+            call()
