@@ -1,0 +1,131 @@
+"""The benchmark runs, says what it measured, and does not time what is wrong.
+
+Speed itself is asserted only when RUN_SLOW=1: a busy machine is no reason for a red test.
+"""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_fp8kv import bench
+
+SMALL = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, object]:
+    return bench.run_cpu_suite(**SMALL, memory_tokens=None)
+
+
+def test_it_is_json(result):
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_it_says_where_and_how(result):
+    assert set(result) == {
+        "suite", "date", "command", "versions", "hardware", "settings", "rows"
+    }  # fmt: skip
+    assert result["hardware"]["threads"] == torch.get_num_threads()
+    assert result["hardware"]["cpu"]
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["settings"]["pairs"] == 2
+
+
+def test_every_pair_is_measured_at_every_context(result):
+    found = {
+        (row["cache"], row["against"], row["context"])
+        for row in result["rows"]
+        if row["measure"] == "ratio"
+    }
+    for cache in bench.PAGED:
+        for other in (bench.DYNAMIC, bench.QUANTIZED, bench.FOLDED):
+            for context in SMALL["context"]:
+                assert (cache, other, context) in found
+
+
+def test_rows_are_alike(result):
+    keys = {"measure", "cache", "context", "against", "value", "unit", "low", "high", "target"}
+    for row in result["rows"]:
+        assert set(row) == keys
+        assert row["value"] > 0
+        assert row["low"] is None or row["low"] <= row["value"] <= row["high"]
+    measures = {row["measure"] for row in result["rows"]}
+    assert measures == {"decode step", "ratio", "cost per token", "update", "bytes per token"}
+
+
+def test_targets_are_those_of_the_longest_context(result):
+    speed = [row for row in result["rows"] if row["against"] in bench.TARGETS]
+    for row in speed:
+        expected = bench.TARGETS[row["against"]] if row["context"] == 128 else None
+        assert row["target"] == expected
+
+
+def test_the_table(result):
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(bench.format_table(result))
+    text = console.export_text()
+    for name in (*bench.PAGED, bench.DYNAMIC, bench.FOLDED, "bytes per token", "≤ 0.35"):
+        assert name in text
+
+
+def test_turns_are_interleaved_and_rotate():
+    order = []
+    steps = {name: lambda name=name: order.append(name) for name in "abc"}
+    seconds = bench._take_turns(steps, 2)
+    assert "".join(order) == "abcbcacab"
+    assert {len(taken) for taken in seconds.values()} == {2}
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    right = bench.fp8_paged_attention
+
+    def wrong(*args, **kwargs):
+        out, weights = right(*args, **kwargs)
+        return out * 1.05, weights
+
+    monkeypatch.setattr(bench, "fp8_paged_attention", wrong)
+    with pytest.raises(RuntimeError, match="expected torch's attention"):
+        bench._contenders(64, (4, 2, 16), "torch")
+
+
+def test_bytes_meet_their_targets():
+    rows = bench._byte_rows((32, 8, 128), "torch")
+    ratios = [row for row in rows if row["measure"] == "ratio"]
+    assert len(ratios) == len(bench.PAGED)
+    for row in ratios:
+        assert row["value"] <= row["target"]
+
+
+def test_memory_of_processes():
+    """Two processes that grow: no dense copy of the pages stays anywhere."""
+    pytest.importorskip("numba", reason="torch's own encoder leaves temporaries in the heap")
+    rows = bench._process_rows(2048, (8, 8, 128), "numba")
+    grown = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
+    stored = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
+    assert grown["DynamicCache"] > 0.9 * stored
+    assert grown["FP8PagedCache e4m3"] < 0.8 * stored
+
+
+def test_a_process_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(bench, "PAGED", {"FP8PagedCache e4m3": {}})
+    with pytest.raises(RuntimeError, match="BackendError"):
+        bench._process_rows(64, (4, 2, 16), "no such backend")
+
+
+@pytest.mark.slow
+def test_the_speed_that_is_promised():
+    result = bench.run_cpu_suite(context=(1024, 16384), pairs=9, memory_tokens=None)
+    for row in result["rows"]:
+        if row["target"] is not None:
+            assert row["value"] <= row["target"], row
+    [growth] = [row for row in result["rows"] if row["measure"] == "cost per token"]
+    assert growth["value"] < 1.5
+    updates = {
+        row["context"]: row["value"]
+        for row in result["rows"]
+        if row["measure"] == "update" and "FP8" in row["cache"]
+    }
+    assert updates[16384] < 2 * updates[64]
