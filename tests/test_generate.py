@@ -184,6 +184,8 @@ def test_fork_is_independent() -> None:
 @pytest.mark.parametrize("name", ["cross_attention", "position_bias", "speech"])
 @pytest.mark.parametrize("bare", [False, True], ids=["both-parts", "bare"])
 def test_encoder_decoder(name: str, bare: bool) -> None:
+    if bare and name != "speech":
+        pytest.skip("these models want a pair of caches, of transformers' own kinds too")
     model, inputs = tiny(name)
     options = {**GREEDY, "max_new_tokens": 12}
     expected = model.generate(**inputs, **options)
