@@ -101,12 +101,11 @@ def test_bytes_meet_their_targets():
 
 def test_memory_of_processes():
     """Two processes that grow: no dense copy of the pages stays anywhere."""
-    pytest.importorskip("numba", reason="torch's own encoder leaves temporaries in the heap")
-    rows = bench._process_rows(2048, (8, 8, 128), "numba")
+    rows = bench._process_rows(2048, (8, 8, 128), "auto")
     grown = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
     stored = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
-    assert grown["DynamicCache"] > 0.9 * stored
-    assert grown["FP8PagedCache e4m3"] < 0.8 * stored
+    assert 0.95 * stored < grown["DynamicCache"] < 1.1 * stored
+    assert grown["FP8PagedCache e4m3"] < 0.65 * stored
 
 
 def test_a_process_that_fails_says_why(monkeypatch):
