@@ -11,7 +11,7 @@ A model in float64, and a CPU that cannot convert float16, are handed to the "to
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -105,9 +105,13 @@ def _run(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
     submit = _pool(os.getpid()).submit
     others = [submit(kernel, *arguments) for _ in range(threads - 1)]
     kernel(*arguments)
-    for other in others:
-        if not other.cancel():
+    running = [other for other in others if not other.cancel()]
+    try:
+        for other in running:
             other.result()
+    finally:
+        # Also after an interrupt: the memory must not go while a thread still works on it.
+        wait(running)
 
 
 def _threads(numbers: int) -> int:

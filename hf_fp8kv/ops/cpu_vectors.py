@@ -1,8 +1,8 @@
 """Sixteen float32 lanes inside numba: what the CPU kernels are written with.
 
-numba alone leaves the inner loops to LLVM's vectoriser, which then spends two thirds of a decode
-step on checks and on sums across lanes. These functions name the vector instructions; LLVM splits
-them on a CPU with narrower ones. Memory is read and written at plain addresses (int64).
+numba alone leaves the inner loops to LLVM's vectoriser, which then spends more than half of a
+decode step on checks and on sums across lanes. These functions name the vector instructions; LLVM
+splits them on a CPU with narrower ones. Memory is read and written at plain addresses (int64).
 
 A code becomes a float by way of float16: its bits, moved, are a float16 that is too small by a
 power of two. The CPU's conversion is exact, subnormal numbers included.
