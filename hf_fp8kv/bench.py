@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -257,18 +258,18 @@ def _check(
 def _take_turns(steps: Mapping[str, Step], turns: int) -> dict[str, list[float]]:
     """Returns the seconds of each, in turns; the first turn does not count.
 
-    Each turn begins with another one: torch's threads spin for a while after their work, and
-    disturb whoever comes next.
+    Each turn has another order: torch's threads spin for a while after their work, and disturb
+    whoever comes next.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
+    order, shuffle = list(steps), random.Random(0).shuffle
     for turn in range(turns + 1):
         for name in order:
             began = time.perf_counter()
             steps[name]()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
-        order.append(order.pop(0))
+        shuffle(order)
     return seconds
 
 

@@ -36,6 +36,7 @@ from .cpu_vectors import (
     mul,
     next_unit,
     page_of,
+    prefetch,
     record,
     splat,
     store,
@@ -189,7 +190,12 @@ def _logits(c: Call, parts: Floats, rows: int, s: Scratch) -> None:
     stride = 4 * s.q.shape[1]
     for part in parts:
         source = c.k + (part[0] * c.slots + part[1]) * size
+        v_size = c.v_dim * width_of(c.v_kind)
+        soon = c.v + (part[0] * c.slots + part[1]) * v_size
         for column in range(part[2], part[3]):
+            for i in range(0, v_size, 64):
+                prefetch(soon + i)
+            soon += v_size
             if not direct:
                 decode(source, c.k_kind, code, c.k_dim, strip)
             place = source if direct else strip
@@ -222,11 +228,14 @@ def _fade_out(fade: Floats, rows: int, out: Floats) -> None:
 
 
 @jit
-def _values(c: Call, parts: Floats, all_seen: bool, rows: int, s: Scratch) -> None:
-    """Adds weights times V; what no query sees counts as zero even if its bytes are NaN."""
+def _values(c: Call, parts: Floats, all_seen: bool, rows: int, soon: int, s: Scratch) -> None:
+    """Adds weights times V; what no query sees counts as zero even if its bytes are NaN.
+
+    `soon` is where the next tile's K begins, or 0: a page is too short for the CPU to guess that.
+    """
     count = parts[-1, 3]
     if c.v_kind == FP8 and rows <= 4 and all_seen and _find_lines(c, parts, s.lines):
-        _values_direct(c, count, rows, s)
+        _values_direct(c, count, rows, soon, s)
         return
     code = (c.v_shift, c.v_mask, c.v_nan_mask, c.v_nan_code)
     width = width_of(c.v_kind)
@@ -262,13 +271,15 @@ def _find_lines(c: Call, parts: Floats, lines: Floats) -> bool:
 
 
 @jit
-def _values_direct(c: Call, count: int, rows: int, s: Scratch) -> None:
+def _values_direct(c: Call, count: int, rows: int, soon: int, s: Scratch) -> None:
     """The same for 8 bits and at most four rows: no decoded copy."""
     code = (c.v_shift, c.v_mask, c.v_nan_mask, c.v_nan_code)
     weights, stride, zero = address_of(s.logits), 4 * TILE, splat(np.float32(0))
     whole, rest = count // LANES, count % LANES
     place, lines, out = 0, s.lines, address_of(s.out)
     for dim in range(c.v_dim):
+        if soon:
+            prefetch(soon + 64 * dim)
         a, b, d, e = zero, zero, zero, zero
         if rows == 1:
             for i in range(whole):
@@ -332,7 +343,11 @@ def _attend_tile(
                     s.v_scales[column] = 0
     if soften(rows, count, v_scales, logits, top, sums, s.fade):
         _fade_out(s.fade, padded, s.out)
-    _values(c, parts, found == count, padded, s)
+    soon = 0
+    if high // c.slots < c.table_columns:
+        place = (page_of(c, sequence, high) * c.heads + head) * c.slots + high % c.slots
+        soon = c.k + place * c.k_dim * width_of(c.k_kind)
+    _values(c, parts, found == count, padded, soon, s)
 
 
 @jit

@@ -55,6 +55,7 @@ __all__ = [
     "next_unit",
     "page_of",
     "power",
+    "prefetch",
     "record",
     "rint",
     "splat",
@@ -538,6 +539,16 @@ def bits(builder: Any, least: Any, a: Any) -> Any:
     raw = builder.and_(builder.bitcast(a, _vector(_I32)), _all(_I32, 0x7FFFFFFF))
     most = builder.sext(_call(builder, "llvm.vector.reduce.smax.v16i32", _I32, raw), _I64)
     return builder.select(builder.icmp_signed(">", most, least), most, least)
+
+
+@_operation(types.none, _i)
+def prefetch(builder: Any, address: Any) -> None:
+    """Asks for the 64 bytes around `address`, which need not be readable."""
+    place = _pointer(builder, address, _I8)
+    kind = ir.FunctionType(ir.VoidType(), [place.type, _I32, _I32, _I32])
+    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # For reading, to keep in all levels of the cache, data.
+    builder.call(ask, [place, *(ir.Constant(_I32, i) for i in (0, 3, 1))])
 
 
 @_operation(_i, _i)
