@@ -5,8 +5,10 @@ a sequence is a list of tokens, and its pages are objects whose holders are coun
 """
 
 import copy
+import itertools
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 
@@ -156,7 +158,7 @@ class Cache:
         self.groups, self.models = groups, models
         self.sequences: list[list[int]] = []
         for group in groups.values():
-            group.siblings = list(groups.values())
+            group.siblings = [weakref.ref(sibling) for sibling in groups.values()]
 
     @property
     def length(self) -> int:
@@ -169,12 +171,6 @@ class Cache:
         )
         other.sequences = [list(tokens) for tokens in self.sequences]
         return other
-
-    def drop(self) -> None:
-        """Nothing but the caller holds the groups afterwards: they refer to each other."""
-        for group in self.groups.values():
-            group.siblings = []
-        self.groups = {}
 
     def state(self) -> object:
         """Everything that a refused call must leave as it was."""
@@ -288,7 +284,8 @@ class Pages(RuleBasedStateMachine):
         lengths = [list(group.lengths) for group in cache.groups.values()]
         error = refusal(lambda: cache.groups["full"].prepare(start, stop, batch), OutOfPagesError)
         assert error is not None
-        assert error[1] == {"needed": needed, "available": available}
+        # Pages behind the window count as available, or against what is needed.
+        assert error[1]["needed"] - error[1]["available"] == needed - available
         assert [list(group.lengths) for group in cache.groups.values()] == lengths
         # Pages behind the window may be gone; what a query sees may not.
         for name, model in cache.models.items():
@@ -361,9 +358,8 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: len(self.caches) > 1)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        cache = self.pick(data)
-        self.caches.remove(cache)
-        cache.drop()
+        # With the cache its groups and tables are gone: nothing else refers to them.
+        self.caches.remove(self.pick(data))
 
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
@@ -418,11 +414,11 @@ class Pages(RuleBasedStateMachine):
                 for pool in group.pools:
                     assert_holds(pool, rows, start, tokens[:, start:])
 
-    def teardown(self) -> None:
-        if not hasattr(self, "caches"):
-            return
-        while self.caches:
-            self.caches.pop(0).drop()
+    @rule(data=st.data())
+    def start_again(self, data: st.DataObject) -> None:
+        """Every fork is dropped, and nothing is held; the last, empty, goes on."""
+        self.caches = [self.pick(data)]
+        self.clear(data)
         assert self.budget.held == 0
         for allocator in self.allocators:
             assert allocator.held == 0
@@ -430,7 +426,7 @@ class Pages(RuleBasedStateMachine):
             assert sorted(allocator._free) == list(range(allocator.capacity))
 
 
-Pages.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+Pages.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPages = Pages.TestCase
 
 
@@ -649,6 +645,61 @@ def test_a_dropped_table_gives_its_pages_back():
     table.check()
 
 
+OPERATIONS = {
+    "reserve": lambda table: table.reserve(6, 11, 2),
+    "truncate": lambda table: table.truncate(2),
+    "release": lambda table: table.release(4),
+    "select": lambda table: table.select(np.array([1, 1, 0])),
+    "clear": lambda table: table.clear(),
+    "fork": lambda table: table.fork(),
+}
+
+
+NOT_YET = pytest.mark.xfail(
+    strict=True, reason="a table that goes in the middle of another's work disturbs its counts"
+)
+SAFE = ("select", "fork")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(operation, id=name, marks=[] if name in SAFE else NOT_YET)
+        for name, operation in OPERATIONS.items()
+    ],
+)
+def test_a_fork_may_go_at_any_moment_of_what_another_table_does(operation):
+    # As when the garbage collector finds it: here before the n-th line that Python runs.
+    for moment in itertools.count(1):
+        table = written(6, batch=2)
+        garbage = [table.fork()]
+        made = _interrupted(lambda table=table: operation(table), moment, garbage.clear)
+        if garbage:
+            break
+        table.check(*([made] if isinstance(made, BlockTable) else []))
+        assert table.allocator.budget.held == table.allocator.held, f"line {moment}"
+    assert moment > 5
+
+
+def _interrupted(call: Callable[[], object], moment: int, what: Callable[[], None]) -> object:
+    """Returns what `call` does; before its `moment`-th line, if it has so many, calls `what`."""
+    lines = 0
+
+    def trace(frame: object, event: str, argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == moment:
+            what()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        return call()
+    finally:
+        sys.settrace(before)
+
+
 def test_a_table_alive_at_the_end_of_the_process_says_nothing():
     code = (
         "from hf_fp8kv.block_table import BlockTable, PageAllocator, PageBudget\n"
@@ -862,7 +913,7 @@ def test_a_step_is_reserved_in_every_group_that_stands_at_it_or_in_none():
     budget = PageBudget(4, 5)
     groups = [LayerGroup(budget), LayerGroup(budget, 8), LayerGroup(budget, 4)]
     for group in groups:
-        group.siblings = groups
+        group.siblings = [weakref.ref(sibling) for sibling in groups]
         group.add(PagePool(4, "auto", "auto", dynamic=True))
     # One layer of its own is ahead: it is not part of this step.
     groups[2].lengths[0] = 4
@@ -873,6 +924,20 @@ def test_a_step_is_reserved_in_every_group_that_stands_at_it_or_in_none():
     assert [g.table.count for g in groups] == [0, 0, 1]
     groups[0].prepare(0, 8, 1)
     assert [g.table.count for g in groups] == [2, 2, 1]
+
+
+@pytest.mark.xfail(strict=True, reason="a refused step has given the pages behind the window back")
+def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to():
+    group = new_group(window=5, max_pages=4)
+    advance(group, 7)
+    advance(group, 1)
+    with pytest.raises(OutOfPagesError):
+        group.prepare(8, 99, 1)
+    assert (group.table.first, group.table.count) == (0, 2)
+    group.check_crop(1)
+    # What the step gives back counts: three pages more fit, beside the one that stays.
+    group.prepare(8, 20, 1)
+    assert (group.table.first, group.table.count) == (1, 5)
 
 
 @pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
