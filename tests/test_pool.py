@@ -1,0 +1,243 @@
+"""The bytes of one layer: shapes, growth, copies and sizes."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.pool import PagePool
+
+S, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
+EIGHT_BIT = list(FORMATS)
+
+
+def tokens(
+    heads: int = HEADS, k_dim: int = K_DIM, v_dim: int = V_DIM, dtype: torch.dtype = torch.bfloat16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(1, heads, 1, k_dim, dtype=dtype), torch.ones(1, heads, 1, v_dim, dtype=dtype)
+
+
+def new_pool(
+    key: str = "fp8_e4m3",
+    value: str = "fp8_e4m3",
+    pages: int = 4,
+    *,
+    dynamic: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+) -> PagePool:
+    pool = PagePool(S, key, value, dynamic=dynamic)
+    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages)
+    return pool
+
+
+def fill(pool: PagePool) -> dict[str, torch.Tensor]:
+    """Every number of every tensor is then random; returns copies."""
+    for tensor in pool.tensors().values():
+        tensor.copy_(torch.randint(1, 250, tensor.shape))
+    return {name: tensor.clone() for name, tensor in pool.tensors().items()}
+
+
+# Formats of K and V, whether scales are dynamic, and the tensors that there are.
+CASES = {
+    **{f"{name}-dynamic": (name, name, True, "k v k_scales v_scales") for name in EIGHT_BIT},
+    **{f"{name}-static": (name, name, False, "k v") for name in EIGHT_BIT},
+    "two-formats": ("fp8_e5m2", "fp8_e3m4", True, "k v k_scales v_scales"),
+    "auto-keys": ("auto", "fp8_e4m3", True, "k v v_scales"),
+    "auto-values": ("fp8_e4m3", "auto", True, "k v k_scales"),
+    "auto-values-static": ("fp8_e4m3", "auto", False, "k v"),
+    "auto": ("auto", "auto", True, "k v"),
+}
+cases = pytest.mark.parametrize(("key", "value", "dynamic", "names"), CASES.values(), ids=CASES)
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_shapes_and_dtypes(key, value, dynamic, names, dtype, device):
+    pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device)
+    found = pool.tensors()
+    assert " ".join(found) == names
+    assert found["k"].shape == (7, HEADS, S, K_DIM)
+    assert found["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
+    assert found["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
+    assert found["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
+    for name in {"k_scales", "v_scales"} & set(found):
+        assert found[name].shape == (7, HEADS, S)
+        assert found[name].dtype == torch.bfloat16
+    assert all(tensor.device.type == device.type for tensor in found.values())
+    assert not any(tensor.any() for tensor in found.values()), "new pages are zero"
+    assert (pool.pages, pool.is_allocated) == (7, True)
+
+
+@cases
+def test_bytes_per_page(key, value, dynamic, names):
+    pool = new_pool(key, value, 3, dynamic=dynamic, dtype=torch.float32)
+    size = {"k": HEADS * S * K_DIM, "v": HEADS * S * V_DIM}
+    size["k"] *= 4 if key == "auto" else 1
+    size["v"] *= 4 if value == "auto" else 1
+    size["k_scales"] = size["v_scales"] = HEADS * S * 2
+    assert pool.bytes_per_page() == sum(size[name] for name in names.split())
+    held = sum(t.untyped_storage().nbytes() for t in pool.tensors().values())
+    assert held == 3 * pool.bytes_per_page()
+
+
+def test_eight_bits_with_dynamic_scales_are_little_more_than_half_of_sixteen():
+    like = torch.ones(1, 8, 1, 128, dtype=torch.bfloat16)
+    sizes = {}
+    for name in ("auto", "fp8_e4m3"):
+        pool = PagePool(64, name, name, dynamic=True)
+        pool.allocate(like, like, 1)
+        sizes[name] = pool.bytes_per_page()
+    assert sizes["fp8_e4m3"] / sizes["auto"] == (128 + 2) / 256
+
+
+def test_a_new_pool_has_no_pages_until_shapes_are_known():
+    pool = PagePool(S, "auto", "auto", dynamic=True)
+    assert (pool.pages, pool.is_allocated) == (0, False)
+
+
+@cases
+def test_growing_keeps_every_page_and_zeroes_the_new_ones(key, value, dynamic, names, device):
+    pool = new_pool(key, value, 3, dynamic=dynamic, device=device)
+    before = fill(pool)
+    pool.grow(8)
+    assert pool.pages == 8
+    assert " ".join(pool.tensors()) == names
+    for name, tensor in pool.tensors().items():
+        assert tensor.shape == (8, *before[name].shape[1:])
+        assert tensor.dtype == before[name].dtype
+        assert torch.equal(tensor[:3], before[name]), name
+        assert not tensor[3:].any(), name
+
+
+@pytest.mark.parametrize("pages", [0, 2, 3])
+def test_a_pool_never_shrinks_and_stays_in_place(pages):
+    pool = new_pool(pages=3)
+    addresses = [t.data_ptr() for t in pool.tensors().values()]
+    pool.grow(pages)
+    assert pool.pages == 3
+    assert [t.data_ptr() for t in pool.tensors().values()] == addresses
+
+
+def test_a_pool_of_no_pages_grows():
+    pool = new_pool(pages=0)
+    assert pool.pages == 0
+    pool.grow(2)
+    assert pool.pages == 2
+
+
+@cases
+def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
+    key, value, dynamic, names, device
+):
+    pool = new_pool(key, value, 6, dynamic=dynamic, device=device)
+    before = fill(pool)
+    pool.copy((np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32)))
+    came_from = [0, 4, 4, 3, 4, 0]
+    assert " ".join(before) == names
+    for name, tensor in pool.tensors().items():
+        assert torch.equal(tensor, before[name][came_from]), name
+
+
+def test_copying_nothing_changes_nothing():
+    pool = new_pool()
+    before = fill(pool)
+    pool.copy((np.zeros(0, np.int32), np.zeros(0, np.int32)))
+    assert all(torch.equal(t, before[name]) for name, t in pool.tensors().items())
+
+
+def test_zeroing_keeps_the_addresses():
+    pool = new_pool()
+    fill(pool)
+    addresses = [t.data_ptr() for t in pool.tensors().values()]
+    pool.zero()
+    assert not any(t.any() for t in pool.tensors().values())
+    assert [t.data_ptr() for t in pool.tensors().values()] == addresses
+
+
+def test_moving_moves_every_tensor_and_remembers_where_the_layer_computes():
+    # The device "meta" stands for another one: it shows where a tensor is, on any machine.
+    pool = new_pool()
+    pool.move(torch.device("meta"))
+    assert {t.device.type for t in pool.tensors().values()} == {"meta"}
+    assert pool.device.type == "cpu"
+    pool.grow(9)
+    assert {(t.device.type, len(t)) for t in pool.tensors().values()} == {("meta", 9)}
+
+
+def test_moving_to_where_it_is_copies_nothing():
+    pool = new_pool()
+    addresses = [t.data_ptr() for t in pool.tensors().values()]
+    pool.move(torch.device("cpu"))
+    assert [t.data_ptr() for t in pool.tensors().values()] == addresses
+
+
+def test_there_and_back_the_bytes_are_the_same(device):
+    pool = new_pool(device=device)
+    before = fill(pool)
+    pool.move(torch.device("cpu"))
+    assert all(torch.equal(t, before[n].cpu()) for n, t in pool.tensors().items())
+    pool.move(pool.device)
+    assert all(torch.equal(t, before[n]) for n, t in pool.tensors().items())
+
+
+@pytest.mark.gpu
+def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
+    pool = PagePool(64, "fp8_e4m3", "fp8_e4m3", dynamic=False)
+    like = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+    pool.allocate(like, like, 2048)
+    busy = torch.randn(8192, 8192, device="cuda")
+    torch.cuda.synchronize()
+    # The copy waits behind this work; a reader on the CPU does not.
+    for _ in range(20):
+        busy = busy @ busy.clamp(-1, 1)
+    pool.k.fill_(7)
+    pool.v.fill_(9)
+    pool.move(torch.device("cpu"))
+    assert (int(pool.k.min()), int(pool.v.min())) == (7, 9)
+
+
+def test_freed_bytes_are_gone_and_can_be_taken_again():
+    pool = new_pool()
+    fill(pool)
+    pool.free()
+    assert (pool.pages, pool.is_allocated) == (0, False)
+    assert (pool.k_scales, pool.v_scales) == (None, None)
+    assert not hasattr(pool, "k")
+    assert not hasattr(pool, "v")
+    # Another model may come now.
+    pool.allocate(*tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16), 2)
+    assert pool.k.shape == (2, 3, S, 7)
+    assert not any(t.any() for t in pool.tensors().values())
+    pool.check(*tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16))
+
+
+def test_a_pool_checks_shape_dtype_and_device_but_not_batch_and_length():
+    pool = new_pool()
+    pool.check(*tokens())
+    pool.check(torch.ones(9, HEADS, 4, K_DIM).bfloat16(), torch.ones(9, HEADS, 4, V_DIM).bfloat16())
+
+
+MISFITS = {
+    "heads": (tokens(heads=4), "(4, 5, 3, torch.bfloat16"),
+    "key-size": (tokens(k_dim=8), "(2, 8, 3, torch.bfloat16"),
+    "value-size": (tokens(v_dim=8), "(2, 5, 8, torch.bfloat16"),
+    "dtype": (tokens(dtype=torch.float16), "(2, 5, 3, torch.float16"),
+    "device": (tuple(t.to("meta") for t in tokens()), "device(type='meta')"),
+}
+
+
+@pytest.mark.parametrize(("pair", "got"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize("fmt", ["fp8_e4m3", "auto"])
+def test_tokens_of_another_model_are_refused(pair, got, fmt):
+    pool = new_pool(fmt, fmt)
+    before = fill(pool)
+    with pytest.raises(ConfigError) as info:
+        pool.check(*pair)
+    message = str(info.value)
+    expected, found = message.split(", got ")
+    assert "(heads, key size, value size, dtype, device) = (2, 5, 3, torch.bfloat16" in expected
+    assert got in found
+    assert "make a new FP8PagedCache" in found
+    assert all(torch.equal(t, before[name]) for name, t in pool.tensors().items())
