@@ -1,0 +1,81 @@
+"""The tree of errors: who is whose kind, and that each survives being sent to another process."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from hf_fp8kv import errors
+from hf_fp8kv.errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
+
+# What it also is, so that code that knows nothing of this package catches it.
+BUILT_IN = {
+    ConfigError: ValueError,
+    ScaleError: ValueError,
+    OutOfPagesError: MemoryError,
+    BackendError: RuntimeError,
+}
+EXAMPLES = [
+    Fp8KVError("something"),
+    ConfigError("a config"),
+    ScaleError("a scale"),
+    OutOfPagesError("no pages", needed=7, available=2),
+    BackendError("no backend"),
+]
+by_name = pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
+
+
+def test_these_are_all_errors_of_the_module():
+    classes = {c for _, c in inspect.getmembers(errors, inspect.isclass)}
+    assert classes == {Fp8KVError, *BUILT_IN} == {type(e) for e in EXAMPLES}
+    assert errors.__all__ == sorted(c.__name__ for c in classes)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN, ids=lambda c: c.__name__)
+def test_each_is_ours_and_of_a_built_in_kind(kind):
+    assert issubclass(kind, Fp8KVError)
+    assert issubclass(kind, BUILT_IN[kind])
+    assert [other for other in BUILT_IN if issubclass(kind, other)] == [kind]
+
+
+def test_the_base_is_no_kind_of_its_own():
+    assert Fp8KVError.__bases__ == (Exception,)
+
+
+@pytest.mark.parametrize("kind", [Fp8KVError, *BUILT_IN], ids=lambda c: c.__name__)
+def test_the_tree_in_the_docstring_names_each(kind):
+    assert f"{kind.__name__} " in f"{errors.__doc__} ".replace("\n", " ")
+    assert kind.__doc__
+
+
+@by_name
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickling(error, protocol):
+    assert_same(error, pickle.loads(pickle.dumps(error, protocol)))
+
+
+@by_name
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+def test_an_error_survives_copying(error, duplicate):
+    assert_same(error, duplicate(error))
+
+
+def assert_same(error: Fp8KVError, other: Fp8KVError) -> None:
+    assert type(other) is type(error)
+    assert other is not error
+    assert (str(other), other.args) == (str(error), error.args)
+    assert vars(other) == vars(error)
+
+
+def test_out_of_pages_says_how_many():
+    error = OutOfPagesError("no pages", needed=7, available=2)
+    assert (error.needed, error.available, str(error)) == (7, 2, "no pages")
+
+
+@pytest.mark.parametrize(
+    "numbers", [{}, {"needed": 1}, {"available": 1}], ids=["none", "needed", "available"]
+)
+def test_out_of_pages_needs_both_numbers(numbers):
+    with pytest.raises(TypeError, match="keyword-only"):
+        OutOfPagesError("no pages", **numbers)
