@@ -7,7 +7,7 @@ import torch
 
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
-from ..quantize import decode, dynamic_scale, encode
+from ..quantize import decode, dynamic_scale, encode, search_scale
 from .pages import Pages
 
 __all__ = ["attend", "gather", "locate", "quantize", "visible", "write"]
@@ -30,8 +30,8 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
             such a token is not written.
     """
     number, slot, exists = locate(pages, lengths, key.shape[2])
-    k, k_scales = quantize(key, pages.k_format, pages.k_scale, pages.k_center)
-    v, v_scales = quantize(value, pages.v_format, pages.v_scale, None)
+    k, k_scales = quantize(key, pages.k_format, pages.k_scale, pages.k_center, search=True)
+    v, v_scales = quantize(value, pages.v_format, pages.v_scale, None, search=False)
     if pages.k.is_cpu:
         if not bool(exists.all()):
             raise_overrun(pages, lengths, key.shape[2])
@@ -76,7 +76,12 @@ def locate(
 
 
 def quantize(
-    x: torch.Tensor, name: str, scale: torch.Tensor | None, center: torch.Tensor | None
+    x: torch.Tensor,
+    name: str,
+    scale: torch.Tensor | None,
+    center: torch.Tensor | None,
+    *,
+    search: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns what is stored for `x`, and its dynamic scales if it has any.
 
@@ -85,6 +90,7 @@ def quantize(
         name: the format.
         scale: `[Hkv, D]`, float32, static; None: dynamic.
         center: `[B, Hkv, D]`, float32, or None.
+        search: whether a dynamic scale is the best of an octave (K) or the smallest (V).
 
     Returns:
         Codes `[B, Hkv, T, D]`, uint8 (or `x` itself for "auto"), and `[B, Hkv, T]`, bfloat16, or None.
@@ -97,7 +103,7 @@ def quantize(
         x = x - center[:, :, None]
     if scale is not None:
         return encode(x * scale.reciprocal()[:, None], fmt), None
-    scales = dynamic_scale(x, fmt)
+    scales = search_scale(x, fmt) if search else dynamic_scale(x, fmt)
     return encode(x * scales.float().reciprocal()[..., None], fmt), scales
 
 
