@@ -83,7 +83,12 @@ def fp8_paged_attention(
         scaling = query.shape[-1] ** -0.5
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         own = any(kwargs.get(name) is not None for name in _OWN)
-        if not own and not dropout and not kwargs.get("output_attentions") and _together(key, value):
+        if (
+            not own
+            and not dropout
+            and not kwargs.get("output_attentions")
+            and _together(key, value)
+        ):
             out = _stored_attention(
                 module, query, key, attention_mask, scaling, sliding_window, softcap, s_aux,
                 position_bias, bool(causal),

@@ -120,7 +120,9 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         self.layer_class_to_replicate = None
         if config is None:
             if skip_layers:
-                raise ConfigError("skip_layers expected a config to look the layers up in, got None")
+                raise ConfigError(
+                    "skip_layers expected a config to look the layers up in, got None"
+                )
             if options.max_cache_len is not None:
                 raise ConfigError(
                     "max_cache_len expected a config, got None: the static form is made before "
@@ -276,7 +278,9 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
     def host_length(self) -> int:
         """Tokens seen, as a number, whatever the form; waits for the device in the static form."""
         lengths = [
-            layer.host_length() if isinstance(layer, FP8PagedStaticLayer) else layer.get_seq_length()
+            layer.host_length()
+            if isinstance(layer, FP8PagedStaticLayer)
+            else layer.get_seq_length()
             for layer in self.paged_layers
         ]
         return max(map(int, lengths), default=0)
@@ -514,7 +518,11 @@ def _skipped(
         ]
     skipped: set[int] = set()
     for name in skip_layers:
-        if isinstance(name, int) and not isinstance(name, bool) and -len(layers) <= name < len(layers):
+        if (
+            isinstance(name, int)
+            and not isinstance(name, bool)
+            and -len(layers) <= name < len(layers)
+        ):
             skipped.add(name % len(layers))
         elif isinstance(name, str) and name in types:
             skipped.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)

@@ -21,7 +21,17 @@ __all__ = ["PagedKV", "make_handle", "pages_of"]
 
 
 _TENSORS = (*Pages._fields[:8], "lengths")
-_CONSTANTS = ("k_format", "v_format", "side", "start", "stop", "dtype", "window", "ragged", "backend")
+_CONSTANTS = (
+    "k_format",
+    "v_format",
+    "side",
+    "start",
+    "stop",
+    "dtype",
+    "window",
+    "ragged",
+    "backend",
+)
 
 
 class PagedKV(torch.Tensor):

@@ -15,7 +15,11 @@ def config_field(config: Any, name: str) -> Any:
         return getattr(config, name, None)
     except RuntimeError:  # transformers refuses to name one value where layers have several
         return next(
-            (value for c in config.per_layer_config if (value := getattr(c, name, None)) is not None),
+            (
+                value
+                for c in config.per_layer_config
+                if (value := getattr(c, name, None)) is not None
+            ),
             None,
         )
 

@@ -50,7 +50,9 @@ def compare(
         chunk: tokens of each later call.
     """
     if ids.ndim != 2 or ids.shape[1] <= prefill:
-        raise ConfigError(f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}")
+        raise ConfigError(
+            f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}"
+        )
     expected = _log_probabilities(model, ids, DynamicCache(config=model.config), prefill, chunk)
     found = {}
     for name, make in caches.items():

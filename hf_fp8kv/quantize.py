@@ -82,9 +82,9 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
         exponent = magnitude >> fmt.mantissa_bits
         fraction = magnitude & ((1 << fmt.mantissa_bits) - 1)
         # fp32 bits of the normal numbers; a subnormal is its fraction times the fixed step.
-        normal = (((exponent + 127 - fmt.bias) << 23) | (fraction << (23 - fmt.mantissa_bits))).view(
-            torch.float32
-        )
+        normal = (
+            ((exponent + 127 - fmt.bias) << 23) | (fraction << (23 - fmt.mantissa_bits))
+        ).view(torch.float32)
         value = torch.where(exponent > 0, normal, fraction.float() * fmt.min_subnormal)
         value = torch.where(code >= 0x80, -value, value)
         if fmt.unsigned_zero:

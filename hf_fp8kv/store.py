@@ -111,7 +111,9 @@ def rebuild(
     numbers = []
     for g, (group, fact) in enumerate(zip(groups, meta["groups"], strict=True)):
         rows = tensors[f"groups.{g}.table"].numpy()
-        numbers.append(None if cache.is_static else _restore_table(group.table, rows, fact["first"]))
+        numbers.append(
+            None if cache.is_static else _restore_table(group.table, rows, fact["first"])
+        )
     for i, fact in enumerate(meta["layers"]):
         if "length" in fact:
             part = {

@@ -181,7 +181,7 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | No
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             fed.clear()
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-    except Exception as error:  # noqa: BLE001 - a model's own code, which may want other inputs
+    except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None
     finally:

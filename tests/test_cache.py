@@ -271,7 +271,12 @@ def test_centres_remove_a_common_bias() -> None:
         errors[center] = (cache.layers[0].keys.dense() - k).pow(2).mean().sqrt()
         assert torch.equal(cache.layers[0].keys.dense(), cache.fork().layers[0].keys.dense())
     assert errors[True] < errors[False] / 10
-    scales = KVScales({i: LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0]) for i in range(LAYERS)})
+    scales = KVScales(
+        {
+            i: LayerScales(torch.tensor(0.01), torch.tensor(0.01), bias[0, :, 0])
+            for i in range(LAYERS)
+        }
+    )
     for center in (None, True):
         cache = FP8PagedCache(config(), scales=scales, center_keys=center)
         cache.update(k, v, 0)
@@ -280,7 +285,12 @@ def test_centres_remove_a_common_bias() -> None:
 
 
 def test_nan_is_not_hidden() -> None:
-    for keywords in ({}, {"scales": 1.0}, {"dtype": "fp8_e3m4"}, {"dtype": "fp8_e3m4", "scales": 1.0}):
+    for keywords in (
+        {},
+        {"scales": 1.0},
+        {"dtype": "fp8_e3m4"},
+        {"dtype": "fp8_e3m4", "scales": 1.0},
+    ):
         cache = FP8PagedCache(config(), **keywords)
         k = tokens(3)
         k[0, 0, 1, 3] = torch.nan
@@ -471,9 +481,7 @@ def test_a_prompt_that_is_not_longer(prompt: int) -> None:
     with pytest.raises(ConfigError):
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
-        model(
-            input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache
-        )
+        model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)
     assert cache.get_seq_length() == 20
 
 

@@ -56,7 +56,11 @@ class TestAuto:
 
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
         stock, model, inputs = self.pair(name, attention)
-        for keywords in ({}, {"num_beams": 3, "num_return_sequences": 2}, {"prefill_chunk_size": 5}):
+        for keywords in (
+            {},
+            {"num_beams": 3, "num_return_sequences": 2},
+            {"prefill_chunk_size": 5},
+        ):
             expected = generate(stock, inputs, DynamicCache(config=stock.config), **keywords)
             cache = new_cache(model, dtype="auto", prefill=prefill)
             assert torch.equal(generate(model, inputs, cache, **keywords), expected), keywords
@@ -93,7 +97,10 @@ class TestAuto:
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_auto_is_dynamic_cache_bit_for_bit(page_size: int) -> None:
     model, inputs = tiny("gqa", attn_implementation="sdpa", max_position_embeddings=512)
-    stock, paged = DynamicCache(config=model.config), new_cache(model, dtype="auto", page_size=page_size)
+    stock, paged = (
+        DynamicCache(config=model.config),
+        new_cache(model, dtype="auto", page_size=page_size),
+    )
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
         for step in range(200):

@@ -181,7 +181,9 @@ def _attend(query: torch.Tensor, *args: object) -> torch.Tensor:
     return found
 
 
-def _attend_shape(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+def _attend_shape(
+    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+) -> torch.Tensor:
     batch, heads, tokens, _dim = query.shape
     return query.new_empty((batch, tokens, heads, v.shape[2]))
 

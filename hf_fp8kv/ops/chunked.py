@@ -137,9 +137,10 @@ def _read(
     batch, count = number.shape
     heads, size = pages.k.shape[1], pages.page_size
     # One look-up brings a sequence's pages side by side: [B, Hkv, n] places in [P * Hkv].
-    place = number[:, None] * heads + torch.arange(heads, device=number.device, dtype=torch.int32)[
-        :, None
-    ]
+    place = (
+        number[:, None] * heads
+        + torch.arange(heads, device=number.device, dtype=torch.int32)[:, None]
+    )
     place = place.reshape(-1)
 
     def scales(pool: torch.Tensor | None) -> torch.Tensor | None:

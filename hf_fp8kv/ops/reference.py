@@ -153,9 +153,19 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> torch.Tensor:
     # A released page is behind the window: it is read as page 0 and masked by who asked.
     number = pages.table[:, first:last].clamp(min=0).long()
     if side == "k":
-        stored, name, static, dynamic = pages.k[number], pages.k_format, pages.k_scale, pages.k_scales
+        stored, name, static, dynamic = (
+            pages.k[number],
+            pages.k_format,
+            pages.k_scale,
+            pages.k_scales,
+        )
     else:
-        stored, name, static, dynamic = pages.v[number], pages.v_format, pages.v_scale, pages.v_scales
+        stored, name, static, dynamic = (
+            pages.v[number],
+            pages.v_format,
+            pages.v_scale,
+            pages.v_scales,
+        )
         stored = stored.transpose(3, 4)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
     tokens = stored.transpose(1, 2).flatten(2, 3)[:, :, start - first * size : stop - first * size]
