@@ -11,6 +11,8 @@ of a cache share a `PageBudget`.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +65,8 @@ class PageAllocator:
         self.budget = budget
         self.references: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
+        self._orphans: list[Ints] = []
+        self._counting = False
 
     @property
     def page_size(self) -> int:
@@ -115,11 +119,36 @@ class PageAllocator:
 
     def drop(self, pages: Ints) -> None:
         """Counts one holder less for each entry; a page without a holder is free again."""
-        held = pages[pages != NO_PAGE]
-        np.subtract.at(self.references, held, 1)
-        freed = sorted(set(held[self.references[held] == 0].tolist()), reverse=True)
-        self._free.extend(freed)
-        self.budget.held -= len(freed)
+        with self.counting():
+            held = pages[pages != NO_PAGE]
+            np.subtract.at(self.references, held, 1)
+            freed = sorted(set(held[self.references[held] == 0].tolist()), reverse=True)
+            self._free.extend(freed)
+            self.budget.held -= len(freed)
+
+    def abandon(self, pages: Ints) -> None:
+        """Drops the pages of a table that is gone: now, or after what is being counted.
+
+        The garbage collector may find a table in the middle of another one's work.
+        """
+        self._orphans.append(pages)
+        if not self._counting:
+            self._drop_orphans()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within, no table that goes away changes a count."""
+        outer, self._counting = self._counting, True
+        try:
+            yield
+        finally:
+            self._counting = outer
+            if not outer:
+                self._drop_orphans()
+
+    def _drop_orphans(self) -> None:
+        while self._orphans:
+            self.drop(self._orphans.pop())
 
 
 class BlockTable:
@@ -142,7 +171,7 @@ class BlockTable:
     def __del__(self) -> None:
         # A fork that is gone holds nothing. At exit the modules that `clear` needs may be gone too.
         if hasattr(self, "rows") and not sys.is_finalizing():
-            self.clear()
+            self.allocator.abandon(self.used().ravel())
 
     @property
     def batch(self) -> int:
@@ -183,6 +212,10 @@ class BlockTable:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
+        with self.allocator.counting():
+            return self._reserve(start, stop, batch)
+
+    def _reserve(self, start: int, stop: int, batch: int) -> Copies:
         new = max(0, self._pages(stop) - self.count)
         shared = self._shared(start, stop)
         if new == 0 and not shared:
@@ -207,6 +240,12 @@ class BlockTable:
             self.rows[:, count : self.count] = NO_PAGE
             self.count = count
             self.version += 1
+
+    def releasable(self, token: int) -> int:
+        """Returns how many pages `release` would make free; changes nothing."""
+        first = min(token // self.page_size, self.count)
+        numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
+        return int((self.allocator.references[numbers] == listed).sum())
 
     def release(self, token: int) -> None:
         """Pages that hold only tokens before `token` are dropped."""

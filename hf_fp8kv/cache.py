@@ -418,8 +418,10 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
-        if not self.is_static and not self.host_length():
-            other._setup(self.options)
+        empty = not self.is_static and not self.host_length()
+        if empty:
+            # Nothing to share but the budget.
+            other.groups = {}
         elif self.is_static:
             other.budget, tables = copy.deepcopy(
                 (self.budget, [group.table for group in self.groups.values()])
@@ -431,16 +433,15 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         else:
             other.groups = {window: group.fork() for window, group in self.groups.items()}
         other._introduce()
-        other.layers = [other._fork_layer(layer) for layer in self.layers]
+        other.layers = [other._fork_layer(layer, empty) for layer in self.layers]
         return other
 
-    def _fork_layer(self, layer: Any) -> Any:
+    def _fork_layer(self, layer: Any, empty: bool) -> Any:
         if not isinstance(layer, PagedLayerBase):
             return copy.deepcopy(layer)
-        window = layer.group.window
-        if window not in self.groups:
-            return self._new_layer(layer.index, window)
-        return layer.fork(self.groups[window])  # type: ignore[attr-defined]
+        if empty:
+            return self._new_layer(layer.index, layer.group.window)
+        return layer.fork(self.groups[layer.group.window])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = twin = self.fork()

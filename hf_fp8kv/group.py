@@ -72,11 +72,12 @@ class LayerGroup:
             return
         others = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in others if group.length == start)]
-        for group in groups:
-            group.settle(keep_recorded=True)
         needed = sum(g.table.missing(start, stop, batch) for g in groups)
         if needed:
-            self.table.allocator.budget.require(needed)
+            freed = sum(g.table.releasable(g.passed(keep_recorded=True)) for g in groups)
+            self.table.allocator.budget.require(needed - freed)
+        for group in groups:
+            group.settle(keep_recorded=True)
         for group in groups:
             group.apply(group.table.reserve(start, stop, batch))
             group._prepared = (start, stop, group.table.version)
@@ -92,11 +93,14 @@ class LayerGroup:
 
     def settle(self, *, keep_recorded: bool = False) -> None:
         """Pages behind the window of the next token are dropped."""
-        if self.window is None or (keep_recorded and self.record_past):
-            return
+        self.table.release(self.passed(keep_recorded=keep_recorded))
+
+    def passed(self, *, keep_recorded: bool = False) -> int:
+        """Returns the first token that the next one sees: `settle` drops what is before it."""
         written = [n for n in self.lengths if n]
-        if written:
-            self.table.release(self.visible_from(min(written)))
+        if not written or (keep_recorded and self.record_past):
+            return 0
+        return self.visible_from(min(written))
 
     def check_crop(self, tokens: int) -> None:
         """Raises ConfigError if `tokens` cannot be taken back; changes nothing."""

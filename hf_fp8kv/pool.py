@@ -111,7 +111,8 @@ class PagePool:
     def move(self, device: torch.device) -> None:
         """The bytes are then on `device`; `self.device` still names where the layer computes."""
         for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.to(device, non_blocking=True))
+            # Towards the CPU torch would return before the bytes are there.
+            setattr(self, name, tensor.to(device, non_blocking=device.type != "cpu"))
 
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises ConfigError unless tokens like these fit the pool; changes nothing."""

@@ -150,7 +150,9 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
         torch.float32
     )
     error = ((rounded - scaled) * error_unit(fmt) + 0.5).floor_().int()
-    cost = (error * error).sum(-1, dtype=torch.int32).float() * (scales * scales)
+    # Relative to the first, since the square of a tiny scale would be zero.
+    relative = scales * first.reciprocal()[:, None]
+    cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
     # A NaN scale has NaN costs throughout, and any of the scales, all NaN, will do.
     best = cost.argmin(-1, keepdim=True)
     chosen = scales.gather(-1, best)[:, 0]

@@ -655,19 +655,7 @@ OPERATIONS = {
 }
 
 
-NOT_YET = pytest.mark.xfail(
-    strict=True, reason="a table that goes in the middle of another's work disturbs its counts"
-)
-SAFE = ("select", "fork")
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        pytest.param(operation, id=name, marks=[] if name in SAFE else NOT_YET)
-        for name, operation in OPERATIONS.items()
-    ],
-)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
 def test_a_fork_may_go_at_any_moment_of_what_another_table_does(operation):
     # As when the garbage collector finds it: here before the n-th line that Python runs.
     for moment in itertools.count(1):
@@ -926,7 +914,6 @@ def test_a_step_is_reserved_in_every_group_that_stands_at_it_or_in_none():
     assert [g.table.count for g in groups] == [2, 2, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="a refused step has given the pages behind the window back")
 def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to():
     group = new_group(window=5, max_pages=4)
     advance(group, 7)

@@ -546,3 +546,14 @@ def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
         FP8PagedCache.load(wrong)
     with pytest.raises(ConfigError, match="nowhere"):
         FP8PagedCache.load(tmp_path / "nowhere.safetensors")
+
+
+def test_a_fork_of_an_empty_cache_is_its_own() -> None:
+    cache = FP8PagedCache(config(), max_pages=4, **EXACT)
+    fork = cache.fork()
+    k = feed(cache, 3)
+    more = feed(fork, 5, 1)
+    assert torch.equal(content(cache), k)
+    assert torch.equal(content(fork), more)
+    with pytest.raises(OutOfPagesError):
+        feed(fork, 8, 2)
