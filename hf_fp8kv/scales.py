@@ -1,41 +1,34 @@
 """Static scales of a model's keys and values, one pair a layer.
 
-There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
-the largest code). What was made for another format is converted when it is read
-(`sources.py`), and converted again when it is used (`LayerScales.converted`).
-
-A layer without a scale never means 1.0: it is a `ScaleError`.
+Their direction and their unit are those of `LayerScales`. A layer without a scale never means 1.0:
+it is a `ScaleError`.
 """
 
-import json
-import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Literal
-
-import torch
-from safetensors.torch import save as to_safetensors
 
 from .errors import ScaleError
-from .formats import MIN_SCALE, Format
+from .layer_scales import Granularity, LayerScales
+from .own_file import OWN_FILE, OWN_SUMMARY, OWN_VERSION, write_own
+from .scale_checks import check_ranks, checked_constant, scalar, shortened
 
 __all__ = [
     "CHECKPOINT_FORMATS",
     "OWN_FILE",
+    "OWN_SUMMARY",
+    "OWN_VERSION",
+    "Granularity",
     "KVScales",
     "LayerScales",
+    "check_ranks",
+    "checked_constant",
     "declared_kv_scales",
     "resolve",
+    "scalar",
+    "shortened",
 ]
-
-logger = logging.getLogger(__name__)
-
-# Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
-_LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 CHECKPOINT_FORMATS = (
     "vllm-json",
@@ -47,64 +40,6 @@ CHECKPOINT_FORMATS = (
     "trtllm",
     "hf_fp8kv",
 )
-OWN_FILE = "kv_scales.safetensors"
-OWN_SUMMARY = "kv_scales.json"
-OWN_VERSION = 1
-
-Granularity = Literal["tensor", "head", "channel"]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerScales:
-    """The scales of one layer: `real = stored * scale (+ centre)`.
-
-    Attributes:
-        k: float32 on the CPU: `[]` per tensor, `[Hkv, 1]` per head, `[Hkv, Dk]` or `[1, Dk]` per
-            channel.
-        v: the same for V, with Dv.
-        k_center: `[Hkv, Dk]`, float32: what is subtracted from K before it is stored, or None.
-        source: where the numbers are from: a file and the names of its tensors.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    k_center: torch.Tensor | None = None
-    source: str = "given"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "k", _checked_scale(self.k, f"K scale ({self.source})"))
-        object.__setattr__(self, "v", _checked_scale(self.v, f"V scale ({self.source})"))
-        if self.k_center is not None:
-            what = f"centre of K ({self.source})"
-            object.__setattr__(self, "k_center", _checked_center(self.k_center, what))
-        sided = {"K": self.k, "V": self.v, "the centre": self.k_center}
-        heads = {n: t.shape[0] for n, t in sided.items() if t is not None and t.ndim and len(t) > 1}
-        if len(set(heads.values())) > 1:
-            raise ScaleError(
-                f"scales ({self.source}): expected one number of heads, got {heads}; "
-                "give K, V and the centre scales of the same layer"
-            )
-
-    @property
-    def granularity(self) -> Granularity:
-        """The finer one of the two sides."""
-        if any(t.ndim and t.shape[1] > 1 for t in (self.k, self.v)):
-            return "channel"
-        return "head" if any(t.numel() > 1 for t in (self.k, self.v)) else "tensor"
-
-    def converted(self, k_format: Format, v_format: Format | None = None) -> "LayerScales":
-        """The scales that let `k_format` (and `v_format`; None: the same) hold the same numbers.
-
-        Only ever call this on scales in the unit of E4M3FN, and once: it is the last step before
-        an operation. Centres are real numbers and stay.
-        """
-        v_format = v_format or k_format
-        return LayerScales(
-            self.k * k_format.scale_from_e4m3,
-            self.v * v_format.scale_from_e4m3,
-            self.k_center,
-            self.source,
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -264,25 +199,13 @@ class KVScales:
                 f"{shortened(self.layers)}; use the scales of this very model, or keep the layer "
                 "out with skip_layers"
             )
-        layer = self.layers[index]
-
-        def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
-            what = f"{what} of layer {index} ({layer.source})"
-            if tensor.ndim:
-                tensor = tensor[_heads_of(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)]
-                if tensor.shape[1] not in (1, dim):
-                    raise ScaleError(
-                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; "
-                        "use the scales of this very model"
-                    )
-            return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
-
-        center = layer.k_center
-        return LayerScales(
-            spread(layer.k, k_head_dim, "K scale"),
-            spread(layer.v, v_head_dim, "V scale"),
-            None if center is None else spread(center, k_head_dim, "centre of K"),
-            layer.source,
+        return self.layers[index].spread(
+            f"of layer {index}",
+            num_kv_heads=num_kv_heads,
+            k_head_dim=k_head_dim,
+            v_head_dim=v_head_dim,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
         )
 
     def save_pretrained(
@@ -300,36 +223,12 @@ class KVScales:
             raise ScaleError(
                 f"format: expected 'hf_fp8kv', got {format!r}; no other can be written"
             )
-        about = {
-            "version": OWN_VERSION,
-            "dtype": "float8_e4m3fn",
-            "layers": list(self.layers),
+        about: dict[str, object] = {
             "model_type": self.model_type,
             "origin": self.origin,
             "read_as": self.format,
         }
-        tensors: dict[str, torch.Tensor] = {}
-        for index, layer in self.layers.items():
-            tensors[f"layers.{index}.k_scale"] = layer.k.clone()
-            tensors[f"layers.{index}.v_scale"] = layer.v.clone()
-            if layer.k_center is not None:
-                tensors[f"layers.{index}.k_center"] = layer.k_center.clone()
-        summary = {**about, "scales": {str(i): _summary(s) for i, s in self.layers.items()}}
-        path = Path(folder)
-        # The scales come last: with them in place, the pair is complete.
-        files = {
-            path / OWN_SUMMARY: json.dumps(summary, indent=2).encode() + b"\n",
-            path / OWN_FILE: to_safetensors(tensors, {"hf_fp8kv": json.dumps(about)}),
-        }
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            for file, content in files.items():
-                _write_whole(file, content)
-        except OSError as error:
-            raise ScaleError(
-                f"{path}: expected a folder that can be written, got {error}; choose another"
-            ) from error
-        return list(files)
+        return write_own(Path(folder), self.layers, about)
 
 
 def resolve(
@@ -390,119 +289,3 @@ def declared_kv_scales(config: object) -> str | None:
 
     found = declaration(config)
     return found.what if found.kind == "static" else None
-
-
-def check_ranks(tp_rank: int, tp_size: int) -> None:
-    """Raises ScaleError unless `0 <= tp_rank < tp_size`."""
-    for value in (tp_rank, tp_size):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ScaleError(f"tp_rank, tp_size: expected integers, got {value!r}")
-    if not 0 <= tp_rank < tp_size:
-        raise ScaleError(
-            f"expected 0 <= tp_rank < tp_size, got tp_rank={tp_rank} and tp_size={tp_size}"
-        )
-
-
-def scalar(value: float) -> torch.Tensor:
-    """The number as float32 on the CPU, whatever torch's default dtype and device are."""
-    return torch.tensor(value, dtype=torch.float32, device="cpu")
-
-
-def shortened(values: Iterable[object], limit: int = 8) -> str:
-    """The first few values for a message, and dots when there are more."""
-    shown = [str(value) for value in islice(values, limit + 1)]
-    return ", ".join(shown[:limit]) + (", ..." if len(shown) > limit else "")
-
-
-def checked_constant(value: object, what: str) -> float:
-    """The number as a float; ScaleError unless it can be a scale."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compared before it is converted: an integer may be too large for a float.
-    if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
-        return float(value)  # type: ignore[arg-type]
-    raise ScaleError(
-        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {value!r}"
-    )
-
-
-def _checked_tensor(tensor: object, what: str) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-        got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise ScaleError(f"{what}: expected a tensor with data, got {got}")
-    if tensor.dtype not in _DTYPES:
-        raise ScaleError(
-            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
-            "convert it"
-        )
-    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
-
-
-def _checked_scale(tensor: object, what: str) -> torch.Tensor:
-    scale = _checked_tensor(tensor, what)
-    if scale.numel() == 1:
-        scale = scale.reshape(())
-    if scale.ndim not in (0, 2) or scale.numel() == 0:
-        raise ScaleError(
-            f"{what}: expected the shape [], [heads, 1], [heads, D] or [1, D], got "
-            f"{list(scale.shape)}; reshape it"
-        )
-    bad = ~((scale >= _LOWEST) & (scale <= _HIGHEST))
-    if bad.any():
-        raise ScaleError(
-            f"{what}: expected finite numbers above 0 (from 2^-100 to 2^100), got "
-            f"{scale[bad][0].item()!r}; calibrate again, or leave the scales out (scales=None is "
-            "dynamic)"
-        )
-    return scale
-
-
-def _checked_center(tensor: object, what: str) -> torch.Tensor:
-    center = _checked_tensor(tensor, what)
-    if center.ndim != 2 or center.numel() == 0:
-        raise ScaleError(f"{what}: expected the shape [heads, D], got {list(center.shape)}")
-    bad = ~center.isfinite()
-    if bad.any():
-        raise ScaleError(
-            f"{what}: expected finite numbers, got {center[bad][0].item()!r}; calibrate again"
-        )
-    return center
-
-
-def _heads_of(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
-    """Which rows of `[heads, ...]` are those of this rank, which has `wanted` heads."""
-    if heads in (1, wanted):
-        return slice(0, heads)
-    if heads == wanted * tp_size:
-        return slice(tp_rank * wanted, (tp_rank + 1) * wanted)
-    # More ranks than heads: neighbouring ranks hold a copy of the same head.
-    if wanted == 1 and tp_size % heads == 0:
-        return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
-    total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
-    raise ScaleError(
-        f"{what}: expected {wanted} heads{total}, got {heads}; use the scales of this very model, "
-        "and its tp_size"
-    )
-
-
-def _summary(layer: LayerScales) -> dict[str, object]:
-    """The largest scale of each side, for people to read."""
-    return {
-        "k": layer.k.max().item(),
-        "v": layer.v.max().item(),
-        "granularity": layer.granularity,
-        "centered": layer.k_center is not None,
-        "source": layer.source,
-    }
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """The file is there with all of its content, or as it was before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -16,10 +16,11 @@ from huggingface_hub.errors import (
 )
 from safetensors.torch import load_file, save_file
 
-from hf_fp8kv import sources
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, resolve
 from hf_fp8kv.sources import ROWS
+from hf_fp8kv.sources import hub as hub_module
+from hf_fp8kv.sources.rows import LIKELY
 
 DATA = Path(__file__).parent / "data" / "scales"
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
@@ -131,7 +132,7 @@ def test_a_row_reads_what_it_writes(row):
         match = row.pattern.fullmatch(name)
         assert match is not None
         assert (match["layer"], match["side"]) == ("17", side)
-        assert sources._LIKELY.search(name), "else a checkpoint's error would not name it"
+        assert LIKELY.search(name), "else a checkpoint's error would not name it"
         assert row.format in CHECKPOINT_FORMATS
 
 
@@ -1039,10 +1040,10 @@ class FakeHub:
 def hub(monkeypatch, tmp_path):
     def serve(name: str) -> FakeHub:
         fake = FakeHub(copied(name, tmp_path))
-        monkeypatch.setattr(sources, "hf_hub_download", fake.hf_hub_download)
-        monkeypatch.setattr(sources, "HfApi", lambda: fake)
-        monkeypatch.setattr(sources, "try_to_load_from_cache", lambda *_: None)
-        monkeypatch.setattr(sources.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(hub_module, "hf_hub_download", fake.hf_hub_download)
+        monkeypatch.setattr(hub_module, "HfApi", lambda: fake)
+        monkeypatch.setattr(hub_module, "try_to_load_from_cache", lambda *_: None)
+        monkeypatch.setattr(hub_module.constants, "HF_HUB_OFFLINE", False)
         return fake
 
     return serve
@@ -1078,7 +1079,7 @@ def test_a_cached_repository_is_read_when_the_hub_is_out_of_reach(hub, monkeypat
     fake = hub("autofp8")
     monkeypatch.setattr(fake, "absent", lambda name: LocalEntryNotFoundError(f"no route: {name}"))
     monkeypatch.setattr(
-        sources, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
+        hub_module, "try_to_load_from_cache", lambda repo, name, *_: str(fake.folder / name)
     )
     scales = KVScales.from_pretrained("org/model", force_download=False)
     assert numbers(scales, "k") == rounded(K)
@@ -1102,7 +1103,7 @@ def test_a_missing_repository_is_our_error(hub, monkeypatch):
         response = SimpleNamespace(headers={}, request=None)
         raise RepositoryNotFoundError("401 Client Error", response=response)
 
-    monkeypatch.setattr(sources, "hf_hub_download", refuse)
+    monkeypatch.setattr(hub_module, "hf_hub_download", refuse)
     with pytest.raises(ScaleError, match=r"org/model: expected a repository.*401 Client Error"):
         KVScales.from_pretrained("org/model")
 

@@ -1,0 +1,85 @@
+"""Files: read with errors of ours, written whole or not at all. JSON and safetensors only."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from .errors import ScaleError
+
+__all__ = [
+    "PICKLES",
+    "read_header",
+    "read_json",
+    "read_weight_map",
+    "wrapped",
+    "write_whole",
+]
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
+
+
+@contextmanager
+def wrapped(path: Path | str, expected: str) -> Iterator[None]:
+    """Turns the errors of the libraries that read a file into ours."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        if isinstance(error, ScaleError):
+            raise
+        raise ScaleError(
+            f"{path}: expected {expected}, got {type(error).__name__}: {error}; "
+            "the file may be cut off, fetch or write it again"
+        ) from error
+
+
+def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
+    """A JSON object; with `unique`, a key that is there twice is an error."""
+
+    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(items)
+        if unique and len(result) < len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ScaleError(f"{path}: expected every key once, got {twice!r} twice; delete one")
+        return result
+
+    with wrapped(path, "a JSON file"):
+        data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=pairs)
+    if not isinstance(data, dict):
+        raise ScaleError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Tensor names and the files that hold them, from a safetensors index."""
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ScaleError(f"{path}: expected a weight_map with tensors, got {files!r}")
+    for file in files.values():
+        # A file of another folder is not part of the checkpoint.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ScaleError(f"{path}: expected file names in weight_map, got {file!r}")
+    return files
+
+
+def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
+    """The names of a safetensors file's tensors, and its metadata."""
+    with wrapped(path, "a safetensors file"), safe_open(path, "pt") as file:
+        return list(file.keys()), dict(file.metadata() or {})
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file is there with all of its content, or as it was before."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,128 @@
+"""The static scales of one layer's keys and values.
+
+There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
+the largest code). What was made for another format is converted when it is read
+(`sources`), and converted again when it is used (`LayerScales.converted`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .errors import ScaleError
+from .formats import Format
+from .scale_checks import checked_center, checked_scale
+
+__all__ = ["Granularity", "LayerScales"]
+
+Granularity = Literal["tensor", "head", "channel"]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerScales:
+    """The scales of one layer: `real = stored * scale (+ centre)`.
+
+    Attributes:
+        k: float32 on the CPU: `[]` per tensor, `[Hkv, 1]` per head, `[Hkv, Dk]` or `[1, Dk]` per
+            channel.
+        v: the same for V, with Dv.
+        k_center: `[Hkv, Dk]`, float32: what is subtracted from K before it is stored, or None.
+        source: where the numbers are from: a file and the names of its tensors.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_center: torch.Tensor | None = None
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "k", checked_scale(self.k, f"K scale ({self.source})"))
+        object.__setattr__(self, "v", checked_scale(self.v, f"V scale ({self.source})"))
+        if self.k_center is not None:
+            what = f"centre of K ({self.source})"
+            object.__setattr__(self, "k_center", checked_center(self.k_center, what))
+        sided = {"K": self.k, "V": self.v, "the centre": self.k_center}
+        heads = {n: t.shape[0] for n, t in sided.items() if t is not None and t.ndim and len(t) > 1}
+        if len(set(heads.values())) > 1:
+            raise ScaleError(
+                f"scales ({self.source}): expected one number of heads, got {heads}; "
+                "give K, V and the centre scales of the same layer"
+            )
+
+    @property
+    def granularity(self) -> Granularity:
+        """The finer one of the two sides."""
+        if any(t.ndim and t.shape[1] > 1 for t in (self.k, self.v)):
+            return "channel"
+        return "head" if any(t.numel() > 1 for t in (self.k, self.v)) else "tensor"
+
+    def converted(self, k_format: Format, v_format: Format | None = None) -> "LayerScales":
+        """The scales that let `k_format` (and `v_format`; None: the same) hold the same numbers.
+
+        Only ever call this on scales in the unit of E4M3FN, and once: it is the last step before
+        an operation. Centres are real numbers and stay.
+        """
+        v_format = v_format or k_format
+        return LayerScales(
+            self.k * k_format.scale_from_e4m3,
+            self.v * v_format.scale_from_e4m3,
+            self.k_center,
+            self.source,
+        )
+
+    def spread(
+        self,
+        of: str,
+        *,
+        num_kv_heads: int,
+        k_head_dim: int,
+        v_head_dim: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> "LayerScales":
+        """The same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, contiguous; see `KVScales.for_layer`.
+
+        Args:
+            of: which layer this is, for messages.
+            num_kv_heads: the heads of K and V in this process.
+            k_head_dim: Dk.
+            v_head_dim: Dv.
+            tp_rank: with scales of all ranks' heads, which rank's heads to take.
+            tp_size: over how many ranks the model's heads are spread.
+        """
+
+        def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
+            what = f"{what} {of} ({self.source})"
+            if tensor.ndim:
+                tensor = tensor[_heads_of(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)]
+                if tensor.shape[1] not in (1, dim):
+                    raise ScaleError(
+                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; "
+                        "use the scales of this very model"
+                    )
+            return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
+
+        center = self.k_center
+        return LayerScales(
+            spread(self.k, k_head_dim, "K scale"),
+            spread(self.v, v_head_dim, "V scale"),
+            None if center is None else spread(center, k_head_dim, "centre of K"),
+            self.source,
+        )
+
+
+def _heads_of(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
+    """Which rows of `[heads, ...]` are those of this rank, which has `wanted` heads."""
+    if heads in (1, wanted):
+        return slice(0, heads)
+    if heads == wanted * tp_size:
+        return slice(tp_rank * wanted, (tp_rank + 1) * wanted)
+    # More ranks than heads: neighbouring ranks hold a copy of the same head.
+    if wanted == 1 and tp_size % heads == 0:
+        return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
+    total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
+    raise ScaleError(
+        f"{what}: expected {wanted} heads{total}, got {heads}; use the scales of this very model, "
+        "and its tp_size"
+    )

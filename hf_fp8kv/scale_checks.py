@@ -1,0 +1,100 @@
+"""What a scale, a centre and a rank can be, with the error that says so."""
+
+from collections.abc import Iterable
+from itertools import islice
+
+import torch
+
+from .errors import ScaleError
+from .formats import MIN_SCALE
+
+__all__ = [
+    "check_ranks",
+    "checked_center",
+    "checked_constant",
+    "checked_scale",
+    "scalar",
+    "shortened",
+]
+
+# Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
+_LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_ranks(tp_rank: int, tp_size: int) -> None:
+    """Raises ScaleError unless `0 <= tp_rank < tp_size`."""
+    for value in (tp_rank, tp_size):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ScaleError(f"tp_rank, tp_size: expected integers, got {value!r}")
+    if not 0 <= tp_rank < tp_size:
+        raise ScaleError(
+            f"expected 0 <= tp_rank < tp_size, got tp_rank={tp_rank} and tp_size={tp_size}"
+        )
+
+
+def scalar(value: float) -> torch.Tensor:
+    """The number as float32 on the CPU, whatever torch's default dtype and device are."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def shortened(values: Iterable[object], limit: int = 8) -> str:
+    """The first few values for a message, and dots when there are more."""
+    shown = [str(value) for value in islice(values, limit + 1)]
+    return ", ".join(shown[:limit]) + (", ..." if len(shown) > limit else "")
+
+
+def checked_constant(value: object, what: str) -> float:
+    """The number as a float; ScaleError unless it can be a scale."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Compared before it is converted: an integer may be too large for a float.
+    if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
+        return float(value)  # type: ignore[arg-type]
+    raise ScaleError(
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {value!r}"
+    )
+
+
+def _checked_tensor(tensor: object, what: str) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ScaleError(f"{what}: expected a tensor with data, got {got}")
+    if tensor.dtype not in _DTYPES:
+        raise ScaleError(
+            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
+            "convert it"
+        )
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def checked_scale(tensor: object, what: str) -> torch.Tensor:
+    """The scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`; ScaleError if it is none."""
+    scale = _checked_tensor(tensor, what)
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    if scale.ndim not in (0, 2) or scale.numel() == 0:
+        raise ScaleError(
+            f"{what}: expected the shape [], [heads, 1], [heads, D] or [1, D], got "
+            f"{list(scale.shape)}; reshape it"
+        )
+    bad = ~((scale >= _LOWEST) & (scale <= _HIGHEST))
+    if bad.any():
+        raise ScaleError(
+            f"{what}: expected finite numbers above 0 (from 2^-100 to 2^100), got "
+            f"{scale[bad][0].item()!r}; calibrate again, or leave the scales out (scales=None is "
+            "dynamic)"
+        )
+    return scale
+
+
+def checked_center(tensor: object, what: str) -> torch.Tensor:
+    """The centre as float32 on the CPU, `[heads, D]`; ScaleError if it is none."""
+    center = _checked_tensor(tensor, what)
+    if center.ndim != 2 or center.numel() == 0:
+        raise ScaleError(f"{what}: expected the shape [heads, D], got {list(center.shape)}")
+    bad = ~center.isfinite()
+    if bad.any():
+        raise ScaleError(
+            f"{what}: expected finite numbers, got {center[bad][0].item()!r}; calibrate again"
+        )
+    return center
