@@ -21,16 +21,22 @@ from .cpu_vectors import (
     decode,
     div,
     encode,
+    floor,
+    fma,
     jit,
     kernel,
     load,
     load_as,
+    load_f32,
     load_i32,
     load_u8,
     mul,
     next_unit,
+    octave,
     page_of,
     record,
+    round_up,
+    rounding_error,
     splat,
     store,
     store_as,
@@ -38,6 +44,7 @@ from .cpu_vectors import (
     store_u8,
     store_u16,
     sub,
+    whole_total,
     width_of,
 )  # fmt: skip
 
@@ -61,6 +68,10 @@ GATHER = record(
 )
 
 _NAN = 0x7F800000  # the bits of numbers from here on are infinite or NaN
+# A lane may add up the squares of so many numbers in float32 and stay exact: an error is at most
+# 2^9, and 2^18 * _EXACT / LANES = 2^24.
+_EXACT = 64 * LANES
+_SEARCH = 3 * LANES  # float32 numbers that `_search` keeps before the line
 
 
 @jit
@@ -75,31 +86,74 @@ def _scale_of(magnitude: int, most: float, least: float) -> int:
 
 
 @jit
+def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
+    """One vector is then float32 at `line`, zero up to a whole vector; the bits of its largest."""
+    magnitude = 0
+    for i in range(0, dim, LANES):
+        x = load_as(source + width_of(kind) * i, kind, dim - i)
+        if center:
+            x = sub(x, load_as(center + 4 * i, F32, dim - i))
+        magnitude = bits(magnitude, x)
+        store(line + 4 * i, x)
+    return magnitude
+
+
+@jit
+def _search(line: int, dim: int, first: int, most: float, drop: int, work: int) -> int:
+    """The bits, bfloat16, of what `quantize.search_scale` chooses, from the dynamic scale `first`.
+
+    A lane is a scale in what is computed once, and a number of the vector in the loops. Scales are
+    at least 2^-100, and numbers times their reciprocal below 2^16: to take the unit of the errors
+    into the reciprocal, a power of two, changes no bit.
+    """
+    top: Any = np.float32(most).view(np.int32)
+    # 2 to the power of 10 + mantissa_bits - top: `quantize.error_unit`.
+    unit = np.int32((127 + 10 + 23 - drop + 127 - (top >> 23)) << 23).view(np.float32)
+    one, half = splat(np.float32(1)), splat(np.float32(0.5))
+    start = splat(np.int32(first << 16).view(np.float32))
+    scales = round_up(mul(start, octave()))
+    relative = mul(scales, div(one, start))
+    inverses, squares = work + 4 * LANES, work + 8 * LANES
+    store(work, scales)
+    store(inverses, div(splat(unit), scales))
+    store(squares, mul(relative, relative))
+    found, least = 0, np.float32(np.inf)
+    for scale in range(LANES):
+        inverse = splat(load_f32(inverses + 4 * scale))
+        errors = 0
+        for begin in range(0, dim, _EXACT):
+            sum_ = splat(np.float32(0))
+            for i in range(begin, min(begin + _EXACT, dim), LANES):
+                error = rounding_error(mul(load(line + 4 * i), inverse), drop)
+                error = floor(add(error, half))
+                sum_ = fma(error, error, sum_)
+            errors += whole_total(sum_)
+        cost = np.float32(errors) * load_f32(squares + 4 * scale)
+        if cost < least:
+            found, least = scale, cost
+    chosen: int = load_i32(work + 4 * found) >> 16
+    return chosen
+
+
+@jit
 def _encode_token(
-    source: int, source_kind: int, dim: int, center: int, scale: int, dynamic: int, most: float,
-    least: float, code: tuple[int, ...], target: int,
+    source: int, source_kind: int, dim: int, center: int, scale: int, dynamic: int, search: bool,
+    most: float, least: float, code: tuple[int, ...], target: int, work: int,
 ) -> None:  # fmt: skip
     """The codes of one vector are then at `target`, and its dynamic scale, if any, at `dynamic`."""
-    one = splat(np.float32(1))
-    width = width_of(source_kind)
-    inverse = one
+    line = work + 4 * _SEARCH
+    magnitude = _read_line(source, source_kind, dim, center, line)
+    inverse = one = splat(np.float32(1))
     if not scale:
-        magnitude = 0
-        for i in range(0, dim, LANES):
-            x = load_as(source + width * i, source_kind, dim - i)
-            if center:
-                x = sub(x, load_as(center + 4 * i, F32, dim - i))
-            magnitude = bits(magnitude, x)
         found = _scale_of(magnitude, most, least)
+        if search and magnitude < _NAN:
+            found = _search(line, dim, found, most, code[0], work)
         store_u16(dynamic, found)
         inverse = div(one, splat(np.int32(found << 16).view(np.float32)))
     for i in range(0, dim, LANES):
-        x = load_as(source + width * i, source_kind, dim - i)
-        if center:
-            x = sub(x, load_as(center + 4 * i, F32, dim - i))
         if scale:
             inverse = div(one, load_as(scale + 4 * i, F32, dim - i))
-        store_codes(target + i, dim - i, encode(mul(x, inverse), code))
+        store_codes(target + i, dim - i, encode(mul(load(line + 4 * i), inverse), code))
 
 
 @jit
@@ -113,7 +167,9 @@ def _copy_bytes(
 
 
 @jit
-def _write_k(c: Call, sequence: int, head: int, token: int, page: int, slot: int) -> None:
+def _write_k(
+    c: Call, sequence: int, head: int, token: int, page: int, slot: int, work: int
+) -> None:
     source = c.k_in + sequence * c.k_in_b + head * c.k_in_h + token * c.k_in_t
     place = (page * c.heads + head) * c.slots + slot
     width = width_of(c.k_kind)
@@ -127,14 +183,14 @@ def _write_k(c: Call, sequence: int, head: int, token: int, page: int, slot: int
     center = c.k_center + 4 * (sequence * c.heads + head) * c.k_dim if c.k_center else 0
     scale = c.k_scale + 4 * head * c.k_dim if c.k_scale else 0
     _encode_token(
-        source, c.k_in_kind, c.k_dim, center, scale, c.k_scales + 2 * place, c.k_max, c.min_scale,
-        code, c.k + place * c.k_dim,
+        source, c.k_in_kind, c.k_dim, center, scale, c.k_scales + 2 * place, True, c.k_max,
+        c.min_scale, code, c.k + place * c.k_dim, work,
     )  # fmt: skip
 
 
 @jit
 def _write_v(
-    c: Call, sequence: int, head: int, token: int, page: int, slot: int, line: int
+    c: Call, sequence: int, head: int, token: int, page: int, slot: int, work: int, line: int
 ) -> None:
     source = c.v_in + sequence * c.v_in_b + head * c.v_in_h + token * c.v_in_t
     first = (page * c.heads + head) * c.slots
@@ -149,8 +205,8 @@ def _write_v(
     )  # fmt: skip
     scale = c.v_scale + 4 * head * c.v_dim if c.v_scale else 0
     _encode_token(
-        source, c.v_in_kind, c.v_dim, 0, scale, c.v_scales + 2 * (first + slot), c.v_max,
-        c.min_scale, code, line,
+        source, c.v_in_kind, c.v_dim, 0, scale, c.v_scales + 2 * (first + slot), False, c.v_max,
+        c.min_scale, code, line, work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)
 
@@ -236,6 +292,7 @@ def _kernels(stamp: int) -> tuple[_Kernel, _Kernel, _Kernel]:
         """Works off units of `calls[0]` until none is left; any number of threads at a time."""
         c = calls[0]
         line = np.empty(c.v_dim + LANES, np.uint8)
+        work = np.empty(_SEARCH + max(c.k_dim, c.v_dim) + LANES, np.float32)
         blocks = (c.tokens + BLOCK - 1) // BLOCK
         while stamp:
             unit = next_unit(address_of(calls))
@@ -247,8 +304,9 @@ def _kernels(stamp: int) -> tuple[_Kernel, _Kernel, _Kernel]:
             for token in range(block * BLOCK, min((block + 1) * BLOCK, c.tokens)):
                 at = length + token
                 page = page_of(c, sequence, at)
-                _write_k(c, sequence, head, token, page, at % c.slots)
-                _write_v(c, sequence, head, token, page, at % c.slots, address_of(line))
+                slot, work_at = at % c.slots, address_of(work)
+                _write_k(c, sequence, head, token, page, slot, work_at)
+                _write_v(c, sequence, head, token, page, slot, work_at, address_of(line))
 
     @kernel
     def gather(calls: Any) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "div",
     "encode",
     "first",
+    "floor",
     "fma",
     "jit",
     "kernel",
@@ -47,17 +48,21 @@ __all__ = [
     "load",
     "load_as",
     "load_codes",
+    "load_f32",
     "load_i32",
     "load_some_codes",
     "load_u8",
     "mul",
     "negative",
     "next_unit",
+    "octave",
     "page_of",
     "power",
     "prefetch",
     "record",
     "rint",
+    "round_up",
+    "rounding_error",
     "splat",
     "store",
     "store_as",
@@ -68,6 +73,7 @@ __all__ = [
     "total",
     "totals",
     "where_less",
+    "whole_total",
     "width_of",
 ]
 
@@ -376,6 +382,8 @@ def _scalar(name: str, result: Any, kind: ir.Type) -> Callable[..., Any]:
     def emit(builder: Any, address: Any) -> Any:
         value = builder.load(_pointer(builder, address, kind))
         value.align = 1
+        if kind is _FLOAT:
+            return value
         return builder.zext(value, _I64) if kind is _I8 else builder.sext(value, _I64)
 
     emit.__name__ = name
@@ -384,6 +392,7 @@ def _scalar(name: str, result: Any, kind: ir.Type) -> Callable[..., Any]:
 
 load_u8 = _scalar("load_u8", _i, _I8)
 load_i32 = _scalar("load_i32", _i, _I32)
+load_f32 = _scalar("load_f32", _s, _FLOAT)
 
 
 @_operation(types.none, _i, _i)
@@ -461,6 +470,40 @@ def rint(builder: Any, a: Any) -> Any:
 
 
 @_operation(_f, _f)
+def floor(builder: Any, a: Any) -> Any:
+    """The next integers below, as floats."""
+    return _call(builder, "llvm.floor.v16f32", _FLOATS, a)
+
+
+@_operation(_f)
+def octave(_builder: Any) -> Any:
+    """2 to the power of 0, 1/16, 2/16, ... 15/16."""
+    return ir.Constant(_FLOATS, [2.0 ** (i / LANES) for i in range(LANES)])
+
+
+@_operation(_f, _f)
+def round_up(builder: Any, a: Any) -> Any:
+    """The next bfloat16 numbers above `a`, of which nothing is negative."""
+    more = builder.add(builder.bitcast(a, _vector(_I32)), _all(_I32, 0xFFFF))
+    return builder.bitcast(builder.and_(more, _all(_I32, -0x10000)), _FLOATS)
+
+
+@_operation(_f, _f, _i)
+def rounding_error(builder: Any, a: Any, drop: Any) -> Any:
+    """`a`, rounded to nearest even without the last `drop` bits of its mantissa, minus `a`; exact.
+
+    Of subnormal numbers it is something below 2^-100.
+    """
+    lanes = _vector(_I32)
+    # Added to a power of two whose last bit is worth as much, a number is rounded by the CPU. With
+    # the number's sign, so that the sum stays in that power's binade.
+    binade = builder.and_(builder.bitcast(a, lanes), _all(_I32, -0x800000))
+    above = builder.shl(_splat(builder, drop, _I32), _all(_I32, 23))
+    large = builder.bitcast(builder.add(binade, above), _FLOATS)
+    return builder.fsub(builder.fsub(builder.fadd(a, large), large), a)
+
+
+@_operation(_f, _f)
 def power(builder: Any, n: Any) -> Any:
     """2 to the power of n, integers from -126 to 127; 1 where n is NaN."""
     safe = builder.select(builder.fcmp_unordered("uno", n, n), _all(_FLOAT, 0.0), n)
@@ -476,6 +519,13 @@ def total(builder: Any, a: Any) -> Any:
     reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fadd.v16f32")
     # "reassoc": halves first, not lane after lane.
     return builder.call(reduce, [ir.Constant(_FLOAT, -0.0), a], fastmath=("reassoc",))
+
+
+@_operation(_i, _f)
+def whole_total(builder: Any, a: Any) -> Any:
+    """The sum of all lanes, which are integers: exact up to 2^31."""
+    whole = builder.fptosi(a, _vector(_I32))
+    return builder.sext(_call(builder, "llvm.vector.reduce.add.v16i32", _I32, whole), _I64)
 
 
 def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:

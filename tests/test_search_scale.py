@@ -1,0 +1,256 @@
+"""The scale that K is stored with: the same bits in every backend, and what it gains."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_fp8kv import ops, quantize
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.ops import Pages
+from hf_fp8kv.quantize import decode, dynamic_scale, encode, search_scale
+
+NUMBA = pytest.param(
+    "numba",
+    marks=pytest.mark.skipif(
+        ops.available_backends()["numba"] is not None,
+        reason=str(ops.available_backends()["numba"]),
+    ),
+)
+BACKENDS = ["reference", "torch", NUMBA]
+NAMES = sorted(FORMATS)
+HEADS, SLOTS = 2, 16
+Tensor = torch.Tensor
+
+
+def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pages:
+    """Pages of one sequence, in which every byte is NaN or 0xFF."""
+    columns = -(-tokens // SLOTS)
+    scales = torch.full((2, columns, HEADS, SLOTS), math.nan, dtype=torch.bfloat16)
+    return Pages(
+        torch.full((columns, HEADS, SLOTS, dim), 0xFF, dtype=torch.uint8),
+        torch.full((columns, HEADS, dim, SLOTS), 0xFF, dtype=torch.uint8),
+        *scales, None, None, center, torch.randperm(columns)[None].int(), name, name,
+    )  # fmt: skip
+
+
+def written(
+    key: Tensor, name: str, backend: str, center: Tensor | None = None, step: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes of K, its scales, and V's where V is K, after a write of `key` `[1, H, T, D]`."""
+    tokens = key.shape[2]
+    stored = pages(name, tokens, key.shape[3], center)
+    for begin in range(0, tokens, step or tokens):
+        part = key[:, :, begin : begin + (step or tokens)]
+        ops.write(stored, part, part, torch.tensor([begin], dtype=torch.int32), backend)
+
+    def in_order(pool: Tensor | None) -> Tensor:
+        assert pool is not None
+        return pool[stored.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
+
+    return in_order(stored.k), in_order(stored.k_scales), in_order(stored.v_scales)
+
+
+def ordinary(dim: int, rows: int = 30) -> Tensor:
+    """Vectors of very different size and shape: `[3 * rows, dim]`."""
+    size = torch.exp2(torch.randint(-60, 60, (3 * rows, 1)))
+    outlier = torch.randn(rows, dim)
+    outlier[:, 0] *= 30
+    return torch.cat([torch.randn(rows, dim), torch.randn(2, rows, dim).prod(0), outlier]) * size
+
+
+def special(dim: int) -> Tensor:
+    """Vectors that hold numbers at the edges of float32, alone or beside ordinary ones."""
+    numbers = [0.0, -0.0, 1e-45, -1e-40, 1e-35, -1e-35, 1e-30, 1e38, -3.4e38]
+    numbers += [math.inf, -math.inf, math.nan]
+    found = [torch.zeros(len(numbers), dim), torch.randn(len(numbers), dim)]
+    for x in found:
+        x[:, dim // 3] = torch.tensor(numbers)
+    found += [torch.full((1, dim), x) for x in numbers]
+    found += [torch.randn(1, dim) * size for size in (1e-40, 1e-35, 1e-28, 1e37)]
+    return torch.cat(found)
+
+
+def ties(dim: int) -> Tensor:
+    """Short numbers, of which many are half-way between two codes for some of the scales."""
+    found = torch.randint(-511, 512, (30, dim)) / 2.0 ** torch.randint(0, 9, (30, 1))
+    found[:10] = found[:10].abs().clamp(min=257)
+    return found
+
+
+def same(found: Tensor, expected: Tensor, name: str) -> None:
+    """Asserts that codes are equal; a NaN may have either sign."""
+    fmt = FORMATS[name]
+    nan = decode(expected, fmt).isnan()
+    assert torch.equal(decode(found, fmt).isnan(), nan)
+    assert torch.equal(found[~nan], expected[~nan])
+
+
+def same_scales(found: Tensor, expected: Tensor) -> None:
+    """Asserts that scales are equal; which NaN one is says nothing."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def check(key: Tensor, name: str, backend: str, center: Tensor | None = None) -> None:
+    """Asserts that what is written is what `search_scale` and `encode` say."""
+    codes, scales, of_v = written(key, name, backend, center)
+    fmt, x = FORMATS[name], key[0].float()
+    centered = x if center is None else x - center[0, :, None]
+    expected = search_scale(centered, fmt)
+    same_scales(scales, expected)
+    same_scales(of_v, dynamic_scale(x, fmt))
+    same(codes, encode(centered * expected.float().reciprocal()[..., None], fmt), name)
+
+
+def shaped(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """`[1, H, T, D]`, of as many vectors as come in whole tokens."""
+    tokens = len(vectors) // HEADS
+    return vectors[: tokens * HEADS].view(1, HEADS, tokens, -1).to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [1, 5, 16, 24, 80, 128, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_backend_writes_the_same_bytes(name, dim, backend):
+    check(shaped(torch.cat([ordinary(dim), ties(dim), special(dim)])), name, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [24, 128])
+@pytest.mark.parametrize("name", NAMES)
+def test_of_every_dtype(name, dim, dtype, backend):
+    check(shaped(torch.cat([ordinary(dim), ties(dim), special(dim)]), dtype), name, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [24, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_around_a_centre(name, dim, dtype, backend):
+    center = 3 * torch.randn(1, HEADS, dim)
+    key = (center[:, :, None] + torch.randn(1, HEADS, 40, dim)).to(dtype)
+    key[..., 7, :] = center.to(dtype)
+    key[..., 8, 1] = math.nan
+    key[..., 9, 2] = -math.inf
+    check(key, name, backend, center)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [1023, 1024, 1040, 4096])
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
+    fmt = FORMATS[name]
+    top = 2.0 ** math.floor(math.log2(fmt.max))
+    step = top * 2.0**-fmt.mantissa_bits
+    # The first scale is 1, and every number but one is close to half-way between two codes.
+    share = torch.randint(500, 513, (4, dim)) / 1024
+    worst = (top + step * (torch.randint(0, 4, (4, dim)) + share)) * torch.randn(4, dim).sign()
+    worst[:, 3] = fmt.max
+    error = (decode(encode(worst, fmt), fmt) - worst).abs() * quantize.error_unit(fmt)
+    assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
+    check(shaped(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_one_by_one_or_all_at_once(backend):
+    key = shaped(torch.cat([ordinary(80), ties(80), special(80)]))
+    once = written(key, "fp8_e4m3", backend)
+    for step in (1, 7):
+        again = written(key, "fp8_e4m3", backend, step=step)
+        same(again[0], once[0], "fp8_e4m3")
+        same_scales(again[1], once[1])
+
+
+def test_a_scale_does_not_depend_on_its_neighbours(monkeypatch):
+    x = torch.cat([ordinary(48), special(48)])
+    fmt = FORMATS["fp8_e3m4"]
+    expected = search_scale(x, fmt)
+    for chunk in (1, 7, 1000):
+        monkeypatch.setattr(quantize, "SEARCH_CHUNK", chunk)
+        same_scales(search_scale(x, fmt), expected)
+    same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
+    assert search_scale(x.view(2, -1, 1, 48), fmt).shape == (2, len(x) // 2, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_choice_at_every_size(name):
+    """Down to sizes whose squares, as float32, are zero."""
+    fmt, x = FORMATS[name], torch.randn(200, 64) * fmt_size(name)
+    expected = search_scale(x, fmt).double()
+    assert len((expected / dynamic_scale(x, fmt).double()).unique()) > 8
+    for power in (-95, -60, -1, 30, 80):
+        found = search_scale(x * 2.0**power, fmt).double()
+        assert torch.equal(found, expected * 2.0**power)
+
+
+def fmt_size(name: str) -> float:
+    """What makes scales of about one."""
+    return FORMATS[name].max / 3
+
+
+def test_as_many_scales_as_lanes():
+    """The numba backend keeps one scale per lane."""
+    vectors = pytest.importorskip("hf_fp8kv.ops.cpu_vectors")
+    assert vectors.LANES == quantize.SEARCH_STEPS
+
+
+# What it gains.
+
+
+def squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
+    """Of each vector, after encoding and decoding with `scale`; in float64."""
+    fmt = FORMATS[name]
+    codes = encode(x * scale.float().reciprocal()[..., None], fmt)
+    back = decode(codes, fmt).double() * scale.double()[..., None]
+    return (back - x.double()).square().sum(-1)
+
+
+def candidates(x: Tensor, name: str) -> list[Tensor]:
+    first = dynamic_scale(x, FORMATS[name]).double()
+    found = []
+    for step in range(quantize.SEARCH_STEPS):
+        mantissa, exponent = torch.frexp((first * 2.0 ** (step / quantize.SEARCH_STEPS)).float())
+        up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
+        found.append(up.to(torch.bfloat16))
+    return found
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_chooses_the_best_of_an_octave(name, dim):
+    x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
+    chosen, tried = search_scale(x, FORMATS[name]), torch.stack(candidates(x, name))
+    assert (tried == chosen).any(0).all()
+    best = torch.stack([squared_error(x, scale, name) for scale in tried]).amin(0)
+    # It ranks errors that are rounded, and the first scale is among those tried.
+    assert (squared_error(x, chosen, name) <= 1.02 * best).all()
+    assert (best <= squared_error(x, dynamic_scale(x, FORMATS[name]), name)).all()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e3m4"])
+def test_it_loses_less(name, dim):
+    fmt, x = FORMATS[name], torch.randn(2000, dim)
+    plain, found = (squared_error(x, f(x, fmt), name) for f in (dynamic_scale, search_scale))
+    assert (found <= 1.02 * plain).all()
+    assert (found / plain).sqrt().mean() <= 0.92
+    assert (found.sum() / plain.sum()).sqrt() <= 0.92
+
+
+@given(
+    largest=st.floats(min_value=2.0**-80, max_value=2.0**127, width=32),
+    name=st.sampled_from(NAMES),
+    others=st.lists(st.floats(min_value=-1, max_value=1, width=32), max_size=20),
+)
+def test_the_largest_number_never_saturates(largest, name, others):
+    fmt = FORMATS[name]
+    x = torch.tensor([largest, *(other * largest for other in others)])
+    scale = search_scale(x, fmt)
+    scaled = x * scale.float().reciprocal()
+    # The reciprocal is rounded, so that the quotient may be the next number after the largest.
+    assert scaled[0] <= fmt.max * (1 + 2.0**-22)
+    back = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
+    assert abs(back - largest) <= largest * 2.0 ** -(fmt.mantissa_bits + 1) * (1 + 2.0**-20)
