@@ -24,7 +24,7 @@ class LayerGroup:
         pools: the pool of each member layer; shared with forks.
         lengths: tokens written, for each member layer (they advance one after the other).
         record_past: pages that fell out of the window stay until `settle`.
-        siblings: all groups of the cache; weak, so that a dropped fork goes at once, with its pages.
+        siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
     """
 
     def __init__(self, budget: PageBudget, window: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Every feature of generate(), on tiny models: with dtype="auto" exactly what DynamicCache gives."""
+"""Every feature of generate(), on tiny models: with dtype="auto" just what DynamicCache gives."""
 
 import copy
 import io
@@ -306,7 +306,8 @@ def test_enable_an_encoder_decoder() -> None:
     ("name", "path"),
     [
         ("gqa", "fused"), ("sliding_and_full", "fused"), ("sinks", "fused"), ("latent", "dense"),
-        ("kv_sharing", "fused"), ("hybrid", "fused"), ("alibi", "dense"), ("cross_attention", "fused"),
+        ("kv_sharing", "fused"), ("hybrid", "fused"), ("alibi", "dense"),
+        ("cross_attention", "fused"),
     ],
 )  # fmt: skip
 def test_check_model(name: str, path: str) -> None:

@@ -93,7 +93,8 @@ def quantize(
         search: whether a dynamic scale is the best of an octave (K) or the smallest (V).
 
     Returns:
-        Codes `[B, Hkv, T, D]`, uint8 (or `x` itself for "auto"), and `[B, Hkv, T]`, bfloat16, or None.
+        Codes `[B, Hkv, T, D]`, uint8 (or `x` itself for "auto"), and `[B, Hkv, T]`, bfloat16, or
+        None.
     """
     if name == AUTO:
         return x, None
