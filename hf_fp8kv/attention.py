@@ -191,7 +191,7 @@ def _dense_attention(
             module, query, key, value, _additive(mask, query.dtype), scaling=scaling,
             dropout=dropout, sliding_window=sliding_window, **kwargs,
         )  # fmt: skip
-    return sdpa_attention_forward(  # type: ignore[no-any-return]
+    return sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal,
         position_bias=bias, **kwargs,
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _causal(query: Tensor, key: Tensor, window: int) -> Tensor:
 
 
 def _chosen_only(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A sparse-attention model's choice `[B, T, n]` of keys (below 0: none), as part of the mask."""
+    """A sparse-attention model's choice `[B, T, n]` of keys (below 0: none), as part of a mask."""
     batch, tokens = indices.shape[:2]
     chosen = torch.zeros((batch, tokens, key.shape[2] + 1), dtype=torch.bool, device=query.device)
     # Keys that are not there go to one more column, which is then cut off.
@@ -294,10 +294,13 @@ def fp8_paged_mask(
     """
     kwargs["allow_is_bidirectional_skip"] = False
     config = kwargs.get("config")
-    if not uses_interface(type(config)) or _model_type(config) in _ADDS_MASK:
+    config_class: type = type(config)
+    # transformers declares a number, and passes a tensor all the same.
+    offset: Any = q_offset
+    if not uses_interface(config_class) or _model_type(config) in _ADDS_MASK:
         # Such a model adds the mask to its scores, whatever attention it was told to use.
-        return eager_mask(  # type: ignore[no-any-return]
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        return eager_mask(
+            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
     # A compact mask says where the queries are by where the keys end, which the static form's do
@@ -308,8 +311,8 @@ def fp8_paged_mask(
     plain = ends_together and not _needs_complete(config)
     if not plain or not _is_causal_kind(mask_function):
         kwargs["allow_is_causal_skip"] = False
-        return sdpa_mask(  # type: ignore[no-any-return]
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask,
+        return sdpa_mask(
+            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
     # A module that does not call itself causal takes None for "sees everything".
@@ -345,7 +348,7 @@ def _is_causal_kind(function: Callable[..., Any]) -> bool:
     if torch.compiler.is_compiling() or function.__qualname__ != "and_masks.<locals>.and_mask":
         return False
     (cell,) = function.__closure__ or (None,)
-    parts = cell.cell_contents if cell is not None else ()
+    parts: tuple[Any, ...] = cell.cell_contents if cell is not None else ()
     return (
         len(parts) == 2
         and parts[1] is causal_mask_function

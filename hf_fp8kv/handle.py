@@ -8,7 +8,7 @@ other code that touches a handle gets the dense tensor, made on the spot by `ops
 A handle is a view of the pages as they are when it is read, not a snapshot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,9 @@ class PagedKV(torch.Tensor):
     ragged: bool
     backend: str
 
-    # `.shape` and `.dtype` then cost what they cost on any tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
+    # without types, so mypy sees overrides that differ.)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
         """Returns the numbers that the stored bytes stand for, contiguous."""
@@ -80,16 +81,16 @@ class PagedKV(torch.Tensor):
         return _wrap([inner.get(name) for name in _TENSORS], context)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
-        types: Sequence[type],
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return func(*tree_map(_densify, args), **tree_map(_densify, kwargs or {}))
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"PagedKV({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -112,19 +113,20 @@ def _wrap(tensors: Sequence[torch.Tensor | None], constants: Sequence[Any]) -> P
     pool, table = attributes[attributes["side"]], attributes["table"]
     dim = pool.shape[3 if attributes["side"] == "k" else 2]
     shape = (table.shape[0], pool.shape[1], attributes["stop"] - attributes["start"], dim)
-    handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    handle = torch.Tensor._make_wrapper_subclass(
         PagedKV, shape, dtype=attributes.pop("dtype"), device=table.device
     )
     vars(handle).update(attributes)
-    return handle  # type: ignore[no-any-return]
+    return handle
 
 
 def _densify(x: Any) -> Any:
     return x.dense() if isinstance(x, PagedKV) else x
 
 
-# Dynamo cannot trace `_make_wrapper_subclass`; AOTAutograd takes the subclass apart.
-@torch._dynamo.allow_in_graph
+# Dynamo cannot trace `_make_wrapper_subclass`; AOTAutograd takes the subclass apart. (torch
+# declares the decorator without types.)
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def make_handle(
     k: torch.Tensor,
     v: torch.Tensor,

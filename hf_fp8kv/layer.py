@@ -1,5 +1,6 @@
 """One layer of the cache, as transformers' `Cache` expects it: the dynamic form."""
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -60,8 +61,9 @@ class PagedLayerBase(CacheLayerMixin):
         self.k_center: torch.Tensor | None = None
         self._scale_center: torch.Tensor | None = None
 
+    # transformers assigns this, `keys` and `values` as attributes; here they follow the pool.
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shapes are known and there is a pool; a fork may have given it back."""
         return self._ready and self.pool.is_allocated
 
@@ -135,20 +137,32 @@ class PagedLayerBase(CacheLayerMixin):
         return make_handle(*stored, "k", *rest), make_handle(*stored, "v", *rest)
 
     @property
-    def keys(self) -> PagedKV | None:
+    def keys(self) -> PagedKV | None:  # type: ignore[override]
         """The stored keys, as `update` returns them; None before the first token."""
         both = self.stored()
         return None if both is None else both[0]
 
     @property
-    def values(self) -> PagedKV | None:
+    def values(self) -> PagedKV | None:  # type: ignore[override]
         """The stored values, as `update` returns them; None before the first token."""
         both = self.stored()
         return None if both is None else both[1]
 
+    @abstractmethod
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
         """Returns handles on all that is stored and not yet behind the window, or None."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def crop(self, tokens_to_remove: int) -> None:
+        """The last `-tokens_to_remove` tokens of this layer are gone."""
+
+    @abstractmethod
+    def select_rows(self, sequences: torch.Tensor) -> None:
+        """The part of `select` that concerns this layer alone: what it holds per sequence."""
+
+    @abstractmethod
+    def fork(self, group: LayerGroup) -> "PagedLayerBase":
+        """Returns an independent layer with the same content, in a fork of its group."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Not for one layer: sequences are reordered for the whole cache at once."""

@@ -40,7 +40,7 @@ def model_class(config_class: type) -> type[Any] | None:
     ):
         if config_class in mapping:
             found = mapping[config_class]
-            return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+            return found[0] if isinstance(found, tuple) else found
     return None
 
 
@@ -62,9 +62,10 @@ def refusal(kind: type[Any]) -> str:
 
 def refuse_config(config: Any) -> None:
     """Raises ConfigError for the config of a model that cannot use the cache."""
-    kind = model_class(type(config))
+    config_class: type = type(config)
+    kind = model_class(config_class)
     if kind is not None and (why := refusal(kind)):
         raise ConfigError(
-            f"expected the config of a model that can use this cache, got {type(config).__name__}: "
+            f"expected the config of a model that can use this cache, got {config_class.__name__}: "
             f"{why}"
         )

@@ -82,11 +82,11 @@ class CacheOptions:
             key_format=both if key_dtype is None else parse_dtype(key_dtype, "key_dtype"),
             value_format=both if value_dtype is None else parse_dtype(value_dtype, "value_dtype"),
             scales=scales,
-            center_keys=center_keys,  # type: ignore[arg-type]
+            center_keys=center_keys,
             page_size=size,
             max_cache_len=_optional(max_cache_len, "max_cache_len"),
             max_pages=_optional(max_pages, "max_pages"),
-            prefill=prefill,  # type: ignore[arg-type]
+            prefill=prefill,
             backend=backend,
             tp_rank=tp_rank,
             tp_size=tp_size,

@@ -121,8 +121,10 @@ def rebuild(
                 for name, tensor in tensors.items()
                 if name.startswith(f"layers.{i}.")
             }
-            rows = tensors[f"groups.{fact['group']}.table"]
-            _restore_layer(cache.layers[i], fact, part, rows, numbers[fact["group"]])
+            layer = cache.layers[i]
+            assert isinstance(layer, PagedLayerBase)
+            table = tensors[f"groups.{fact['group']}.table"]
+            _restore_layer(layer, fact, part, table, numbers[fact["group"]])
     return cache
 
 

@@ -238,7 +238,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
     FP8PagedCache(model.config, **cache_keywords)  # wrong keywords are an error now, not later
     if _PLACE in vars(model):
         disable(model)
-    stock = model.generate
+    stock: Any = model.generate
     before = _implementations(model)
 
     @functools.wraps(stock)

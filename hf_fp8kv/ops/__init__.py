@@ -19,7 +19,9 @@ What a stored code stands for (reference.py is the specification):
 import functools
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -139,11 +141,11 @@ _NAMES = "str k_format, str v_format"
 _MUTABLE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scales, Tensor(d!)? v_scales"
 
 
-def _pages(stored: tuple[torch.Tensor | None, ...], names: tuple[str, str]) -> Pages:
-    return Pages(*stored, *names)  # type: ignore[arg-type]
+def _pages(stored: Sequence[torch.Tensor | None], names: tuple[str, str]) -> Pages:
+    return Pages._make((*stored, *names))
 
 
-def _write(*args: object) -> None:
+def _write(*args: Any) -> None:
     *stored, key, value, lengths, k_format, v_format, limit, backend = args
     if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + key.shape[2] > limit:
         raise OutOfPagesError(
@@ -152,28 +154,29 @@ def _write(*args: object) -> None:
             needed=most + key.shape[2],
             available=limit,
         )
-    _module(backend).write(_pages(stored, (k_format, v_format)), key, value, lengths)  # type: ignore[arg-type]
+    _module(backend).write(_pages(stored, (k_format, v_format)), key, value, lengths)
 
 
-def _gather(*args: object) -> torch.Tensor:
+def _gather(*args: Any) -> torch.Tensor:
     stored, lengths, names, rest, backend = args[:8], args[8], args[9:11], args[11:16], args[16]
-    found = _module(backend).gather(_pages(stored, names), lengths, *rest)  # type: ignore[arg-type]
+    found = _module(backend).gather(_pages(stored, names), lengths, *rest)
     assert isinstance(found, torch.Tensor)
     return found
 
 
-def _gather_shape(*args: object) -> torch.Tensor:
-    k, v, table = args[0], args[1], args[7]
+def _gather_shape(*args: Any) -> torch.Tensor:
+    k: torch.Tensor = args[0]
+    v, table = args[1], args[7]
     side, start, stop, dtype = args[11:15]
-    dim = k.shape[3] if side == "k" else v.shape[2]  # type: ignore[attr-defined]
-    return k.new_empty((table.shape[0], k.shape[1], stop - start, dim), dtype=dtype)  # type: ignore
+    dim = k.shape[3] if side == "k" else v.shape[2]
+    return k.new_empty((table.shape[0], k.shape[1], stop - start, dim), dtype=dtype)
 
 
-def _attend(query: torch.Tensor, *args: object) -> torch.Tensor:
+def _attend(query: torch.Tensor, *args: Any) -> torch.Tensor:
     stored, (lengths, sinks, mask, bias), names = args[:8], args[8:12], args[12:14]
     start, stop, scaling, causal, window, softcap, backend = args[14:]
-    found = _module(backend).attend(  # type: ignore[arg-type]
-        query, _pages(stored, names), lengths, start, stop,  # type: ignore[arg-type]
+    found = _module(backend).attend(
+        query, _pages(stored, names), lengths, start, stop,
         scaling=scaling, causal=causal, window=window, softcap=softcap,
         sinks=sinks, mask=mask, bias=bias,
     )  # fmt: skip
@@ -192,8 +195,8 @@ def _attend_shape(
 # per layer and token.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
 _LIBRARY.define(
-    f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, int limit, str backend)"
-    " -> ()"
+    f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, int limit, "
+    "str backend) -> ()"
 )
 _LIBRARY.define(
     f"gather({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, SymInt stop, "
