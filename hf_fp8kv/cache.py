@@ -1,9 +1,7 @@
 """`FP8PagedCache`: all that knows transformers' cache classes."""
 
 import copy
-import logging
 import os
-import sys
 import weakref
 from collections.abc import Collection
 from pathlib import Path
@@ -16,13 +14,13 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
 from . import store
 from .block_table import PageBudget
+from .building import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config, warn_once
 from .errors import ConfigError, ScaleError
 from .group import LayerGroup
 from .layer import FP8PagedLayer, PagedLayerBase, removal
@@ -33,12 +31,10 @@ from .static_layer import FP8PagedStaticLayer
 
 __all__ = ["FP8PagedCache"]
 
-logger = logging.getLogger(__name__)
-
 _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
-class FP8PagedCache(DynamicCache):  # type: ignore[misc]
+class FP8PagedCache(DynamicCache):
     """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
 
     ```python
@@ -77,6 +73,8 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
     Raises:
         ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
     """
+
+    config: PreTrainedConfig | None
 
     def __init__(
         self,
@@ -131,15 +129,15 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
             self.open_ended = True
             return
         decoder = self.config = config.get_text_config(decoder=True)
-        self.layers, windows = _stock_layers(decoder, options.max_cache_len)
-        skipped = _skipped(skip_layers, decoder, self.layers)
+        self.layers, windows = layers_of(decoder, options.max_cache_len)
+        skipped = layers_named(skip_layers, decoder, self.layers)
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
             # Exactly the plain kinds: a subclass keeps more than K and V.
             if index not in skipped and type(layer) in _REPLACED:
                 self.layers[index] = self._new_layer(index, window)
         self._check_scales()
         if options.scales is None and (declared := declared_kv_scales(config)):
-            _warn_once(
+            warn_once(
                 f"this checkpoint declares static KV scales ({declared}) that this cache does not "
                 "use: it uses dynamic scales, which need none. FP8PagedCache.from_pretrained(...) "
                 "or scales=... uses them"
@@ -147,7 +145,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
 
     def _setup(self, options: CacheOptions) -> None:
         self.options = options
-        self.config: PreTrainedConfig | None = None
+        self.config = None
         # Without a config layers are added as the model asks.
         self.open_ended = False
         self.budget = PageBudget(options.page_size, options.max_pages)
@@ -186,7 +184,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         Raises:
             ScaleError: there are no scales, or they cannot be used.
         """
-        hub = {
+        hub: dict[str, Any] = {
             "revision": revision, "token": token, "cache_dir": cache_dir,
             "local_files_only": local_files_only, "force_download": force_download,
             "subfolder": subfolder,
@@ -200,7 +198,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
             repo_or_dir, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub
         )
         if config is None:
-            config = _read_config(repo_or_dir, hub, trust_remote_code)
+            config = read_config(repo_or_dir, hub, trust_remote_code)
         return cls(config, scales=scales, tp_rank=tp_rank, tp_size=tp_size, **cache_keywords)
 
     # -- making layers -----------------------------------------------------------------------
@@ -228,9 +226,9 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
             missing = [x.index for x in self.paged_layers if x.index not in scales.layers]
             if missing:
                 raise ScaleError(
-                    f"scales ({scales.origin}): expected scales for every paged layer, got none for "
-                    f"layers {missing}; use the scales of this very model, or keep these layers out "
-                    "with skip_layers"
+                    f"scales ({scales.origin}): expected scales for every paged layer, got none "
+                    f"for layers {missing}; use the scales of this very model, or keep these "
+                    "layers out with skip_layers"
                 )
 
     @property
@@ -267,13 +265,13 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
                 f"expected a layer below {len(self.layers)} (the cache's config has so many), got "
                 f"layer {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns of the mask, and the position of the first, for a call of `query_length`."""
         if isinstance(query_length, int) and query_length == 0:
-            raise ConfigError(_NOTHING_NEW.format(self.host_length()))
-        return super().get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+            raise ConfigError(NOTHING_NEW.format(self.host_length()))
+        return super().get_mask_sizes(query_length, layer_idx)
 
     def host_length(self) -> int:
         """Tokens seen, as a number, whatever the form; waits for the device in the static form."""
@@ -287,7 +285,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
 
     @property
     def _is_user_defined(self) -> bool:
-        return vars(self).get("_user_defined", False)
+        return bool(vars(self).get("_user_defined", False))
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
@@ -295,7 +293,7 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         # the cache's length. A prompt that is not longer would be sliced wrongly and silently, and
         # this is the last moment at which the prompt can be seen.
         vars(self)["_user_defined"] = value
-        _check_prompt(self.host_length())
+        check_prompt(self.host_length())
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last `-tokens_to_remove` tokens are gone; pages behind the window are given back.
@@ -484,106 +482,3 @@ class FP8PagedCache(DynamicCache):  # type: ignore[misc]
         reports all of them under `pages`.
         """
         return store.footprint(self)
-
-
-_NOTHING_NEW = (
-    "expected at least one token that the cache does not hold yet, got none; the cache holds {} "
-    "tokens: pass the whole text, the cached part included, and at least one token more, or make a "
-    "new cache (or cache.reset())"
-)
-
-
-def _stock_layers(
-    config: PreTrainedConfig, max_cache_len: int | None
-) -> tuple[list[Any], list[int | None]]:
-    """Returns the layers that transformers itself would make, and the window of each."""
-    dynamic = list(DynamicCache(config=config).layers)
-    # Asked of the dynamic ones: a static layer cuts its window down to the cache's length.
-    windows = [getattr(layer, "sliding_window", None) for layer in dynamic]
-    if max_cache_len is None:
-        return dynamic, windows
-    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
-
-
-def _skipped(
-    skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
-) -> set[int]:
-    """Returns the numbers of the layers that `skip_layers` names."""
-    if isinstance(skip_layers, str | int):
-        skip_layers = (skip_layers,)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = [
-            "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
-            for layer in layers
-        ]
-    skipped: set[int] = set()
-    for name in skip_layers:
-        if (
-            isinstance(name, int)
-            and not isinstance(name, bool)
-            and -len(layers) <= name < len(layers)
-        ):
-            skipped.add(name % len(layers))
-        elif isinstance(name, str) and name in types:
-            skipped.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)
-        else:
-            raise ConfigError(
-                f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
-                f"among {sorted(set(types))}, got {name!r}"
-            )
-    return skipped
-
-
-def _read_config(
-    repo_or_dir: str | os.PathLike[str], hub: dict[str, Any], trust_remote_code: bool
-) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
-    given = {name: value for name, value in hub.items() if value is not None}
-    try:
-        return AutoConfig.from_pretrained(
-            os.fspath(repo_or_dir), trust_remote_code=trust_remote_code, **given
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"expected a config.json that transformers can read in {os.fspath(repo_or_dir)!r}, got "
-            f"{type(error).__name__}: {error}; or pass config=model.config"
-        ) from error
-
-
-def _check_prompt(length: int) -> None:
-    """Raises ConfigError if `generate()` is about to slice a prompt that is not long enough.
-
-    Looks into the caller's frames, since the cache is never shown the prompt. A frame that does
-    not look as expected means no check.
-    """
-    if not length:
-        return
-    frame = sys._getframe(2)
-    for _ in range(3):
-        seen = frame.f_locals
-        prompt, kwargs = seen.get("input_ids"), seen.get("model_kwargs")
-        if isinstance(prompt, torch.Tensor) and isinstance(kwargs, dict) and prompt.ndim == 2:
-            mask = kwargs.get("attention_mask")
-            config = seen.get("generation_config")
-            covered = getattr(config, "_mask_length", -1) if mask is None else mask.shape[-1]
-            if covered == prompt.shape[1] <= length and "inputs_embeds" not in kwargs:
-                raise ConfigError(
-                    f"expected a prompt longer than the {length} tokens that the cache holds (the "
-                    f"whole text, the cached part included), got {prompt.shape[1]} tokens; pass the "
-                    "whole text, crop the cache, or make a new one"
-                )
-            return
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-
-
-_WARNED: set[str] = set()
-
-
-def _warn_once(message: str) -> None:
-    if message not in _WARNED:
-        _WARNED.add(message)
-        logger.warning(message)

@@ -308,9 +308,9 @@ def test_a_declared_scale_that_is_not_used_is_told_once(caplog: pytest.LogCaptur
         "quant_method": "compressed-tensors", "config_groups": {},
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
     }  # fmt: skip
-    from hf_fp8kv import cache as module
+    from hf_fp8kv import building
 
-    module._WARNED.clear()
+    building._WARNED.clear()
     for _ in range(2):
         FP8PagedCache(declared)
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1
@@ -395,7 +395,7 @@ def test_bad_arguments(keywords: dict[str, Any], message: str) -> None:
 
 
 def test_a_config_is_a_config() -> None:
-    with pytest.raises(ConfigError, match="model.config"):
+    with pytest.raises(ConfigError, match=r"model\.config"):
         FP8PagedCache("some/model")
     with pytest.raises(ConfigError, match="max_cache_len"):
         FP8PagedCache(max_cache_len=64)

@@ -1,0 +1,122 @@
+"""What `FP8PagedCache` finds around it: a config and its layers, and the prompt of `generate()`."""
+
+import logging
+import os
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from .errors import ConfigError
+
+__all__ = ["NOTHING_NEW", "check_prompt", "layers_named", "layers_of", "read_config", "warn_once"]
+
+logger = logging.getLogger(__name__)
+
+NOTHING_NEW = (
+    "expected at least one token that the cache does not hold yet, got none; the cache holds {} "
+    "tokens: pass the whole text, the cached part included, and at least one token more, or make a "
+    "new cache (or cache.reset())"
+)
+
+
+def layers_of(
+    config: PreTrainedConfig, max_cache_len: int | None
+) -> tuple[list[Any], list[int | None]]:
+    """Returns the layers that transformers itself would make, and the window of each."""
+    dynamic = list(DynamicCache(config=config).layers)
+    # Asked of the dynamic ones: a static layer cuts its window down to the cache's length.
+    windows = [getattr(layer, "sliding_window", None) for layer in dynamic]
+    if max_cache_len is None:
+        return dynamic, windows
+    return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
+
+
+def layers_named(
+    skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
+) -> set[int]:
+    """Returns the numbers of the layers that `skip_layers` names."""
+    if isinstance(skip_layers, str | int):
+        skip_layers = (skip_layers,)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = [
+            "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
+            for layer in layers
+        ]
+    found: set[int] = set()
+    for name in skip_layers:
+        if (
+            isinstance(name, int)
+            and not isinstance(name, bool)
+            and -len(layers) <= name < len(layers)
+        ):
+            found.add(name % len(layers))
+        elif isinstance(name, str) and name in types:
+            found.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)
+        else:
+            raise ConfigError(
+                f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
+                f"among {sorted(set(types))}, got {name!r}"
+            )
+    return found
+
+
+def read_config(
+    repo_or_dir: str | os.PathLike[str], hub: dict[str, Any], trust_remote_code: bool
+) -> PreTrainedConfig:
+    """Returns the config of a checkpoint, or raises ConfigError."""
+    from transformers import AutoConfig
+
+    given = {name: value for name, value in hub.items() if value is not None}
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            os.fspath(repo_or_dir), trust_remote_code=trust_remote_code, **given
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"expected a config.json that transformers can read in {os.fspath(repo_or_dir)!r}, got "
+            f"{type(error).__name__}: {error}; or pass config=model.config"
+        ) from error
+    return config
+
+
+def check_prompt(length: int) -> None:
+    """Raises ConfigError if `generate()` is about to slice a prompt that is not long enough.
+
+    Looks into the caller's frames, since the cache is never shown the prompt. A frame that does
+    not look as expected means no check.
+    """
+    if not length:
+        return
+    frame = sys._getframe(2)
+    for _ in range(3):
+        seen = frame.f_locals
+        prompt, kwargs = seen.get("input_ids"), seen.get("model_kwargs")
+        if isinstance(prompt, torch.Tensor) and isinstance(kwargs, dict) and prompt.ndim == 2:
+            mask = kwargs.get("attention_mask")
+            config = seen.get("generation_config")
+            covered = getattr(config, "_mask_length", -1) if mask is None else mask.shape[-1]
+            if covered == prompt.shape[1] <= length and "inputs_embeds" not in kwargs:
+                raise ConfigError(
+                    f"expected a prompt longer than the {length} tokens that the cache holds (the "
+                    f"whole text, the cached part included), got {prompt.shape[1]} tokens; pass "
+                    "the whole text, crop the cache, or make a new one"
+                )
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+_WARNED: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Logs a warning, unless this process has logged it before."""
+    if message not in _WARNED:
+        _WARNED.add(message)
+        logger.warning(message)
