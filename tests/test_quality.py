@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache, cache_utils
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.quality import Quality, compare
@@ -41,13 +41,8 @@ def measured(demo_model_path: Path) -> dict[str, Quality]:
         "e5m2": cache(dtype="fp8_e5m2"),
         "K auto, V e4m3": cache(key_dtype="auto"),
     }
-    try:
-        from transformers.cache_utils import Fp8QuantizedLayer  # noqa: F401 - only newer ones
-        from transformers import QuantizedCache
-
+    if hasattr(cache_utils, "Fp8QuantizedLayer"):
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
-    except ImportError:
-        pass
     return compare(model, ids, caches, prefill=PREFILL)
 
 
