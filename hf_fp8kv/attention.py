@@ -125,6 +125,11 @@ def _stored_attention(
         )
     complete = mask is not None and mask.dtype != torch.uint8
     mask, bias = _fit(mask, key), _fit(bias, key)
+    if mask is not None and mask.dtype == torch.bool:
+        if mask.shape[1] > 1:
+            mask = _additive(mask, query.dtype)  # the operation takes bool masks for all heads
+        elif mask.shape[0] != query.shape[0]:
+            mask = mask.expand(query.shape[0], -1, -1, -1)
     return ops.attend(
         query.detach(), pages_of(key), key.lengths, key.start, key.stop,
         scaling=float(scaling),

@@ -23,6 +23,7 @@ from .block_table import PageBudget
 from .building import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config, warn_once
 from .errors import ConfigError, ScaleError
 from .group import LayerGroup
+from .handle import densify
 from .layer import FP8PagedLayer, PagedLayerBase, removal
 from .models import refuse_config
 from .options import CacheOptions
@@ -265,7 +266,11 @@ class FP8PagedCache(DynamicCache):
                 f"expected a layer below {len(self.layers)} (the cache's config has so many), got "
                 f"layer {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if getattr(self.config, "_attn_implementation", None) == "flex_attention":
+            # Flex attention is an operator of the compiler, which takes no tensor subclasses.
+            return densify(keys), densify(values)
+        return keys, values
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns of the mask, and the position of the first, for a call of `query_length`."""

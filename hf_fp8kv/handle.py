@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from . import ops
 from .ops import Pages
 
-__all__ = ["PagedKV", "make_handle", "pages_of"]
+__all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
 
 
 _TENSORS = (*Pages._fields[:8], "lengths")
@@ -88,7 +88,7 @@ class PagedKV(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return func(*tree_map(_densify, args), **tree_map(_densify, kwargs or {}))
+        return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"PagedKV({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -120,7 +120,8 @@ def _wrap(tensors: Sequence[torch.Tensor | None], constants: Sequence[Any]) -> P
     return handle
 
 
-def _densify(x: Any) -> Any:
+def densify(x: Any) -> Any:
+    """Returns the dense tensor for a handle, and anything else as it is."""
     return x.dense() if isinstance(x, PagedKV) else x
 
 

@@ -21,8 +21,9 @@ __all__ = [
 ]  # fmt: skip
 
 # Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. Measured
-# on SmolLM2 (docs/accuracy.md): KL falls by a third with 16, and little more with 32.
+# on SmolLM2 (docs/architecture.md): KL falls by a third with 16, and little more with 32.
 SEARCH_STEPS = 16
+BFLOAT16_NAN = 0x7FC0
 # Vectors that `search_scale` handles at a time: what it needs besides is 16 times their size.
 SEARCH_CHUNK = 64
 
@@ -103,8 +104,13 @@ def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     amax = x.float().abs().amax(-1)
     scale = (amax / fmt.max).clamp(min=MIN_SCALE)
     # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up.
-    rounded = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    return torch.where(amax.isfinite(), rounded, torch.nan).to(torch.bfloat16)
+    raised = (scale.view(torch.int32) + 0xFFFF) >> 16
+    return _bfloat16(torch.where(amax.isfinite(), raised, BFLOAT16_NAN))
+
+
+def _bfloat16(upper: torch.Tensor) -> torch.Tensor:
+    """The bfloat16 with these bits; torch's own cast of NaN gives one of several NaNs."""
+    return upper.to(torch.int16).view(torch.bfloat16)
 
 
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -117,8 +123,8 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     other scale. K is stored with it; V's errors hardly matter.
 
     So that every backend chooses the same scale, the sum is one of integers: an error is taken in
-    units of `1 / error_unit(fmt)`, rounded half up; subnormal numbers are rounded as if they were
-    normal. A backend must not fuse the product and the difference here.
+    units of `1 / error_unit(fmt)`, rounded half up. A backend must not fuse the product with the
+    sum and the differences that follow it.
 
     Args:
         x: `[..., D]`, float32; D is at most 4096.
@@ -145,10 +151,10 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     scales = ((tried + 0xFFFF) & -0x10000).view(torch.float32)
     scaled = x[:, None] * scales.reciprocal()[..., None]
     drop = 23 - fmt.mantissa_bits
-    bits = scaled.view(torch.int32)
-    rounded = ((bits + ((1 << (drop - 1)) - 1) + ((bits >> drop) & 1)) & -(1 << drop)).view(
-        torch.float32
-    )
+    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
+    binade = (scaled.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
+    large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
+    rounded = (scaled + large) - large
     error = ((rounded - scaled) * error_unit(fmt) + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
@@ -156,7 +162,7 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     # A NaN scale has NaN costs throughout, and any of the scales, all NaN, will do.
     best = cost.argmin(-1, keepdim=True)
     chosen = scales.gather(-1, best)[:, 0]
-    return torch.where(first.isnan(), first, chosen).to(torch.bfloat16)
+    return _bfloat16(torch.where(first.isnan(), BFLOAT16_NAN, chosen.view(torch.int32) >> 16))
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,21 @@ def test_encoder_decoder_rolls_back() -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ["gqa", "sliding"])
+def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With flex attention's own code, not compiled: its CPU code does not build everywhere."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as module
+
+    monkeypatch.setattr(module, "WrappedFlexAttention", lambda training: lambda: flex_attention)
+    model, inputs = tiny(name, attn_implementation="flex_attention")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # flex attention says that it is not compiled
+        expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
+        cache = new_cache(model, dtype="auto")
+        assert torch.equal(generate(model, inputs, cache, max_new_tokens=6), expected)
+
+
 def test_guidance_uses_a_cache_of_its_own() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     stock, _ = tiny("gqa", attn_implementation="sdpa")
@@ -251,6 +267,8 @@ def test_custom_4d_mask() -> None:
     more = ids[:, :3]
     for form in (
         lambda m: m,
+        lambda m: m[:, :].expand(-1, 4, -1, -1).clone(),
+        lambda m: m[:1] & m[1:],
         lambda m: torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min),
     ):
         logits = []

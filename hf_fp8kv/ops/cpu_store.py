@@ -99,7 +99,7 @@ def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
 
 
 @jit
-def _search(line: int, dim: int, first: int, most: float, drop: int, work: int) -> int:
+def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...], work: int) -> int:
     """The bits, bfloat16, of what `quantize.search_scale` chooses, from the dynamic scale `first`.
 
     A lane is a scale in what is computed once, and a number of the vector in the loops. Scales are
@@ -108,7 +108,9 @@ def _search(line: int, dim: int, first: int, most: float, drop: int, work: int) 
     """
     top: Any = np.float32(most).view(np.int32)
     # 2 to the power of 10 + mantissa_bits - top: `quantize.error_unit`.
-    unit = np.int32((127 + 10 + 23 - drop + 127 - (top >> 23)) << 23).view(np.float32)
+    drop, exponent = code[0], 10 + 23 - code[0] + 127 - (top >> 23)
+    unit = np.int32((127 + exponent) << 23).view(np.float32)
+    least_normal = code[2] + (exponent << 23)
     one, half = splat(np.float32(1)), splat(np.float32(0.5))
     start = splat(np.int32(first << 16).view(np.float32))
     scales = round_up(mul(start, octave()))
@@ -124,7 +126,7 @@ def _search(line: int, dim: int, first: int, most: float, drop: int, work: int) 
         for begin in range(0, dim, _EXACT):
             sum_ = splat(np.float32(0))
             for i in range(begin, min(begin + _EXACT, dim), LANES):
-                error = rounding_error(mul(load(line + 4 * i), inverse), drop)
+                error = rounding_error(mul(load(line + 4 * i), inverse), drop, least_normal)
                 error = floor(add(error, half))
                 sum_ = fma(error, error, sum_)
             errors += whole_total(sum_)
@@ -147,7 +149,7 @@ def _encode_token(
     if not scale:
         found = _scale_of(magnitude, most, least)
         if search and magnitude < _NAN:
-            found = _search(line, dim, found, most, code[0], work)
+            found = _search(line, dim, found, most, code, work)
         store_u16(dynamic, found)
         inverse = div(one, splat(np.int32(found << 16).view(np.float32)))
     for i in range(0, dim, LANES):

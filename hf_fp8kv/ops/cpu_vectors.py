@@ -488,17 +488,20 @@ def round_up(builder: Any, a: Any) -> Any:
     return builder.bitcast(builder.and_(more, _all(_I32, -0x10000)), _FLOATS)
 
 
-@_operation(_f, _f, _i)
-def rounding_error(builder: Any, a: Any, drop: Any) -> Any:
+@_operation(_f, _f, _i, _i)
+def rounding_error(builder: Any, a: Any, drop: Any, least: Any) -> Any:
     """`a`, rounded to nearest even without the last `drop` bits of its mantissa, minus `a`; exact.
 
-    Of subnormal numbers it is something below 2^-100.
+    Smaller numbers than the one with the bits `least` are rounded to the same steps as that one.
     """
     lanes = _vector(_I32)
-    # Added to a power of two whose last bit is worth as much, a number is rounded by the CPU. With
-    # the number's sign, so that the sum stays in that power's binade.
-    binade = builder.and_(builder.bitcast(a, lanes), _all(_I32, -0x800000))
-    above = builder.shl(_splat(builder, drop, _I32), _all(_I32, 23))
+    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
+    binade = builder.and_(builder.bitcast(a, lanes), _all(_I32, 0x7F800000))
+    least = _splat(builder, least, _I32)
+    binade = builder.select(builder.icmp_signed(">", binade, least), binade, least)
+    above = builder.or_(
+        builder.shl(_splat(builder, drop, _I32), _all(_I32, 23)), _all(_I32, 0x400000)
+    )
     large = builder.bitcast(builder.add(binade, above), _FLOATS)
     return builder.fsub(builder.fsub(builder.fadd(a, large), large), a)
 
