@@ -13,7 +13,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 
 OLDEST_TRANSFORMERS := 5.17.0
 OLDEST_TESTS ?= $(wildcard tests/test_generate.py tests/test_cache.py)
