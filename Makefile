@@ -1,7 +1,7 @@
 # Every target does its own set-up in .venv, on a machine that has Python 3.11 or newer and make.
 #
 #   make demo     a small real model answers from FP8 pages, beside the usual cache
-#   make test     the tests; PYTEST_ARGS="-k pages -x" picks some
+#   make test     the tests, two at a time; PYTEST_ARGS="-k pages -x" picks some
 #   make check    ruff and mypy
 #   make oldest   some of the tests with the oldest transformers that is supported
 #   make gpu      the tests and the benchmark that need a GPU, where there is one
@@ -81,7 +81,7 @@ gpu: $(if $(GPU_PYTHON),,$(READY))
 	if [ -z "$$gpu" ]; then \
 	  echo "No GPU: torch finds none, so nothing was run." >&2; echo '{"gpu": null}'; exit 0; \
 	fi; \
-	$(RUN) -m pytest -m gpu $(PYTEST_ARGS); tests=$$?; \
+	$(RUN) -m pytest -m gpu; tests=$$?; \
 	$(RUN) -m hf_fp8kv.cli bench --suite gpu; bench=$$?; \
 	echo "{\"gpu\": \"$$gpu\", \"tests_exit_code\": $$tests, \"bench_exit_code\": $$bench}"; \
 	exit $$tests
