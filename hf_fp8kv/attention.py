@@ -147,7 +147,9 @@ def _fit(extra: Tensor | None, key: PagedKV) -> Tensor | None:
     """Cuts a mask or bias to the columns of `key`; raises ConfigError if it is too narrow."""
     if extra is None or extra.shape[-1] == key.shape[2]:
         return extra
-    if extra.ndim != 4 or extra.shape[-1] < key.shape[2]:
+    if extra.ndim == 4 and extra.shape[-1] == key.stop:
+        return extra[..., key.start :]  # made over the whole text, for a layer with a window
+    if extra.ndim != 4 or extra.shape[-1] < key.shape[2] or key.start:
         raise ConfigError(
             f"expected a mask [B, 1, T, {key.shape[2]}] that covers every stored token, got "
             f"{tuple(extra.shape)}; pass a mask over the cached and the new tokens"
@@ -314,7 +316,11 @@ def fp8_paged_mask(
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
     plain = ends_together and not _needs_complete(config)
-    if not plain or not _is_causal_kind(mask_function):
+    window = _causal_window(mask_function)
+    # On an empty cache attention gets fresh keys, which do not know the window of their layer; and
+    # a window that matters wants a complete mask there anyway, once instead of in every layer.
+    fresh = q_length > 1 and q_length == kv_length
+    if not plain or window is None or (fresh and 0 < window < kv_length):
         kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(
             batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
@@ -342,23 +348,32 @@ def fp8_paged_mask(
     return padding[:, None, None].to(torch.uint8)
 
 
-def _is_causal_kind(function: Callable[..., Any]) -> bool:
-    """Whether the pattern is causal, with or without a sliding window, and nothing else.
+def _causal_window(function: Callable[..., Any]) -> int | None:
+    """The window of a causal pattern, 0 for a plain one; None for every other pattern.
 
     transformers names neither; a window is a closure over its overlay and the causal function.
     What is not recognised gets a complete mask, which is always right.
     """
     if function is causal_mask_function:
-        return True
+        return 0
     if torch.compiler.is_compiling() or function.__qualname__ != "and_masks.<locals>.and_mask":
-        return False
-    (cell,) = function.__closure__ or (None,)
-    parts: tuple[Any, ...] = cell.cell_contents if cell is not None else ()
-    return (
-        len(parts) == 2
+        return None
+    parts = _closure(function)
+    if (
+        isinstance(parts, tuple)
+        and len(parts) == 2
         and parts[1] is causal_mask_function
         and parts[0].__qualname__ == "sliding_window_overlay.<locals>.inner_mask"
-    )
+    ):
+        window = _closure(parts[0])
+        return window if isinstance(window, int) else None
+    return None
+
+
+def _closure(function: Callable[..., Any]) -> Any:
+    """What a function closes over, if it is one thing."""
+    cells = function.__closure__ or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
 
 
 # What models do that their config does not say, by model type. A new model that does any of this

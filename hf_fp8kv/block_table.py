@@ -67,6 +67,8 @@ class PageAllocator:
         self._free: list[int] = []
         self._orphans: list[Ints] = []
         self._counting = False
+        # Whether pages are made as needed and no more: for a table that never grows.
+        self.exact = False
 
     @property
     def page_size(self) -> int:
@@ -94,6 +96,8 @@ class PageAllocator:
         missing = pages - self.free
         if missing > 0:
             step = max(-(-GROWTH_TOKENS // self.page_size), self.capacity // GROWTH_SHARE)
+            if self.exact:
+                step = 0
             self._extend(missing + step if self.capacity == 0 else max(missing, step))
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from . import store
 from .block_table import PageBudget
 from .building import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config, warn_once
-from .errors import ConfigError, ScaleError
+from .errors import ConfigError, Fp8KVError, ScaleError
 from .group import LayerGroup
 from .handle import densify
 from .layer import FP8PagedLayer, PagedLayerBase, removal
@@ -136,6 +136,14 @@ class FP8PagedCache(DynamicCache):
             # Exactly the plain kinds: a subclass keeps more than K and V.
             if index not in skipped and type(layer) in _REPLACED:
                 self.layers[index] = self._new_layer(index, window)
+            elif type(layer) is StaticSlidingWindowLayer and options.max_cache_len is not None:
+                # Masks are made once for all layers with a window: in the paged ones' width.
+                self.layers[index] = StaticLayer(options.max_cache_len)
+        if any(isinstance(layer, StaticLayer) for layer in self.layers):
+            # Transformers' own layers are as wide at the prefill as later, so all must be.
+            for paged in self.paged_layers:
+                assert isinstance(paged, FP8PagedStaticLayer)
+                paged.config = None
         self._check_scales()
         if options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
@@ -147,6 +155,8 @@ class FP8PagedCache(DynamicCache):
     def _setup(self, options: CacheOptions) -> None:
         self.options = options
         self.config = None
+        # The layer that was written last, and the tokens it was given.
+        self._last_update = (0, 0)
         # Without a config layers are added as the model asks.
         self.open_ended = False
         self.budget = PageBudget(options.page_size, options.max_pages)
@@ -261,16 +271,38 @@ class FP8PagedCache(DynamicCache):
         if self.open_ended:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self._new_layer(len(self.layers), None))
-        if layer_idx >= len(self.layers):
-            raise ConfigError(
-                f"expected a layer below {len(self.layers)} (the cache's config has so many), got "
-                f"layer {layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
-            )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        try:
+            if layer_idx >= len(self.layers):
+                raise ConfigError(
+                    f"expected a layer below {len(self.layers)}, which the config names, got layer "
+                    f"{layer_idx}; a cache belongs to one model: make a new FP8PagedCache"
+                )
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except Fp8KVError:
+            self._undo_step(layer_idx, key_states)
+            raise
+        if not torch.compiler.is_compiling():
+            self._last_update = (layer_idx, key_states.shape[2])
         if getattr(self.config, "_attn_implementation", None) == "flex_attention":
             # Flex attention is an operator of the compiler, which takes no tensor subclasses.
             return densify(keys), densify(values)
         return keys, values
+
+    def _undo_step(self, layer_idx: int, key_states: torch.Tensor) -> None:
+        """Takes back what earlier layers stored in a step that failed at `layer_idx`."""
+        last, tokens = self._last_update
+        if self.is_static or last >= layer_idx or tokens != key_states.shape[-2]:
+            return
+        layers = self.paged_layers
+        start = next(
+            (int(x.get_seq_length()) for x in layers if x.index == layer_idx),
+            self.host_length() - tokens,
+        )
+        for layer in layers:
+            if layer.index < layer_idx and layer.get_seq_length() == start + tokens:
+                layer.group.crop(tokens, [layer.member])
+        self._last_update = (len(self.layers), 0)
+        self._forget_empty()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns of the mask, and the position of the first, for a call of `query_length`."""
@@ -443,7 +475,9 @@ class FP8PagedCache(DynamicCache):
         if not isinstance(layer, PagedLayerBase):
             return copy.deepcopy(layer)
         if empty:
-            return self._new_layer(layer.index, layer.group.window)
+            twin = self._new_layer(layer.index, layer.group.window)
+            twin.record_past = layer.record_past
+            return twin
         return layer.fork(self.groups[layer.group.window])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":

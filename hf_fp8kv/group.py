@@ -13,6 +13,10 @@ from .pool import PagePool
 __all__ = ["LayerGroup"]
 
 
+# A step needs two on each device: tokens before it, and after it.
+_ENDS_KEPT = 16
+
+
 class LayerGroup:
     """One block table for all layers that keep the same tokens.
 
@@ -37,7 +41,7 @@ class LayerGroup:
         self._prepared: tuple[int, int, int] | None = None
         self._mirrors: dict[torch.device, torch.Tensor] = {}
         self._mirrored_version = -1
-        self._ends: dict[torch.device, tuple[tuple[int, int], torch.Tensor]] = {}
+        self._ends: dict[tuple[torch.device, int, int], torch.Tensor] = {}
 
     def add(self, pool: PagePool) -> int:
         """Adds a layer; returns its place in `lengths`."""
@@ -157,12 +161,14 @@ class LayerGroup:
 
     def lengths_on(self, device: torch.device, length: int) -> torch.Tensor:
         """Returns `length` for each sequence, `[B]`, int32, on `device`; made once per step."""
-        key = (length, self.table.batch)
-        found = self._ends.get(device)
-        if found is None or found[0] != key:
-            ends = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)
-            found = self._ends[device] = (key, ends)
-        return found[1]
+        key = (device, length, self.table.batch)
+        found = self._ends.get(key)
+        if found is None:
+            if len(self._ends) >= _ENDS_KEPT:
+                self._ends.clear()
+            found = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)
+            self._ends[key] = found
+        return found
 
     def check(self) -> None:
         """Raises AssertionError unless the table covers what the layers say they hold."""

@@ -8,6 +8,7 @@ other code that touches a handle gets the dense tensor, made on the spot by `ops
 A handle is a view of the pages as they are when it is read, not a snapshot.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch.utils._pytree import tree_map
 
 from . import ops
+from .errors import ConfigError
 from .ops import Pages
 
 __all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
+
+logger = logging.getLogger(__name__)
 
 
 _TENSORS = (*Pages._fields[:8], "lengths")
@@ -88,6 +92,12 @@ class PagedKV(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], PagedKV):
+            raise ConfigError(
+                f"expected to read stored keys or values, got {func}, which writes into them; "
+                "write into a copy: .clone() makes a dense one"
+            )
+        _say_once()
         return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -118,6 +128,19 @@ def _wrap(tensors: Sequence[torch.Tensor | None], constants: Sequence[Any]) -> P
     )
     vars(handle).update(attributes)
     return handle
+
+
+_SAID: set[bool] = set()
+
+
+def _say_once() -> None:
+    if not torch.compiler.is_compiling() and not _SAID:
+        _SAID.add(True)
+        logger.warning(
+            "dense keys and values are made from the pages at each step, since a model or its "
+            "attention asks for them; attn_implementation='fp8_paged' reads the pages where the "
+            "model can (hf_fp8kv.check_model tells)"
+        )
 
 
 def densify(x: Any) -> Any:

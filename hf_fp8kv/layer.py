@@ -314,6 +314,7 @@ _WHOLE_CACHE = (
 
 def removal(tokens_to_remove: int) -> int:
     """Returns how many tokens `crop` is asked to remove; transformers passes a number below 1."""
+    tokens_to_remove = int(tokens_to_remove)
     if tokens_to_remove > 0:
         raise ConfigError(
             f"crop: expected a number of tokens to remove, as 0 or less, got {tokens_to_remove}; "

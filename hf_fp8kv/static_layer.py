@@ -42,6 +42,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         super().__init__(index, options, group)
         self.config = config
         assert options.max_cache_len is not None
+        group.table.allocator.exact = True
         self.max_cache_len = options.max_cache_len
         # Whether nothing was written since the start or a reset. It changes once per generate
         # call, at the prefill, which is not compiled.
@@ -94,6 +95,8 @@ class FP8PagedStaticLayer(PagedLayerBase):
             if center is not None and self.k_center is not None:
                 self.k_center.copy_(center)
             self.is_empty = False
+            if not torch.compiler.is_compiling():
+                self._most = max(self._most, key.shape[2])
         pages = self._pages(self.table)
         ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
         self.lengths.add_(key.shape[2])

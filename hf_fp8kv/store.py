@@ -45,7 +45,7 @@ def pack(cache: "FP8PagedCache") -> tuple[Meta, Tensors, CacheOptions, list[Any]
         length = cache.host_length() if cache.is_static else group.length
         columns = slice(group.table.first, -(-length // group.page_size))
         used, compact = np.unique(group.table.rows[:, columns], return_inverse=True)
-        rows = compact.reshape(group.table.batch, -1).astype(np.int32)
+        rows = compact.reshape(group.table.rows[:, columns].shape).astype(np.int32)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows)
         kept.append(torch.from_numpy(used).long())
     layers: list[Meta] = []
@@ -247,7 +247,15 @@ def load(
             if name.endswith(".table") or name.startswith("scales."):
                 tensors[name] = tensors[name].cpu()
         return rebuild(kind, meta, tensors, _load_options(meta["options"], tensors), stock)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError) as error:
+    except (
+        OSError,
+        SafetensorError,
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
@@ -261,8 +269,10 @@ def _load_stock(fact: Meta, name: str, tensors: Tensors) -> Any:
 
     if fact["kind"] == "DynamicSlidingWindowLayer":
         layer = DynamicSlidingWindowLayer(sliding_window=fact["window"])
-    else:
+    elif fact["kind"] in ("DynamicLayer", "DummyLayer"):
         layer = getattr(cache_utils, fact["kind"])()
+    else:
+        raise ValueError(f"a layer of unknown kind {fact['kind']!r}")
     if f"{name}.keys" in tensors:
         keys, values = tensors[f"{name}.keys"], tensors[f"{name}.values"]
         layer.lazy_initialization(keys, values)

@@ -1,7 +1,8 @@
 """What a model can do with an FP8 cache, and switching it on for every `generate()` of a model."""
 
-import functools
+import inspect
 import logging
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -238,18 +239,10 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
     FP8PagedCache(model.config, **cache_keywords)  # wrong keywords are an error now, not later
     if _PLACE in vars(model):
         disable(model)
-    stock: Any = model.generate
     before = _implementations(model)
-
-    @functools.wraps(stock)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        if _wants_default_cache(model, args, kwargs):
-            kwargs["past_key_values"] = _new_cache(model, cache_keywords)
-        return stock(*args, **kwargs)
-
     if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
-    vars(model)["generate"] = generate
+    vars(model)["generate"] = _Generate(model, cache_keywords)
     vars(model)[_PLACE] = before
     return model
 
@@ -264,6 +257,36 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+class _Generate:
+    """`model.generate` of an enabled model; follows the model when it is copied or pickled."""
+
+    def __init__(self, model: PreTrainedModel, cache_keywords: dict[str, Any]) -> None:
+        self._model = weakref.ref(model)  # weak, since the model holds this
+        self._keywords = cache_keywords
+
+    @property
+    def _owner(self) -> Any:
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self._owner).generate.__get__(self._owner))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._owner
+        if _wants_default_cache(model, args, kwargs):
+            kwargs["past_key_values"] = _new_cache(model, self._keywords)
+        return type(model).generate(model, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
+        return _Generate(memo.get(id(self._owner), self._owner), dict(self._keywords))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Generate, (self._owner, self._keywords)
+
+
 def _wants_default_cache(
     model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
@@ -272,11 +295,13 @@ def _wants_default_cache(
     config = kwargs.get("generation_config") or next(
         (a for a in args if hasattr(a, "cache_implementation")), model.generation_config
     )
-    for name, default in (("cache_implementation", None), ("use_cache", True)):
-        chosen = kwargs.get(name, getattr(config, name, None))
-        if chosen is not None and chosen != default:
-            return False
-    return True
+    # "hybrid" is what old checkpoints say of themselves; transformers ignores it there.
+    kept = getattr(config, "cache_implementation", None)
+    kind = kwargs.get("cache_implementation", None if kept == "hybrid" else kept)
+    if kind is not None:
+        logger.info("generate() asks for a cache of kind %r: no FP8 cache is made", kind)
+        return False
+    return kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
 
 
 def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:

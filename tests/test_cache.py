@@ -439,6 +439,56 @@ def test_tokens_of_another_model(static: bool) -> None:
         assert torch.equal(content(cache), k), what
 
 
+def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
+    fine = LayerScales(torch.tensor(0.1), torch.tensor(0.1))
+    three = LayerScales(torch.full((3, 1), 0.1), torch.tensor(0.1))
+    cache = FP8PagedCache(config(), scales=KVScales({0: fine, 1: three}))
+    with pytest.raises(ScaleError, match="heads"):
+        feed(cache, 5)
+    assert cache.get_seq_length() == 0
+    assert cache.budget.held == 0
+    cache = FP8PagedCache(config(), **EXACT)
+    k = feed(cache, 9)
+    more = tokens(4)
+    for layer in range(LAYERS):
+        cache.update(more, more, layer)
+    with pytest.raises(ConfigError, match="one model"):
+        cache.update(more, more, LAYERS)
+    assert torch.equal(content(cache), k)
+
+
+def test_empty_caches_travel(tmp_path: Path) -> None:
+    import pickle
+
+    for length in (None, 32):
+        cache = FP8PagedCache(config(), max_cache_len=length, **EXACT)
+        for twin in (pickle.loads(pickle.dumps(cache)), cache.fork()):
+            k = feed(twin, 5)
+            assert torch.equal(content(twin), k)
+        k = feed(FP8PagedCache.load(cache.save(tmp_path / "empty.safetensors")), 3)
+    sliding = FP8PagedCache(config("mistral"), **EXACT)
+    sliding.activate_past_recording()
+    assert sliding.fork().layers[0].record_past
+
+
+def test_handles_are_read_only() -> None:
+    cache = FP8PagedCache(config(), **EXACT)
+    feed(cache, 5)
+    with pytest.raises(ConfigError, match="writes into them"):
+        cache.layers[0].keys.mul_(2)
+
+
+def test_overrun_where_a_write_cannot_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the host keeps an upper bound and looks only when it may matter."""
+    cache = FP8PagedCache(config(), max_cache_len=20, **EXACT)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    for count in (13, 5, 2):
+        cache.get_mask_sizes(count, 0)
+        feed(cache, count)
+    with pytest.raises(OutOfPagesError, match="max_cache_len"):
+        cache.get_mask_sizes(1, 0)
+
+
 def test_budget() -> None:
     cache = FP8PagedCache(config(), max_pages=6, **EXACT)
     k = feed(cache, 20)  # 2 sequences x 3 pages

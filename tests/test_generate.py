@@ -243,6 +243,46 @@ def test_guidance_uses_a_cache_of_its_own() -> None:
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("name", ["sliding", "sliding_and_full"])
+@pytest.mark.parametrize("skipped", [(0,), (-1,)])
+@pytest.mark.parametrize("length", [None, 41])
+def test_skipped_layers_beside_paged_ones(
+    name: str, skipped: tuple[int], length: int | None, attention: str
+) -> None:
+    stock, inputs = tiny(name, attn_implementation="sdpa")
+    expected = generate(stock, inputs, DynamicCache(config=stock.config))
+    if attention != "own":
+        stock.set_attn_implementation(attention)
+    cache = new_cache(stock, dtype="auto", skip_layers=skipped, max_cache_len=length)
+    assert torch.equal(generate(stock, inputs, cache, disable_compile=True), expected)
+
+
+def test_a_window_that_a_model_does_not_tell() -> None:
+    """Masks must be complete where the attention function is not told about the window."""
+    stock, inputs = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+    model, _ = tiny("qwen2_moe", use_sliding_window=True, max_window_layers=0)
+    model.config.model_type = "a type that no table names"
+    model.set_attn_implementation("fp8_paged")
+    expected = generate(stock, inputs, DynamicCache(config=stock.config))
+    assert torch.equal(generate(model, inputs, new_cache(model, dtype="auto")), expected)
+
+
+def test_a_mask_over_the_whole_text_on_a_sliding_layer() -> None:
+    model, inputs = tiny("sliding", attn_implementation="fp8_paged")
+    stock, _ = tiny("sliding", attn_implementation="sdpa")
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        caches = DynamicCache(config=stock.config), new_cache(model, dtype="auto")
+        for m, cache in zip((stock, model), caches, strict=True):
+            m(input_ids=ids, past_key_values=cache)
+        whole = torch.ones(2, 1, 1, 14, dtype=torch.bool)
+        whole[..., :6] = False
+        whole[..., 9] = False
+        expected = stock(ids[:, :1], attention_mask=whole[..., 6:], past_key_values=caches[0])
+        got = model(ids[:, :1], attention_mask=whole, past_key_values=caches[1])
+    assert torch.allclose(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_without_a_cache_of_ours_it_is_ordinary_attention() -> None:
     model, inputs = tiny("sliding", attn_implementation="fp8_paged")
     stock, _ = tiny("sliding", attn_implementation="sdpa")
@@ -306,6 +346,27 @@ def test_enable_and_disable() -> None:
     assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
     with pytest.raises(ConfigError, match="dtype"):
         enable(model, dtype="int8")
+
+
+def test_an_enabled_model_can_be_copied() -> None:
+    from hf_fp8kv import disable, enable
+
+    model, inputs = tiny("gqa")
+    enable(model, dtype="fp8_e3m4")
+    options = {**GREEDY, "return_dict_in_generate": True}
+    expected = model.generate(**inputs, **options).sequences
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for weight in model.parameters():
+                assert not any(weight is other for other in twin.parameters())
+        out = twin.generate(**inputs, **options)
+        assert torch.equal(out.sequences, expected)
+        assert out.past_key_values.options.key_format == "fp8_e3m4"
+        assert twin.generate._owner is twin
+        disable(twin)
+        assert type(twin.generate(**inputs, **options).past_key_values) is DynamicCache
+    model.generation_config.cache_implementation = "hybrid"
+    assert isinstance(model.generate(**inputs, **options).past_key_values, FP8PagedCache)
 
 
 def test_enable_an_encoder_decoder() -> None:

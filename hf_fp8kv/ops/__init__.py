@@ -194,18 +194,24 @@ def _attend_shape(
 # A library rather than `torch.library.custom_op`: its dispatch costs a sixth, and these run once
 # per layer and token.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
+# The torch backend looks at values on the host, which a CUDA graph cannot hold.
+_UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
+_TAGS = () if _UNSAFE is None else (_UNSAFE,)
 _LIBRARY.define(
     f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, int limit, "
-    "str backend) -> ()"
+    "str backend) -> ()",
+    tags=_TAGS,
 )
 _LIBRARY.define(
     f"gather({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, SymInt stop, "
-    "ScalarType dtype, bool ragged, str backend) -> Tensor"
+    "ScalarType dtype, bool ragged, str backend) -> Tensor",
+    tags=_TAGS,
 )
 _LIBRARY.define(
     f"attend(Tensor query, {_STORED}, {_REST}, Tensor lengths, Tensor? sinks, Tensor? mask, "
     f"Tensor? bias, {_NAMES}, SymInt start, SymInt stop, float scaling, bool causal, int window, "
-    "float softcap, str backend) -> Tensor"
+    "float softcap, str backend) -> Tensor",
+    tags=_TAGS,
 )
 for _name, _run, _shape in (
     ("write", _write, lambda *_: None),

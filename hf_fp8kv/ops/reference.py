@@ -14,6 +14,8 @@ __all__ = ["attend", "gather", "locate", "quantize", "visible", "write"]
 
 # Tokens that are decoded at a time when a dense copy is asked for.
 CHUNK = 512
+# Tokens that are encoded at a time: what that needs besides is many times their size.
+WRITTEN_AT_A_TIME = 512
 
 
 def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -29,6 +31,12 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
         OutOfPagesError: on CPU, when a position has no page; nothing was written. On other devices
             such a token is not written.
     """
+    if key.shape[2] > WRITTEN_AT_A_TIME:
+        locate_all(pages, lengths, key.shape[2])
+        for at in range(0, key.shape[2], WRITTEN_AT_A_TIME):
+            part = slice(at, at + WRITTEN_AT_A_TIME)
+            write(pages, key[:, :, part], value[:, :, part], lengths + at)
+        return
     number, slot, exists = locate(pages, lengths, key.shape[2])
     k, k_scales = quantize(key, pages.k_format, pages.k_scale, pages.k_center, search=True)
     v, v_scales = quantize(value, pages.v_format, pages.v_scale, None, search=False)
@@ -62,6 +70,12 @@ def raise_overrun(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
         needed=most + tokens,
         available=pages.table.shape[1] * pages.page_size,
     )
+
+
+def locate_all(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
+    """Raises OutOfPagesError, on CPU, unless every one of `tokens` new tokens has a page."""
+    if pages.k.is_cpu and not bool(locate(pages, lengths, tokens)[2].all()):
+        raise_overrun(pages, lengths, tokens)
 
 
 def locate(
