@@ -6,18 +6,22 @@ line that cannot be understood.
 
 import importlib
 import json
+import os
 import re
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .environment import PACKAGES, version
 from .errors import ConfigError, Fp8KVError
+from .sidebyside import Asker, agreement, comparison
+from .tables import rows_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,7 +36,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
+DEMO = "SmolLM2-135M-Instruct (demo)"
+_SUITES = {
+    "cpu": (".bench", "run_cpu_suite"),
+    "gpu": (".bench", "run_gpu_suite"),
+    "quality": (".quality", "run_quality_suite"),
+}
 
 _Model = Annotated[
     str | None, typer.Option(help="A folder or a hub id. Default: the demo's model.")
@@ -52,36 +61,17 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(_version("hf-fp8kv"))
+        print(version("hf-fp8kv"))
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    version: Annotated[
+    wanted: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
     pass
-
-
-# -- generate --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One answer, and what its cache took; sizes in bytes, speed in tokens per second."""
-
-    cache: str
-    scales: str
-    attention: str
-    text: str
-    token_ids: list[int]
-    tokens_per_second: float | None
-    cached_tokens: int
-    cache_bytes: int
-    bytes_per_token: float
-    tokens_that_fit: int
 
 
 @app.command()
@@ -138,203 +128,21 @@ def generate(
         "backend": backend,
     }
     text = sys.stdin.read().strip() if prompt == "-" else prompt
-    asker = _Asker.load(model, device, max_new_tokens, temperature, seed)
+    asker = Asker(
+        model or DEMO,
+        *_load(model, device),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
     inputs = asker.encode(text, chat)
     runs = [asker.dense(inputs, room), asker.paged(inputs, room, attn, options)]
     if as_json:
         facts = {"prompt": text, "model": asker.name, "options": options, "memory_bytes": room}
-        answers = {"agreement": _agreement(*runs), "runs": [asdict(run) for run in runs]}
+        answers = {"agreement": agreement(*runs), "runs": [asdict(run) for run in runs]}
         print(json.dumps(facts | answers))
     else:
-        _print(_comparison(asker.name, text, runs, memory))
-
-
-class _Asker:
-    """A model with its tokenizer, and how it is asked; each answer is one `_Run`."""
-
-    def __init__(
-        self, name: str, model: Any, tokenizer: Any, how: dict[str, Any], seed: int
-    ) -> None:
-        self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.how, self.seed = how, seed
-
-    @classmethod
-    def load(
-        cls, name: str | None, device: str, max_new_tokens: int, temperature: float, seed: int
-    ) -> "_Asker":
-        """Returns the model of that name (None: the demo's), ready to be asked."""
-        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        # None: what a checkpoint recommends for sampling does not count here.
-        how |= {"temperature": temperature or None, "top_p": None, "top_k": None}
-        model, tokenizer = _load(name, device)
-        return cls(name or "SmolLM2-135M-Instruct (demo)", model, tokenizer, how, seed)
-
-    def encode(self, text: str, chat: bool) -> Mapping[str, Any]:
-        """Returns the arguments of generate() for a text, or for a user's turn of a chat."""
-        if not chat:
-            found = self.tokenizer(text, return_tensors="pt")
-        elif self.tokenizer.chat_template is None:
-            raise ConfigError(
-                f"--chat expected a chat template, {self.name} has none; leave it out"
-            )
-        else:
-            found = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}],
-                add_generation_prompt=True, return_tensors="pt", return_dict=True,
-            )  # fmt: skip
-        if found["input_ids"].shape[1] == 0:
-            raise ConfigError("expected a prompt of at least one token, got an empty one")
-        # Some tokenizers also return token_type_ids, which many models do not take.
-        names = ("input_ids", "attention_mask")
-        return {name: found[name].to(self.model.device) for name in names}
-
-    def dense(self, inputs: Mapping[str, Any], room: int) -> _Run:
-        """Returns the answer from transformers' own cache, with the model's own attention."""
-        from transformers import DynamicCache
-
-        ids, speed, cache = self._ask(inputs, lambda: DynamicCache(config=self.model.config))
-        tensors = [
-            t for layer in cache.layers for t in vars(layer).values() if hasattr(t, "nbytes")
-        ]
-        size, tokens = sum(t.nbytes for t in tensors), cache.get_seq_length()
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return self._run(
-            f"DynamicCache {dtype}", "none", ids, speed, tokens, size, size / tokens, room
-        )
-
-    def paged(
-        self, inputs: Mapping[str, Any], room: int, attn: str, options: Mapping[str, Any]
-    ) -> _Run:
-        """Returns the answer from FP8 pages, read by the attention `attn`."""
-        from . import FP8PagedCache
-
-        try:
-            self.model.set_attn_implementation(attn)
-        except (ValueError, ImportError) as error:
-            raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
-        ids, speed, cache = self._ask(inputs, lambda: FP8PagedCache(self.model.config, **options))
-        sizes, page = cache.memory_footprint(), options["page_size"]
-        tokens, size = sizes["tokens"], sizes["used"] + sizes.get("other", 0)
-        # The last page is partly filled: what a token takes is its share of a full one.
-        share = sizes["used"] / (-(-tokens // page) * page) + sizes.get("other", 0) / tokens
-        k, v = (options[side] or options["dtype"] for side in ("key_dtype", "value_dtype"))
-        name = f"pages of {page}, {k}" if k == v else f"pages of {page}, K {k}, V {v}"
-        scales = "none" if (k, v) == ("auto", "auto") else str(options["scales"] or "dynamic")
-        return self._run(name, scales, ids, speed, tokens, size, share, room)
-
-    def _ask(
-        self, inputs: Mapping[str, Any], make: Callable[[], Any]
-    ) -> tuple[list[int], float | None, Any]:
-        """Returns new tokens, tokens per second after the first one, and the cache."""
-        import torch
-
-        stamps: list[float] = []
-
-        def stamp(input_ids: "torch.Tensor", *_: Any, **__: Any) -> "torch.Tensor":
-            if input_ids.is_cuda:
-                torch.cuda.synchronize(input_ids.device)
-            stamps.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-        # Two tokens first, not counted: kernels are compiled at their first use.
-        self.model.generate(
-            **inputs, past_key_values=make(), max_new_tokens=2, min_new_tokens=2, do_sample=False
-        )
-        torch.manual_seed(self.seed)
-        cache = make()
-        found = self.model.generate(
-            **inputs, past_key_values=cache, stopping_criteria=[stamp], **self.how
-        )
-        stamps = stamps[-(found.shape[1] - inputs["input_ids"].shape[1]) :]
-        steps = len(stamps) - 1
-        speed = steps / (stamps[-1] - stamps[0]) if steps > 0 else None
-        return found[0, inputs["input_ids"].shape[1] :].tolist(), speed, cache
-
-    def _run(
-        self, name: str, scales: str, ids: list[int], speed: float | None,
-        tokens: int, size: int, per_token: float, room: int,
-    ) -> _Run:  # fmt: skip
-        return _Run(
-            cache=name,
-            scales=scales,
-            attention=str(self.model.config._attn_implementation),
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
-            token_ids=ids,
-            tokens_per_second=speed,
-            cached_tokens=tokens,
-            cache_bytes=size,
-            bytes_per_token=per_token,
-            tokens_that_fit=int(room / per_token),
-        )
-
-
-def _load(name: str | None, device: str) -> tuple[Any, Any]:
-    """Returns the model, on its device, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from . import demo
-
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = name or str(demo.model_path())
-    try:
-        with nullcontext() if name else demo.no_bars():
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"cannot load a language model from {folder!r}: {error}") from error
-    try:
-        return model.to(device).eval(), tokenizer
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"cannot use --device {device}: {error}") from error
-
-
-def _agreement(one: _Run, other: _Run) -> dict[str, int | None]:
-    """Returns in how many places both have the same token, and the first one that differs.
-
-    Places count from 0. The longer answer gives their number: a token that has no partner differs.
-    """
-    pairs = zip(one.token_ids, other.token_ids, strict=False)
-    same = [a == b for a, b in pairs]
-    places = max(len(one.token_ids), len(other.token_ids))
-    same += [False] * (places - len(same))
-    first = None if all(same) else same.index(False)
-    return {"equal": sum(same), "of": places, "first_difference": first}
-
-
-def _comparison(
-    name: str, prompt: str, runs: Sequence[_Run], memory: str
-) -> "list[RenderableType]":
-    from rich.table import Table
-    from rich.text import Text
-
-    dense, paged = runs
-    found = _agreement(dense, paged)
-    first = found["first_difference"]
-    differs = "" if first is None else f", first difference at token {first + 1}"
-    less = paged.bytes_per_token / dense.bytes_per_token
-    table = Table(show_lines=True)
-    table.add_column("", style="bold")
-    for run in runs:
-        table.add_column(run.cache, ratio=1, overflow="fold")
-    table.add_row("answer", *(Text(run.text) for run in runs))
-    table.add_row("same tokens", "", f"{found['equal']} of {found['of']}{differs}")
-    table.add_row("scales", *(Text(run.scales) for run in runs))
-    table.add_row("attention", *(run.attention for run in runs))
-    table.add_row(
-        "cache", *(f"{_size(run.cache_bytes)} for {run.cached_tokens} tokens" for run in runs)
-    )
-    table.add_row(
-        "per token", _size(dense.bytes_per_token), f"{_size(paged.bytes_per_token)} ({less:.2f} x)"
-    )
-    table.add_row(f"fit into {memory}", *(f"{run.tokens_that_fit:,} tokens" for run in runs))
-    speeds = (run.tokens_per_second for run in runs)
-    table.add_row("tokens/s", *("-" if speed is None else f"{speed:.1f}" for speed in speeds))
-    return [Text.assemble((name, "bold"), ": ", prompt), table]
-
-
-# -- check -----------------------------------------------------------------------------------------
+        _print(comparison(asker.name, text, runs, memory))
 
 
 @app.command()
@@ -347,7 +155,7 @@ def check(model: _Model = None, device: _Device = "cpu", as_json: _Json = False)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     facts: dict[str, Any] = {
         "python": sys.version.split()[0],
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         "gpus": gpus,
         "backends": {name: why or "available" for name, why in available_backends().items()},
     }
@@ -362,40 +170,72 @@ def check(model: _Model = None, device: _Device = "cpu", as_json: _Json = False)
         return
     rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
     rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
-    _print([_rows_table([{"": name, "found": found} for name, found in rows.items()])])
+    _print([rows_table([{"": name, "found": found} for name, found in rows.items()])])
     if report is not None:
         print(report)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-# -- bench -----------------------------------------------------------------------------------------
-
-
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Option(help="cpu or gpu.")] = "cpu", as_json: _Json = False
+    suite: Annotated[
+        str, typer.Option(help="cpu, gpu: speed and memory. quality: a model's predictions.")
+    ] = "cpu",
+    model: _Model = None,
+    device: _Device = "auto",
+    texts: Annotated[int, typer.Option(min=1, help="How many texts to score.")] = 4,
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="PATH", help="Write JSON too; - prints it and no table."),
+    ] = None,
 ) -> None:
-    """Measure speed against transformers' own caches, in interleaved pairs."""
-    measures = importlib.import_module(".bench", __package__)
-    suites = {"cpu": "run_cpu_suite", "gpu": "run_gpu_suite"}
-    run = getattr(measures, suites.get(suite, ""), None)
-    if run is None:
-        known = ", ".join(name for name, function in suites.items() if hasattr(measures, function))
-        raise typer.BadParameter(f"expected one of: {known}; got {suite!r}", param_hint="--suite")
-    rows: list[dict[str, Any]] = run()
-    if as_json:
-        print(json.dumps({"suite": suite, "rows": rows}, default=str))
-    else:
-        _print([_rows_table(rows)])
+    """Measure against transformers' own caches; --model, --device and --texts are for quality."""
+    known: dict[str, tuple[ModuleType, Callable[..., dict[str, Any]]]] = {}
+    for name, (module, function) in _SUITES.items():
+        measures = importlib.import_module(module, __package__)
+        if hasattr(measures, function):
+            known[name] = measures, getattr(measures, function)
+    if suite not in known:
+        message = f"expected one of: {', '.join(known)}; got {suite!r}"
+        raise typer.BadParameter(message, param_hint="--suite")
+    # Known before minutes are spent.
+    if json_path is not None and not Path(json_path).parent.is_dir():
+        message = f"expected a file in a folder that exists, got {json_path!r}"
+        raise typer.BadParameter(message, param_hint="--json")
+    measures, run = known[suite]
+    arguments: dict[str, Any] = {}
+    if suite == "quality":
+        loaded, tokenizer = _load(model, device, "float32")
+        arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO, "texts": texts}
+    with _progress() as say:
+        result = run(**arguments, progress=say)
+    if json_path == "-":
+        print(json.dumps(result))
+        return
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
+    _print([measures.format_table(result)], piped_width=140)
 
 
-# -- reading and printing --------------------------------------------------------------------------
+def _load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """Returns the model (None: the demo's), on its device, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from . import demo
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = name or str(demo.model_path())
+    try:
+        with nullcontext() if name else demo.no_bars():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"cannot load a language model from {folder!r}: {error}") from error
+    try:
+        return model.to(device).eval(), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"cannot use --device {device}: {error}") from error
 
 
 def _parse_memory(text: str) -> int:
@@ -426,39 +266,39 @@ def _parse_scales(text: str | None) -> str | float | None:
         return text
 
 
-def _size(amount: float) -> str:
-    """Returns a number of bytes as a person reads it."""
-    for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} GiB"
-
-
-def _rows_table(rows: Sequence[Mapping[str, object]]) -> "RenderableType":
-    """Returns a table with a column for every key that a row has."""
-    from rich.table import Table
-    from rich.text import Text
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table()
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(_cell(row.get(name, ""))) for name in names))
-    return table
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _print(parts: "Sequence[RenderableType]") -> None:
+def _print(parts: "Sequence[RenderableType]", *, piped_width: int = 80) -> None:
+    """Prints as wide as the terminal or COLUMNS is; into a file or pipe, the columns given."""
     from rich.console import Console
 
-    console = Console()
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if known else piped_width)
     for part in parts:
         console.print(part)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[..., None]]:
+    """Inside, the value tells on stderr what is next, and which share is done where it is known."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stderr)
+    columns = (SpinnerColumn(), BarColumn(bar_width=20), TimeElapsedColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def say(message: str, share: float | None = None) -> None:
+            if not console.is_terminal:
+                print(message, file=sys.stderr)
+            elif share is None:
+                bar.update(task, description=message)
+            else:
+                bar.update(task, description=message, total=1.0, completed=share)
+
+        yield say
 
 
 if __name__ == "__main__":

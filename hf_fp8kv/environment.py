@@ -1,0 +1,44 @@
+"""Where a measurement was taken: versions and hardware."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+__all__ = ["hardware", "version", "versions"]
+
+PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
+
+
+def version(package: str) -> str:
+    """Returns the version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that count."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
+def hardware() -> dict[str, object]:
+    """Returns the processor, its cores, the threads that torch uses, and the GPUs."""
+    import torch
+
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
