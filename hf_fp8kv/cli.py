@@ -266,8 +266,8 @@ def _parse_scales(text: str | None) -> str | float | None:
         return text
 
 
-def _print(parts: "Sequence[RenderableType]", *, piped_width: int = 80) -> None:
-    """Prints as wide as the terminal or COLUMNS is; into a file or pipe, the columns given."""
+def _print(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
+    """Prints as wide as the terminal or COLUMNS is; into a file or pipe, `piped_width` wide."""
     from rich.console import Console
 
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
