@@ -448,8 +448,9 @@ class FP8PagedCache(DynamicCache):
         """Returns an independent cache with the same content.
 
         Pages are shared and counted: nothing is copied until one of the two writes into a page
-        that both hold. (The static form and transformers' own layers are copied.) Pages are given
-        back when the last cache that holds them is gone.
+        that both hold; so a cache and its forks are for one thread at a time. (The static form and
+        transformers' own layers are copied.) Pages are given back when the last cache that holds
+        them is gone.
         """
         other = object.__new__(type(self))
         vars(other).update(vars(self))

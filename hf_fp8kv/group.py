@@ -154,9 +154,11 @@ class LayerGroup:
             self._mirrored_version = self.table.version
         mirror = self._mirrors.get(device)
         if mirror is None:
-            # A copy: the rows change in place later, and a handle may still read this.
-            rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
-            mirror = self._mirrors[device] = rows.to(device)
+            # A copy: the rows change in place later, and a handle may still read this. The static
+            # form writes into it, in inference mode or outside.
+            with torch.inference_mode(False), torch.no_grad():
+                rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
+                mirror = self._mirrors[device] = rows.to(device)
         return mirror
 
     def lengths_on(self, device: torch.device, length: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """One layer of the cache, as transformers' `Cache` expects it: the dynamic form."""
 
+import operator
 from abc import abstractmethod
 from typing import Any
 
@@ -35,6 +36,7 @@ class PagedLayerBase(CacheLayerMixin):
     supports_early_init = True
     device: torch.device
     dtype: torch.dtype
+    v_dtype: torch.dtype
 
     def __init__(self, index: int, options: CacheOptions, group: LayerGroup) -> None:
         # The base class would assign `keys` and `values`, which are properties here.
@@ -92,7 +94,7 @@ class PagedLayerBase(CacheLayerMixin):
         k, v, center = (None if t is None else t.to(key.device) for t in found)
         self.k_scale, self.v_scale, self._scale_center = k, v, center
         self.backend = ops.choose_backend(self.options.backend, key.device)
-        self.dtype, self.device = key.dtype, key.device
+        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
 
     def _first_center(self, key: torch.Tensor) -> torch.Tensor | None:
         """The centre to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
@@ -109,9 +111,10 @@ class PagedLayerBase(CacheLayerMixin):
                 "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
                 f"{tuple(key.shape)} and {tuple(value.shape)}"
             )
-        if not key.is_floating_point() or key.dtype != value.dtype:
+        # Two dtypes are right: under autocast RoPE leaves K in fp32.
+        if not key.is_floating_point() or not value.is_floating_point():
             raise ConfigError(
-                f"expected keys and values of one floating dtype, got {key.dtype} and {value.dtype}"
+                f"expected keys and values of a floating dtype, got {key.dtype} and {value.dtype}"
             )
         if self.is_initialized:
             self.pool.check(key, value)
@@ -132,9 +135,10 @@ class PagedLayerBase(CacheLayerMixin):
     def _handles(
         self, pages: Pages, lengths: torch.Tensor, start: int, stop: int, *, ragged: bool
     ) -> tuple[PagedKV, PagedKV]:
-        rest = (start, stop, self.dtype, self.group.window or 0, ragged, self.backend)
         stored = (*pages[:8], lengths, *pages[8:])
-        return make_handle(*stored, "k", *rest), make_handle(*stored, "v", *rest)
+        rest = (self.group.window or 0, ragged, self.backend)
+        k = make_handle(*stored, "k", start, stop, self.dtype, *rest)
+        return k, make_handle(*stored, "v", start, stop, self.v_dtype, *rest)
 
     @property
     def keys(self) -> PagedKV | None:  # type: ignore[override]
@@ -314,7 +318,10 @@ _WHOLE_CACHE = (
 
 def removal(tokens_to_remove: int) -> int:
     """Returns how many tokens `crop` is asked to remove; transformers passes a number below 1."""
-    tokens_to_remove = int(tokens_to_remove)
+    try:
+        tokens_to_remove = operator.index(tokens_to_remove)
+    except TypeError:
+        raise ConfigError(f"crop: expected a whole number, got {tokens_to_remove!r}") from None
     if tokens_to_remove > 0:
         raise ConfigError(
             f"crop: expected a number of tokens to remove, as 0 or less, got {tokens_to_remove}; "

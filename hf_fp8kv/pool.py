@@ -6,7 +6,7 @@ from .block_table import Copies
 from .errors import ConfigError
 from .formats import AUTO
 
-__all__ = ["PagePool"]
+__all__ = ["PagePool", "zeros"]
 
 
 class PagePool:
@@ -47,7 +47,7 @@ class PagePool:
             value: `[B, Hkv, T, Dv]`.
             pages: how many.
         """
-        self.dtype, self.device = key.dtype, key.device
+        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
         slots = self.page_size
         self.k = self._zeros(pages, self.heads, slots, self.k_dim, dtype=self.key_dtype)
@@ -67,7 +67,7 @@ class PagePool:
     @property
     def value_dtype(self) -> torch.dtype:
         """What a stored number of V is held in."""
-        return self.dtype if self.value_format == AUTO else torch.uint8
+        return self.v_dtype if self.value_format == AUTO else torch.uint8
 
     @property
     def pages(self) -> int:
@@ -85,7 +85,7 @@ class PagePool:
             return
         # One tensor after the other: at most one of them exists twice at a time.
         for name, old in self.tensors().items():
-            new = torch.zeros((pages, *old.shape[1:]), dtype=old.dtype, device=old.device)
+            new = zeros((pages, *old.shape[1:]), old.dtype, old.device)
             new[: len(old)] = old
             setattr(self, name, new)
             del old
@@ -116,13 +116,13 @@ class PagePool:
 
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises ConfigError unless tokens like these fit the pool; changes nothing."""
-        expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.device)
-        got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.v_dtype, self.device)
+        got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype, key.device)
         if got != expected:
             raise ConfigError(
                 "expected keys and values like the first call's (heads, key size, value size, "
-                f"dtype, device) = {expected}, got {got}; a cache belongs to one model: make a new "
-                "FP8PagedCache for another one"
+                f"dtypes, device) = {expected}, got {got}; a cache belongs to one model: make a "
+                "new FP8PagedCache for another one"
             )
 
     def bytes_per_page(self) -> int:
@@ -130,4 +130,10 @@ class PagePool:
         return sum(t[0].numel() * t.element_size() for t in self.tensors().values() if len(t))
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return zeros(shape, dtype, self.device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns zeros that may be written in inference mode and outside of it alike."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.zeros(shape, dtype=dtype, device=device)

@@ -16,6 +16,7 @@ from .group import LayerGroup
 from .handle import PagedKV
 from .layer import PagedLayerBase, removal
 from .options import CacheOptions
+from .pool import zeros
 
 __all__ = ["FP8PagedStaticLayer"]
 
@@ -57,10 +58,10 @@ class FP8PagedStaticLayer(PagedLayerBase):
         self.group.prepare(0, self.max_cache_len, batch)
         self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
         self.table = self.group.table_on(self.device)
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.lengths = zeros((batch,), torch.int32, self.device)
         if self._scale_center is not None or self.options.first_call_centers:
             shape = (batch, *self.pool.k.shape[1::2])
-            self.k_center = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.k_center = zeros(shape, torch.float32, self.device)
         self.batch_size = batch
         self._ready = True
         self._mark_static()

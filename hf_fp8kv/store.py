@@ -59,7 +59,7 @@ def pack(cache: "FP8PagedCache") -> tuple[Meta, Tensors, CacheOptions, list[Any]
             pool = layer.pool
             fact |= {
                 "length": _length(layer),
-                "dtype": str(pool.dtype).removeprefix("torch."),
+                "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
                 "shape": [pool.heads, pool.k_dim, pool.v_dim],
             }
             for name, tensor in pool.tensors().items():
@@ -151,14 +151,15 @@ def _restore_layer(
     numbers: torch.Tensor | None,
 ) -> None:
     heads, k_dim, v_dim = fact["shape"]
-    dtype, device = getattr(torch, fact["dtype"]), part["k"].device
-    batch = len(rows)
-    key = torch.zeros((batch, heads, 0, k_dim), dtype=dtype, device=device)
-    value = torch.zeros((batch, heads, 0, v_dim), dtype=dtype, device=device)
+    k_dtype, v_dtype = (getattr(torch, name) for name in fact["dtypes"])
+    device, batch = part["k"].device, len(rows)
+    key = torch.zeros((batch, heads, 0, k_dim), dtype=k_dtype, device=device)
+    value = torch.zeros((batch, heads, 0, v_dim), dtype=v_dtype, device=device)
     layer.lazy_initialization(key, value)
     if isinstance(layer, FP8PagedStaticLayer):
         layer.lengths.fill_(fact["length"])
         layer.is_empty = fact["length"] == 0
+        layer._most = fact["length"]
         place = layer.table[:, : rows.shape[1]].long().reshape(-1)
         source = rows.to(device).long().reshape(-1)
     else:

@@ -1,6 +1,5 @@
 """What a model can do with an FP8 cache, and switching it on for every `generate()` of a model."""
 
-import inspect
 import logging
 import weakref
 from collections import Counter
@@ -210,6 +209,7 @@ def _restore(model: PreTrainedModel, before: dict[str, Any]) -> None:
 # -- generate() without a keyword ----------------------------------------------------------------
 
 _PLACE = "_hf_fp8kv_enabled"
+_HOOK = "_prepare_cache_for_generation"
 
 
 def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
@@ -229,7 +229,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
     Raises:
         ConfigError: the model cannot use the cache. ScaleError, BackendError: a keyword is wrong.
     """
-    if not isinstance(model, PreTrainedModel) or not hasattr(model, "generate"):
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, _HOOK):
         raise ConfigError(f"model: expected a model with generate(), got {type(model).__name__}")
     if why := refusal(type(model)):
         raise ConfigError(
@@ -242,7 +242,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
     before = _implementations(model)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
-    vars(model)["generate"] = _Generate(model, cache_keywords)
+    vars(model)[_HOOK] = _PrepareCache(model, cache_keywords)
     vars(model)[_PLACE] = before
     return model
 
@@ -251,14 +251,18 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Takes back what `enable` did; nothing if it did nothing. Returns the model."""
     before = vars(model).pop(_PLACE, None)
     if before is not None:
-        del vars(model)["generate"]
+        del vars(model)[_HOOK]
         if model._can_set_attn_implementation():
             _restore(model, before)
     return model
 
 
-class _Generate:
-    """`model.generate` of an enabled model; follows the model when it is copied or pickled."""
+class _PrepareCache:
+    """Makes an FP8 cache where `generate()` makes its cache; follows a model that is copied.
+
+    That place, and not `generate` itself, since some models (Whisper, for long audio) generate
+    several times in one call.
+    """
 
     def __init__(self, model: PreTrainedModel, cache_keywords: dict[str, Any]) -> None:
         self._model = weakref.ref(model)  # weak, since the model holds this
@@ -270,38 +274,33 @@ class _Generate:
         assert model is not None
         return model
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self._owner).generate.__get__(self._owner))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         model = self._owner
-        if _wants_default_cache(model, args, kwargs):
-            kwargs["past_key_values"] = _new_cache(model, self._keywords)
-        return type(model).generate(model, *args, **kwargs)
+        if _wants_default_cache(generation_config, model_kwargs):
+            cache = model_kwargs["past_key_values"] = _new_cache(model, self._keywords)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+        stock = type(model)._prepare_cache_for_generation
+        return stock(model, generation_config, model_kwargs, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Generate":
-        return _Generate(memo.get(id(self._owner), self._owner), dict(self._keywords))
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PrepareCache":
+        return _PrepareCache(memo.get(id(self._owner), self._owner), dict(self._keywords))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Generate, (self._owner, self._keywords)
+        return _PrepareCache, (self._owner, self._keywords)
 
 
-def _wants_default_cache(
-    model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    if kwargs.get("past_key_values") is not None:
+def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:
+    if model_kwargs.get("past_key_values") is not None:
         return False
-    config = kwargs.get("generation_config") or next(
-        (a for a in args if hasattr(a, "cache_implementation")), model.generation_config
-    )
+    kind = generation_config.cache_implementation
     # "hybrid" is what old checkpoints say of themselves; transformers ignores it there.
-    kept = getattr(config, "cache_implementation", None)
-    kind = kwargs.get("cache_implementation", None if kept == "hybrid" else kept)
-    if kind is not None:
+    if kind not in (None, "hybrid"):
         logger.info("generate() asks for a cache of kind %r: no FP8 cache is made", kind)
         return False
-    return kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
+    return generation_config.use_cache is not False
 
 
 def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:

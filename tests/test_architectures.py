@@ -54,7 +54,7 @@ PATHS = {
     "seq2seq/bart": "fused",
     "seq2seq/t5": "fused",
     "seq2seq/whisper": "fused, dense",
-    "seq2seq/t5gemma": "fused",
+    "seq2seq/t5gemma": "fused, dense",
     "seq2seq/nllb-moe": "fused",
     "seq2seq/moonshine": "fused",
     "vision/llava": "fused",

@@ -362,11 +362,61 @@ def test_an_enabled_model_can_be_copied() -> None:
         out = twin.generate(**inputs, **options)
         assert torch.equal(out.sequences, expected)
         assert out.past_key_values.options.key_format == "fp8_e3m4"
-        assert twin.generate._owner is twin
+        assert twin._prepare_cache_for_generation._owner is twin
         disable(twin)
         assert type(twin.generate(**inputs, **options).past_key_values) is DynamicCache
     model.generation_config.cache_implementation = "hybrid"
     assert isinstance(model.generate(**inputs, **options).past_key_values, FP8PagedCache)
+
+
+def test_enable_long_speech() -> None:
+    """Whisper generates once for each stretch of sound: each wants a cache of its own."""
+    from hf_fp8kv import disable, enable
+
+    model, _ = tiny("speech")
+    config = model.generation_config
+    config.no_timestamps_token_id, config.is_multilingual = 90, False
+    config.return_timestamps, config.max_initial_timestamp_index = True, 2
+    sound = torch.randn(1, 16, 3 * 128, generator=torch.Generator().manual_seed(1))
+    options = {"return_timestamps": True, "max_new_tokens": 8}
+    options["attention_mask"] = torch.ones(1, 3 * 128, dtype=torch.long)
+    expected = model.generate(sound, **options)
+    enable(model, dtype="auto")
+    assert torch.equal(model.generate(sound, **options), expected)
+    disable(model)
+
+
+@pytest.mark.parametrize("length", [None, 64])
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_inference_mode_and_outside(length: int | None, backend: str) -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    ids, options = inputs["input_ids"][1:], {"backend": backend, "max_cache_len": length}
+    longer = {"input_ids": torch.cat([ids, ids[:, :2]], 1)}
+    longer["attention_mask"] = torch.ones_like(longer["input_ids"])
+    answers = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        cache = new_cache(model, **options)
+        with mode():
+            model(ids, past_key_values=cache)
+        fork = cache.fork()
+        for used in (cache, fork):
+            used.reorder_cache(torch.tensor([0]))
+            answers.append(generate(model, longer, used, disable_compile=True))
+        cache.reset()
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
+def test_autocast(dtype: str, attention: str) -> None:
+    model, inputs = tiny("gqa", attn_implementation="sdpa")
+    if attention != "own":
+        model.set_attn_implementation(attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = generate(model, inputs, DynamicCache(config=model.config))
+        got = generate(model, inputs, new_cache(model, dtype=dtype))
+    if dtype == "auto" and attention == "own":
+        assert torch.equal(got, expected)
+    assert got.shape == expected.shape
 
 
 def test_enable_an_encoder_decoder() -> None:

@@ -237,7 +237,7 @@ def test_tokens_of_another_model_are_refused(pair, got, fmt):
         pool.check(*pair)
     message = str(info.value)
     expected, found = message.split(", got ")
-    assert "(heads, key size, value size, dtype, device) = (2, 5, 3, torch.bfloat16" in expected
+    assert "(heads, key size, value size, dtypes, device) = (2, 5, 3, torch.bfloat16" in expected
     assert got in found
     assert "make a new FP8PagedCache" in found
     assert all(torch.equal(t, before[name]) for name, t in pool.tensors().items())
