@@ -9,24 +9,22 @@ import datetime
 import functools
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import transformers
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .attention import fp8_paged_attention
 from .cache import FP8PagedCache
+from .environment import hardware, versions
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -105,8 +103,8 @@ def run_cpu_suite(
         "suite": "cpu",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": _versions(),
-        "hardware": {"cpu": _cpu(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "versions": versions(),
+        "hardware": hardware(),
         "settings": {"context": list(context), "heads": list(heads), "pairs": pairs,
                      "backend": backend, "batch": 1},
         "rows": rows,
@@ -404,26 +402,3 @@ def _resident() -> int:
     import psutil  # accelerate brings it
 
     return int(psutil.Process().memory_info().rss)
-
-
-# -- where ---------------------------------------------------------------------------------------
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__,
-             "transformers": transformers.__version__}  # fmt: skip
-    for name in ("hf-fp8kv", "numba"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
