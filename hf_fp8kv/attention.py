@@ -21,6 +21,7 @@ from . import ops
 from .errors import ConfigError
 from .handle import PagedKV, pages_of
 from .models import config_field, uses_interface
+from .once import warn_once
 from .ops.reference import visible
 
 __all__ = ["NAME", "fp8_paged_attention", "fp8_paged_mask", "register"]
@@ -30,6 +31,10 @@ logger = logging.getLogger(__name__)
 NAME = "fp8_paged"
 Tensor = torch.Tensor
 
+_OWN_WAY = (
+    "{} asks for something that attention over pages does not do (attention weights, dropout or a "
+    "sparse choice of keys): dense K and V are made for it, which is right but slower"
+)
 # Arguments that change what attention computes, and that only a model's own eager code knows.
 _OWN = ("indices", "block_indices", "sinks")
 
@@ -94,7 +99,7 @@ def fp8_paged_attention(
                 position_bias, bool(causal),
             )  # fmt: skip
             return out, None
-        _say_once(type(module).__name__)
+        warn_once(logger, _OWN_WAY.format(type(module).__name__))
     return _dense_attention(
         module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
         s_aux, position_bias, bool(causal), kwargs,
@@ -258,20 +263,6 @@ def _eager_of(module_name: str) -> Callable[..., Any]:
             "attn_implementation='eager'"
         )
     return found  # type: ignore[no-any-return]
-
-
-_SAID: set[str] = set()
-
-
-def _say_once(name: str) -> None:
-    if not torch.compiler.is_compiling() and name not in _SAID:
-        _SAID.add(name)
-        logger.warning(
-            "%s asks for something that attention over pages does not do (attention weights, "
-            "dropout or a sparse choice of keys): dense K and V are made for it, which is right "
-            "but slower",
-            name,
-        )
 
 
 # -- masks ---------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What `FP8PagedCache` finds around it: a config and its layers, and the prompt of `generate()`."""
 
-import logging
 import os
 import sys
 from collections.abc import Collection
@@ -12,9 +11,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from .errors import ConfigError
 
-__all__ = ["NOTHING_NEW", "check_prompt", "layers_named", "layers_of", "read_config", "warn_once"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["NOTHING_NEW", "check_prompt", "layers_named", "layers_of", "read_config"]
 
 NOTHING_NEW = (
     "expected at least one token that the cache does not hold yet, got none; the cache holds {} "
@@ -110,13 +107,3 @@ def check_prompt(length: int) -> None:
         if frame.f_back is None:
             return
         frame = frame.f_back
-
-
-_WARNED: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Logs a warning, unless this process has logged it before."""
-    if message not in _WARNED:
-        _WARNED.add(message)
-        logger.warning(message)

@@ -1,6 +1,7 @@
 """`FP8PagedCache`: all that knows transformers' cache classes."""
 
 import copy
+import logging
 import os
 import weakref
 from collections.abc import Collection
@@ -20,17 +21,20 @@ from transformers.cache_utils import (
 
 from . import store
 from .block_table import PageBudget
-from .building import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config, warn_once
+from .building import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config
 from .errors import ConfigError, Fp8KVError, ScaleError
 from .group import LayerGroup
 from .handle import densify
 from .layer import FP8PagedLayer, PagedLayerBase, removal
 from .models import refuse_config
+from .once import warn_once
 from .options import CacheOptions
 from .scales import KVScales, declared_kv_scales, resolve
 from .static_layer import FP8PagedStaticLayer
 
 __all__ = ["FP8PagedCache"]
+
+logger = logging.getLogger(__name__)
 
 _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
@@ -147,9 +151,10 @@ class FP8PagedCache(DynamicCache):
         self._check_scales()
         if options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
+                logger,
                 f"this checkpoint declares static KV scales ({declared}) that this cache does not "
                 "use: it uses dynamic scales, which need none. FP8PagedCache.from_pretrained(...) "
-                "or scales=... uses them"
+                "or scales=... uses them",
             )
 
     def _setup(self, options: CacheOptions) -> None:
@@ -352,7 +357,7 @@ class FP8PagedCache(DynamicCache):
         for layer in self.paged_layers:
             layer.crop(tokens_to_remove)
         if tokens:
-            self._follow(self._static_length())
+            self._follow(self.host_length())
 
     def reset(self) -> None:
         """The cache is empty; the layers stay, and so do the addresses of the static form."""
@@ -417,7 +422,7 @@ class FP8PagedCache(DynamicCache):
             raise ConfigError(
                 f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = self._static_length() if self.is_static else 0
+        length = self.host_length() if self.is_static else 0
         for group in self.groups.values():
             if self.is_static:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
@@ -427,9 +432,6 @@ class FP8PagedCache(DynamicCache):
             layer.select_rows(sequences)
         if self.is_static:
             self._follow(length)
-
-    def _static_length(self) -> int:
-        return self.host_length()
 
     def _follow(self, length: int) -> None:
         """The static form, after sequences or lengths changed: what may be written is unshared."""

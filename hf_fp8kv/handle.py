@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from . import ops
 from .errors import ConfigError
+from .once import warn_once
 from .ops import Pages
 
 __all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
@@ -97,7 +98,7 @@ class PagedKV(torch.Tensor):
                 f"expected to read stored keys or values, got {func}, which writes into them; "
                 "write into a copy: .clone() makes a dense one"
             )
-        _say_once()
+        warn_once(logger, _MADE_DENSE)
         return func(*tree_map(densify, args), **tree_map(densify, kwargs or {}))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -130,17 +131,11 @@ def _wrap(tensors: Sequence[torch.Tensor | None], constants: Sequence[Any]) -> P
     return handle
 
 
-_SAID: set[bool] = set()
-
-
-def _say_once() -> None:
-    if not torch.compiler.is_compiling() and not _SAID:
-        _SAID.add(True)
-        logger.warning(
-            "dense keys and values are made from the pages at each step, since a model or its "
-            "attention asks for them; attn_implementation='fp8_paged' reads the pages where the "
-            "model can (hf_fp8kv.check_model tells)"
-        )
+_MADE_DENSE = (
+    "dense keys and values are made from the pages at each step, since a model or its attention "
+    "asks for them; attn_implementation='fp8_paged' reads the pages where the model can "
+    "(hf_fp8kv.check_model tells)"
+)
 
 
 def densify(x: Any) -> Any:

@@ -20,8 +20,8 @@ __all__ = [
     "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit", "search_scale",
 ]  # fmt: skip
 
-# Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. Measured
-# on SmolLM2 (docs/architecture.md): KL falls by a third with 16, and little more with 32.
+# Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. With
+# 32 there is little more to gain.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
 # Vectors that `search_scale` handles at a time: what it needs besides is 16 times their size.

@@ -1,0 +1,16 @@
+"""Warnings that a process gives once."""
+
+import logging
+
+import torch
+
+__all__ = ["warn_once"]
+
+_WARNED: set[str] = set()
+
+
+def warn_once(logger: logging.Logger, message: str) -> None:
+    """Logs a warning, unless this process has logged it before, or code is being traced."""
+    if not torch.compiler.is_compiling() and message not in _WARNED:
+        _WARNED.add(message)
+        logger.warning(message)
