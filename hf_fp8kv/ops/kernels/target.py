@@ -1,0 +1,131 @@
+"""Which GPU a kernel is made for, and how a kernel is started (or only compiled) for it."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Target", "assuming", "compiling", "is_interpreted", "launch", "target_of"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU, as far as kernels care.
+
+    Attributes:
+        vendor: "cuda" or "hip", as Triton calls them.
+        arch: 90 for sm_90; "gfx942".
+        processors: streaming multiprocessors, or compute units.
+        interpreted: kernels run in Triton's interpreter, which knows no inline assembly.
+    """
+
+    vendor: str
+    arch: int | str
+    processors: int
+    interpreted: bool = False
+
+    @property
+    def name(self) -> str:
+        """ "sm_90", "gfx942"."""
+        return f"sm_{self.arch}" if self.vendor == "cuda" else str(self.arch)
+
+    @classmethod
+    def parse(cls, name: str) -> "Target":
+        """Returns the target with this name, of a usual size."""
+        if name.startswith("sm_"):
+            return cls("cuda", int(name[3:]), _PROCESSORS.get(name, 128))
+        return cls("hip", name, _PROCESSORS.get(name, 256))
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it is one of NVIDIA's."""
+        return self.vendor == "cuda"
+
+    def converts(self, name: str) -> bool:
+        """Whether it has an instruction that converts codes of the format `name`.
+
+        NVIDIA: PTX ISA, `cvt` with .e4m3x2 and .e5m2x2, from sm_89; Triton places the bytes of
+        E5M2, the upper half of a float16, also below. AMD: the FNUZ formats on gfx942, the OCP
+        ones on gfx950 (CDNA 3 and 4 ISA, v_cvt_pk_f32_fp8 and v_cvt_scalef32_pk_*).
+        """
+        if self.is_nvidia:
+            assert isinstance(self.arch, int)
+            return name == "fp8_e5m2" or (name == "fp8_e4m3" and self.arch >= 89)
+        if self.arch == "gfx942":
+            return name == "fp8_e4m3fnuz"
+        return name in ("fp8_e4m3", "fp8_e5m2")
+
+
+# Of the chip that most people have: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090, MI300X, MI355X.
+_PROCESSORS = {
+    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
+    "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+_assumed: Target | None = None
+_compile: Callable[..., None] | None = None
+
+
+@functools.cache
+def _found(device: torch.device) -> Target:
+    if device.type == "cpu":
+        return Target("cuda", 90, 4, interpreted=True)
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = str(getattr(found, "gcnArchName", "")).split(":")[0]
+        return Target("hip", arch, found.multi_processor_count)
+    return Target("cuda", 10 * found.major + found.minor, found.multi_processor_count)
+
+
+def target_of(device: torch.device) -> Target:
+    """Returns the GPU that kernels on tensors of `device` are made for."""
+    return _found(device) if _assumed is None else _assumed
+
+
+@contextmanager
+def assuming(target: Target) -> Iterator[None]:
+    """Inside, kernels are made for `target`, whatever the device; for tests and checks."""
+    global _assumed
+    before, _assumed = _assumed, target
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+@contextmanager
+def compiling(take: Callable[..., None]) -> Iterator[None]:
+    """Inside, `launch` hands its arguments to `take` and runs nothing."""
+    global _compile
+    before, _compile = _compile, take
+    try:
+        yield
+    finally:
+        _compile = before
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Starts `kernel` on `grid`: every kernel of this package starts here.
+
+    Args:
+        kernel: what `triton.jit` made.
+        grid: programs along up to three axes; nothing is started if one is 0.
+        args: tensors and numbers, in the kernel's order.
+        constants: its constexpr parameters, and Triton's options (`num_warps`, `num_stages`, ...).
+    """
+    if 0 in grid:
+        return
+    if _compile is not None:
+        _compile(kernel, grid, args, constants)
+        return
+    kernel[grid](*args, **constants)
