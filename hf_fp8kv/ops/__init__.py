@@ -19,6 +19,7 @@ What a stored code stands for (reference.py is the specification):
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -27,13 +28,22 @@ import torch
 
 from ..errors import BackendError, OutOfPagesError
 from ..formats import AUTO
+from . import reference
 from .pages import Pages
 
-__all__ = ["BACKENDS", "Pages", "attend", "available_backends", "choose_backend", "gather", "write"]
+__all__ = [
+    "BACKENDS", "Pages", "attend", "available_backends", "choose_backend", "gather", "make_plan",
+    "plan_rows", "write",
+]  # fmt: skip
 
-# name -> module. Each has write, attend and gather, with reference.py's arguments. "reference" is
-# for tests; a user chooses among the others.
-BACKENDS = {"torch": ".chunked", "numba": ".cpu", "reference": ".reference"}
+# name -> module. Each has write, attend and gather, with reference.py's arguments; "triton" has a
+# limit and plans besides. "reference" is for tests; a user chooses among the others.
+BACKENDS = {
+    "torch": ".chunked",
+    "numba": ".cpu",
+    "triton": ".gpu",
+    "reference": ".reference",
+}
 CHOICES = ("auto", "torch", "numba", "triton")
 
 
@@ -43,8 +53,17 @@ def available_backends() -> dict[str, str | None]:
     return {
         "torch": None,
         "numba": None if numba else "numba is not installed: pip install 'hf-fp8kv[cpu]'",
-        "triton": "this version has no Triton kernels yet: use backend='torch' on a GPU",
+        "triton": _why_not_triton(),
     }
+
+
+def _why_not_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    # Triton's interpreter runs kernels on a CPU: many times slower than anything else, for tests.
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return "torch finds no CUDA or ROCm device"
 
 
 def choose_backend(name: str, device: torch.device) -> str:
@@ -63,12 +82,19 @@ def choose_backend(name: str, device: torch.device) -> str:
         raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
     why = available_backends()
     if name == AUTO:
-        return "numba" if device.type == "cpu" and why["numba"] is None else "torch"
+        best = {"cpu": "numba", "cuda": "triton"}.get(device.type, "torch")
+        return best if why[best] is None else "torch"
     if why[name] is not None:
         raise BackendError(f"backend {name!r} cannot run here: {why[name]}")
     if name == "numba" and device.type != "cpu":
         raise BackendError(
             f"backend 'numba' expected pages on the CPU, got {device}; use backend='auto'"
+        )
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if name == "triton" and device.type != "cuda" and not interpreted:
+        raise BackendError(
+            f"backend 'triton' expected pages on a CUDA or ROCm device, got {device}; use "
+            "backend='auto'"
         )
     return name
 
@@ -90,10 +116,11 @@ def write(
 
     Args:
         limit: the most tokens that a sequence may hold; None: as many as it has pages for. On CPU
-            a call that would pass it raises OutOfPagesError and stores nothing.
+            a call that would pass it raises OutOfPagesError and stores nothing; on other devices
+            the tokens past it are not stored.
     """
     most = -1 if limit is None else limit
-    torch.ops.hf_fp8kv.write(*pages[:8], key, value, lengths, *pages[8:], most, backend)
+    _op("write", backend)(*pages[:8], key, value, lengths, *pages[8:], most, backend)
 
 
 def gather(
@@ -107,9 +134,8 @@ def gather(
     backend: str,
 ) -> torch.Tensor:
     """Returns dense keys or values; see `reference.gather`."""
-    return torch.ops.hf_fp8kv.gather(  # type: ignore[no-any-return]
-        *pages[:8], lengths, *pages[8:], side, start, stop, dtype, ragged, backend
-    )
+    run = _op("gather", backend)
+    return run(*pages[:8], lengths, *pages[8:], side, start, stop, dtype, ragged, backend)  # type: ignore[no-any-return]
 
 
 def attend(
@@ -126,13 +152,54 @@ def attend(
     sinks: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
     backend: str,
 ) -> torch.Tensor:
-    """Returns attention over stored tokens; see `reference.attend`."""
-    return torch.ops.hf_fp8kv.attend(  # type: ignore[no-any-return]
-        query, *pages[:8], lengths, sinks, mask, bias, *pages[8:],
+    """Returns attention over stored tokens; see `reference.attend`.
+
+    Args:
+        plan: what `make_plan` wrote for these lengths, number of query tokens, window and start;
+            None: it is made here, if the backend needs one.
+    """
+    return _op("attend", backend)(  # type: ignore[no-any-return]
+        query, *pages[:8], lengths, sinks, mask, bias, plan, *pages[8:],
         start, stop, scaling, causal, window, softcap, backend,
     )  # fmt: skip
+
+
+def plan_rows(backend: str, device: torch.device, batch: int, heads: int) -> int | None:
+    """Returns how many rows a plan has for `batch` sequences and `heads` KV heads.
+
+    None: the backend works without plans.
+    """
+    if backend != "triton":
+        return None
+    rows = _module(backend).plan_rows(device, batch, heads)
+    assert isinstance(rows, int)
+    return rows
+
+
+def make_plan(
+    plan: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: int,
+    window: int,
+    start: int,
+    heads: int,
+    backend: str,
+) -> None:
+    """Decides on the device which program reads which tokens, for all layers of a step.
+
+    Args:
+        plan: int32, `[plan_rows(...), 4]`; overwritten.
+        lengths: `[B]`, int32, tokens stored, this step's among them.
+        tokens: query tokens of this step, T.
+        window: as in `attend`.
+        start: as in `attend`.
+        heads: KV heads, as in `plan_rows`.
+        backend: one that has plans.
+    """
+    torch.ops.hf_fp8kv.plan(plan, lengths, tokens, window, start, heads, backend)
 
 
 _STORED = "Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales"
@@ -147,6 +214,10 @@ def _pages(stored: Sequence[torch.Tensor | None], names: tuple[str, str]) -> Pag
 
 def _write(*args: Any) -> None:
     *stored, key, value, lengths, k_format, v_format, limit, backend = args
+    pages = _pages(stored, (k_format, v_format))
+    if backend == "triton" and not lengths.is_cpu:
+        _module(backend).write(pages, key, value, lengths, None if limit < 0 else limit)
+        return
     if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + key.shape[2] > limit:
         raise OutOfPagesError(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {most} stored and "
@@ -154,7 +225,10 @@ def _write(*args: Any) -> None:
             needed=most + key.shape[2],
             available=limit,
         )
-    _module(backend).write(_pages(stored, (k_format, v_format)), key, value, lengths)
+    if backend == "triton":
+        # In the interpreter: what the other backends refuse is refused here too.
+        reference.locate_all(pages, lengths, key.shape[2])
+    _module(backend).write(pages, key, value, lengths)
 
 
 def _gather(*args: Any) -> torch.Tensor:
@@ -173,12 +247,13 @@ def _gather_shape(*args: Any) -> torch.Tensor:
 
 
 def _attend(query: torch.Tensor, *args: Any) -> torch.Tensor:
-    stored, (lengths, sinks, mask, bias), names = args[:8], args[8:12], args[12:14]
-    start, stop, scaling, causal, window, softcap, backend = args[14:]
+    stored, (lengths, sinks, mask, bias, plan), names = args[:8], args[8:13], args[13:15]
+    start, stop, scaling, causal, window, softcap, backend = args[15:]
+    more = {"plan": plan} if backend == "triton" else {}
     found = _module(backend).attend(
         query, _pages(stored, names), lengths, start, stop,
         scaling=scaling, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, mask=mask, bias=bias,
+        sinks=sinks, mask=mask, bias=bias, **more,
     )  # fmt: skip
     assert isinstance(found, torch.Tensor)
     return found
@@ -191,32 +266,40 @@ def _attend_shape(
     return query.new_empty((batch, tokens, heads, v.shape[2]))
 
 
+def _plan(plan: torch.Tensor, lengths: torch.Tensor, *args: Any) -> None:
+    *rest, backend = args
+    _module(backend).make_plan(plan, lengths, *rest)
+
+
 # A library rather than `torch.library.custom_op`: its dispatch costs a sixth, and these run once
 # per layer and token.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
-# The torch backend looks at values on the host, which a CUDA graph cannot hold.
+_SCHEMAS = {
+    "write": f"({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, "
+    "int limit, str backend) -> ()",
+    "gather": f"({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, "
+    "SymInt stop, ScalarType dtype, bool ragged, str backend) -> Tensor",
+    "attend": f"(Tensor query, {_STORED}, {_REST}, Tensor lengths, Tensor? sinks, Tensor? mask, "
+    f"Tensor? bias, Tensor? plan, {_NAMES}, SymInt start, SymInt stop, float scaling, "
+    "bool causal, int window, float softcap, str backend) -> Tensor",
+    "plan": "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, "
+    "int heads, str backend) -> ()",
+}
+# Each twice: backends other than "triton" look at values on the host, which
+# a CUDA graph cannot hold, and torch asks for that to be said of an operation.
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
-_TAGS = () if _UNSAFE is None else (_UNSAFE,)
-_LIBRARY.define(
-    f"write({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, int limit, "
-    "str backend) -> ()",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    f"gather({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, SymInt stop, "
-    "ScalarType dtype, bool ragged, str backend) -> Tensor",
-    tags=_TAGS,
-)
-_LIBRARY.define(
-    f"attend(Tensor query, {_STORED}, {_REST}, Tensor lengths, Tensor? sinks, Tensor? mask, "
-    f"Tensor? bias, {_NAMES}, SymInt start, SymInt stop, float scaling, bool causal, int window, "
-    "float softcap, str backend) -> Tensor",
-    tags=_TAGS,
-)
+_BY_HOST = "_by_host"
 for _name, _run, _shape in (
     ("write", _write, lambda *_: None),
     ("gather", _gather, _gather_shape),
     ("attend", _attend, _attend_shape),
+    ("plan", _plan, lambda *_: None),
 ):
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"hf_fp8kv::{_name}", _shape, lib=_LIBRARY)
+    for _suffix, _tags in (("", ()), (_BY_HOST, () if _UNSAFE is None else (_UNSAFE,))):
+        _LIBRARY.define(_name + _suffix + _SCHEMAS[_name], tags=_tags)
+        _LIBRARY.impl(_name + _suffix, _run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"hf_fp8kv::{_name}{_suffix}", _shape, lib=_LIBRARY)
+
+
+def _op(name: str, backend: str) -> Any:
+    return getattr(torch.ops.hf_fp8kv, name if backend == "triton" else name + _BY_HOST)
