@@ -107,44 +107,39 @@ def _moved(codes, SHIFT: tl.constexpr, NAN: tl.constexpr):
     return half.to(tl.float16, bitcast=True)
 
 
-# Each byte goes into the upper half of 16 bits; sign and the rest then move apart. `lop3` with 0xEA
-# is (a & b) | c. With NAN: a byte of `$nan` has its top bit set where the code is NaN, and becomes
-# 0x7E00, a quiet NaN of float16.
+# `prmt` gives 16 bits to each byte and repeats its sign above it: after the shift the sign is where
+# float16 has it, and a mask clears what lies between it and the rest. With NAN: a byte of `m` has
+# its top bit set where the code is NaN; repeated, it is 0xFF00, which is NaN with any lower bits.
+# `lop3` with 0xEA is (a & b) | c.
 _HALVES = """
-    prmt.b32 low, $2, 0, 0x1404;
-    prmt.b32 high, $2, 0, 0x3424;
-    shr.u32 a, low, {right};
-    shr.u32 b, high, {right};
-    and.b32 a, a, {mask};
-    and.b32 b, b, {mask};
-    lop3.b32 $0, low, 0x80008000, a, 0xEA;
-    lop3.b32 $1, high, 0x80008000, b, 0xEA;
+    prmt.b32 low, $2, 0, 0x9180;
+    prmt.b32 high, $2, 0, 0xB3A2;
+    shl.b32 low, low, {shift};
+    shl.b32 high, high, {shift};
+"""
+_KEEP = """
+    and.b32 $0, low, {mask};
+    and.b32 $1, high, {mask};
 """
 _MARK = {
     # The lower seven bits are all set.
-    0x7F: "and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x01010101; and.b32 m, m, 0x80808080;",
+    0x7F: "and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x01010101;",
     # The lower seven bits are zero and the top one is set.
     0x80: """and.b32 m, $2, 0x7F7F7F7F; add.u32 m, m, 0x7F7F7F7F; not.b32 m, m;
-    and.b32 m, m, $2; and.b32 m, m, 0x80808080;""",
+    and.b32 m, m, $2;""",
 }
-_INSERT = """
-    prmt.b32 low, m, 0, 0x1404;
-    prmt.b32 high, m, 0, 0x3424;
-    shr.u32 a, low, 6;
-    shr.u32 b, high, 6;
-    sub.u32 low, low, a;
-    sub.u32 high, high, b;
-    or.b32 $0, $0, low;
-    or.b32 $1, $1, high;
+_KEEP_WITH_NAN = """
+    prmt.b32 a, m, 0, 0x9484;
+    prmt.b32 b, m, 0, 0xB4A4;
+    lop3.b32 $0, low, {mask}, a, 0xEA;
+    lop3.b32 $1, high, {mask}, b, 0xEA;
 """
 
 
 def _assembly(shift: int, nan: int) -> str:
-    mask = (0x7F << shift) * 0x10001
-    body = _HALVES.format(right=8 - shift, mask=hex(mask))
-    if nan >= 0:
-        body += _MARK[nan] + _INSERT
-    return "{ .reg .b32 low, high, a, b, m;" + body + "}"
+    body = _HALVES + (_MARK[nan] + _KEEP_WITH_NAN if nan >= 0 else _KEEP)
+    mask = (0x8000 | 0x7F << shift) * 0x10001
+    return "{ .reg .b32 low, high, a, b, m;" + body.format(shift=shift, mask=hex(mask)) + "}"
 
 
 _E4M3_MOVED = tl.constexpr(_assembly(7, -1))
