@@ -2,13 +2,13 @@
 
 A plan is int32, `[capacity + B + ceil(B * Hkv / 4), 4]`:
 
-    rows 0 ..            (sequence, first token, last token + 1, parts of that sequence); what is
-                         left over has the sequence -1
-    row  capacity + b    (first row of sequence b, its parts, 0, 0)
+    row i < capacity     (sequence, first token, last token + 1, parts of that sequence); rows that
+                         are left over have the sequence -1
+    row capacity + b     (first row of sequence b, its parts, 0, 0)
     the rest             a counter for each sequence and KV head, 0: how many parts are done
 
-`capacity` is what the GPU holds at once, divided by the KV heads. The parts of all sequences are
-about equally long, so that a batch of ragged lengths ends together, and they are as short as fits.
+`capacity` is what the GPU holds at once, divided by the KV heads. Parts are as short as fits into
+it and about equally long, so that a batch of ragged lengths ends together.
 """
 
 import torch
@@ -20,8 +20,8 @@ from .tuning import programs_per_processor
 
 __all__ = ["UNIT", "capacity", "make", "rows"]
 
-# Tokens: parts begin at multiples of it, and none is shorter but a last one. A multiple of every
-# tile of the decode kernel.
+# Tokens: parts begin at multiples of it, and only a last one is shorter. A multiple of every tile
+# of the decode kernel.
 UNIT = 128
 
 
@@ -36,13 +36,75 @@ def rows(batch: int, heads: int, target: Target) -> int:
     return capacity(batch, heads, target) + batch + -(-batch * heads // 4)
 
 
-def make(plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int) -> None:
+def make(
+    plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
+) -> None:
     """Overwrites `plan`; arguments as in `ops.make_plan`."""
     batch = lengths.shape[0]
-    # The counters are between 1 and 4 rows per 4 KV heads of a sequence: the number of rows says
-    # which capacity was meant, whatever the number of KV heads.
-    spare = plan.shape[0] - batch
+    slots = capacity(batch, heads, target_of(lengths.device))
+    assert plan.shape == (slots + batch + -(-batch * heads // 4), 4)
+    assert plan.is_contiguous()
     launch(
-        _plan, (batch,), plan, lengths, batch, tokens, window, start, spare,
-        UNIT=UNIT, SEQUENCES=triton.next_power_of_2(batch), num_warps=1,
+        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads,
+        SLOTS=slots, SPAN=triton.next_power_of_2(slots), UNIT=UNIT,
+        SEQUENCES=triton.next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "window", "start"])
+def _plan(
+    plan, lengths, batch, tokens, window, start, heads,
+    SLOTS: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence; each works out all sequences' parts and writes its own."""
+    me = tl.program_id(0)
+    b = tl.arange(0, SEQUENCES)
+    ends = tl.load(lengths + b, mask=b < batch, other=0)
+    low = tl.zeros([SEQUENCES], tl.int32) + start
+    if WINDOWED:
+        low = tl.maximum(low, ends - tokens - window + 1)
+    low = tl.maximum(low, 0) // UNIT
+    units = tl.maximum(tl.cdiv(ends, UNIT) - low, 0)
+    units = tl.where(b < batch, units, 0)
+
+    # The shortest part with which all parts fit into the slots, by bisection. Each sequence has a
+    # part even if it holds nothing, since somebody must write its output.
+    least = 1
+    most = tl.maximum(tl.max(units, 0), 1)
+    while least < most:
+        middle = (least + most) // 2
+        parts = tl.where(b < batch, tl.maximum(tl.cdiv(units, middle), 1), 0)
+        fits = tl.sum(parts, 0) <= SLOTS
+        most = tl.where(fits, middle, most)
+        least = tl.where(fits, least, middle + 1)
+    parts = tl.maximum(tl.cdiv(units, most), 1)
+    # Even parts: 5 units in parts of at most 4 are 3 and 2.
+    length = tl.maximum(tl.cdiv(units, parts), 1)
+    parts = tl.where(b < batch, tl.maximum(tl.cdiv(units, length), 1), 0)
+    first = tl.cumsum(parts, 0) - parts
+
+    mine = b == me
+    my_first = tl.sum(tl.where(mine, first, 0), 0)
+    my_parts = tl.sum(tl.where(mine, parts, 0), 0)
+    my_length = tl.sum(tl.where(mine, length, 0), 0) * UNIT
+    my_low = tl.sum(tl.where(mine, low, 0), 0) * UNIT
+    my_end = tl.sum(tl.where(mine, ends, 0), 0)
+    i = tl.arange(0, SPAN)
+    begin = my_low + i * my_length
+    row = plan + (my_first + i) * 4
+    own = i < my_parts
+    tl.store(row, me, mask=own)
+    tl.store(row + 1, begin, mask=own)
+    tl.store(row + 2, tl.minimum(begin + my_length, my_end), mask=own)
+    tl.store(row + 3, my_parts, mask=own)
+    sequence = plan + (SLOTS + me) * 4
+    tl.store(sequence, my_first)
+    tl.store(sequence + 1, my_parts)
+
+    if me == batch - 1:
+        left = (i >= my_first + my_parts) & (i < SLOTS)
+        tl.store(plan + i * 4, -1, mask=left)
+    counters = plan + (SLOTS + batch) * 4 + me * heads
+    for head in range(heads):
+        tl.store(counters + head, 0)

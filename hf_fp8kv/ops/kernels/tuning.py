@@ -5,7 +5,7 @@ None of these numbers was measured on a GPU yet. They follow from compiling for 
 PROGRAMS_PER_PROCESSOR programs of the decode kernel on one processor.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +73,7 @@ def programs_per_processor(target: Target) -> int:
     return int(_overrides.get("programs", PROGRAMS_PER_PROCESSOR[target.vendor]))
 
 
-def _look_up(table: dict[int, tuple[int, ...]], width: int) -> tuple[int, ...]:
+def _look_up(table: Mapping[int, tuple[int, ...]], width: int) -> tuple[int, ...]:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 

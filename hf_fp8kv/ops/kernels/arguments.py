@@ -1,0 +1,129 @@
+"""The arguments that the kernels of attention share, in their order."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from ..pages import Pages
+from . import attention
+from .codec import Codec, codec_for
+from .target import Target, target_of
+
+__all__ = ["Call", "prepare"]
+
+_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention, as kernels take it.
+
+    Attributes:
+        tensors: query, pools, scales, centre, table, lengths, mask, bias, sinks: positional.
+        numbers: those after the kernel's own tensors: positional.
+        constants: constexpr parameters that do not depend on how the launch is cut.
+        target: the GPU.
+        groups: query heads per KV head.
+        rows: query rows per KV head: groups times query tokens.
+        width: the larger head size, padded to a power of two.
+        exact: products are of float32.
+        wide: a side is stored in 16 bits or more.
+    """
+
+    tensors: tuple[torch.Tensor | None, ...]
+    numbers: tuple[Any, ...]
+    constants: dict[str, Any]
+    target: Target
+    groups: int
+    rows: int
+    width: int
+    exact: bool
+    wide: bool
+
+
+def _padded(size: int) -> int:
+    """What a dot product takes: a power of two, at least 16."""
+    return max(16, int(triton.next_power_of_2(size)))
+
+
+def _codec(
+    name: str, pool: torch.Tensor, static: torch.Tensor | None, target: Target, exact: bool
+) -> Codec:
+    stored = _TYPES.get(pool.dtype, tl.float16)
+    exact = exact or pool.dtype == torch.float32
+    return codec_for(name, target, stored, exact, keep_nan=static is not None)
+
+
+def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
+    """A mask or bias with its last axis without gaps, and its strides, 0 where it is repeated."""
+    if extra is None:
+        return None, (0, 0, 0)
+    if extra.stride(3) != 1 and extra.shape[3] > 1:
+        extra = extra.contiguous()
+    if extra.dtype == torch.bool:
+        extra = extra.view(torch.uint8)
+    b, h, t = (extra.stride(i) if extra.shape[i] > 1 else 0 for i in range(3))
+    return extra, (b, h, t)
+
+
+def prepare(
+    query: torch.Tensor,
+    pages: Pages,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> Call:
+    """Returns the call; the arguments are those of `reference.attend`."""
+    target = target_of(query.device)
+    heads, tokens = pages.k.shape[1], query.shape[2]
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    exact = query.dtype == torch.float32
+    k = _codec(pages.k_format, pages.k, pages.k_scale, target, exact)
+    v = _codec(pages.v_format, pages.v, pages.v_scale, target, exact)
+    kind = attention.NO_MASK
+    if mask is not None and mask.is_floating_point():
+        kind = attention.ADDITIVE
+    elif mask is not None:
+        kind = attention.COMPACT if mask.shape[1:3] == (1, 1) else attention.COMPLETE
+    mask, mask_strides = _broadcast(mask)
+    bias, bias_strides = _broadcast(bias)
+    # The centre's share of the logits counts only beside what does not contain it.
+    centred = pages.k_center is not None and (softcap != 0 or sinks is not None)
+    dims = (pages.k.shape[3], pages.v.shape[2])
+    return Call(
+        tensors=(
+            query, pages.k, pages.v, pages.k_scales, pages.v_scales, pages.k_scale,
+            pages.k_center if centred else None, pages.table, lengths, mask, bias, sinks,
+            pages.v_scale,
+        ),
+        numbers=(
+            tokens, start, stop, window, scaling * k.factor, scaling, softcap, v.factor,
+            *query.stride()[:3], pages.table.stride(0), *mask_strides, *bias_strides,
+        ),
+        constants={
+            "HEADS": heads, "GROUPS": query.shape[1] // heads, "DK": dims[0], "DV": dims[1],
+            "PAGE": pages.page_size, "WIDE_K": _padded(dims[0]), "WIDE_V": _padded(dims[1]),
+            "K_HOW": k.how, "K_SHIFT": k.shift, "K_NAN": k.nan, "K_OPERAND": k.operand,
+            "V_HOW": v.how, "V_SHIFT": v.shift, "V_NAN": v.nan, "V_OPERAND": v.operand,
+            "CAUSAL": causal, "WINDOWED": window > 0, "SOFTCAP": softcap != 0,
+            "MASK": kind.value, "CENTER": centred,
+        },
+        target=target,
+        groups=query.shape[1] // heads,
+        rows=query.shape[1] // heads * tokens,
+        width=_padded(max(dims)),
+        exact=tl.float32 in (k.operand, v.operand),
+        wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,
+    )  # fmt: skip
