@@ -22,6 +22,10 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read when triton is imported, which torch leaves for later. Kernels then run in its
+    # interpreter, on tensors of the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Under pytest-xdist the workers share the cores.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
@@ -51,6 +55,15 @@ def _devices() -> list[object]:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, and the GPU where there is one (that half then carries the marker gpu)."""
     return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> None:
+    """Kernels compute in the interpreter what they compute on a GPU; does nothing where one is."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        from tests.interpreter import repair
+
+        repair()
 
 
 @pytest.fixture(scope="session", autouse=True)
