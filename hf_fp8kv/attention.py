@@ -129,6 +129,11 @@ def _stored_attention(
             "call model.eval(), or train without the cache (use_cache=False)"
         )
     complete = mask is not None and mask.dtype != torch.uint8
+    window = int(sliding_window or key.window)
+    if complete:
+        # It says all by itself. But the static form keeps what is behind the window of a sliding
+        # layer, which transformers' own layers do not: no mask shows it, and it need not be read.
+        window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
     mask, bias = _fit(mask, key), _fit(bias, key)
     if mask is not None and mask.dtype == torch.bool:
         if mask.shape[1] > 1:
@@ -139,11 +144,12 @@ def _stored_attention(
         query.detach(), pages_of(key), key.lengths, key.start, key.stop,
         scaling=float(scaling),
         causal=causal and not complete,
-        window=0 if complete else int(sliding_window or key.window),
+        window=window,
         softcap=float(softcap or 0.0),
         sinks=None if sinks is None else sinks.detach().reshape(-1),
         mask=mask,
         bias=None if bias is None else bias.detach(),
+        plan=key.plan,
         backend=key.backend,
     )  # fmt: skip
 

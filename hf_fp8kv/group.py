@@ -6,15 +6,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import ops
 from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
 from .errors import ConfigError
-from .pool import PagePool
+from .pool import PagePool, zeros
 
 __all__ = ["LayerGroup"]
 
 
-# A step needs two on each device: tokens before it, and after it.
-_ENDS_KEPT = 16
+# Of lengths a step needs two on each device: tokens before it, and after it. Of plans it needs
+# one, for each number of KV heads.
+_KEPT = 16
 
 
 class LayerGroup:
@@ -42,6 +44,9 @@ class LayerGroup:
         self._mirrors: dict[torch.device, torch.Tensor] = {}
         self._mirrored_version = -1
         self._ends: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+        self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
+        # The static form's: the buffer, the batch it is for, and the member that fills it.
+        self._shared_plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
 
     def add(self, pool: PagePool) -> int:
         """Adds a layer; returns its place in `lengths`."""
@@ -166,11 +171,51 @@ class LayerGroup:
         key = (device, length, self.table.batch)
         found = self._ends.get(key)
         if found is None:
-            if len(self._ends) >= _ENDS_KEPT:
+            if len(self._ends) >= _KEPT:
                 self._ends.clear()
             found = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)
             self._ends[key] = found
         return found
+
+    def plan_on(
+        self, device: torch.device, start: int, stop: int, heads: int, backend: str
+    ) -> torch.Tensor | None:
+        """Returns the plan for `heads` KV heads and positions `start` to `stop - 1`, on `device`.
+
+        None: the backend has no plans. Made once per step, and never changed: it holds for any
+        number of query tokens, and for any window that leaves nothing before `start` visible.
+        """
+        key = (device, start, stop, self.table.batch, heads, backend)
+        if key not in self._plans:
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            rows = ops.plan_rows(backend, device, self.table.batch, heads)
+            plan = None
+            if rows is not None:
+                plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
+                ops.make_plan(plan, self.lengths_on(device, stop), 1, 0, start, heads, backend)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def shared_plan(
+        self, member: int, lengths: torch.Tensor, heads: int, backend: str
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Returns the static form's plan, at an address that stays, and whether `member` fills it.
+
+        None: the backend has no plans. The first member that asks for it fills it at each step. A
+        plan is a partition of all positions, whichever lengths it was made for: one that was not
+        filled again is balanced less well, and as right.
+        """
+        device, batch = lengths.device, len(lengths)
+        rows = ops.plan_rows(backend, device, batch, heads)
+        if rows is None:
+            return None, False
+        plan, planned, leader = self._shared_plans.get((device, heads), (None, 0, member))
+        if plan is None or planned != batch:
+            plan, leader = zeros((rows, 4), torch.int32, device), member
+            ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
+            self._shared_plans[device, heads] = plan, batch, leader
+        return plan, leader == member
 
     def check(self) -> None:
         """Raises AssertionError unless the table covers what the layers say they hold."""

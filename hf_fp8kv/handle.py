@@ -25,7 +25,7 @@ __all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
 logger = logging.getLogger(__name__)
 
 
-_TENSORS = (*Pages._fields[:8], "lengths")
+_TENSORS = (*Pages._fields[:8], "lengths", "plan")
 _CONSTANTS = (
     "k_format",
     "v_format",
@@ -55,6 +55,7 @@ class PagedKV(torch.Tensor):
     k_center: torch.Tensor | None
     table: torch.Tensor
     lengths: torch.Tensor
+    plan: torch.Tensor | None
     k_format: str
     v_format: str
     side: str
@@ -156,6 +157,7 @@ def make_handle(
     k_center: torch.Tensor | None,
     table: torch.Tensor,
     lengths: torch.Tensor,
+    plan: torch.Tensor | None,
     k_format: str,
     v_format: str,
     side: str,
@@ -172,6 +174,7 @@ def make_handle(
         k, v, k_scales, v_scales, k_scale, v_scale, k_center, table, k_format, v_format: as in
             `ops.Pages`.
         lengths: `[B]`, int32, tokens stored.
+        plan: what `ops.make_plan` wrote for these lengths, or None.
         side: "k" or "v": what the handle looks like.
         start: position of the first token that it stands for.
         stop: one past the position of its last column.
@@ -180,5 +183,5 @@ def make_handle(
         ragged: columns past the last stored token exist (the static form); they read as zero.
         backend: a key of `ops.BACKENDS`.
     """
-    tensors = (k, v, k_scales, v_scales, k_scale, v_scale, k_center, table, lengths)
+    tensors = (k, v, k_scales, v_scales, k_scale, v_scale, k_center, table, lengths, plan)
     return _wrap(tensors, (k_format, v_format, side, start, stop, dtype, window, ragged, backend))

@@ -133,9 +133,16 @@ class PagedLayerBase(CacheLayerMixin):
         )  # fmt: skip
 
     def _handles(
-        self, pages: Pages, lengths: torch.Tensor, start: int, stop: int, *, ragged: bool
+        self,
+        pages: Pages,
+        lengths: torch.Tensor,
+        plan: torch.Tensor | None,
+        start: int,
+        stop: int,
+        *,
+        ragged: bool,
     ) -> tuple[PagedKV, PagedKV]:
-        stored = (*pages[:8], lengths, *pages[8:])
+        stored = (*pages[:8], lengths, plan, *pages[8:])
         rest = (self.group.window or 0, ragged, self.backend)
         k = make_handle(*stored, "k", start, stop, self.dtype, *rest)
         return k, make_handle(*stored, "v", start, stop, self.v_dtype, *rest)
@@ -248,8 +255,12 @@ class FP8PagedLayer(PagedLayerBase):
         group.lengths[self.member] = stop
         if start == 0 and self.options.prefill == "exact":
             return key_states, value_states
-        ends = group.lengths_on(self.device, stop)
-        return self._handles(pages, ends, group.visible_from(start), stop, ragged=False)
+        return self._view(pages, group.visible_from(start), stop)
+
+    def _view(self, pages: Pages, start: int, stop: int) -> tuple[PagedKV, PagedKV]:
+        ends = self.group.lengths_on(self.device, stop)
+        plan = self.group.plan_on(self.device, start, stop, self.pool.heads, self.backend)
+        return self._handles(pages, ends, plan, start, stop, ragged=False)
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
         """Returns handles on all that is stored and not yet behind the window, or None."""
@@ -257,10 +268,8 @@ class FP8PagedLayer(PagedLayerBase):
         if not length:
             return None
         self._bring_back()
-        start = self.group.visible_from(length)
         pages = self._pages(self.group.table_on(self.device))
-        ends = self.group.lengths_on(self.device, length)
-        return self._handles(pages, ends, start, length, ragged=False)
+        return self._view(pages, self.group.visible_from(length), length)
 
     def get_seq_length(self) -> int:
         """Tokens seen, those behind the window among them."""

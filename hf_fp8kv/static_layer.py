@@ -15,6 +15,7 @@ from .errors import OutOfPagesError
 from .group import LayerGroup
 from .handle import PagedKV
 from .layer import PagedLayerBase, removal
+from .ops import Pages
 from .options import CacheOptions
 from .pool import zeros
 
@@ -31,11 +32,15 @@ class FP8PagedStaticLayer(PagedLayerBase):
             would make `torch.compile` compile each step.
         config: the model's config, which says which attention is used; or None.
         table: `[B, M]`, int32, the group's block table on the layer's device.
+        plan: the group's plan (`LayerGroup.shared_plan`), or None.
+        fills_plan: whether this layer fills it at each step.
     """
 
     is_compileable = True
     lengths: torch.Tensor
     table: torch.Tensor
+    plan: torch.Tensor | None
+    fills_plan: bool
 
     def __init__(
         self, index: int, options: CacheOptions, group: LayerGroup, config: Any = None
@@ -63,13 +68,19 @@ class FP8PagedStaticLayer(PagedLayerBase):
             shape = (batch, *self.pool.k.shape[1::2])
             self.k_center = zeros(shape, torch.float32, self.device)
         self.batch_size = batch
+        self._take_plan()
         self._ready = True
         self._mark_static()
+
+    def _take_plan(self) -> None:
+        self.plan, self.fills_plan = self.group.shared_plan(
+            self.member, self.lengths, self.pool.heads, self.backend
+        )
 
     def _mark_static(self) -> None:
         if torch.compiler.is_compiling():
             return
-        more = (self.table, self.lengths, self.k_scale, self.v_scale, self.k_center)
+        more = (self.table, self.lengths, self.plan, self.k_scale, self.v_scale, self.k_center)
         for tensor in (*self.pool.tensors().values(), *more):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
@@ -101,11 +112,20 @@ class FP8PagedStaticLayer(PagedLayerBase):
         pages = self._pages(self.table)
         ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
         self.lengths.add_(key.shape[2])
+        if self.fills_plan:
+            assert self.plan is not None
+            window = self.group.window or 0
+            ops.make_plan(
+                self.plan, self.lengths, key.shape[2], window, 0, self.pool.heads, self.backend
+            )
         if was_empty and self.options.prefill == "exact":
             if self._attends_fresh():
                 return key_states, value_states
             return self._padded(key_states), self._padded(value_states)
-        return self._handles(pages, self.lengths, 0, self.max_cache_len, ragged=True)
+        return self._view(pages)
+
+    def _view(self, pages: Pages) -> tuple[PagedKV, PagedKV]:
+        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len, ragged=True)
 
     def _attends_fresh(self) -> bool:
         """Whether the model's attention takes keys shorter than `max_cache_len` at the prefill.
@@ -123,9 +143,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         """Returns handles on all positions, stored or not, or None before the first call."""
         if not self.is_initialized:
             return None
-        return self._handles(
-            self._pages(self.table), self.lengths, 0, self.max_cache_len, ragged=True
-        )
+        return self._view(self._pages(self.table))
 
     def get_seq_length(self) -> Any:
         """Tokens stored: a tensor `[]` once there are any (as StaticLayer's), else 0."""
@@ -201,6 +219,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         else:
             self.table = table
             self.batch_size = batch
+            self._take_plan()
             self._mark_static()
 
     def select_rows(self, sequences: torch.Tensor) -> None:
@@ -227,5 +246,6 @@ class FP8PagedStaticLayer(PagedLayerBase):
             other.lengths = self.lengths.clone()
             other.k_center = None if self.k_center is None else self.k_center.clone()
             other.table = group.table_on(self.device)
+            other._take_plan()
             other._mark_static()
         return other
