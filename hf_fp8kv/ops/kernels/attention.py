@@ -95,7 +95,7 @@ def _step(
     K_HOW: tl.constexpr, K_SHIFT: tl.constexpr, K_NAN: tl.constexpr, K_OPERAND: tl.constexpr,
     V_HOW: tl.constexpr, V_SHIFT: tl.constexpr, V_NAN: tl.constexpr, V_OPERAND: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes in tile `j`. MASKED: some row does not see all of it."""
     n = tl.arange(0, TILE)
@@ -130,7 +130,7 @@ def _step(
         v_codes = tl.load(v_at, mask=stored[None, :] & (dv < DV)[:, None], other=0)
 
     k = numbers(k_codes, K_HOW, K_SHIFT, K_NAN, K_OPERAND)
-    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+    x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if k_scales is not None:
         x *= tl.load(k_scales + scale_at, mask=stored, other=0.0).to(tl.float32)[None, :]
     x = x * factor[:, None] + offset[:, None]
@@ -179,7 +179,7 @@ def _step(
         v_codes = tl.where(hidden, tl.zeros_like(v_codes), v_codes)
     v = numbers(v_codes, V_HOW, V_SHIFT, V_NAN, V_OPERAND)
     acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(V_OPERAND), tl.trans(v), acc, input_precision="ieee")
+    acc = tl.dot(weights.to(V_OPERAND), tl.trans(v), acc, input_precision=PRECISION)
     return acc, best, total
 
 
@@ -194,7 +194,7 @@ def attend_rows(
     K_HOW: tl.constexpr, K_SHIFT: tl.constexpr, K_NAN: tl.constexpr, K_OPERAND: tl.constexpr,
     V_HOW: tl.constexpr, V_SHIFT: tl.constexpr, V_NAN: tl.constexpr, V_OPERAND: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    CENTER: tl.constexpr, STAGES: tl.constexpr,
+    CENTER: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention of some query rows over positions `low` to `high - 1`.
 
@@ -269,7 +269,7 @@ def attend_rows(
             begin, end, start, k_pool, v_pool, k_scales, v_scales, mask, bias, softcap, window,
             HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,
             K_HOW, K_SHIFT, K_NAN, K_OPERAND, V_HOW, V_SHIFT, V_NAN, V_OPERAND,
-            CAUSAL, WINDOWED, SOFTCAP, MASK, MASKED=False,
+            CAUSAL, WINDOWED, SOFTCAP, MASK, PRECISION, MASKED=False,
         )  # fmt: skip
         page = following
     for i in tl.range(0, masked, num_stages=1):
@@ -280,7 +280,7 @@ def attend_rows(
             start, k_pool, v_pool, k_scales, v_scales, mask, bias, softcap, window,
             HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,
             K_HOW, K_SHIFT, K_NAN, K_OPERAND, V_HOW, V_SHIFT, V_NAN, V_OPERAND,
-            CAUSAL, WINDOWED, SOFTCAP, MASK, MASKED=True,
+            CAUSAL, WINDOWED, SOFTCAP, MASK, PRECISION, MASKED=True,
         )  # fmt: skip
     return acc, top, total
 

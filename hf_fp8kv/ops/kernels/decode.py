@@ -59,7 +59,7 @@ def attend(
     launch(
         _decode, (heads, slots), *call.tensors, plan, out, partial, stats, batch, *call.numbers,
         **call.constants, ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, SLOTS=slots,
-        LAST=last, MERGED=MERGED, num_warps=cut.warps, num_stages=cut.stages,
+        LAST=last, MERGED=MERGED, **cut.options(),
     )  # fmt: skip
     if not last:
         *_, sinks, v_scale = call.tensors
@@ -87,7 +87,8 @@ def _decode(
     K_HOW: tl.constexpr, K_SHIFT: tl.constexpr, K_NAN: tl.constexpr, K_OPERAND: tl.constexpr,
     V_HOW: tl.constexpr, V_SHIFT: tl.constexpr, V_NAN: tl.constexpr, V_OPERAND: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    CENTER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    CENTER: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     SLOTS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """One program per KV head and part."""
@@ -113,7 +114,7 @@ def _decode(
         q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
         ROWS, HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,
         K_HOW, K_SHIFT, K_NAN, K_OPERAND, V_HOW, V_SHIFT, V_NAN, V_OPERAND,
-        CAUSAL, WINDOWED, SOFTCAP, MASK, CENTER, STAGES,
+        CAUSAL, WINDOWED, SOFTCAP, MASK, CENTER, PRECISION, STAGES,
     )  # fmt: skip
     dv = tl.arange(0, WIDE_V)
     real = exists[:, None] & (dv < DV)[None, :]
@@ -122,10 +123,10 @@ def _decode(
         place = ((b * tokens + t) * (HEADS * GROUPS) + head).to(tl.int64) * DV
         tl.store(out + place[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=real)
     else:
-        place = (part * HEADS + h) * count + r
-        tl.store(partial + (place * DV)[:, None] + dv[None, :], acc, mask=real)
-        tl.store(stats + place * 2, top, mask=exists)
-        tl.store(stats + place * 2 + 1, total, mask=exists)
+        saved = ((part * HEADS + h) * count + r).to(tl.int64)
+        tl.store(partial + (saved * DV)[:, None] + dv[None, :], acc, mask=real)
+        tl.store(stats + saved * 2, top, mask=exists)
+        tl.store(stats + saved * 2 + 1, total, mask=exists)
         if LAST:
             # All of this program's stores come before the count, and what others stored before
             # theirs is seen after it.
@@ -174,7 +175,7 @@ def _merge(
     total = tl.zeros([1], tl.float32)
     for at in range(0, parts, MERGED):
         inside = at + i < parts
-        place = ((first + at + i) * HEADS + h) * count + row
+        place = (((first + at + i) * HEADS + h) * count + row).to(tl.int64)
         # Past the first-level cache, which may hold what was there before.
         tops = tl.load(stats + place * 2, mask=inside, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(stats + place * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")

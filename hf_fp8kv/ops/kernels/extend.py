@@ -35,8 +35,7 @@ def attend(
     grid = (call.constants["HEADS"], batch, triton.cdiv(call.rows, cut.rows))
     launch(
         _extend, grid, *call.tensors, out, *call.numbers, **call.constants,
-        ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, num_warps=cut.warps,
-        num_stages=cut.stages,
+        ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, **cut.options(),
     )  # fmt: skip
     return out
 
@@ -57,7 +56,8 @@ def _extend(
     K_HOW: tl.constexpr, K_SHIFT: tl.constexpr, K_NAN: tl.constexpr, K_OPERAND: tl.constexpr,
     V_HOW: tl.constexpr, V_SHIFT: tl.constexpr, V_NAN: tl.constexpr, V_OPERAND: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    CENTER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    CENTER: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program per KV head, sequence and block of query rows."""
     h = tl.program_id(0)
@@ -80,7 +80,7 @@ def _extend(
         q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
         ROWS, HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,
         K_HOW, K_SHIFT, K_NAN, K_OPERAND, V_HOW, V_SHIFT, V_NAN, V_OPERAND,
-        CAUSAL, WINDOWED, SOFTCAP, MASK, CENTER, STAGES,
+        CAUSAL, WINDOWED, SOFTCAP, MASK, CENTER, PRECISION, STAGES,
     )  # fmt: skip
     result = finish(acc, top, total, sinks, v_scale, h, head, v_factor, DV, WIDE_V)
     dv = tl.arange(0, WIDE_V)

@@ -8,9 +8,11 @@ PROGRAMS_PER_PROCESSOR programs of the decode kernel on one processor.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from .target import Target
+
+_Entry = TypeVar("_Entry")
 
 __all__ = ["Cut", "decode_cut", "extend_cut", "override", "programs_per_processor"]
 
@@ -24,6 +26,7 @@ class Cut:
         tile: tokens that a program reads at a time.
         warps: of a program.
         stages: tiles that are loaded ahead, plus the one in use.
+        registers: the most per thread; None: as the compiler likes.
         combine: who merges the parts of a split sequence: "kernel", a second launch, or "last",
             the program that is done last.
     """
@@ -32,7 +35,13 @@ class Cut:
     tile: int
     warps: int
     stages: int
+    registers: int | None = None
     combine: str = "kernel"
+
+    def options(self) -> dict[str, int]:
+        """What Triton is told about the launch."""
+        found = {"num_warps": self.warps, "num_stages": self.stages}
+        return found if self.registers is None else {**found, "maxnreg": self.registers}
 
 
 # Query rows per KV head up to which the decode kernel is taken.
@@ -41,29 +50,41 @@ DECODE_ROWS = 64
 # Programs of the decode kernel that one processor holds at once: the split plan fills the GPU once.
 PROGRAMS_PER_PROCESSOR = {"cuda": 3, "hip": 2}
 
-# The decode kernel by head size, padded to a power of two: (tile, warps, stages). Codes of K and V
-# of one tile are 16 KB up to 128.
+# The decode kernel by head size, padded to a power of two: (tile, warps, stages, registers). Codes
+# of K and V of one tile are 16 KB from 128 on; with 168 registers three programs of four warps fit.
 _DECODE = {
-    64: (64, 4, 4),
-    128: (64, 4, 3),
-    256: (32, 4, 3),
-    512: (32, 8, 2),
-    1024: (16, 8, 2),
+    64: (64, 4, 4, 168),
+    128: (64, 4, 3, 168),
+    256: (32, 4, 3, 168),
+    512: (32, 8, 2, None),
+    1024: (16, 8, 2, None),
 }
-# Where numbers are held in 32 bits, and on GPUs with 64 KB of shared memory, less is loaded ahead.
-_DECODE_FLOAT32 = {64: (32, 4, 2), 128: (32, 4, 2), 256: (16, 4, 2), 512: (16, 8, 1)}
-_DECODE_HIP = {64: (64, 4, 2), 128: (64, 4, 2), 256: (32, 4, 2), 512: (32, 8, 1)}
+# Float32 operands: as long as rounding is to be that of float32, speed is another matter.
+_DECODE_FLOAT32 = {
+    64: (32, 4, 2, None),
+    128: (32, 4, 2, None),
+    256: (16, 8, 2, None),
+    1024: (16, 8, 1, None),
+}
+# 64 KB of shared memory.
+_DECODE_HIP = {
+    128: (64, 4, 2, None),
+    256: (32, 4, 2, None),
+    512: (32, 8, 1, None),
+    1024: (16, 8, 1, None),
+}
 
 # The extend kernel: (rows, tile, warps, stages).
 _EXTEND = {
-    64: (128, 64, 8, 3),
     128: (128, 64, 8, 3),
-    256: (64, 32, 4, 2),
+    256: (32, 32, 4, 2),
     512: (32, 32, 8, 1),
     1024: (16, 16, 8, 1),
 }
-_EXTEND_FLOAT32 = {64: (64, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 32, 4, 1)}
-_EXTEND_HIP = {64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)}
+# Tensor memory holds the sums there: room for twice the rows.
+_EXTEND_SM_100 = {**_EXTEND, 256: (64, 32, 8, 2)}
+_EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
+_EXTEND_HIP = {128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)}
 
 _overrides: dict[str, Any] = {}
 
@@ -73,7 +94,7 @@ def programs_per_processor(target: Target) -> int:
     return int(_overrides.get("programs", PROGRAMS_PER_PROCESSOR[target.vendor]))
 
 
-def _look_up(table: Mapping[int, tuple[int, ...]], width: int) -> tuple[int, ...]:
+def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
@@ -87,28 +108,24 @@ def decode_cut(target: Target, width: int, rows: int, *, exact: bool, wide: bool
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
     """
-    if exact:
-        tile, warps, stages = _look_up(_DECODE_FLOAT32, width)
-    elif target.is_nvidia:
-        tile, warps, stages = _look_up(_DECODE, width)
-    else:
-        tile, warps, stages = _look_up(_DECODE_HIP, width)
+    table = _DECODE if target.is_nvidia else _DECODE_HIP
+    tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
     rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if rows > 16:
+        registers = None
     if rows == 64 and width > 256:
-        tile = min(tile, 16)
-    return _overridden(Cut(rows, tile, warps, stages))
+        tile = 16
+    return _overridden(Cut(rows, tile, warps, stages, registers))
 
 
 def extend_cut(target: Target, width: int, *, exact: bool, wide: bool) -> Cut:
     """Returns the cut of the extend kernel; arguments as in `decode_cut`."""
-    if exact:
-        rows, tile, warps, stages = _look_up(_EXTEND_FLOAT32, width)
-    elif target.is_nvidia:
-        rows, tile, warps, stages = _look_up(_EXTEND, width)
-    else:
-        rows, tile, warps, stages = _look_up(_EXTEND_HIP, width)
+    table = _EXTEND_HIP
+    if target.is_nvidia:
+        table = _EXTEND_SM_100 if target.arch == 100 else _EXTEND
+    rows, tile, warps, stages = _look_up(_EXTEND_FLOAT32 if exact else table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
     return _overridden(Cut(rows, tile, warps, stages))
