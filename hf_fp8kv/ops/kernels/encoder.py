@@ -1,0 +1,203 @@
+"""Numbers as codes and back, and the scales between them: the device side of quantize.py.
+
+The same bits as there on every GPU, in integer arithmetic: the hardware's casts round twice on some
+architectures, are missing on others, and differ on what they do with NaN and with numbers past the
+largest. A kernel that uses this must be launched with `enable_fp_fusion=False`: a product fused
+with the difference that follows it would change which scale is chosen.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from ...formats import AUTO, FORMATS, MIN_SCALE
+from ...quantize import SEARCH_STEPS, error_unit
+
+__all__ = [
+    "Encoder", "best_scale", "decode", "encode", "encoder_for", "smallest_scale", "upper_half",
+]  # fmt: skip
+
+STEPS = tl.constexpr(SEARCH_STEPS)
+LEAST = tl.constexpr(MIN_SCALE)
+INFINITY = tl.constexpr(0x7F800000)
+BFLOAT16_NAN = tl.constexpr(0x7FC00000)
+
+
+# Compared by identity, since a launch looks its kernel up by its constants.
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """A format as a kernel needs it; `encoder_for` makes one per format.
+
+    Attributes:
+        drop: bits of a float32 mantissa that the format lacks.
+        offset: what the exponent of float32 has more than the format's, in units of its codes.
+        min_normal: the bits, as float32, of the smallest number with a full mantissa.
+        steps: 2^23 subnormal steps.
+        steps_bits: the same, as the bits of a float32.
+        max_code: of the largest finite number.
+        nan_code: of NaN.
+        inf_code: of infinity; 0x80: there is none.
+        max: the largest finite number.
+        unit: `quantize.error_unit`.
+        factor: what the bits of a code, moved to where float32 has them, are multiplied by.
+        unsigned_zero: as in `Format`.
+    """
+
+    drop: int
+    offset: int
+    min_normal: int
+    steps: float
+    steps_bits: int
+    max_code: int
+    nan_code: int
+    inf_code: int
+    max: float
+    unit: float
+    factor: float
+    unsigned_zero: bool
+
+
+@functools.cache
+def encoder_for(name: str) -> Encoder | None:
+    """Returns the encoder of the format `name`; None for "auto"."""
+    if name == AUTO:
+        return None
+    fmt = FORMATS[name]
+    return Encoder(
+        drop=23 - fmt.mantissa_bits,
+        offset=(127 - fmt.bias) << fmt.mantissa_bits,
+        min_normal=(128 - fmt.bias) << 23,
+        steps=2.0**23 * fmt.min_subnormal,
+        steps_bits=(127 + 24 - fmt.bias - fmt.mantissa_bits) << 23,
+        max_code=fmt.max_code,
+        nan_code=fmt.nan_code,
+        inf_code=0x80 if fmt.inf_code is None else fmt.inf_code,
+        max=fmt.max,
+        unit=error_unit(fmt),
+        factor=2.0 ** (127 - fmt.bias),
+        unsigned_zero=fmt.unsigned_zero,
+    )
+
+
+@triton.jit
+def encode(x, ENCODER: tl.constexpr):
+    """The codes, uint8, of `x`, float32 of any shape, as `quantize.encode`; a NaN may be of either
+    sign.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    odd = (magnitude >> ENCODER.drop) & 1
+    half = (1 << (ENCODER.drop - 1)) - 1
+    normal = ((magnitude + half + odd) >> ENCODER.drop) - ENCODER.offset
+    # Added to 2^23 steps, a number below the normal ones is rounded to whole steps.
+    rounded = tl.abs(x) + ENCODER.steps
+    subnormal = rounded.to(tl.int32, bitcast=True) - ENCODER.steps_bits
+    code = tl.where(magnitude < ENCODER.min_normal, subnormal, normal)
+    code = tl.minimum(code, ENCODER.max_code)
+    sign = (bits >> 24) & 0x80
+    if ENCODER.unsigned_zero:
+        code = tl.where(code > 0, code | sign, code)
+        code = tl.where(magnitude > INFINITY, ENCODER.nan_code, code)
+    else:
+        code = tl.where(magnitude > INFINITY, ENCODER.nan_code, code) | sign
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def decode(codes, ENCODER: tl.constexpr):
+    """What `codes`, uint8 of any shape, stand for, float32, as `quantize.decode`."""
+    code = codes.to(tl.int32)
+    low = code & 0x7F
+    bits = (low << ENCODER.drop) | ((code & 0x80) << 24)
+    x = bits.to(tl.float32, bitcast=True) * ENCODER.factor
+    if ENCODER.unsigned_zero:
+        return tl.where(code == ENCODER.nan_code, float("nan"), x)
+    else:
+        x = tl.where(low > ENCODER.max_code, float("nan"), x)
+        infinity = tl.where(code < 0x80, float("inf"), float("-inf"))
+        return tl.where(low == ENCODER.inf_code, infinity, x)
+
+
+@triton.jit
+def _raised(scale):
+    """A positive number rounded up to bfloat16, held in float32."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def upper_half(scale):
+    """A bfloat16 held in float32, as bfloat16."""
+    bits = scale.to(tl.int32, bitcast=True) >> 16
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _marked(scale, largest):
+    """`scale`, or NaN where the largest magnitude of a vector is infinity or NaN."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return tl.where(largest < INFINITY, bits, BFLOAT16_NAN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _smallest(x, ENCODER: tl.constexpr):
+    """The smallest scale of each row of `x` `[N, D]`, and the bits of its largest magnitude."""
+    # As integers: a maximum of floats passes over NaN.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), ENCODER.max)
+    return _raised(tl.maximum(scale, LEAST)), largest
+
+
+@triton.jit
+def smallest_scale(x, ENCODER: tl.constexpr):
+    """The scale of each row of `x` `[N, D]`, as `quantize.dynamic_scale`: `[N]`, float32."""
+    scale, largest = _smallest(x, ENCODER)
+    return _marked(scale, largest)
+
+
+@triton.jit
+def best_scale(x, ENCODER: tl.constexpr):
+    """The scale of each row of `x` `[N, D]`, as `quantize.search_scale`: `[N]`, float32.
+
+    One row is tried with all scales at once, several rows with one scale after the other.
+    """
+    first, largest = _smallest(x, ENCODER)
+    if x.shape[0] == 1:
+        scales = _tried(first, tl.arange(0, STEPS))
+        # The first of equals.
+        best = tl.argmin(_cost(x, scales, first, ENCODER), 0, tie_break_left=True)
+        chosen = _tried(first, best)
+    else:
+        chosen = first
+        least = _cost(x, first, first, ENCODER)
+        for j in range(1, STEPS):
+            scales = _tried(first, tl.full([1], j, tl.int32))
+            cost = _cost(x, scales, first, ENCODER)
+            chosen = tl.where(cost < least, scales, chosen)
+            least = tl.minimum(cost, least)
+    return _marked(chosen, largest)
+
+
+@triton.jit
+def _tried(first, j):
+    """`first * 2^(j / STEPS)` rounded up to bfloat16.
+
+    The hardware's power is good enough: where it is not exact, no product is nearer to a bfloat16
+    than 2^-19 of itself.
+    """
+    return _raised(first * tl.exp2(j * (1.0 / STEPS)))
+
+
+@triton.jit
+def _cost(x, scales, first, ENCODER: tl.constexpr):
+    """What rows of `x` lose when they are rounded with `scales`, relative to `first`."""
+    scaled = x * tl.div_rn(1.0, scales)[:, None]
+    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
+    binade = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, ENCODER.min_normal)
+    large = (binade + (ENCODER.drop << 23 | 0x400000)).to(tl.float32, bitcast=True)
+    error = ((scaled + large) - large) - scaled
+    whole = tl.floor(error * ENCODER.unit + 0.5).to(tl.int32)
+    relative = scales * tl.div_rn(1.0, first)
+    return tl.sum(whole * whole, 1).to(tl.float32) * (relative * relative)
