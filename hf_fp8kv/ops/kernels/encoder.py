@@ -16,7 +16,8 @@ from ...formats import AUTO, FORMATS, MIN_SCALE
 from ...quantize import SEARCH_STEPS, error_unit
 
 __all__ = [
-    "Encoder", "best_scale", "decode", "encode", "encoder_for", "smallest_scale", "upper_half",
+    "STEPS", "Encoder", "best_scale", "best_scale_at_once", "decode", "encode", "encoder_for",
+    "smallest_scale", "upper_half",
 ]  # fmt: skip
 
 STEPS = tl.constexpr(SEARCH_STEPS)
@@ -161,23 +162,31 @@ def smallest_scale(x, ENCODER: tl.constexpr):
 def best_scale(x, ENCODER: tl.constexpr):
     """The scale of each row of `x` `[N, D]`, as `quantize.search_scale`: `[N]`, float32.
 
-    One row is tried with all scales at once, several rows with one scale after the other.
+    One scale is tried after the other.
     """
     first, largest = _smallest(x, ENCODER)
-    if x.shape[0] == 1:
-        scales = _tried(first, tl.arange(0, STEPS))
-        # The first of equals.
-        best = tl.argmin(_cost(x, scales, first, ENCODER), 0, tie_break_left=True)
-        chosen = _tried(first, best)
-    else:
-        chosen = first
-        least = _cost(x, first, first, ENCODER)
-        for j in range(1, STEPS):
-            scales = _tried(first, tl.full([1], j, tl.int32))
-            cost = _cost(x, scales, first, ENCODER)
-            chosen = tl.where(cost < least, scales, chosen)
-            least = tl.minimum(cost, least)
+    chosen = first
+    least = _cost(x, first, first, ENCODER)
+    for j in range(1, STEPS):
+        scales = _tried(first, tl.full([1], j, tl.int32))
+        cost = _cost(x, scales, first, ENCODER)
+        chosen = tl.where(cost < least, scales, chosen)
+        least = tl.minimum(cost, least)
     return _marked(chosen, largest)
+
+
+@triton.jit
+def best_scale_at_once(x, ENCODER: tl.constexpr):
+    """The same for one vector: `[1]`, float32. `x` `[STEPS, D]` holds it once for each scale."""
+    first, largest = _smallest(x, ENCODER)
+    scales = _tried(first, tl.arange(0, STEPS))
+    cost = _cost(x, scales, first, ENCODER).to(tl.int32, bitcast=True)
+    # The least cost, and of equals the smallest scale, in one reduction.
+    code = scales.to(tl.int32, bitcast=True) >> 16
+    code = (cost.to(tl.int64) << 16) | code.to(tl.int64)
+    code = tl.where(largest < INFINITY, code, BFLOAT16_NAN >> 16)
+    best = tl.min(code, 0, keep_dims=True).to(tl.int32)
+    return (best << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit

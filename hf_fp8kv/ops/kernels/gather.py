@@ -7,12 +7,9 @@ import triton.language as tl
 from ..pages import Pages
 from .encoder import decode, encoder_for
 from .target import launch
-from .write import tile_size
+from .write import tile_size, warps
 
 __all__ = ["gather"]
-
-# A thread holds so many numbers of a tile.
-NUMBERS_PER_THREAD = 32
 
 
 def gather(
@@ -55,8 +52,7 @@ def gather(
         pages.k_center if is_key else None, start, stop, pages.table.stride(0),
         HEADS=heads, PAGE=pages.page_size, DIM=dim, WIDTH=width,
         ENCODER=encoder_for(name), TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
-        num_warps=min(max(tile * width // (32 * NUMBERS_PER_THREAD), 4), 16),
-        enable_fp_fusion=False,
+        num_warps=warps(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -70,7 +66,8 @@ def _gather(
     """One program per tile of positions, KV head and sequence."""
     h = tl.program_id(1)
     b = tl.program_id(2)
-    first = (start // TILE + tl.program_id(0)) * TILE
+    tile = start // TILE + tl.program_id(0)
+    first = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = first + i
@@ -85,7 +82,7 @@ def _gather(
     if PAGE % TILE == 0:
         # One page: the addresses of a tile are one base and constants, and all of it is there.
         place = tl.maximum(tl.load(table + first // PAGE), 0).to(tl.int64) * HEADS + h
-        slot = first % PAGE
+        slot = (tile % (PAGE // TILE)) * TILE
         if TRANSPOSED:
             at = pool + (place * (DIM * PAGE) + slot) + (d * PAGE)[None, :] + i[:, None]
         else:

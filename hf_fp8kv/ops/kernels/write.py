@@ -5,20 +5,28 @@ import triton
 import triton.language as tl
 
 from ..pages import Pages
-from .encoder import best_scale, encode, encoder_for, smallest_scale, upper_half
+from .encoder import (
+    STEPS,
+    best_scale,
+    best_scale_at_once,
+    encode,
+    encoder_for,
+    smallest_scale,
+    upper_half,
+)
 from .target import launch
 
 __all__ = ["write"]
 
 # Up to so many new tokens per sequence each has programs of its own, as decoding has.
 SINGLE_TOKENS = 8
-SINGLE_WARPS = 4
 # Positions that a program stores at once where there are more. A page holds a whole number of such
 # tiles, so that V's transposed rows are stored in runs.
 TILE = 32
 MIN_TILE = 16
-# A thread holds so many numbers of a tile.
-NUMBERS_PER_THREAD = 32
+# A warp for so many channels, within these bounds.
+CHANNELS_PER_WARP = 32
+WARPS = (4, 16)
 # The limit of a cache without one.
 UNLIMITED = 2**31 - 1
 
@@ -44,12 +52,8 @@ def write(
     """
     batch, heads, tokens, k_dim = key.shape
     v_dim = value.shape[3]
-    width = max(triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim))
-    if tokens <= SINGLE_TOKENS:
-        tile, warps = 1, SINGLE_WARPS
-    else:
-        tile = tile_size(pages.page_size)
-        warps = min(max(tile * width // (32 * NUMBERS_PER_THREAD), 4), 16)
+    k_width, v_width = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, wherever a sequence ends.
     parts = (tokens + tile - 2) // tile + 1 if tokens else 0
     launch(
@@ -58,9 +62,9 @@ def write(
         tokens, UNLIMITED if limit is None else limit, pages.table.shape[1],
         pages.table.stride(0), *key.stride(), *value.stride(),
         HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim,
-        K_WIDTH=triton.next_power_of_2(k_dim), V_WIDTH=triton.next_power_of_2(v_dim),
+        K_WIDTH=k_width, V_WIDTH=v_width,
         K_ENCODER=encoder_for(pages.k_format), V_ENCODER=encoder_for(pages.v_format),
-        TILE=tile, num_warps=warps, enable_fp_fusion=False,
+        TILE=tile, num_warps=warps(max(k_width, v_width)), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -68,6 +72,11 @@ def tile_size(page_size: int) -> int:
     """Returns how many positions a tile has: a divisor of the page if a large one is there."""
     divisor = min(page_size & -page_size, TILE)
     return divisor if divisor >= MIN_TILE else TILE
+
+
+def warps(width: int) -> int:
+    """Returns the warps of a program, for a head size padded to `width`."""
+    return min(max(width // CHANNELS_PER_WARP, WARPS[0]), WARPS[1])
 
 
 @triton.jit(do_not_specialize=["tokens", "limit", "columns", "table_b"])
@@ -84,32 +93,33 @@ def _write(
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
     length = tl.load(lengths + b)
-    start = (length // TILE + part) * TILE
+    tile = length // TILE + part
     table += b.to(tl.int64) * table_b
     if tl.program_id(1) < HEADS:
         x = key + b.to(tl.int64) * key_b + h.to(tl.int64) * key_h
         if k_center is not None:
             k_center += (b.to(tl.int64) * HEADS + h) * K_DIM
         _write_side(
-            x, k, k_scales, k_scale, k_center, table, h, start, length, tokens, limit, columns,
+            x, k, k_scales, k_scale, k_center, table, h, tile, length, tokens, limit, columns,
             key_t, key_d, HEADS, PAGE, K_DIM, K_WIDTH, K_ENCODER, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         x = value + b.to(tl.int64) * value_b + h.to(tl.int64) * value_h
         _write_side(
-            x, v, v_scales, v_scale, None, table, h, start, length, tokens, limit, columns,
+            x, v, v_scales, v_scale, None, table, h, tile, length, tokens, limit, columns,
             value_t, value_d, HEADS, PAGE, V_DIM, V_WIDTH, V_ENCODER, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
 @triton.jit
 def _write_side(
-    x, pool, scales, static, center, table, h, start, length, tokens, limit, columns,
+    x, pool, scales, static, center, table, h, tile, length, tokens, limit, columns,
     x_t, x_d,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ENCODER: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Stores positions `start` to `start + TILE - 1` of one head's K, or V (TRANSPOSED)."""
+    """Stores one tile of one head's K, or V (TRANSPOSED)."""
+    start = tile * TILE
     i = tl.arange(0, TILE)
     d = tl.arange(0, WIDTH)
     position = start + i
@@ -117,13 +127,14 @@ def _write_side(
     inside = (t >= 0) & (t < tokens)
     real = (d < DIM)[None, :]
     at = x + (t.to(tl.int64) * x_t)[:, None] + (d.to(tl.int64) * x_d)[None, :]
-    numbers = tl.load(at, mask=inside[:, None] & real, other=0.0)
+    given = inside[:, None] & real
     inside &= position < limit
 
     if PAGE % TILE == 0:
         column = start // PAGE
         page = tl.load(table + column, mask=column < columns, other=-1)
-        slot = start % PAGE + i
+        first_slot = (tile % (PAGE // TILE)) * TILE
+        slot = first_slot + i
     else:
         column = position // PAGE
         page = tl.load(table + column, mask=inside & (column < columns), other=-1)
@@ -132,18 +143,30 @@ def _write_side(
     place = page.to(tl.int64) * HEADS + h
 
     if ENCODER is None:
-        codes = numbers.to(pool.dtype.element_ty)
+        codes = tl.load(at, mask=given, other=0.0).to(pool.dtype.element_ty)
+    elif static is not None:
+        x = _centered(at, given, center, d, DIM)
+        scale = tl.load(static + h * DIM + d, mask=d < DIM, other=1.0)
+        codes = encode(x * tl.div_rn(1.0, scale)[None, :], ENCODER)
     else:
-        codes = _quantize(
-            numbers.to(tl.float32), scales, static, center, h, d, place * PAGE + slot, exists,
-            DIM, ENCODER, SEARCH=not TRANSPOSED,
-        )  # fmt: skip
+        x = _centered(at, given, center, d, DIM)
+        if TRANSPOSED:
+            scale = smallest_scale(x, ENCODER)
+        elif TILE == 1:
+            # Read once for each scale that is tried, so that every thread has numbers to try.
+            again = tl.zeros([STEPS, 1], tl.int32)
+            copies = _centered(at + again, given & (again == 0), center, d, DIM)
+            scale = best_scale_at_once(copies, ENCODER)
+        else:
+            scale = best_scale(x, ENCODER)
+        tl.store(scales + place * PAGE + slot, upper_half(scale), mask=exists)
+        codes = encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)
 
     if not TRANSPOSED:
         at = pool + ((place * PAGE + slot) * DIM)[:, None] + d[None, :]
         tl.store(at, codes, mask=exists[:, None] & real)
     elif TILE > 1 and PAGE % TILE == 0:
-        run = pool + place * (DIM * PAGE) + start % PAGE
+        run = pool + (place * (DIM * PAGE) + first_slot)
         at = run + (d * PAGE)[None, :] + i[:, None]
         end = start + TILE
         if (page >= 0) & (start >= length) & (end <= length + tokens) & (end <= limit):
@@ -157,20 +180,9 @@ def _write_side(
 
 
 @triton.jit
-def _quantize(
-    x, scales, static, center, h, d, place, exists,
-    DIM: tl.constexpr, ENCODER: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """The codes of `x` `[TILE, WIDTH]`; stores its dynamic scales at `place`, if it has any."""
+def _centered(at, mask, center, d, DIM: tl.constexpr):
+    """The numbers at `at`, float32, less the centre of their channel."""
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if center is not None:
         x -= tl.load(center + d, mask=d < DIM, other=0.0)[None, :]
-    if static is not None:
-        scale = tl.load(static + h * DIM + d, mask=d < DIM, other=1.0)
-        return encode(x * tl.div_rn(1.0, scale)[None, :], ENCODER)
-    else:
-        if SEARCH:
-            scale = best_scale(x, ENCODER)
-        else:
-            scale = smallest_scale(x, ENCODER)
-        tl.store(scales + place, upper_half(scale), mask=exists)
-        return encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)
+    return x
