@@ -146,8 +146,25 @@ def generate(
 
 
 @app.command()
-def check(model: _Model = None, device: _Device = "cpu", as_json: _Json = False) -> None:
-    """Show versions and backends; with --model, what each of its layers will run on."""
+def check(
+    model: _Model = None,
+    device: _Device = "cpu",
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compile every kernel, and check the machine code.")
+    ] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="With --kernels: sm_90, gfx942, ...; may be repeated. Default: all."),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show versions and backends; with --model, what each of its layers will run on.
+
+    --kernels needs no GPU; it exits with 1 if a kernel does not compile or breaks a rule.
+    """
+    if kernels:
+        _check_kernels(target, as_json)
+        return
     import torch
 
     from .ops import available_backends
@@ -173,6 +190,26 @@ def check(model: _Model = None, device: _Device = "cpu", as_json: _Json = False)
     _print([rows_table([{"": name, "found": found} for name, found in rows.items()])])
     if report is not None:
         print(report)
+
+
+def _check_kernels(targets: list[str] | None, as_json: bool) -> None:
+    from . import kernel_check
+
+    for name in targets or ():
+        if name not in kernel_check.TARGETS:
+            message = f"expected one of: {', '.join(kernel_check.TARGETS)}; got {name!r}"
+            raise typer.BadParameter(message, param_hint="--target")
+    if version("triton") == "not installed":
+        raise ConfigError("cannot compile kernels: triton is not installed: pip install triton")
+    with _progress() as say:
+        found = kernel_check.check_targets(targets or tuple(kernel_check.TARGETS), progress=say)
+    if as_json:
+        rows = {name: [asdict(row) for row in of_one] for name, of_one in found.items()}
+        print(json.dumps({"triton": version("triton"), "targets": rows}))
+    else:
+        _print(kernel_check.tables(found), piped_width=160)
+    if any(row.violations for rows in found.values() for row in rows):
+        raise typer.Exit(1)
 
 
 @app.command()

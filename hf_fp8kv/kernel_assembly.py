@@ -1,0 +1,155 @@
+"""What a compiled kernel is made of: its registers, its spills, and the loop that reads pages.
+
+Read from the machine code that Triton made: of NVIDIA's by the tools that come with Triton
+(nvdisasm, cuobjdump), of AMD's from the assembly itself. No GPU is needed.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Assembly", "amd_assembly", "nvidia_assembly", "read"]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What matters of a kernel's machine code.
+
+    Attributes:
+        registers: per thread; of AMD's, vector and accumulation registers together.
+        spills: of NVIDIA's, instructions that keep registers in local memory; of AMD's, vector
+            registers that are kept in memory.
+        doubles: instructions on float64.
+        loop: instructions of the main loop: the innermost one that multiplies matrices. Where
+            there are several, the shortest: the others mask what some row does not see. 0: none.
+        wide_bytes: bytes that a thread loads in it, 16 at a time, from global memory.
+        byte_loads: loads of single bytes from shared memory in it.
+        conversions: instructions in it that convert 8-bit floating-point numbers.
+    """
+
+    registers: int
+    spills: int
+    doubles: int
+    loop: int
+    wide_bytes: int
+    byte_loads: int
+    conversions: int
+
+
+def read(asm: dict[str, Any]) -> Assembly:
+    """Returns what the `asm` of a kernel that Triton compiled says."""
+    if "amdgcn" in asm:
+        return amd_assembly(asm["amdgcn"])
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(asm["cubin"])
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(binary))
+        return nvidia_assembly(_tool("nvdisasm", "-c", str(binary)), usage)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+# "/*0a30*/   @!P0 LDGSTS.E.BYPASS.128 [R5], [R6.64] ;" and ".L_x_3:"
+_SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(?P<line>[A-Z][^;]*);")
+_SASS_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
+_SASS_JUMP = re.compile(r"BRA.*\((\.L_x_\d+)\)")
+_SASS_PRODUCT = re.compile(r"(H|Q|I|B|O)?G?MMA\b|UTC\w*MMA")
+_SASS_DOUBLE = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F64|DMMA")
+
+
+def nvidia_assembly(text: str, usage: str) -> Assembly:
+    """Returns what nvdisasm's `text` and cuobjdump's resource `usage` say."""
+    lines, places = _lines(text, _SASS, _SASS_LABEL)
+    loop = _main_loop(lines, places, _SASS_JUMP, _SASS_PRODUCT)
+    found = re.search(r"REG:(\d+)", usage)
+    assert found is not None, usage
+    return Assembly(
+        registers=int(found[1]),
+        spills=_count(r"(STL|LDL)\b", lines),
+        doubles=sum(_SASS_DOUBLE.match(line) is not None for line in lines),
+        loop=len(loop),
+        wide_bytes=16 * _count(r"(LDG|LDGSTS)\.\S*\b128\b", loop),
+        byte_loads=_count(r"LDS\.[US]8\b", loop),
+        conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop),
+    )
+
+
+# "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"
+_GCN = re.compile(r"^\s+(?P<line>[a-z]+_[a-z0-9_]+\b[^\n;]*)", re.MULTILINE)
+_GCN_LABEL = re.compile(r"^(\.LBB\d+_\d+):", re.MULTILINE)
+_GCN_JUMP = re.compile(r"s_c?branch\S*\s+(\.LBB\d+_\d+)")
+_GCN_PRODUCT = re.compile(r"v_s?mfma")
+
+
+def amd_assembly(text: str) -> Assembly:
+    """Returns what the assembly `text` of a kernel for AMD says."""
+    code = text[: text.find(".amdhsa_kernel")]
+    lines, places = _lines(code, _GCN, _GCN_LABEL)
+    loop = _main_loop(lines, places, _GCN_JUMP, _GCN_PRODUCT)
+
+    def fact(name: str) -> int:
+        found = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert found is not None, name
+        return int(found[1])
+
+    return Assembly(
+        registers=fact("vgpr_count"),
+        spills=fact("vgpr_spill_count"),
+        doubles=_count(r"v_\w+_f64", lines),
+        loop=len(loop),
+        wide_bytes=16 * _count(r"(global|buffer|flat)_load_(lds_)?dwordx4", loop),
+        byte_loads=_count(r"ds_read_[ui]8", loop),
+        conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop),
+    )
+
+
+def _lines(
+    text: str, instruction: re.Pattern[str], label: re.Pattern[str]
+) -> tuple[list[str], dict[str, int]]:
+    """Returns the instructions, and for each label the index of the one that follows it."""
+    found = [(m.start(), m["line"].strip()) for m in instruction.finditer(text)]
+    starts = [start for start, _ in found]
+    places = {
+        m[1]: next((i for i, start in enumerate(starts) if start > m.start()), len(starts))
+        for m in label.finditer(text)
+    }
+    return [line for _, line in found], places
+
+
+def _main_loop(
+    lines: Sequence[str],
+    places: dict[str, int],
+    jump: re.Pattern[str],
+    product: re.Pattern[str],
+) -> Sequence[str]:
+    """Returns the instructions of the shortest innermost loop that has a matrix product."""
+    loops = set()
+    for end, line in enumerate(lines):
+        target = jump.match(line)
+        start = places.get(target[1]) if target else None
+        if start is not None and start <= end:
+            loops.add((start, end))
+    multiply = [i for i, line in enumerate(lines) if product.match(line)]
+    loops = {(a, b) for a, b in loops if any(a <= i <= b for i in multiply)}
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    ]
+    start, end = min(inner, key=lambda at: at[1] - at[0], default=(0, -1))
+    return [line for line in lines[start : end + 1] if not line.startswith("NOP")]
+
+
+def _count(pattern: str, lines: Sequence[str]) -> int:
+    compiled = re.compile(pattern)
+    return sum(compiled.match(line) is not None for line in lines)

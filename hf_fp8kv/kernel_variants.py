@@ -1,0 +1,158 @@
+"""The calls that kernels are compiled for: what is worth checking of formats, shapes and features.
+
+A variant is called as a cache calls it, on small tensors on the CPU; see kernel_check.py.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .formats import AUTO
+from .ops import Pages
+
+__all__ = ["Variant", "call", "variants"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One call to compile for.
+
+    Attributes:
+        operation: "decode", "extend", "write" or "gather".
+        k, v: formats.
+        static: whether the scales are static ones.
+        dims: head sizes of K and V.
+        groups: query heads per KV head.
+        tokens: new tokens.
+        page: slots of a page.
+        dtype: of the query, or of new keys and values.
+        extras: "window", "softcap", "sinks", "mask", "bias", "center"; "k" or "v" for gather.
+        main: whether it is among those that must be fast.
+    """
+
+    operation: str
+    k: str = "fp8_e4m3"
+    v: str = "fp8_e4m3"
+    static: bool = False
+    dims: tuple[int, int] = (128, 128)
+    groups: int = 4
+    tokens: int = 1
+    page: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    extras: tuple[str, ...] = ()
+    main: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it says of itself in a table."""
+        sides = [self.k] if self.k == self.v else [f"{self.k} and", self.v]
+        dims = [str(d) for d in dict.fromkeys(self.dims)]
+        parts = [*sides, "static" if self.static else "", "D" + "/".join(dims)]
+        parts += ["" if self.groups == 4 else f"groups {self.groups}"]
+        parts += ["" if self.tokens == 1 else f"T{self.tokens}"]
+        parts += ["" if self.page == 64 else f"page {self.page}"]
+        parts += ["" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.")]
+        parts = [part.removeprefix("fp8_") for part in parts if part]
+        return " ".join([self.operation, *parts, *self.extras])
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K and V of one head, without scales."""
+        width = (self.dtype.itemsize if name == AUTO else 1 for name in (self.k, self.v))
+        return sum(w * d for w, d in zip(width, self.dims, strict=True))
+
+
+def variants() -> list[Variant]:
+    """Returns what is compiled for every target."""
+    e3m4 = {"k": "fp8_e3m4", "v": "fp8_e3m4"}
+    e5m2 = {"k": "fp8_e5m2", "v": "fp8_e5m2"}
+    fnuz = {"k": "fp8_e4m3fnuz", "v": "fp8_e4m3fnuz"}
+    auto = {"k": AUTO, "v": AUTO}
+    everything = ("window", "softcap", "sinks", "mask", "center")
+    found: list[Variant] = []
+    mains: tuple[dict[str, Any], ...] = (
+        {}, {"static": True}, e3m4, {**e3m4, "static": True}, e5m2, fnuz, auto, {"dims": (64, 64)},
+        {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
+    )  # fmt: skip
+    found += [Variant("decode", **main, main=True) for main in mains]
+    others: tuple[dict[str, Any], ...] = (
+        {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
+        {"extras": everything}, {"extras": ("bias",)}, {"groups": 8, "tokens": 4},
+        {"dtype": torch.float32}, {"dims": (192, 128)},
+    )  # fmt: skip
+    found += [Variant("decode", **other) for other in others]
+    extends: tuple[dict[str, Any], ...] = (
+        {}, {"static": True}, e3m4, auto, {"dims": (64, 64)}, {"dims": (256, 256)},
+        {"extras": everything}, {"dtype": torch.float32},
+    )  # fmt: skip
+    found += [Variant("extend", **extend, tokens=128) for extend in extends]
+    static = {"static": True, "extras": ("center",)}
+    writes: tuple[dict[str, Any], ...] = ({}, static, e3m4, e5m2, fnuz, auto)
+    found += [Variant("write", **write, tokens=t) for write in writes for t in (1, 128)]
+    gathers: tuple[dict[str, Any], ...] = ({}, {"static": True}, e3m4)
+    found += [Variant("gather", **dense, extras=(side,)) for dense in gathers for side in "kv"]
+    return found
+
+
+HEADS, BATCH, LENGTH = 8, 3, 1000
+
+
+def call(variant: Variant) -> None:
+    """Does what the cache does for `variant`."""
+    kernels = importlib.import_module(f".ops.kernels.{variant.operation}", __package__)
+    pages = _pages(variant)
+    lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
+    if variant.operation == "gather":
+        side = variant.extras[0]
+        kernels.gather(pages, lengths, side, 0, LENGTH, variant.dtype, True)
+    elif variant.operation == "write":
+        # As a projection gives them: the heads of a token beside each other.
+        k, v = (
+            torch.zeros(BATCH, variant.tokens, HEADS, dim, dtype=variant.dtype).transpose(1, 2)
+            for dim in variant.dims
+        )
+        kernels.write(pages, k, v, lengths)
+    else:
+        q_heads = HEADS * variant.groups
+        query = torch.zeros(BATCH, variant.tokens, q_heads, variant.dims[0], dtype=variant.dtype)
+        sinks = torch.zeros(q_heads, dtype=variant.dtype)
+        mask = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8)
+        bias = torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype)
+        wanted = variant.extras
+        kernels.attend(
+            query.transpose(1, 2), pages, lengths, 0, LENGTH,
+            scaling=variant.dims[0] ** -0.5,
+            causal=True,
+            window=512 if "window" in wanted else 0,
+            softcap=30.0 if "softcap" in wanted else 0.0,
+            sinks=sinks if "sinks" in wanted else None,
+            mask=mask if "mask" in wanted else None,
+            bias=bias if "bias" in wanted else None,
+        )  # fmt: skip
+
+
+def _pages(variant: Variant) -> Pages:
+    count = -(-LENGTH // variant.page) + variant.tokens
+    dim_k, dim_v = variant.dims
+    shapes = ((2, HEADS, variant.page, dim_k), (2, HEADS, dim_v, variant.page))
+    pools = [
+        torch.zeros(shape, dtype=variant.dtype if name == AUTO else torch.uint8)
+        for shape, name in zip(shapes, (variant.k, variant.v), strict=True)
+    ]
+
+    def scales(name: str, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if name == AUTO:
+            return None, None
+        if variant.static:
+            return None, torch.ones(HEADS, dim)
+        return torch.ones(2, HEADS, variant.page, dtype=torch.bfloat16), None
+
+    (k_scales, k_scale), (v_scales, v_scale) = scales(variant.k, dim_k), scales(variant.v, dim_v)
+    center = torch.zeros(BATCH, HEADS, dim_k) if "center" in variant.extras else None
+    table = torch.zeros((BATCH, count), dtype=torch.int32)
+    return Pages(
+        pools[0], pools[1], k_scales, v_scales, k_scale, v_scale, center, table,
+        variant.k, variant.v,
+    )  # fmt: skip
