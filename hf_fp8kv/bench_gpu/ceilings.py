@@ -1,0 +1,42 @@
+"""What the device can do at most: reading, copying, multiplying matrices."""
+
+import functools
+from typing import Any
+
+import torch
+
+from .record import Record
+from .timing import Step
+
+__all__ = ["measure"]
+
+SECTION = "ceilings"
+# Programs, elements of 4 bytes per load, and loads under way, of the reading kernel.
+SHAPES = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))
+
+
+def measure(record: Record, backend: str) -> None:
+    """Adds the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
+    stage = record.stage
+    size = 2**20 if stage.dry else 4 * 2**30
+    # Random numbers: a device may handle zeros faster.
+    source = torch.randint(
+        -(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=stage.device
+    )
+
+    def one(case: str, name: str, step: Step, **fields: Any) -> None:
+        record.measure(SECTION, case, name, lambda: {"timed": stage.time([step]), **fields})
+
+    target = torch.empty_like(source)
+    one("copy", "torch", lambda: target.copy_(source), moved=2 * size)
+    one("read", "torch", lambda: source.sum(dtype=torch.int32), moved=size)
+    if backend == "triton":
+        from ..ops.kernels.reading import read_all
+
+        for shape in ((4, 256, 8),) if stage.dry else SHAPES:
+            name = "triton {} x {} x {}".format(*shape)
+            one("read", name, functools.partial(read_all, source, *shape), moved=size)
+    n = 64 if stage.dry else 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=stage.device) for _ in range(2))
+    out = torch.empty_like(a)
+    one("matmul", f"bf16 {n}", lambda: torch.matmul(a, b, out=out), flops=2 * n**3)

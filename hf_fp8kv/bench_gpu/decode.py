@@ -1,0 +1,123 @@
+"""Attention of one layer over stored tokens: decode steps, other shapes, and extending a text."""
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..ops import Pages
+from . import baselines
+from .pools import check, pages_for, poisoned
+from .record import Record
+from .shapes import KINDS, Case, Kind, Sizes
+from .timing import Step
+
+__all__ = ["measure", "measure_extend", "measure_others", "paged"]
+
+
+def measure(record: Record, sizes: Sizes, backend: str) -> None:
+    """Adds a row for each case of a decode step and each contender."""
+    for case in sizes.decode:
+        _plan(record, sizes, backend, "decode", case)
+        for kind in KINDS:
+            paged(record, sizes, backend, "decode", case, kind)
+        baselines.measure_decode(record, "decode", case)
+
+
+def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
+    """The same for other heads, windows, softcap and several new tokens."""
+    for case in sizes.others:
+        for kind in KINDS:
+            if not kind.static:
+                paged(record, sizes, backend, "others", case, kind)
+        if not (case.window or case.softcap or case.tokens > 1):
+            baselines.measure_decode(record, "others", case)
+
+
+def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
+    """Adds a row for each number of new tokens, over each number of stored ones."""
+    for stored, new in sizes.extend:
+        label = f"{new} over {stored}"
+        case = Case((stored + new,), sizes.heads, tokens=new, label=label)
+        for kind in KINDS:
+            if kind.name in ("e4m3", "e4m3 static", "bf16 pages"):
+                paged(record, sizes, backend, "extend", case, kind)
+        baselines.measure_extend(record, case)
+
+
+def paged(
+    record: Record,
+    sizes: Sizes,
+    backend: str,
+    section: str,
+    case: Case,
+    kind: Kind,
+    name: str | None = None,
+) -> dict[str, Any] | None:
+    """Adds a row for attention over pages, checked first; returns it."""
+    name = name or kind.name
+    stage, size = record.stage, case.moved(kind)
+    layers = stage.copies(int(size))
+    # The check takes some, and the making of pages too.
+    if not record.is_wanted(section, str(case), name) or not record.fits(
+        f"{section}, {case}, {name}", layers * size * 1.1 + 2**31
+    ):
+        return None
+
+    def work() -> dict[str, Any]:
+        made = pages_for(stage, kind, case, layers, sizes.pages)
+        query = _query(record, case)
+        before, plan, lengths = _planned(record, case, backend)
+        steps = [functools.partial(_attend, query, p, lengths, case, plan, backend) for p in made]
+        with poisoned():
+            before()
+            found = steps[-1]()
+        error = check(found, query, made[-1], case)
+        return {
+            "timed": stage.time(steps, before), "error": error, "moved": size,
+            "flops": case.flops, "layers": layers, "read": case.read,
+        }  # fmt: skip
+
+    return record.measure(section, str(case), name, work)
+
+
+def _query(record: Record, case: Case) -> torch.Tensor:
+    heads = case.heads
+    shape = (len(case.lengths), case.tokens, heads.query, heads.dim)
+    # As a model hands it over: heads and tokens have changed places.
+    return torch.randn(shape, dtype=torch.bfloat16, device=record.stage.device).transpose(1, 2)
+
+
+def _planned(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
+    """What makes the plan of a step, the plan (None: there is none) and the lengths."""
+    device = record.stage.device
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
+    rows = ops.plan_rows(backend, device, len(case.lengths), case.heads.kv)
+    if rows is None:
+        return (lambda: None), None, lengths
+    plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
+    step = functools.partial(
+        ops.make_plan, plan, lengths, case.tokens, case.window, 0, case.heads.kv, backend
+    )
+    return step, plan, lengths
+
+
+def _attend(
+    query: torch.Tensor, pages: Pages, lengths: torch.Tensor, case: Case, plan: Any, backend: str
+) -> torch.Tensor:
+    return ops.attend(
+        query, pages, lengths, 0, max(case.lengths), scaling=case.heads.dim**-0.5, causal=True,
+        window=case.window, softcap=case.softcap, plan=plan, backend=backend,
+    )  # fmt: skip
+
+
+def _plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) -> None:
+    """Adds a row for the plan alone, which is made once per step."""
+    if ops.plan_rows(backend, record.stage.device, len(case.lengths), case.heads.kv) is None:
+        return
+
+    def work() -> dict[str, Any]:
+        return {"timed": record.stage.time([_planned(record, case, backend)[0]] * 8)}
+
+    record.measure(section, str(case), "split plan", work)

@@ -1,0 +1,255 @@
+"""Tokens per second of `generate()` on a random model, with each cache.
+
+The text before the new tokens is not computed: random keys and values are written into the cache.
+What a decode step does, and how long it takes, does not depend on them.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    Cache,
+    CompileConfig,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    QuantizedCache,
+    StaticCache,
+)
+
+from ..cache import FP8PagedCache
+from ..store import _tensors_of
+from .record import Record
+from .shapes import Sizes
+from .timing import Stage
+
+__all__ = ["measure"]
+
+SECTION = "end to end"
+# Positions of a static cache past the last new token: generate() may take a step too many.
+SPARE = 8
+
+
+@dataclass(frozen=True)
+class _Contender:
+    """A cache, and how it is used.
+
+    Attributes:
+        attention: the model's attention with it.
+        compiled: whether generate() compiles the decode step.
+        make: a cache for so many tokens; `backend` is ours.
+        bytes_per_number: of K and V, to see whether it fits.
+    """
+
+    attention: str
+    compiled: bool
+    make: Callable[[Any, int, str], Cache]
+    bytes_per_number: float
+
+
+def _paged(config: Any, tokens: int, backend: str) -> Cache:
+    return FP8PagedCache(config, backend=backend)
+
+
+def _paged_static(config: Any, tokens: int, backend: str) -> Cache:
+    return FP8PagedCache(config, max_cache_len=tokens, backend=backend)
+
+
+def _dynamic(config: Any, tokens: int, backend: str) -> Cache:
+    return DynamicCache(config=config)
+
+
+def _static(config: Any, tokens: int, backend: str) -> Cache:
+    return StaticCache(config=config, max_cache_len=tokens)
+
+
+def _quantized(config: Any, tokens: int, backend: str) -> Cache:
+    return QuantizedCache(backend="fp8", config=config)
+
+
+CONTENDERS = {
+    "FP8PagedCache compiled": _Contender("fp8_paged", True, _paged_static, 1.02),
+    "StaticCache compiled": _Contender("sdpa", True, _static, 2),
+    "DynamicCache eager": _Contender("sdpa", False, _dynamic, 2),
+    "FP8PagedCache eager": _Contender("fp8_paged", False, _paged, 1.1),
+    "QuantizedCache fp8 eager": _Contender("sdpa", False, _quantized, 1.02),
+}
+
+
+def measure(record: Record, sizes: Sizes, backend: str) -> None:
+    """Adds a row for each batch and context and each cache."""
+    record.tell("making a random model")
+    model = _model(sizes, record.stage)
+    took: dict[bool, float] = {}
+    contenders = dict(CONTENDERS)
+    if why := _no_quantized(model.config):
+        record.skip(f"QuantizedCache fp8: {why}")
+        del contenders["QuantizedCache fp8 eager"]
+    for batch, context in sizes.generate:
+        case = f"{batch} x {context // 1024}k" if context % 1024 == 0 else f"{batch} x {context}"
+        for name, contender in contenders.items():
+            # What it took last time; without a graph, a new shape is not slower to begin.
+            expected = took.get(contender.compiled, 0.0)
+            stored = 2 * sizes.layers * sizes.heads.kv * sizes.heads.dim * batch * context
+            size = stored * (contender.bytes_per_number + 2 / sizes.layers)
+            if not record.is_wanted(SECTION, case, name, expected) or not record.fits(
+                f"{SECTION}, {case}, {name}", size + 2**32
+            ):
+                continue
+            began = time.perf_counter()
+            work = functools.partial(
+                _work, model, contender, sizes, batch, context, record.stage, backend
+            )
+            record.measure(SECTION, case, name, work)
+            took[contender.compiled] = time.perf_counter() - began
+
+
+def _no_quantized(config: Any) -> str | None:
+    """Why this transformers cannot make one; None: it can."""
+    try:
+        _quantized(config, 0, "")
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _model(sizes: Sizes, stage: Stage) -> Any:
+    config = LlamaConfig(
+        num_hidden_layers=sizes.layers, hidden_size=sizes.hidden,
+        intermediate_size=7 * sizes.hidden // 2, num_attention_heads=sizes.heads.query,
+        num_key_value_heads=sizes.heads.kv, head_dim=sizes.heads.dim,
+        vocab_size=sizes.vocabulary, max_position_embeddings=2**17,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        # On the device from the beginning: random numbers are made there at once.
+        with torch.device(stage.device):
+            model = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    return model
+
+
+class _Marks(LogitsProcessor):
+    """Notes the time of each token; changes nothing."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.marks: list[Any] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.stage.is_gpu:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+            self.marks.append(mark)
+        else:
+            self.marks.append(time.perf_counter())
+        self.scores = scores
+        return scores
+
+    def steps(self) -> list[float]:
+        """Returns the seconds from each token to the next."""
+        self.stage.wait()
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        if self.stage.is_gpu:
+            return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        return [b - a for a, b in pairs]
+
+
+def _work(
+    model: Any,
+    contender: _Contender,
+    sizes: Sizes,
+    batch: int,
+    context: int,
+    stage: Stage,
+    backend: str,
+) -> dict[str, Any]:
+    tokens, warm = sizes.tokens[contender.compiled], sizes.warm[contender.compiled]
+    _forget_graphs(model)
+    model.set_attn_implementation(contender.attention)
+    try:
+        with torch.no_grad():
+            cache = contender.make(model.config, context + tokens + warm + SPARE, backend)
+            _fill(cache, model, batch, context, stage)
+            return _generate(model, cache, contender.compiled, batch, context, tokens, warm, stage)
+    finally:
+        _forget_graphs(model)
+
+
+def _generate(
+    model: Any,
+    cache: Cache,
+    compiled: bool,
+    batch: int,
+    context: int,
+    tokens: int,
+    warm: int,
+    stage: Stage,
+) -> dict[str, Any]:
+    if stage.is_gpu:
+        stage.clean()
+        torch.cuda.reset_peak_memory_stats(stage.device)
+    marks = _Marks(stage)
+    ids = torch.randint(1, model.config.vocab_size, (batch, context + 1), device=stage.device)
+    began = time.perf_counter()
+    model.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+        max_new_tokens=warm + tokens, do_sample=False, pad_token_id=0,
+        logits_processor=LogitsProcessorList([marks]), **_compiling(compiled, stage),
+    )  # fmt: skip
+    steps = marks.steps()
+    total = time.perf_counter() - began
+    if not bool(marks.scores.isfinite().all()):
+        raise RuntimeError("expected finite logits")
+    timed = sorted(steps[warm - 1 :])
+    middle = statistics.median(timed)
+    peak = torch.cuda.max_memory_allocated(stage.device) if stage.is_gpu else None
+    return {
+        "tokens_per_s": batch / middle, "step_ms": 1e3 * middle, "slowest_ms": 1e3 * timed[-1],
+        "tokens": len(timed), "generate_s": total, "first_s": sum(steps[: warm - 1]),
+        "peak_bytes": peak, "cache_bytes": _bytes(cache),
+    }  # fmt: skip
+
+
+def _compiling(compiled: bool, stage: Stage) -> dict[str, Any]:
+    if not compiled:
+        return {"disable_compile": True}
+    if stage.is_gpu:
+        return {}  # generate() compiles by itself, with mode="reduce-overhead"
+    config = CompileConfig(fullgraph=False, dynamic=False, backend="aot_eager", mode=None)  # type: ignore[arg-type]
+    config._compile_all_devices = True  # type: ignore[assignment]
+    return {"compile_config": config}
+
+
+def _fill(cache: Cache, model: Any, batch: int, context: int, stage: Stage) -> None:
+    config = model.config
+    shape = (batch, config.num_key_value_heads, context, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        key, value = (
+            torch.randn(shape, dtype=torch.bfloat16, device=stage.device) for _ in range(2)
+        )
+        cache.update(key, value, layer)
+
+
+def _bytes(cache: Cache) -> int:
+    if isinstance(cache, FP8PagedCache):
+        return cache.memory_footprint()["total"]
+    tensors = {id(t): t for layer in cache.layers for t in _tensors_of(vars(layer))}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def _forget_graphs(model: Any) -> None:
+    """Compiled code and its graphs hold memory, and belong to one cache."""
+    vars(model).pop("_compiled_call", None)
+    torch._dynamo.reset()

@@ -1,0 +1,65 @@
+"""Which launch parameters of the decode kernel are fastest: a search, one parameter at a time."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..ops.kernels import tuning
+from .decode import paged
+from .record import Record
+from .shapes import KINDS, Case, Kind, Sizes
+
+__all__ = ["measure"]
+
+SECTION = "experiments"
+# What is tried of each parameter, the others being the best so far.
+GRID: dict[str, tuple[Any, ...]] = {
+    "tile": (32, 64, 128),
+    "programs": (1, 2, 3, 4, 6),
+    "stages": (2, 3, 4, 5),
+    "warps": (2, 4, 8),
+    "combine": ("kernel", "last"),
+}
+
+
+def measure(record: Record, sizes: Sizes, backend: str) -> None:
+    """Adds a row for each attempt; `kind` and `parameters` say what it was."""
+    cases: Sequence[Case] = [Case((32768,) * 16), Case((32768,)), Case((1024,))]
+    kinds: Sequence[Kind] = KINDS
+    if record.stage.dry:
+        cases, kinds = sizes.decode[:1], KINDS[:1]
+    for kind in kinds:
+        for case in cases:
+            _search(record, sizes, backend, case, kind)
+
+
+def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) -> None:
+    best: dict[str, Any] = {}
+    fastest = _attempt(record, sizes, backend, case, kind, best)
+    for parameter, values in GRID.items():
+        chosen = best
+        for value in values[:2] if record.stage.dry else values:
+            tried = {**best, parameter: value}
+            us = _attempt(record, sizes, backend, case, kind, tried)
+            if us < fastest:
+                fastest, chosen = us, tried
+        best = chosen
+
+
+def _attempt(
+    record: Record,
+    sizes: Sizes,
+    backend: str,
+    case: Case,
+    kind: Kind,
+    parameters: dict[str, Any],
+) -> float:
+    """Returns the microseconds with these parameters; infinite if it failed or was not tried."""
+    text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "as it is"
+    name = f"{kind.name}: {text}"
+    # Many launch parameters cannot work (too much shared memory): that is one failed row.
+    with tuning.override(**parameters):
+        paged(record, sizes, backend, SECTION, case, kind, name)
+    for row in record.find(SECTION, case=str(case), name=name):
+        row["parameters"], row["kind"] = parameters, kind.name
+        return float(row["us"])
+    return float("inf")

@@ -1,0 +1,204 @@
+"""Random pages to read, and a check of what a contender makes of them."""
+
+import functools
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..formats import AUTO, FORMATS
+from ..ops import Pages, reference
+from .shapes import Case, Heads, Kind
+from .timing import Stage
+
+__all__ = [
+    "PAGE_SIZE", "check", "check_dense", "dense", "pages_for", "poisoned", "relative_error",
+]  # fmt: skip
+
+PAGE_SIZE = 64
+# Of many query tokens, so many of the first and of the last are checked.
+CHECKED = 128
+
+
+@functools.lru_cache(maxsize=4)
+def _sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
+    """A few pages that the reference wrote: normal random numbers."""
+    shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    table = torch.arange(count, dtype=torch.int32, device=device)[None]
+    pages = _empty(kind, heads, count, table)
+    reference.write(pages, k, v, torch.zeros(1, dtype=torch.int32, device=device))
+    return pages
+
+
+def _empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pages:
+    device = table.device
+    dtype = torch.bfloat16 if kind.format == AUTO else torch.uint8
+    k = torch.empty((count, heads.kv, PAGE_SIZE, heads.dim), dtype=dtype, device=device)
+    v = torch.empty((count, heads.kv, heads.dim, PAGE_SIZE), dtype=dtype, device=device)
+    dynamic = kind.format != AUTO and not kind.static
+    shape = (count, heads.kv, PAGE_SIZE)
+    scales = [
+        torch.empty(shape, dtype=torch.bfloat16, device=device) if dynamic else None
+        for _ in range(2)
+    ]
+    static = _static_scales(kind, heads, device) if kind.static else (None, None)
+    return Pages(
+        k, v, scales[0], scales[1], static[0], static[1], None, table, kind.format, kind.format
+    )
+
+
+def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:
+    """Of K and V: normal random numbers reach about 5, and each head has its own scale."""
+    top = 5.5 / FORMATS[kind.format].max
+    head = torch.linspace(top, 1.5 * top, heads.kv, device=device)
+    return [x[:, None].expand(-1, heads.dim).contiguous() for x in (head, head.flip(0))]
+
+
+def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> list[Pages]:
+    """Returns the pages of so many layers, which share one block table, as in a model.
+
+    Pages of a sequence lie scattered over the pool.
+
+    Args:
+        stage: the device.
+        kind: what is stored.
+        case: whose lengths and heads.
+        layers: how many.
+        count: different random pages.
+    """
+    sample = _sample(kind, case.heads, count, stage.device)
+    each = [-(-length // PAGE_SIZE) for length in case.lengths]
+    total = sum(each)
+    order = torch.randperm(total, device=stage.device).int()
+    table = torch.full((len(each), max(each)), -1, dtype=torch.int32, device=stage.device)
+    at = 0
+    for row, pages in enumerate(each):
+        table[row, :pages] = order[at : at + pages]
+        at += pages
+    made = []
+    for _ in range(layers):
+        chosen = torch.randint(0, count, (total,), device=stage.device)
+        scales = [t if t is None else t.index_select(0, chosen) for t in sample[2:4]]
+        made.append(sample._replace(
+            k=sample.k.index_select(0, chosen), v=sample.v.index_select(0, chosen),
+            k_scales=scales[0], v_scales=scales[1], table=table,
+        ))  # fmt: skip
+    return made
+
+
+def dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
+
+    Where lengths differ, each sequence of each layer has its own, `[1, Hkv, N, D]`.
+    """
+    rows = [(len(case.lengths), case.lengths[0])]
+    if case.is_ragged:
+        rows = [(1, length) for length in case.lengths]
+
+    def numbers(batch: int, length: int) -> torch.Tensor:
+        shape = (batch, case.heads.kv, length, case.heads.dim)
+        return torch.randn(shape, dtype=torch.bfloat16, device=stage.device)
+
+    return [(numbers(*row), numbers(*row)) for _ in range(layers) for row in rows]
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest relative RMS of a sequence; infinite where something is not finite."""
+    axes = tuple(range(1, found.ndim))
+    found, expected = found.double(), expected.double()
+    error = ((found - expected).square().mean(axes) / expected.square().mean(axes)).sqrt().max()
+    return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def check(found: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -> float:
+    """Returns the error of `found`, against the reference on the same bytes.
+
+    The first, the last, the longest and a random sequence are looked at, each in one KV head: the
+    reference would not fit for all. Elsewhere the numbers must be finite.
+
+    Args:
+        found: `[B, T, Hq, D]`.
+        query: `[B, Hq, T, D]`.
+        pages: what was read.
+        case: how.
+    """
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    batch, heads = len(case.lengths), case.heads
+    longest = max(range(batch), key=lambda b: case.lengths[b])
+    places = {(0, 0), (batch - 1, heads.kv - 1), (longest, heads.kv // 2)}
+    places.add((random.randrange(batch), random.randrange(heads.kv)))
+    groups = heads.query // heads.kv
+    worst = 0.0
+    for b, h in places:
+        rows, one = slice(h * groups, (h + 1) * groups), _one_head(pages, b, h)
+        for first, last in _parts(case.tokens):
+            # Queries are the last of what is stored: earlier ones see a shorter text.
+            length = case.lengths[b] - case.tokens + last
+            expected = reference.attend(
+                query[b : b + 1, rows, first:last], one,
+                torch.tensor([length], dtype=torch.int32, device=query.device),
+                0, length, scaling=heads.dim**-0.5, causal=True, window=case.window,
+                softcap=case.softcap,
+            )  # fmt: skip
+            worst = max(worst, relative_error(found[b : b + 1, first:last, rows], expected))
+    return worst
+
+
+def _parts(tokens: int) -> list[tuple[int, int]]:
+    """The queries that are checked: all of a few, the first and the last of many."""
+    if tokens <= 2 * CHECKED:
+        return [(0, tokens)]
+    return [(0, CHECKED), (tokens - CHECKED, tokens)]
+
+
+def _one_head(pages: Pages, sequence: int, head: int) -> Pages:
+    one = slice(head, head + 1)
+    scales = [t if t is None else t[:, one] for t in pages[2:4]]
+    static = [t if t is None else t[one] for t in pages[4:6]]
+    table = pages.table[sequence : sequence + 1]
+    return Pages(
+        pages.k[:, one], pages.v[:, one], scales[0], scales[1], static[0], static[1], None,
+        table, pages.k_format, pages.v_format,
+    )  # fmt: skip
+
+
+def check_dense(
+    found: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
+) -> float:
+    """The same for dense K and V, `[B, Hkv, N, D]`; `found` and `query` are `[B, Hq, T, D]`."""
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    groups, tokens, stored = case.heads.query // case.heads.kv, query.shape[2], k.shape[2]
+    worst = 0.0
+    for b, h in ((0, 0), (k.shape[0] - 1, case.heads.kv - 1)):
+        rows = slice(h * groups, (h + 1) * groups)
+        for first, last in _parts(tokens):
+            length = stored - tokens + last
+            ends = torch.tensor([length], device=k.device)
+            seen = reference.visible(ends, last - first, 0, length, True, 0)
+            keys, values = k[b, h, :length].float(), v[b, h, :length].float()
+            logits = query[b, rows, first:last].float() @ keys.T * case.heads.dim**-0.5
+            expected = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+            worst = max(worst, relative_error(found[b, rows, first:last], expected))
+    return worst
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside, memory that nothing was written to yet is NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    # torch fills new memory with NaN while it is asked for deterministic algorithms.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,149 @@
+"""What was measured so far: rows, what failed, what there was no time for."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .timing import Stage, Timed
+
+__all__ = ["DeviceLost", "Record", "Work"]
+
+# A relative RMS above this is not rounding: both sides round to bfloat16. (0.5 to 0.8 % is usual;
+# one lost page of 32k tokens gives 4 %.)
+TOLERANCE = 0.02
+
+# Measures one thing, and returns fields of its row.
+Work = Callable[[], dict[str, Any]]
+Row = dict[str, Any]
+
+
+class DeviceLost(RuntimeError):
+    """The device refuses all further work in this process."""
+
+
+class Record:
+    """Rows, and the clock of the section that is measured.
+
+    Attributes:
+        stage: the device.
+        rows: one for each thing that was measured or failed; `section`, `case` and `name` say
+            which.
+        banned: contenders that lost the device once, and are not tried again.
+        skipped: what the section that is measured had no time or no memory for.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        *,
+        progress: Callable[[str], None],
+        keep: Callable[[], None] = lambda: None,
+        rows: list[Row] | None = None,
+        banned: list[str] | None = None,
+    ) -> None:
+        self.stage = stage
+        self.rows = [] if rows is None else rows
+        self.banned = [] if banned is None else banned
+        self.skipped: list[str] = []
+        self._progress, self._keep = progress, keep
+        self._done = {_key(row) for row in self.rows}
+        self._ends = float("inf")
+
+    def begin(self, seconds: float) -> None:
+        """A section then has so many seconds."""
+        self._ends = time.perf_counter() + seconds
+        self.skipped = []
+
+    def left(self) -> float:
+        """Returns the seconds that the section still has."""
+        return self._ends - time.perf_counter()
+
+    def tell(self, message: str) -> None:
+        """Tells who watches what is done next."""
+        self._progress(message)
+
+    def skip(self, what: str) -> None:
+        """Notes that something was not measured, and why."""
+        self.skipped.append(what)
+        self._progress(f"skipped: {what}")
+
+    def fits(self, what: str, size: float) -> bool:
+        """Returns whether `size` bytes can be had, and notes `what` as skipped if not."""
+        free = self.stage.free()
+        if size > free:
+            self.skip(f"{what}: needs {size / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
+        return size <= free
+
+    def is_wanted(self, section: str, case: str, name: str, seconds: float = 0.0) -> bool:
+        """Returns whether to measure this now: it was not yet, may be, and there is time.
+
+        Args:
+            section, case, name: which.
+            seconds: that it is expected to take.
+        """
+        if (section, case, name) in self._done or name in self.banned:
+            return False
+        if self.left() < seconds or self.left() <= 0:
+            self.skip(f"{section}, {case}, {name}: no time left")
+            return False
+        return True
+
+    def measure(self, section: str, case: str, name: str, work: Work) -> Row | None:
+        """Adds a row with what `work` returns, or with its error.
+
+        Raises:
+            DeviceLost: `work` left the device unusable.
+        """
+        if not self.is_wanted(section, case, name):
+            return None
+        began = time.perf_counter()
+        try:
+            found = work()
+        except Exception as error:
+            row = self._add(section, case, name, failed=_first_lines(error))
+            if self.stage.is_lost():
+                self.banned.append(name)
+                raise DeviceLost(f"{section}, {case}, {name}: {error}") from error
+            self.stage.clean()
+            return row
+        finally:
+            self._progress(f"{section}, {case}, {name}: {time.perf_counter() - began:.1f} s")
+        return self._add(section, case, name, **found)
+
+    def _add(self, section: str, case: str, name: str, **fields: Any) -> Row:
+        row: Row = {"section": section, "case": case, "name": name}
+        timed = fields.pop("timed", None)
+        if isinstance(timed, Timed):
+            row |= {"us": timed.us, "low": timed.low, "high": timed.high, "calls": timed.calls}
+            if timed.note:
+                row["note"] = timed.note
+        row |= {key: value for key, value in fields.items() if value is not None}
+        error = row.get("error")
+        if error is not None and not error < TOLERANCE:
+            # What is wrong is not a speed.
+            row["failed"] = f"relative error {error:.1e} where at most {TOLERANCE:g} is rounding"
+        self.rows.append(row)
+        self._done.add(_key(row))
+        self._keep()
+        return row
+
+    def find(self, section: str, **fields: Any) -> list[Row]:
+        """Returns the rows of a section with these fields that did not fail."""
+        return [
+            row for row in self.rows
+            if row["section"] == section and "failed" not in row
+            and all(row.get(key) == value for key, value in fields.items())
+        ]  # fmt: skip
+
+
+def _key(row: Row) -> tuple[str, str, str]:
+    return row["section"], row["case"], row["name"]
+
+
+def _first_lines(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

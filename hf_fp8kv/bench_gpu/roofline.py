@@ -1,0 +1,106 @@
+"""A picture of what was measured below what the device can do."""
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["plot"]
+
+# name -> colour and marker
+_LOOKS = {
+    "e4m3": ("#0b6e4f", "o"),
+    "e4m3 static": ("#5cb85c", "^"),
+    "e3m4": ("#7b2d8b", "s"),
+    "e5m2 static": ("#c49bd1", "v"),
+    "bf16 pages": ("#1f4e9c", "D"),
+    "sdpa flash": ("#d1495b", "x"),
+    "sdpa flash folded": ("#d1495b", "+"),
+    "sdpa cudnn": ("#edae49", "x"),
+    "sdpa cudnn folded": ("#edae49", "+"),
+    "flashinfer bf16": ("#444444", "1"),
+    "flashinfer e4m3": ("#444444", "2"),
+    "sdpa math": ("#999999", "."),
+}
+
+
+def plot(result: dict[str, Any], path: str | Path) -> None:
+    """Writes a PNG: bandwidth by bytes read, and the roofline.
+
+    Args:
+        result: what `run_gpu_suite` returned.
+        path: where to.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot: no window system is looked for, and no global figure is kept.
+    figure = Figure(figsize=(14, 6.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    rows = [row for row in result["rows"] if "failed" not in row and "gb_per_s" in row]
+    _bandwidth(left, rows, result["ceilings"])
+    _roofline(right, rows, result["ceilings"])
+    device = result["hardware"].get("gpu", result["settings"]["device"])
+    dry = "DRY RUN, not a measurement: " if result["settings"]["dry"] else ""
+    figure.suptitle(
+        f"{dry}attention over stored tokens, one layer, on {device}, {result['date'][:10]}"
+    )
+    figure.savefig(path, dpi=120)
+
+
+def _bandwidth(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
+    for name, (colour, marker) in _LOOKS.items():
+        points = sorted(
+            (row["moved"] / 2**20, row["gb_per_s"])
+            for row in rows if row["section"] == "decode" and row["name"] == name
+        )  # fmt: skip
+        if points:
+            style = "-" if not name.startswith("sdpa") else ":"
+            axes.plot(
+                *zip(*points, strict=True), style, color=colour, marker=marker, label=name,
+                linewidth=1, markersize=6, alpha=0.9,
+            )  # fmt: skip
+    for name, label, style in (
+        ("read_gb_per_s", "read bandwidth", "-"), ("copy_gb_per_s", "copy bandwidth", "--")
+    ):  # fmt: skip
+        if ceilings[name]:
+            text = f"{label}: {ceilings[name]:.0f} GB/s"
+            axes.axhline(ceilings[name], color="black", linestyle=style, linewidth=1, label=text)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("K and V that a decode step reads, MiB (codes and scales)")
+    axes.set_ylabel("GB/s")
+    axes.set_title("decode: bandwidth reached")
+    axes.grid(visible=True, alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, loc="lower right")
+
+
+def _roofline(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
+    sections = {"decode": 22, "others": 60, "extend": 60}
+    drawn = [row for row in rows if row["section"] in sections and "tflops" in row]
+    xs = [row["flops"] / row["moved"] for row in drawn]
+    for name, (colour, marker) in _LOOKS.items():
+        points = [
+            (row["flops"] / row["moved"], row["tflops"], sections[row["section"]])
+            for row in drawn if row["name"] == name
+        ]  # fmt: skip
+        if points:
+            x, y, sizes = zip(*points, strict=True)
+            axes.scatter(x, y, s=sizes, color=colour, marker=marker, label=name, alpha=0.8)
+    read, peak = ceilings["read_gb_per_s"], ceilings["matmul_tflops"]
+    if xs and read and peak:
+        low, high = min(xs) / 2, max(*xs, 4e3 * peak / read) * 2
+        ridge = 1e3 * peak / read
+        label = f"read {read:.0f} GB/s, bf16 matmul {peak:.0f} TFLOP/s"
+        axes.plot(
+            [low, ridge, high], [low * read / 1e3, peak, peak], color="black", linewidth=1,
+            label=label,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("arithmetic intensity, FLOP per byte of K and V")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title("roofline: decode (small), other shapes and extend (large)")
+    axes.grid(visible=True, which="major", alpha=0.25)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, loc="lower right")

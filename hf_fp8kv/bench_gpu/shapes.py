@@ -1,0 +1,204 @@
+"""What is measured: heads, formats, cases; at full size, and tiny for a dry run."""
+
+from dataclasses import dataclass, replace
+
+__all__ = ["BF16", "FULL", "KINDS", "TINY", "Case", "Heads", "Kind", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one layer."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} x {self.dim}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What K and V are stored as.
+
+    Attributes:
+        name: how a row calls it.
+        format: a key of `formats.FORMATS`, or "auto".
+        static: whether its scales are constants.
+    """
+
+    name: str
+    format: str
+    static: bool = False
+
+    def bytes_per_number(self, dim: int) -> float:
+        """Bytes that are read for a stored number of K or V, its share of a scale among them."""
+        if self.format == "auto":
+            return 2.0
+        return 1.0 if self.static else 1.0 + 2.0 / dim
+
+
+BF16 = Kind("bf16 pages", "auto")
+KINDS = (
+    Kind("e4m3", "fp8_e4m3"),
+    Kind("e4m3 static", "fp8_e4m3", static=True),
+    Kind("e3m4", "fp8_e3m4"),
+    Kind("e5m2 static", "fp8_e5m2", static=True),
+    BF16,
+)
+
+LLAMA = Heads(32, 8, 128)
+RAGGED = (4641, 45118, 1730, 1696)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call.
+
+    Attributes:
+        lengths: tokens stored of each sequence, the new ones among them.
+        heads: of the layer.
+        tokens: new tokens of each sequence.
+        window: as in `ops.attend`.
+        softcap: as in `ops.attend`.
+        label: how a row calls it; "": by its batch and length.
+    """
+
+    lengths: tuple[int, ...]
+    heads: Heads = LLAMA
+    tokens: int = 1
+    window: int = 0
+    softcap: float = 0.0
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label or f"{len(self.lengths)} x {_short(self.lengths[0])}"
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths differ."""
+        return len(set(self.lengths)) > 1
+
+    @property
+    def read(self) -> int:
+        """Tokens that are read, over all sequences."""
+        if not self.window:
+            return sum(self.lengths)
+        return sum(min(n, self.window + self.tokens - 1) for n in self.lengths)
+
+    def moved(self, kind: Kind) -> float:
+        """Bytes of K and V that are read."""
+        per_token = 2 * self.heads.kv * self.heads.dim
+        return self.read * per_token * kind.bytes_per_number(self.heads.dim)
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two products, of what is visible only."""
+        seen = 0
+        for n in self.lengths:
+            if self.window:
+                seen += self.tokens * min(n, self.window)
+            else:
+                seen += self.tokens * n - self.tokens * (self.tokens - 1) // 2
+        return 4 * self.heads.query * self.heads.dim * seen
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one run; `TINY` runs everywhere in seconds, and measures nothing.
+
+    Attributes:
+        decode: cases of one new token.
+        others: cases of other heads and attention, and of several new tokens.
+        writes: batches of one new token each.
+        prefill: tokens of a prefill.
+        extend: (tokens stored before, new tokens), of one sequence.
+        layers, hidden, vocabulary: of the model end to end; its heads are `heads`.
+        generate: (batch, context), the most telling first.
+        tokens: new tokens that are timed, eagerly and compiled.
+        warm: the first ones, which are not: compiling and recording graphs.
+        pages: random pages that stand for all others.
+        seconds: each section's share.
+    """
+
+    decode: tuple[Case, ...]
+    others: tuple[Case, ...]
+    writes: tuple[int, ...]
+    prefill: int
+    extend: tuple[tuple[int, int], ...]
+    heads: Heads
+    layers: int
+    hidden: int
+    vocabulary: int
+    generate: tuple[tuple[int, int], ...]
+    tokens: tuple[int, int]
+    warm: tuple[int, int]
+    pages: int
+    seconds: dict[str, float]
+
+
+def _cases() -> tuple[Case, ...]:
+    """Those that targets are about first: time may run out."""
+    first = [Case((32768,) * 16), Case((1024,)), Case((32768,)), Case((32768,) * 64)]
+    first.append(Case(RAGGED, label="ragged"))
+    rest = [
+        Case((1024 * n,) * batch) for batch in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)
+    ]  # fmt: skip
+    return (*first, *(case for case in rest if case not in first))
+
+
+_LONG = (32768,) * 4
+FULL = Sizes(
+    decode=_cases(),
+    others=(
+        Case(_LONG, Heads(32, 32, 128), label="4 x 32k, MHA"),
+        Case(_LONG, Heads(64, 8, 128), label="4 x 32k, G 8"),
+        Case(_LONG, Heads(32, 8, 64), label="4 x 32k, D 64"),
+        Case(_LONG, Heads(16, 8, 256), label="4 x 32k, D 256"),
+        Case(_LONG, tokens=4, label="4 x 32k, T 4"),
+        Case(_LONG, window=4096, label="4 x 32k, window 4k"),
+        Case(_LONG, softcap=50.0, label="4 x 32k, softcap"),
+    ),
+    writes=(1, 4, 16, 64),
+    prefill=8192,
+    extend=tuple((stored, new) for stored in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
+    heads=LLAMA,
+    layers=32,
+    hidden=4096,
+    vocabulary=128256,
+    generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)),
+    tokens=(12, 32),
+    warm=(3, 8),
+    pages=64,
+    seconds={
+        "ceilings": 15, "write": 20, "decode": 90, "end to end": 130, "extend": 25, "others": 25,
+    },
+)  # fmt: skip
+
+_SMALL = Heads(4, 2, 16)
+TINY = replace(
+    FULL,
+    decode=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
+    others=(
+        Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
+        Case((70, 65), _SMALL, tokens=4, label="2 x 70, T 4"),
+        Case((70, 65), _SMALL, window=20, label="2 x 70, window"),
+        Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
+    ),
+    writes=(1, 3),
+    prefill=80,
+    extend=((0, 40), (70, 40)),
+    heads=_SMALL,
+    layers=2,
+    hidden=32,
+    vocabulary=64,
+    generate=((2, 40),),
+    tokens=(3, 3),
+    warm=(2, 2),
+    pages=4,
+    seconds=dict.fromkeys(FULL.seconds, 120.0),
+)

@@ -1,0 +1,191 @@
+"""`run_gpu_suite`: the sections, each with its share of the time, and what they found."""
+
+import datetime
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..environment import hardware, versions
+from ..errors import ConfigError
+from . import ceilings, decode, end_to_end, experiments, write
+from .record import DeviceLost, Record
+from .results import complete
+from .shapes import FULL, TINY, Sizes
+from .timing import Stage
+
+__all__ = ["SECTIONS", "run_gpu_suite"]
+
+# name -> what measures it. The order is that of a run: what targets are about comes first.
+SECTIONS: dict[str, Callable[[Record, Sizes, str], None]] = {
+    "ceilings": lambda record, sizes, backend: ceilings.measure(record, backend),
+    "write": write.measure,
+    "decode": decode.measure,
+    "end to end": end_to_end.measure,
+    "extend": decode.measure_extend,
+    "others": decode.measure_others,
+}
+# Sections that are measured only when asked for.
+MORE: dict[str, Callable[[Record, Sizes, str], None]] = {"experiments": experiments.measure}
+
+
+def run_gpu_suite(
+    *,
+    progress: Callable[[str], None] | None = None,
+    device: str = "cuda",
+    backend: str = "triton",
+    dry: bool = False,
+    sections: Sequence[str] | None = None,
+    seconds: float = 310.0,
+    save: Path | None = None,
+) -> dict[str, Any]:
+    """Returns what was measured, ready for JSON.
+
+    Args:
+        progress: called with what is measured next.
+        device: a CUDA or ROCm device; in a dry run any.
+        backend: what reads and writes pages: "triton"; in a dry run any.
+        dry: tiny shapes and a clock: everything runs, on any machine, and nothing is measured.
+        sections: which of `SECTIONS` and "experiments", in their order; None: all of `SECTIONS`.
+        seconds: for all of them; what there is no time for is noted as skipped.
+        save: a file that the result is written to whenever there is more of it.
+
+    Returns:
+        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
+        `rows` and `targets`.
+
+    Raises:
+        ConfigError: there is no such device or section.
+    """
+    known = {**SECTIONS, **MORE}
+    chosen = list(SECTIONS if sections is None else sections)
+    if unknown := [name for name in chosen if name not in known]:
+        raise ConfigError(f"sections: expected some of {', '.join(known)}, got {unknown}")
+    stage = Stage(device, dry=dry)
+    if not dry and not (stage.is_gpu and torch.cuda.is_available()):
+        raise ConfigError(
+            f"the suite 'gpu' expected a CUDA or ROCm device, got {device!r}, and torch "
+            f"{'finds one' if torch.cuda.is_available() else 'finds none'}"
+        )
+    result = {
+        "suite": "gpu",
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": versions(),
+        "hardware": hardware() | _gpu(stage),
+        "settings": {
+            "device": str(stage.device), "backend": backend, "dry": dry, "seconds": seconds
+        },
+        "sections": [],
+        "rows": [],
+        "banned": [],
+    }  # fmt: skip
+    return continue_suite(result, chosen, seconds, progress or (lambda _message: None), save)
+
+
+def continue_suite(
+    result: dict[str, Any],
+    chosen: Sequence[str],
+    seconds: float,
+    progress: Callable[[str], None],
+    save: Path | None,
+) -> dict[str, Any]:
+    """Adds sections to `result`, and returns it."""
+    settings = result["settings"]
+    stage = Stage(settings["device"], dry=settings["dry"])
+    sizes, known = TINY if stage.dry else FULL, {**SECTIONS, **MORE}
+    ends = time.perf_counter() + seconds
+    saved = [0.0]
+
+    def keep(pause: float = 5.0) -> None:
+        if save is not None and time.perf_counter() - saved[0] > pause:
+            saved[0] = time.perf_counter()
+            save.write_text(json.dumps(complete(result), indent=1) + "\n")
+
+    record = Record(
+        stage, progress=progress, keep=keep, rows=result["rows"], banned=result["banned"]
+    )
+    for index, name in enumerate(chosen):
+        left = ends - time.perf_counter()
+        share = min(left, sizes.seconds.get(name, left))
+        progress(f"== {name}: up to {max(share, 0):.0f} s")
+        record.begin(share)
+        began, error, again = time.perf_counter(), None, False
+        try:
+            with torch.no_grad():
+                known[name](record, sizes, settings["backend"])
+        except DeviceLost as lost:
+            error, again = f"lost the device: {lost}", True
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        result["sections"].append({
+            "name": name, "seconds": round(time.perf_counter() - began, 1),
+            "share": round(share, 1), "error": error, "skipped": record.skipped,
+        })  # fmt: skip
+        if again or stage.is_lost():
+            # A new process gets the device back. It repeats the section without the contender that
+            # lost the device, if it is known which.
+            rest = chosen[index if again else index + 1 :]
+            return _elsewhere(result, rest, ends - time.perf_counter(), progress, save)
+        stage.clean()
+        keep(0.0)
+    return complete(result)
+
+
+def _elsewhere(
+    result: dict[str, Any],
+    chosen: Sequence[str],
+    seconds: float,
+    progress: Callable[[str], None],
+    save: Path | None,
+) -> dict[str, Any]:
+    progress("the device is lost to this process: another one goes on")
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder, "before.json"), Path(folder, "after.json")
+        task = {"chosen": list(chosen), "seconds": seconds, "save": save and str(save)}
+        before.write_text(json.dumps({"result": result, "task": task}))
+        script = f"import sys; from {__name__} import _go_on; _go_on(*sys.argv[1:])"
+        run = subprocess.run(
+            [sys.executable, "-c", script, str(before), str(after)], check=False, text=True,
+            capture_output=True, timeout=max(seconds, 1.0) + 60,
+        )  # fmt: skip
+        if run.returncode == 0:
+            found: dict[str, Any] = json.loads(after.read_text())
+            return found
+    result["sections"].append({
+        "name": "another process", "seconds": 0.0, "share": 0.0, "skipped": list(chosen),
+        "error": f"it ended with {run.returncode}: {run.stderr[-2000:]}",
+    })  # fmt: skip
+    return complete(result)
+
+
+def _go_on(before: str, after: str) -> None:
+    """What the other process runs."""
+    given = json.loads(Path(before).read_text())
+    task = given["task"]
+    say = functools.partial(_say, sys.stderr)
+    save = None if task["save"] is None else Path(task["save"])
+    result = continue_suite(given["result"], task["chosen"], task["seconds"], say, save)
+    Path(after).write_text(json.dumps(result))
+
+
+def _say(stream: Any, message: str) -> None:
+    stream.write(message + "\n")
+
+
+def _gpu(stage: Stage) -> dict[str, object]:
+    if not stage.is_gpu:
+        return {}
+    found = torch.cuda.get_device_properties(stage.device)
+    return {
+        "gpu": found.name, "capability": f"{found.major}.{found.minor}",
+        "processors": found.multi_processor_count, "memory_bytes": found.total_memory,
+        "cache_bytes": stage.cache_bytes, "cuda": torch.version.cuda or torch.version.hip,
+    }  # fmt: skip

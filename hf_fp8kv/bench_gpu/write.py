@@ -1,0 +1,81 @@
+"""Storing new tokens: one per sequence, and a whole prompt."""
+
+import functools
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..ops import Pages, reference
+from .pools import pages_for
+from .record import Record
+from .shapes import KINDS, Case, Kind, Sizes
+
+__all__ = ["measure"]
+
+# Layers, each with pages of its own, that writes go to in turns.
+LAYERS = 32
+STORED = 1000
+
+
+def measure(record: Record, sizes: Sizes, backend: str) -> None:
+    """Adds rows for K and V of one layer, as the model hands them over."""
+    layers = 2 if record.stage.dry else LAYERS
+    kinds = [kind for kind in KINDS if kind.name in ("e4m3", "e4m3 static", "e3m4", "bf16 pages")]
+    for kind in kinds:
+        for batch in sizes.writes:
+            case = Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
+            _one(record, sizes, backend, case, kind, layers)
+        case = Case(
+            (sizes.prefill,), sizes.heads, tokens=sizes.prefill, label=f"1 x {sizes.prefill}"
+        )
+        _one(record, sizes, backend, case, kind, min(layers, 4))
+
+
+def _one(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, layers: int) -> None:
+    stage, heads = record.stage, case.heads
+    new = len(case.lengths) * case.tokens * 2 * heads.kv * heads.dim
+
+    def work() -> dict[str, Any]:
+        made = pages_for(stage, kind, case, layers, sizes.pages)
+        before = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device) - case.tokens
+        shape = (len(case.lengths), case.tokens, heads.kv, heads.dim)
+        pairs = [
+            tuple(torch.randn(shape, dtype=torch.bfloat16, device=stage.device) for _ in range(2))
+            for _ in range(layers)
+        ]
+        steps = [
+            functools.partial(
+                ops.write, pages, k.transpose(1, 2), v.transpose(1, 2), before, backend
+            )
+            for pages, (k, v) in zip(made, pairs, strict=True)
+        ]
+        k, v = pairs[-1]
+        _check(made[-1], k.transpose(1, 2), v.transpose(1, 2), before, backend)
+        # Read: the numbers; written: what is stored.
+        moved = new * (2.0 + kind.bytes_per_number(heads.dim))
+        return {"timed": stage.time(steps), "moved": moved, "layers": layers}
+
+    record.measure("write", str(case), kind.name, work)
+
+
+def _check(
+    pages: Pages, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, backend: str
+) -> None:
+    """Raises RuntimeError unless every stored byte is the one that the reference stores."""
+    found, expected = _copy(pages), _copy(pages)
+    ops.write(found, key, value, before, backend)
+    reference.write(expected, key, value, before)
+    for name, one, other in zip(pages._fields, found[:4], expected[:4], strict=False):
+        if one is not None and other is not None:
+            integers = torch.int16 if one.dtype == torch.bfloat16 else one.dtype
+            differ = int((one.view(integers) != other.view(integers)).sum())
+            if differ:
+                raise RuntimeError(f"expected the reference's bytes, got {differ} others in {name}")
+
+
+def _copy(pages: Pages) -> Pages:
+    scales = [None if t is None else t.clone() for t in pages[2:4]]
+    return pages._replace(
+        k=pages.k.clone(), v=pages.v.clone(), k_scales=scales[0], v_scales=scales[1]
+    )
