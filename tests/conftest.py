@@ -66,6 +66,17 @@ def interpreted() -> None:
         repair()
 
 
+@pytest.fixture
+def poisoned_outputs() -> Iterator[None]:
+    """What is not written of a tensor made by `empty` is NaN, or the largest integer."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(THREADS)

@@ -1,0 +1,425 @@
+"""Triton's write and gather kernels against the reference: the same bits, and no byte beside them.
+
+On a GPU where there is one, otherwise in Triton's interpreter. Memory is random before it is
+written, and there is a page more at either end than a table may name.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+from hf_fp8kv import ops, quantize
+from hf_fp8kv.formats import AUTO, FORMATS
+from hf_fp8kv.ops import Pages, reference
+from tests.test_search_scale import ordinary, special, ties
+
+if ops.available_backends()["triton"] is not None:
+    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from hf_fp8kv.ops.kernels import encoder
+from hf_fp8kv.ops.kernels.gather import gather
+from hf_fp8kv.ops.kernels.write import SINGLE_TOKENS, TILE, UNLIMITED, write
+
+pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAMES = sorted(FORMATS)
+NEXT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
+Tensor = torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: what is stored where, and how."""
+
+    lengths: tuple[int, ...] = (5, 0, 30)
+    tokens: int = 1
+    heads: int = 2
+    k_dim: int = 32
+    v_dim: int = 32
+    page_size: int = 16
+    key: str = "fp8_e4m3"
+    value: str = "fp8_e4m3"
+    dynamic: bool = True
+    center: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    limit: int | None = None
+    released: int = 0  # pages at the start of every table that are gone
+    columns: int = 0  # of the table, less or more than what is needed
+
+    @property
+    def stop(self) -> int:
+        return max(self.lengths) + self.tokens
+
+    def __str__(self) -> str:
+        changed = (
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        )
+        return ",".join(changed).replace("torch.", "") or "default"
+
+
+def noise(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Random bytes."""
+    return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize)).byte().view(dtype)
+
+
+def pages_of(case: Case) -> Pages:
+    """Pages that hold noise. The first and the last are not in any table."""
+    batch = len(case.lengths)
+    columns = -(-case.stop // case.page_size) + case.columns
+    count = batch * columns + 3
+    slots, heads = case.page_size, case.heads
+
+    def pool(name: str, *shape: int) -> Tensor:
+        return noise(count, heads, *shape, dtype=case.dtype if name == AUTO else torch.uint8)
+
+    def scales(name: str) -> Tensor | None:
+        if name == AUTO or not case.dynamic:
+            return None
+        return noise(count, heads, slots, dtype=torch.bfloat16)
+
+    def scale(name: str, dim: int) -> Tensor | None:
+        if name == AUTO or case.dynamic:
+            return None
+        return 0.01 * (1 + torch.rand(heads, dim))
+
+    table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
+    table[:, : case.released] = -1
+    return Pages(
+        pool(case.key, slots, case.k_dim), pool(case.value, case.v_dim, slots),
+        scales(case.key), scales(case.value),
+        scale(case.key, case.k_dim), scale(case.value, case.v_dim),
+        2 * torch.randn(batch, heads, case.k_dim) if case.center and case.key != AUTO else None,
+        table, case.key, case.value,
+    )  # fmt: skip
+
+
+def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
+    """New keys and values, in the memory order of a model's projections."""
+    shape = (len(case.lengths), case.tokens, case.heads)
+    key, value = torch.randn(*shape, case.k_dim), torch.randn(*shape, case.v_dim)
+    return (3 * key).to(case.dtype).transpose(1, 2), value.to(case.dtype).transpose(1, 2)
+
+
+def there(pages: Pages) -> Pages:
+    """A copy on the device."""
+    return Pages(*(x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x for x in pages))
+
+
+def lengths_of(case: Case) -> Tensor:
+    return torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+
+
+def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
+    """The pages after the write, token by token."""
+    found = Pages(*(x.clone() if isinstance(x, Tensor) else x for x in pages))
+    k, k_scales = reference.quantize(key, case.key, pages.k_scale, pages.k_center, search=True)
+    v, v_scales = reference.quantize(value, case.value, pages.v_scale, None, search=False)
+    limit = UNLIMITED if case.limit is None else case.limit
+    for b, length in enumerate(case.lengths):
+        for t in range(case.tokens):
+            column, slot = divmod(length + t, case.page_size)
+            if length + t >= limit or column >= pages.table.shape[1] or pages.table[b, column] < 0:
+                continue
+            page = pages.table[b, column]
+            found.k[page, :, slot] = k[b, :, t]
+            found.v[page, :, :, slot] = v[b, :, t]
+            for pool, new in ((found.k_scales, k_scales), (found.v_scales, v_scales)):
+                if pool is not None and new is not None:
+                    pool[page, :, slot] = new[b, :, t]
+    return found
+
+
+def bits(x: Tensor, name: str) -> Tensor:
+    """What is compared: a code that is NaN may have either sign."""
+    if x.dtype != torch.uint8:
+        return x.contiguous().view(torch.uint8)
+    fmt = FORMATS[name]
+    is_nan = quantize.code_table(fmt, x.device).isnan()
+    return torch.where(is_nan[x.int()], fmt.nan_code, x)
+
+
+def assert_equal(found: Pages, right: Pages) -> None:
+    for field, name in (("k", right.k_format), ("v", right.v_format)):
+        for which in (field, f"{field}_scales"):
+            x, y = getattr(found, which), getattr(right, which)
+            if y is not None:
+                wrong = bits(x.cpu(), name) != bits(y, name)
+                assert not wrong.any(), f"{which}: {int(wrong.sum())} of {wrong.numel()} bytes"
+
+
+def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
+    made = tokens_of(case)
+    key, value = made[0] if key is None else key, made[1] if value is None else value
+    pages = pages_of(case)
+    found = there(pages)
+    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case), case.limit)
+    assert_equal(found, expected(case, pages, key, value))
+
+
+SCALES = {"dynamic": {}, "static": {"dynamic": False}, "centred": {"center": True}}
+SHAPES = {
+    "decode": {"lengths": (5, 15, 16)},
+    "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
+    "tiles that pages cut": {"lengths": (5, 32), "tokens": 20, "page_size": 6, "heads": 1},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("name", [*NAMES, AUTO])
+def test_every_format_and_kind_of_scale(name, scales, shape):
+    check(Case(key=name, value=NEXT[name], **SCALES[scales], **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, SINGLE_TOKENS, SINGLE_TOKENS + 1, 16, 17])
+def test_around_the_end_of_a_page(tokens):
+    check(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
+
+
+@pytest.mark.parametrize("tokens", [1, TILE + 5])
+@pytest.mark.parametrize("page_size", [1, 2, 12, 24, 48, 64, 128])
+def test_page_sizes(page_size, tokens):
+    check(Case(lengths=(70,), tokens=tokens, heads=1, page_size=page_size, k_dim=16, v_dim=16))
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (33, 80), (80, 64), (192, 128), (576, 512)])
+def test_head_sizes(dims, tokens):
+    k_dim, v_dim = dims
+    check(Case(lengths=(14,), tokens=tokens, heads=1, k_dim=k_dim, v_dim=v_dim, center=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
+)
+def test_dtypes(dtype, tokens):
+    check(Case(lengths=(3,), tokens=tokens, heads=1, dtype=dtype))
+    check(Case(lengths=(3,), tokens=tokens, heads=1, dtype=dtype, key=AUTO, value=AUTO))
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_strides(tokens):
+    case = Case(lengths=(9, 3), tokens=tokens, k_dim=24, v_dim=48, page_size=64)
+    batch, heads = 2, 2
+    fused = torch.randn(batch, tokens, heads, 200).transpose(1, 2)
+    channels_first = torch.randn(24, batch, tokens, heads).permute(1, 3, 2, 0)
+    for key, value in (
+        (fused[..., :24], fused[..., 24:72]),
+        (channels_first, fused[..., 4:196:4]),
+        (torch.randn(24).expand(batch, heads, tokens, -1), fused[..., :1].expand(-1, -1, -1, 48)),
+    ):
+        check(case, key, value)
+
+
+PLACELESS = {
+    "limit": {"limit": 41},
+    "no room": {"limit": 0},
+    "released": {"released": 2},
+    "short table": {"columns": -1},
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+@pytest.mark.parametrize("page_size", [6, 16])
+@pytest.mark.parametrize("what", PLACELESS)
+def test_tokens_without_a_place_are_not_stored(what, page_size, tokens):
+    case = Case(
+        lengths=(18, 39), tokens=tokens, heads=1, page_size=page_size, k_dim=8, v_dim=8,
+        **PLACELESS[what],
+    )  # fmt: skip
+    check(case)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_table_may_be_a_part_of_a_larger_one(tokens):
+    case = Case(lengths=(9, 3), tokens=tokens, heads=1)
+    pages = pages_of(case)
+    wide = torch.full((2, 9), 1 << 30, dtype=torch.int32)
+    wide[:, : pages.table.shape[1]] = pages.table
+    key, value = tokens_of(case)
+    found = there(pages)._replace(table=wide.to(DEVICE)[:, : pages.table.shape[1]])
+    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
+    assert_equal(found, expected(case, pages, key, value))
+
+
+def test_nothing_to_write():
+    check(Case(tokens=0))
+
+
+@pytest.mark.parametrize("rows", [special, ties, ordinary], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_of_every_kind(name, rows):
+    """As tokens of one tile after the other, and each with a program of its own."""
+    x = rows(16)
+    many = Case(
+        lengths=(0,), tokens=len(x), heads=1, k_dim=16, v_dim=16, page_size=32,
+        dtype=torch.float32, key=name, value=name,
+    )  # fmt: skip
+    check(many, x[None, None], x[None, None])
+    x = x if rows is special else x[::8]
+    single = dataclasses.replace(many, tokens=1, heads=len(x), page_size=2)
+    check(single, x[None, :, None], x[None, :, None])
+    hostile = 10.0 ** torch.linspace(-44, 38, 16)
+    static = dataclasses.replace(many, tokens=len(x), dynamic=False)
+    pages = pages_of(static)._replace(k_scale=hostile[None], v_scale=hostile[None].flip(1))
+    found = there(pages)
+    here = x[None, None].to(DEVICE)
+    write(found, here, here, lengths_of(static))
+    assert_equal(found, expected(static, pages, x[None, None], x[None, None]))
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    batch = draw(st.integers(1, 2))
+    dims = st.sampled_from([4, 16, 40, 64])
+    names = st.sampled_from([*NAMES, AUTO])
+    return Case(
+        lengths=tuple(draw(st.integers(0, 70)) for _ in range(batch)),
+        tokens=draw(st.integers(1, 48)),
+        heads=draw(st.integers(1, 2)),
+        k_dim=draw(dims),
+        v_dim=draw(dims),
+        page_size=draw(st.sampled_from([1, 3, 8, 16, 32, 48, 64])),
+        key=draw(names),
+        value=draw(names),
+        dynamic=draw(st.booleans()),
+        center=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
+        limit=draw(st.none() | st.integers(0, 120)),
+        released=draw(st.integers(0, 2)),
+        columns=draw(st.integers(0, 2)),
+    )
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(cases())
+def test_any_call(case):
+    check(case)
+
+
+@triton.jit
+def _encode(x, codes, ENCODER: tl.constexpr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(codes + at, encoder.encode(tl.load(x + at), ENCODER))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_encoder_on_numbers_of_every_binade(name):
+    """All upper halves of a float32, with lower halves around those where rounding changes."""
+    upper = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
+    lower = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+    x = torch.cat([upper | low for low in lower]).view(torch.float32).to(DEVICE)
+    found = torch.empty(len(x), dtype=torch.uint8, device=DEVICE)
+    _encode[(len(lower),)](
+        x, found, encoder.encoder_for(name), 1 << 16, enable_fp_fusion=False, num_warps=8
+    )
+    right = quantize.encode(x.cpu(), FORMATS[name])
+    assert torch.equal(bits(found.cpu(), name), bits(right, name))
+
+
+@triton.jit
+def _scales(first, scales, N: tl.constexpr, STEPS: tl.constexpr):
+    i = tl.arange(0, N)
+    for j in range(STEPS):
+        found = encoder._tried(tl.load(first + i), tl.full([1], j, tl.int32))
+        tl.store(scales + i * STEPS + j, found)
+
+
+def test_the_scales_that_are_tried():
+    """From every mantissa of bfloat16; the power is never so near to a tie that it could miss."""
+    steps = quantize.SEARCH_STEPS
+    exact = (128 + torch.arange(128.0).double())[:, None] * 2 ** (
+        torch.arange(1, steps).double() / steps
+    )
+    ulp = torch.where(exact < 256, 1.0, 2.0)
+    distance = (exact / ulp - (exact / ulp).round()).abs() * ulp / exact
+    assert distance.min() > 2.0**-19
+
+    first = torch.cat([(128 + torch.arange(128.0)) * 2.0**e for e in (-107, -7, 100)])
+    first = torch.cat([first, first[:128]]).to(DEVICE)
+    found = torch.empty(len(first), steps, device=DEVICE)
+    _scales[(1,)](first, found, len(first), steps, enable_fp_fusion=False)
+    tried = (first.cpu()[:, None] * quantize._octave(torch.device("cpu"))).view(torch.int32)
+    assert torch.equal(found.cpu().view(torch.int32), (tried + 0xFFFF) & -0x10000)
+
+
+GATHERED = [
+    Case(key=name, value=NEXT[name], lengths=(5, 37), page_size=page, **scales)
+    for name in [*NAMES, AUTO]
+    for page, scales in ((16, SCALES["centred"]), (6, SCALES["static"]))
+]
+
+
+@pytest.mark.parametrize("case", GATHERED, ids=str)
+def test_gathering_every_byte(case):
+    """Pages hold noise: every code occurs, NaN and infinity among them."""
+    pages = pages_of(case)
+    if pages.k_scales is not None:
+        pages.k_scales.copy_(torch.randn(pages.k_scales.shape))
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    for side in ("k", "v"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for start, stop, ragged in ((0, 38, True), (3, 5, False), (9, 35, True)):
+                right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
+                found = gather(there(pages), lengths.to(DEVICE), side, start, stop, dtype, ragged)
+                assert found.dtype == dtype
+                torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_gathering_behind_a_window(side):
+    """Pages that were given back are read as if they were page 0, which others hide."""
+    case = Case(lengths=(40, 50), released=1, k_dim=24, v_dim=40)
+    pages = pages_of(case)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    right = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
+    found = gather(there(pages), lengths.to(DEVICE), side, 10, 40, torch.float32, False)
+    torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
+    assert gather(there(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False).numel() == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_addresses_past_four_gigabytes(tokens, tmp_path):
+    """Pools of 4 GiB and more; on a CPU they are files with holes."""
+    case = Case(
+        lengths=(12,), tokens=tokens, k_dim=128, v_dim=128, page_size=64, heads=1, dynamic=False
+    )
+    count = (1 << 32) // (64 * 128) + 2
+
+    def large(name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if DEVICE.type == "cuda":
+            return torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
+        file = str(tmp_path / name)
+        return torch.from_file(file, shared=True, size=size, dtype=torch.uint8).view(shape)
+
+    small = pages_of(case)
+    small = small._replace(k=torch.zeros_like(small.k), v=torch.zeros_like(small.v))
+    key, value = tokens_of(case)
+    right = expected(case, small, key, value)
+    found = there(small)._replace(
+        k=large("k", count, 1, 64, 128),
+        v=large("v", count, 1, 128, 64),
+        table=torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE),
+    )
+    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
+    page = small.table[0, 0]
+    assert torch.equal(found.k[-1].cpu(), right.k[page])
+    assert torch.equal(found.v[-1].cpu(), right.v[page])
+    stored = lengths_of(case) + tokens
+    for side in ("k", "v"):
+        there_too = reference.gather(right, stored.cpu(), side, 0, 40, torch.float32, True)
+        dense = gather(found, stored, side, 0, 40, torch.float32, True)
+        assert torch.equal(dense.cpu(), there_too)
