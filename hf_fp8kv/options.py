@@ -76,7 +76,7 @@ class CacheOptions:
             )
         if not isinstance(backend, str):
             raise ConfigError(f"backend: expected a name, got {backend!r}")
-        ops.choose_backend(backend, torch.device("cpu") if backend == "numba" else _NOWHERE)
+        ops.choose_backend(backend, _MEANT_FOR.get(backend, torch.device("cpu")))
         check_ranks(tp_rank, tp_size)
         options = cls(
             key_format=both if key_dtype is None else parse_dtype(key_dtype, "key_dtype"),
@@ -141,8 +141,8 @@ class CacheOptions:
         return (self.key_format if side == "k" else self.value_format) != AUTO
 
 
-# Only the name of a backend is checked before the device is known.
-_NOWHERE = torch.device("meta")
+# The device is not known yet: whether a backend can run at all is asked for one that it is made for.
+_MEANT_FOR = {"triton": torch.device("cuda")}
 
 
 def _positive(value: object, argument: str) -> int:

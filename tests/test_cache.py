@@ -9,7 +9,15 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, LayerScales, OutOfPagesError, ScaleError
+from hf_fp8kv import (
+    BackendError,
+    ConfigError,
+    FP8PagedCache,
+    KVScales,
+    LayerScales,
+    OutOfPagesError,
+    ScaleError,
+)
 from hf_fp8kv.formats import FORMATS
 from tests.tiny_models import causal_config, tiny
 
@@ -375,7 +383,6 @@ def test_without_a_config_layers_come_as_asked() -> None:
         ({"skip_layers": [7]}, "skip_layers"),
         ({"skip_layers": ["slding_attention"]}, "skip_layers"),
         ({"backend": "cuda"}, "backend"),
-        ({"backend": "triton"}, "triton"),
         ({"scales": 0.0}, "scale"),
         ({"scales": -1.0}, "scale"),
         ({"scales": float("nan")}, "scale"),
@@ -392,6 +399,13 @@ def test_bad_arguments(keywords: dict[str, Any], message: str) -> None:
 
     with pytest.raises(Fp8KVError, match=message):
         FP8PagedCache(config(), **keywords)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device for Triton")
+def test_triton_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendError, match="triton"):
+        FP8PagedCache(config(), backend="triton")
 
 
 def test_a_config_is_a_config() -> None:
