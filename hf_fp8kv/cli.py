@@ -5,6 +5,7 @@ line that cannot be understood.
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +39,7 @@ app = typer.Typer(
 DEMO = "SmolLM2-135M-Instruct (demo)"
 _SUITES = {
     "cpu": (".bench", "run_cpu_suite"),
-    "gpu": (".bench", "run_gpu_suite"),
+    "gpu": (".bench_gpu", "run_gpu_suite"),
     "quality": (".quality", "run_quality_suite"),
 }
 
@@ -220,37 +220,72 @@ def bench(
     model: _Model = None,
     device: _Device = "auto",
     texts: Annotated[int, typer.Option(min=1, help="How many texts to score.")] = 4,
+    experiments: Annotated[
+        bool, typer.Option("--experiments", help="gpu: try other launch parameters instead.")
+    ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="gpu: run all of it on tiny shapes, on any machine.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="gpu: how long it may take.")] = 300.0,
+    plot_path: Annotated[
+        str | None, typer.Option("--plot", metavar="PATH", help="gpu: draw a roofline (PNG).")
+    ] = None,
     json_path: Annotated[
         str | None,
         typer.Option("--json", metavar="PATH", help="Write JSON too; - prints it and no table."),
     ] = None,
 ) -> None:
-    """Measure against transformers' own caches; --model, --device and --texts are for quality."""
-    known: dict[str, tuple[ModuleType, Callable[..., dict[str, Any]]]] = {}
-    for name, (module, function) in _SUITES.items():
-        measures = importlib.import_module(module, __package__)
-        if hasattr(measures, function):
-            known[name] = measures, getattr(measures, function)
-    if suite not in known:
-        message = f"expected one of: {', '.join(known)}; got {suite!r}"
+    """Measure against transformers' own caches; --model and --texts are for quality."""
+    if suite not in _SUITES:
+        message = f"expected one of: {', '.join(_SUITES)}; got {suite!r}"
         raise typer.BadParameter(message, param_hint="--suite")
     # Known before minutes are spent.
-    if json_path is not None and not Path(json_path).parent.is_dir():
-        message = f"expected a file in a folder that exists, got {json_path!r}"
-        raise typer.BadParameter(message, param_hint="--json")
-    measures, run = known[suite]
+    for option, path in (("--json", json_path), ("--plot", plot_path)):
+        if path is not None and not Path(path).parent.is_dir():
+            message = f"expected a file in a folder that exists, got {path!r}"
+            raise typer.BadParameter(message, param_hint=option)
+    if plot_path is not None and suite != "gpu":
+        message = f"expected --suite gpu, which has a picture, got {suite!r}"
+        raise typer.BadParameter(message, param_hint="--plot")
+    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
+        message = "matplotlib is not installed: pip install 'hf-fp8kv[plot]'"
+        raise typer.BadParameter(message, param_hint="--plot")
+    module, function = _SUITES[suite]
+    measures = importlib.import_module(module, __package__)
     arguments: dict[str, Any] = {}
+    if suite == "gpu":
+        saved = None if json_path in (None, "-") else Path(str(json_path))
+        arguments = {"dry": dry, "seconds": seconds, "save": saved, **_gpu_arguments(device, dry)}
+        if experiments:
+            arguments["sections"] = ("ceilings", "experiments")
     if suite == "quality":
         loaded, tokenizer = _load(model, device, "float32")
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO, "texts": texts}
     with _progress() as say:
-        result = run(**arguments, progress=say)
+        result = getattr(measures, function)(**arguments, progress=say)
+    if plot_path is not None:
+        measures.plot(result, plot_path)
     if json_path == "-":
         print(json.dumps(result))
         return
     if json_path is not None:
         Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
     _print([measures.format_table(result)], piped_width=140)
+
+
+def _gpu_arguments(device: str, dry: bool) -> dict[str, Any]:
+    """Returns the device and backend to measure: a GPU, or in a dry run what there is."""
+    import torch
+
+    from .ops import choose_backend
+
+    if device == "auto":
+        device = "cpu" if dry and not torch.cuda.is_available() else "cuda"
+    if not dry:
+        return {"device": device}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    name = "torch" if device == "cpu" and not interpreted else "triton"
+    return {"device": device, "backend": choose_backend(name, torch.device(device))}
 
 
 def _load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:

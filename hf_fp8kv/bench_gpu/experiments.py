@@ -17,6 +17,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "programs": (1, 2, 3, 4, 6),
     "stages": (2, 3, 4, 5),
     "warps": (2, 4, 8),
+    "registers": (None, 128, 168),
     "combine": ("kernel", "last"),
 }
 

@@ -39,7 +39,10 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
             if row["section"] != "ceilings" and field in row and top:
                 row[name] = row[field] / top
     found = {**result, "ceilings": ceilings, "rows": rows}
-    return found | {"targets": list(_targets(rows))}
+    targets = list(_targets(rows))
+    if result["settings"]["dry"]:
+        targets = [target | {"met": None} for target in targets]
+    return found | {"targets": targets}
 
 
 def line(result: dict[str, Any]) -> dict[str, Any]:
