@@ -141,7 +141,7 @@ class CacheOptions:
         return (self.key_format if side == "k" else self.value_format) != AUTO
 
 
-# The device is not known yet: whether a backend can run at all is asked for one that it is made for.
+# The device is not known yet: a backend is asked whether it runs on one that it is made for.
 _MEANT_FOR = {"triton": torch.device("cuda")}
 
 
