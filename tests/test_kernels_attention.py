@@ -349,6 +349,19 @@ def test_tiny_and_huge_scales_keep_their_weight():
             assert error < 2.0**-8, f"{kernel} at {magnitude}: {error:.2e}"
 
 
+def test_a_row_that_is_all_lowest_numbers_is_a_mean():
+    """What additive masks make of padding; only rows of -inf see nothing."""
+    case = Case("lowest", lengths=(150,), tokens=3)
+    pages, query, kwargs = prepare(case)
+    for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
+        kwargs["mask"] = torch.zeros(1, 1, 3, 150)
+        kwargs["mask"][..., 0, :] = lowest
+        kwargs["mask"][..., 1, 70:] = lowest
+        expected = attend(case, pages, query, "reference", **kwargs)
+        for kernel in KERNELS:
+            assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
+
+
 def test_nothing_but_the_output_is_written():
     case = Case("read only", lengths=(199, 37), tokens=2, padding=5)
     pages, query, kwargs = prepare(case)

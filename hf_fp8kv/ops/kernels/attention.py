@@ -142,7 +142,9 @@ def _step(
     if bias is not None:
         x += tl.load(bias[:, None] + column, mask=within, other=0.0).to(tl.float32)
     if MASK == ADDITIVE:
-        x += tl.load(mask[:, None] + column, mask=within, other=0.0).to(tl.float32)
+        added = tl.load(mask[:, None] + column, mask=within, other=0.0).to(tl.float32)
+        # The lowest number of bfloat16 stays one in powers of two: a row of it is a plain mean.
+        x += tl.where(added == float("-inf"), added, tl.maximum(added, -2e38))
     if SOFTCAP or bias is not None or MASK == ADDITIVE:
         x *= LOG2E
     if MASKED:
@@ -163,7 +165,10 @@ def _step(
         if MASKED:
             # What no row sees must not count even if it is NaN.
             scale = tl.where(tl.max(visible.to(tl.int32), 0) != 0, scale, 0.0)
-        least = tl.log2(tl.maximum(scale, LEAST_SCALE))
+        # log2 to within 0.09, by its bits: exponent, and the mantissa as a straight line. It only
+        # sets the reference that weights are relative to.
+        bits = tl.maximum(scale, LEAST_SCALE).to(tl.int32, bitcast=True)
+        least = bits.to(tl.float32) * 2.0**-23 - 127.0
         best = tl.maximum(top, tl.max(x + least[None, :], 1))
     else:
         best = tl.maximum(top, tl.max(x, 1))

@@ -128,4 +128,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     if _compile is not None:
         _compile(kernel, grid, args, constants)
         return
-    kernel[grid](*args, **constants)
+    # Triton starts kernels on the current device, which in a model spread over several GPUs is
+    # another one for most layers.
+    device = next(x.device for x in args if isinstance(x, torch.Tensor))
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            kernel[grid](*args, **constants)
+    else:
+        kernel[grid](*args, **constants)
