@@ -4,7 +4,7 @@
 #   make test     the tests, two at a time; PYTEST_ARGS="-k pages -x" picks some
 #   make check    ruff and mypy
 #   make oldest   some of the tests with the oldest transformers that is supported
-#   make gpu      the tests that need a GPU, where there is one
+#   make gpu      the tests that need a GPU, and a benchmark, where there is one
 #   make clean    removes .venv and what was built
 #
 # PYTHON=python3.12 chooses the interpreter, TORCH another build of torch, such as
@@ -19,6 +19,8 @@ OLDEST_TRANSFORMERS := 5.17.0
 OLDEST_TESTS ?= $(wildcard tests/test_generate.py tests/test_cache.py)
 
 GPU_PYTHON ?=
+GPU_OUT ?= $(or $(OUT),build/gpu)
+GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 RUN := $(or $(GPU_PYTHON),$(BIN)/python)
@@ -74,17 +76,10 @@ oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
 
-# The last line is one JSON object. GPU_PYTHON=python3 takes an interpreter that has all of the
-# packages, and sets nothing up.
+# GPU_PYTHON=python3 takes an interpreter that has all of the packages, and sets nothing up.
+# GPU_ARGS=--dry goes through all of it on any machine, with tiny shapes, and measures nothing.
 gpu: $(if $(GPU_PYTHON),,$(READY))
-	@gpu=$$($(RUN) -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")'); \
-	if [ -z "$$gpu" ]; then \
-	  echo "No GPU: torch finds none, so nothing was run." >&2; echo '{"gpu": null}'; exit 0; \
-	fi; \
-	$(RUN) -m pytest -m gpu; tests=$$?; \
-	echo "There is no GPU benchmark in this version." >&2; \
-	echo "{\"gpu\": \"$$gpu\", \"tests_exit_code\": $$tests}"; \
-	exit $$tests
+	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

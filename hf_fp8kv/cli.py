@@ -227,6 +227,12 @@ def bench(
         bool, typer.Option("--dry", help="gpu: run all of it on tiny shapes, on any machine.")
     ] = False,
     seconds: Annotated[float, typer.Option(min=1, help="gpu: how long it may take.")] = 300.0,
+    shown: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="PATH", help="gpu: measure nothing, show what --json wrote."
+        ),
+    ] = None,
     plot_path: Annotated[
         str | None, typer.Option("--plot", metavar="PATH", help="gpu: draw a roofline (PNG).")
     ] = None,
@@ -261,8 +267,11 @@ def bench(
     if suite == "quality":
         loaded, tokenizer = _load(model, device, "float32")
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO, "texts": texts}
-    with _progress() as say:
-        result = getattr(measures, function)(**arguments, progress=say)
+    if shown is not None:
+        result = json.loads(Path(shown).read_text())
+    else:
+        with _progress() as say:
+            result = getattr(measures, function)(**arguments, progress=say)
     if plot_path is not None:
         measures.plot(result, plot_path)
     if json_path == "-":

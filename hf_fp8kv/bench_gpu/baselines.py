@@ -103,7 +103,8 @@ def _sdpa(
             for i in range(layers)
         ]
         return {
-            "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops, **more
+            "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops,
+            "batch": len(case.lengths), "read": case.read, **more
         }  # fmt: skip
 
     record.measure(section, str(case), name, work)
@@ -174,4 +175,7 @@ def _flashinfer_work(record: Record, case: Case, dtype: torch.dtype) -> dict[str
         for pool in pools[-1]
     )
     error = check_dense(found[-1:, :, None], query[-1:, :, None], k, v, case)
-    return {"timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops}
+    return {
+        "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops,
+        "batch": len(case.lengths), "read": case.read,
+    }  # fmt: skip

@@ -76,7 +76,7 @@ def paged(
         error = check(found, query, made[-1], case)
         return {
             "timed": stage.time(steps, before), "error": error, "moved": size,
-            "flops": case.flops, "layers": layers, "read": case.read,
+            "flops": case.flops, "batch": len(case.lengths), "read": case.read, "layers": layers,
         }  # fmt: skip
 
     return record.measure(section, str(case), name, work)
@@ -118,6 +118,7 @@ def _plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) 
         return
 
     def work() -> dict[str, Any]:
-        return {"timed": record.stage.time([_planned(record, case, backend)[0]] * 8)}
+        timed = record.stage.time([_planned(record, case, backend)[0]] * 8)
+        return {"timed": timed, "batch": len(case.lengths), "read": case.read}
 
     record.measure(section, str(case), "split plan", work)

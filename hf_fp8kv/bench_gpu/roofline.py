@@ -67,7 +67,10 @@ def _bandwidth(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) 
             axes.axhline(ceilings[name], color="black", linestyle=style, linewidth=1, label=text)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("K and V that a decode step reads, MiB (codes and scales)")
+    axes.xaxis.set_major_formatter(
+        lambda x, _place: f"{x:g} MiB" if x < 1024 else f"{x / 1024:g} GiB"
+    )
+    axes.set_xlabel("K and V that a decode step reads (codes and scales)")
     axes.set_ylabel("GB/s")
     axes.set_title("decode: bandwidth reached")
     axes.grid(visible=True, alpha=0.25)

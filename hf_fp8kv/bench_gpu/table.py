@@ -69,7 +69,7 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "end to end": _end,
 }  # fmt: skip
 _TITLES = {
-    "write": "write, one layer: us, and GB/s read and written of a prompt",
+    "write": "write, one layer: us (and GB/s)",
     "decode": "decode, one layer: us, and the share of the read bandwidth that K and V are read at",
     "others": "decode, other heads and attention: the same",
     "extend": "new tokens over stored ones, one layer: us, TFLOP/s",
@@ -84,11 +84,21 @@ def _pivot(section: str, rows: list[Row], cell: Callable[[Row], str]) -> "Render
 
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
-    table = Table(title=_TITLES[section], title_justify="left", pad_edge=False, box=SIMPLE_HEAD)
+    table = Table(
+        title="\n" + _TITLES[section],
+        title_justify="left",
+        pad_edge=False,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+    )
     table.add_column("")
     for name in names:
         table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
-    for case in dict.fromkeys(row["case"] for row in rows):
+    size: dict[str, tuple[int, int]] = {}
+    for row in rows:
+        own = row.get("batch", 0), row.get("read", 0)
+        size[row["case"]] = max(own, size.get(row["case"], own))
+    for case in sorted(size, key=size.__getitem__):
         found = [cells.get((case, name)) for name in names]
         table.add_row(
             case, *("" if r is None else "failed" if "failed" in r else cell(r) for r in found)
@@ -102,8 +112,8 @@ def _experiments(rows: list[Row]) -> "RenderableType":
     from rich.table import Table
 
     table = Table(
-        title="launch parameters of decode: us", title_justify="left", pad_edge=False,
-        box=SIMPLE_HEAD,
+        title="\nlaunch parameters of decode: us", title_justify="left", pad_edge=False,
+        box=SIMPLE_HEAD, show_edge=False,
     )  # fmt: skip
     for name in ("", "stored as", "as it is", "best", "with", "attempts"):
         table.add_column(name)
@@ -143,7 +153,7 @@ def _targets(result: dict[str, Any]) -> "RenderableType":
     from rich.table import Table
 
     table = Table(
-        title="targets, worst case of each", title_justify="left", pad_edge=False, box=SIMPLE_HEAD
+        title="\ntargets, worst case of each", title_justify="left", pad_edge=False, box=SIMPLE_HEAD
     )
     for name in ("", "target", "worst", "best", "cases", "met"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)

@@ -1,0 +1,127 @@
+"""`make gpu`: the tests that need a GPU, then the benchmark, in under nine minutes.
+
+Each part ends when its time is up. Logs, gpu.json and roofline.png go to a folder; the last line is
+one JSON object; the exit code is that of the tests, or else of the benchmark. Without a GPU it says
+so and exits with 0.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Seconds for the tests of the kernels, for other tests marked gpu, and for a benchmark to end after
+# its own time is up.
+KERNELS, OTHERS, GRACE = 120, 90, 40
+# Compiles for GPUs that are not there: CI does that.
+LEFT_OUT = {"test_kernels_compile.py"}
+
+
+def main() -> int:
+    options = parse()
+    import torch
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if gpu is None and not options.dry:
+        say("No GPU: torch finds none, so nothing was run.")
+        say(json.dumps({"gpu": None}))
+        return 0
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("kernels.log", "gpu.log", "benchmark.log", "gpu.json", "roofline.png"):
+        (out / name).unlink(missing_ok=True)
+    kernels = sorted(ROOT.glob("tests/test_kernels_*.py"))
+    kernels = [str(path) for path in kernels if path.name not in LEFT_OUT]
+    codes = [
+        tested("kernels", options.tests or kernels, out, KERNELS),
+        tested("gpu", ["-m", "gpu", *(f"--ignore={path}" for path in kernels)], out, OTHERS),
+    ]
+    measured = benchmark(options, out)
+    last = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": measured}
+    say(json.dumps(facts(out / "gpu.json") | last))
+    return max(codes) or measured
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument("--seconds", type=float, default=270, help="of the benchmark")
+    parser.add_argument("--dry", action="store_true", help="all of it, tiny, on any machine")
+    parser.add_argument("--experiments", action="store_true", help="other launch parameters")
+    parser.add_argument("tests", nargs="*", help="instead of the tests of the kernels")
+    return parser.parse_args()
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def run(command: list[str], log: Path, seconds: float) -> int:
+    """Runs Python with the repository on its path; 124 if it was ended when its time was up."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    began = time.monotonic()
+    with log.open("w") as file:
+        try:
+            code = subprocess.run(
+                [sys.executable, *command], cwd=ROOT, env=environment, timeout=seconds, check=False,
+                stdout=file, stderr=subprocess.STDOUT,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = 124
+            file.write(f"\nended after {seconds:.0f} seconds\n")
+    say(f"({time.monotonic() - began:.0f} s, exit code {code}, {log})")
+    return code
+
+
+def tested(name: str, arguments: list[str], out: Path, seconds: float) -> int:
+    """Returns pytest's exit code; a selection without tests is no failure."""
+    say(f"== tests: {name}")
+    options = ["-q", "-rfE", "--tb=short", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    # Where a kernel hangs, the log says in which test.
+    options += ["-o", "faulthandler_timeout=60", "--durations=5"]
+    log = out / f"{name}.log"
+    code = run(["-m", "pytest", *options, *arguments], log, seconds)
+    say(tail(log))
+    return 0 if code == 5 else abs(code)
+
+
+def benchmark(options: argparse.Namespace, out: Path) -> int:
+    say("== benchmark")
+    command = ["-m", "hf_fp8kv.cli", "bench", "--suite", "gpu"]
+    found, log = out / "gpu.json", out / "benchmark.log"
+    more = ["--seconds", str(options.seconds), "--json", str(found)]
+    more += ["--dry"] * options.dry + ["--experiments"] * options.experiments
+    code = run([*command, *more], log, options.seconds + GRACE)
+    if code:
+        say(tail(log))
+    if found.exists():
+        # From the file, which is there even if the benchmark was ended.
+        shown, picture = out / "table.log", ["--plot", str(out / "roofline.png")]
+        if run([*command, "--from", str(found), *picture], shown, 60):
+            code = code or 1
+        say(shown.read_text())
+    return abs(code)
+
+
+def tail(log: Path, lines: int = 14) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def facts(found: Path) -> dict[str, object]:
+    """Returns what one line can say of the benchmark."""
+    if not found.exists():
+        return {}
+    sys.path.insert(0, str(ROOT))
+    from hf_fp8kv.bench_gpu import line
+
+    return line(json.loads(found.read_text()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
