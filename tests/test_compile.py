@@ -1,14 +1,24 @@
-"""The static form under torch.compile: one graph, for every step, cache object and reset."""
+"""The static form under torch.compile: one graph, for every step, cache object and reset.
 
+What only a CUDA graph would show is read from the graph that a backend is handed: on which device
+its tensors are, and that what it writes into stays at its address.
+"""
+
+from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_utils
 from transformers import CompileConfig
+from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError
+from tests.standin import triton_standin
 from tests.tiny_models import tiny
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -23,9 +33,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(backend: Any = "aot_eager") -> CompileConfig:
+def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConfig:
     """A configuration under which generate() compiles on a CPU too; a graph break is an error."""
-    config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=None)
+    config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=mode)
     config._compile_all_devices = True
     return config
 
@@ -64,6 +74,38 @@ def test_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    options = {"page_size": 16, "backend": backend}
+    eager = FP8PagedCache(model.config, **options)
+    expected = model.generate(**inputs, past_key_values=eager, **GREEDY)
+    static = FP8PagedCache(model.config, max_cache_len=50, **options)
+    config = compiled("inductor", CompileConfig().mode)
+    assert config.mode == "reduce-overhead"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = model.generate(**inputs, past_key_values=static, compile_config=config, **GREEDY)
+    assert torch.equal(got, expected)
+    assert graphs() == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("on_cuda", [True, False])
+def test_what_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the static form is compiled without being asked, as transformers' own is."""
+    model, _ = tiny("gqa")
+    device = torch.device("cuda" if on_cuda else "cpu")
+    monkeypatch.setattr(type(model), "device", property(lambda _: device))
+    static = FP8PagedCache(model.config, max_cache_len=50)
+    for cache, expected in (
+        (static, on_cuda),
+        (StaticCache(model.config, max_cache_len=50), on_cuda),
+        (FP8PagedCache(model.config), False),
+    ):
+        inputs = {"past_key_values": cache}
+        assert model._valid_auto_compile_criteria(inputs, model.generation_config) is expected
+
+
 def test_beams_change_places_between_compiled_steps() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     options = {**GREEDY, "num_beams": 3}
@@ -73,16 +115,22 @@ def test_beams_change_places_between_compiled_steps() -> None:
     assert torch.equal(got, expected)
 
 
-def test_addresses_stay() -> None:
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """Every tensor of a static layer that a step reads or writes."""
+    more = (layer.table, layer.lengths, layer.plan, layer.k_scale, layer.v_scale, layer.k_center)
+    return [*layer.pool.tensors().values(), *(x for x in more if x is not None)]
+
+
+@pytest.mark.parametrize("keywords", [{}, {"scales": 0.05, "center_keys": True}], ids=str)
+def test_addresses_stay(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_standin(monkeypatch)
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    cache = FP8PagedCache(model.config, page_size=16, max_cache_len=50)
+    cache = FP8PagedCache(
+        model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
+    )
 
     def addresses() -> list[int]:
-        return [
-            tensor.data_ptr()
-            for layer in cache.paged_layers
-            for tensor in (*layer.pool.tensors().values(), layer.table, layer.lengths)
-        ]
+        return [tensor.data_ptr() for layer in cache.paged_layers for tensor in tensors_of(layer)]
 
     model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
     before = addresses()
@@ -125,3 +173,129 @@ def test_no_copy_of_the_pool_in_compiled_code() -> None:
     shape = str(tuple(pool.shape))
     made = [x for x in code.splitlines() if "empty_strided" in x and shape in x and "= " in x]
     assert not made, made
+
+
+def step_of(model: Any, compile_backend: str | None) -> Any:
+    """One decoding step of a whole model: (token, position, cache) -> next token."""
+    forward = model.forward
+    if compile_backend:
+        forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=compile_backend)
+
+    def step(token: torch.Tensor, position: int, cache: FP8PagedCache) -> torch.Tensor:
+        seen = (torch.arange(50) <= position).expand(2, 1, 1, -1).contiguous()
+        positions = torch.full((2, 1), position)
+        out = forward(
+            input_ids=token, attention_mask=seen, position_ids=positions, past_key_values=cache
+        )
+        return out.logits[:, -1:].argmax(-1)
+
+    return step
+
+
+def walk(model: Any, prompt: torch.Tensor, cache: FP8PagedCache, step: Any) -> list[torch.Tensor]:
+    """Decodes with a reorder, a crop and a reset between steps; returns every token."""
+    found: list[torch.Tensor] = []
+
+    def run(token: torch.Tensor, position: int, count: int) -> tuple[torch.Tensor, int]:
+        for _ in range(count):
+            token, position = step(token, position, cache), position + 1
+            found.append(token)
+        return token, position
+
+    for places in ([1, 0], [1, 1]):
+        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token, position = run(token, prompt.shape[1], 5)
+        cache.reorder_cache(torch.tensor(places))
+        token, position = run(token[places], position, 5)
+        cache.crop(-4)
+        run(token, position - 4, 5)
+        cache.reset()
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_reorder_crop_and_reset_between_compiled_steps(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "triton":
+        triton_standin(monkeypatch)
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    prompt = inputs["input_ids"]
+
+    def cache() -> FP8PagedCache:
+        return FP8PagedCache(model.config, page_size=16, max_cache_len=50, backend=backend)
+
+    expected = walk(model, prompt, cache(), step_of(model, None))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        got = walk(model, prompt, cache(), step_of(model, "inductor"))
+    assert len(got) == 30
+    assert torch.equal(torch.cat(got), torch.cat(expected))
+    assert graphs() == 1
+
+
+# -- what a CUDA graph asks for ------------------------------------------------------------------
+
+
+def test_only_what_looks_at_values_is_kept_out_of_cuda_graphs() -> None:
+    for name in ("write", "attend", "gather", "plan"):
+        kept, out = (getattr(torch.ops.hf_fp8kv, x).default for x in (name, f"{name}_by_host"))
+        assert torch.Tag.cudagraph_unsafe not in kept.tags
+        assert torch.Tag.cudagraph_unsafe in out.tags
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "kv_sharing"])
+@pytest.mark.parametrize("keywords", [{}, {"scales": 0.05, "center_keys": True}], ids=str)
+def test_a_compiled_step_fits_a_cuda_graph(
+    name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced on the device "meta", which like CUDA is not the CPU; nothing is computed."""
+    triton_standin(monkeypatch, computes=False)
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    model = model.to("meta")
+    tokens = inputs["input_ids"].to("meta")
+    cache = FP8PagedCache(
+        model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
+    )
+    found: dict[str, Any] = {}
+
+    def look(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        facts = torch._guards.TracingContext.get().fw_metadata
+        found["mutated"] = list(facts.mutated_inp_runtime_indices)
+        found["static"] = list(facts.static_input_indices)
+        found["inputs"] = [(tuple(x.shape), x.dtype) for x in inputs]
+        nodes = list(module.graph.nodes)
+        values = torch.utils._pytree.tree_leaves([node.meta.get("val") for node in nodes])
+        found["devices"] = {x.device.type for x in values if isinstance(x, torch.Tensor)}
+        # What writes into its arguments is the argument of a node that says so.
+        called = {y for node in nodes for y in (node.target, *node.args)}
+        unsafe = torch.Tag.cudagraph_unsafe
+        found["unsafe"] = [x for x in called if unsafe in getattr(x, "tags", ())]
+        found["calls"] = {str(x) for x in called if "hf_fp8kv" in str(x)}
+        return module
+
+    model(tokens, past_key_values=cache)
+    step = torch.compile(
+        model.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=look)
+    )
+    seen = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
+    masks = seen if name == "gqa" else {"full_attention": seen, "sliding_attention": seen}
+    positions = torch.full((2, 1), 13, device="meta")
+    step(tokens[:, :1], attention_mask=masks, position_ids=positions, past_key_values=cache)
+
+    assert found["devices"] == {"meta"}, "a tensor of the CPU in the graph"
+    assert found["calls"] == {f"hf_fp8kv.{x}.default" for x in ("write", "plan", "attend")}
+    assert not found["unsafe"]
+    function: Any = SimpleNamespace(
+        mutated_input_idxs=found["mutated"], static_input_idxs=found["static"], placeholders=[]
+    )
+    assert cudagraph_utils.check_for_mutation(function, [], lambda _: False) is None
+    layers = cache.paged_layers
+    plans = [layer.plan for layer in layers if layer.fills_plan]
+    pools = [tensor for layer in layers for tensor in layer.pool.tensors().values()]
+    written = [*pools, *(layer.lengths for layer in layers), *plans]
+    assert Counter(found["inputs"][i] for i in found["mutated"]) == Counter(
+        (tuple(tensor.shape), tensor.dtype) for tensor in written
+    )
+    assert len(plans) == len(cache.groups)

@@ -1,0 +1,62 @@
+"""A stand-in for the "triton" backend: it plans, and refuses a plan that is not of this step."""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from hf_fp8kv import ops
+from hf_fp8kv.ops import Pages, reference
+
+__all__ = ["Made", "triton_standin"]
+
+
+class Made(NamedTuple):
+    """One call of `make_plan`."""
+
+    plan: torch.Tensor
+    lengths: list[int]
+    tokens: int
+    window: int
+    start: int
+    heads: int
+
+
+def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[Made]:
+    """Then backend="triton" is the reference with plans; returns the list of those made.
+
+    Its plan holds the lengths that it was made for, one per row.
+
+    Args:
+        computes: False: nothing is computed, on a device without values ("meta").
+    """
+    made: list[Made] = []
+
+    def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *rest: int) -> None:
+        if computes:
+            plan[:, 0] = lengths
+            made.append(Made(plan, lengths.tolist(), *rest))
+
+    def attend(
+        query: torch.Tensor, pages: Pages, lengths: torch.Tensor, *rest: Any, plan: Any, **more: Any
+    ) -> torch.Tensor:
+        if not computes:
+            batch, heads, tokens, _ = query.shape
+            return query.new_empty(batch, tokens, heads, pages.v.shape[2])
+        assert plan is not None
+        assert torch.equal(plan[:, 0], lengths), "a plan of another step"
+        return reference.attend(query, pages, lengths, *rest, **more)
+
+    def write(*arguments: Any) -> None:
+        if computes:
+            reference.write(*arguments[:4])
+
+    module = SimpleNamespace(
+        write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
+        plan_rows=lambda _device, batch, _heads: batch,
+    )  # fmt: skip
+    others = ops._module
+    monkeypatch.setattr(ops, "_module", lambda name: module if name == "triton" else others(name))
+    monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
+    return made
