@@ -260,13 +260,15 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert all(row[3] == count for row in own)
         low = max(start, length - tokens - window + 1 if window else 0, 0)
         assert all(x[2] == y[1] for x, y in itertools.pairwise(own)), "a gap, or tokens twice"
-        assert own[0][1] <= low < own[0][1] + plan.UNIT
-        assert own[-1][2] == length or length <= low
+        assert own[0][1] == 0
+        assert own[-1][2] == 2**31 - 1
+        # All but the first begin where something is to be read.
+        assert all(low < row[1] < length for row in own[1:])
     # No part is much longer than it must be: with parts of half the length there were too many.
-    longest = max(row[2] - row[1] for row in parts)
+    spans = [max(0, n - max(start, n - tokens - window + 1 if window else 0)) for n in lengths]
+    longest = max((row[2] - row[1] for row in parts if row[1] and row[2] < 2**31 - 1), default=0)
     if longest > 2 * plan.UNIT:
         half = longest // plan.UNIT // 2 * plan.UNIT
-        spans = [max(0, n - max(start, n - tokens - window + 1 if window else 0)) for n in lengths]
         assert sum(max(1, -(-(span + plan.UNIT) // half)) for span in spans) > slots
 
 
@@ -288,6 +290,20 @@ def test_any_split_gives_the_same_answer(processors, combine):
         for _ in range(2):
             again = run("decode", case, pages, query, plan=table, **kwargs)
             assert torch.equal(again, found)
+
+
+def test_a_plan_for_other_lengths_is_as_right():
+    """After a crop, say: it was made for more tokens, fewer, or a window."""
+    case = Case("stale", lengths=(900, 60), page_size=64)
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    target = target_of(DEVICE)
+    for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
+        table = torch.empty((plan.rows(2, 2, target), 4), dtype=torch.int32, device=DEVICE)
+        ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        plan.make(table, ends, 1, window, 0, 2)
+        found = run("decode", case, pages, query, plan=table, **kwargs)
+        assert errors(found, expected).max() <= bound(case)
 
 
 def test_more_sequences_than_one_wave_holds():

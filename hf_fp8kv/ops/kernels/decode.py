@@ -98,9 +98,9 @@ def _decode(
     if b < 0:
         return
     low = tl.load(plan + part * 4 + 1)
-    high = tl.load(plan + part * 4 + 2)
     parts = tl.load(plan + part * 4 + 3)
     length = tl.load(lengths + b)
+    high = tl.minimum(tl.load(plan + part * 4 + 2), tl.minimum(length, stop))
     count = GROUPS * tokens
     rows = tl.arange(0, ROWS)
     exists = rows < count
@@ -109,7 +109,7 @@ def _decode(
     head = h * GROUPS + r % GROUPS
     acc, top, total = attend_rows(
         query, k_pool, v_pool, k_scales, v_scales, k_scale, center, table, mask, bias,
-        b, h, head, t, exists, length, tokens, low, tl.minimum(high, stop), 0, tokens - 1,
+        b, h, head, t, exists, length, tokens, low, high, 0, tokens - 1,
         k_scaling, scaling, softcap, start, window,
         q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
         ROWS, HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,

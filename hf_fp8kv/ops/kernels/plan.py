@@ -8,7 +8,9 @@ A plan is int32, `[capacity + B + ceil(B * Hkv / 4), 4]`:
     the rest             a counter for each sequence and KV head, 0: how many parts are done
 
 `capacity` is what the GPU holds at once, divided by the KV heads. Parts are as short as fits into
-it and about equally long, so that a batch of ragged lengths ends together.
+it and about equally long, so that a batch of ragged lengths ends together. The first part of a
+sequence begins at 0 and the last one has no end: whatever lengths and window a plan was made for,
+it gives every position to one program, and is at worst badly balanced.
 """
 
 import torch
@@ -23,6 +25,7 @@ __all__ = ["UNIT", "capacity", "make", "rows"]
 # Tokens: parts begin at multiples of it, and only a last one is shorter. A multiple of every tile
 # of the decode kernel.
 UNIT = 128
+NO_END = tl.constexpr(2**31 - 1)
 
 
 def capacity(batch: int, heads: int, target: Target) -> int:
@@ -89,14 +92,13 @@ def _plan(
     my_parts = tl.sum(tl.where(mine, parts, 0), 0)
     my_length = tl.sum(tl.where(mine, length, 0), 0) * UNIT
     my_low = tl.sum(tl.where(mine, low, 0), 0) * UNIT
-    my_end = tl.sum(tl.where(mine, ends, 0), 0)
     i = tl.arange(0, SPAN)
     begin = my_low + i * my_length
     row = plan + (my_first + i) * 4
     own = i < my_parts
     tl.store(row, me, mask=own)
-    tl.store(row + 1, begin, mask=own)
-    tl.store(row + 2, tl.minimum(begin + my_length, my_end), mask=own)
+    tl.store(row + 1, tl.where(i == 0, 0, begin), mask=own)
+    tl.store(row + 2, tl.where(i == my_parts - 1, NO_END, begin + my_length), mask=own)
     tl.store(row + 3, my_parts, mask=own)
     sequence = plan + (SLOTS + me) * 4
     tl.store(sequence, my_first)
