@@ -1,0 +1,148 @@
+"""Plans: one for all layers of a step, made when the step's tokens are stored, never an old one.
+
+The stand-in's attention raises for a plan that was made for other lengths than it is given.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from transformers.masking_utils import create_chunked_causal_mask
+
+from hf_fp8kv import FP8PagedCache, ops
+from tests.standin import Made, triton_standin
+from tests.tiny_models import tiny
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+STEPS = GREEDY["max_new_tokens"] - 1  # the first token comes from the prefill
+STATIC = {"max_cache_len": 50}
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Made]:
+    return triton_standin(monkeypatch)
+
+
+def tokens(batch: int, count: int = 1, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, heads, count, 16), torch.randn(batch, heads, count, 16)
+
+
+def cache_of(name: str = "gqa", **keywords: Any) -> tuple[Any, FP8PagedCache]:
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **keywords)
+    return (model, inputs), cache
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("gqa", 1), ("sliding_and_full", 2), ("kv_sharing", 2)]
+)
+def test_one_plan_a_step(name: str, groups: int, made: list[Made]) -> None:
+    (model, inputs), cache = cache_of(name)
+    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    assert len(made) == STEPS * groups
+    assert len({x.plan.data_ptr() for x in made}) == len(made), "one was written over"
+
+    made.clear()
+    (model, inputs), cache = cache_of(name, **STATIC)
+    model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
+    # One more when it is taken, and one at the prefill.
+    assert len(made) == (STEPS + 2) * groups
+    assert len({x.plan.data_ptr() for x in made}) == groups, "an address changed"
+
+
+@pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
+def test_beams(keywords: dict[str, int], made: list[Made]) -> None:
+    (model, inputs), cache = cache_of(**keywords)
+    model.generate(**inputs, past_key_values=cache, disable_compile=True, num_beams=3, **GREEDY)
+    assert {len(x.lengths) for x in made} == {6}
+
+
+def test_what_a_plan_is_made_for(made: list[Made]) -> None:
+    (model, inputs), cache = cache_of("sliding_and_full", prefill="stored")
+    model.generate(**inputs, past_key_values=cache, **GREEDY)
+    window = model.config.sliding_window
+    length = inputs["input_ids"].shape[1] + STEPS
+    assert {x.lengths[0] for x in made[-2:]} == {length}
+    # The part that a window leaves is said by `start`, whatever the number of query tokens.
+    assert {x.start for x in made[-2:]} == {0, max(length - window, 0)}
+    assert {x.window for x in made} == {0}
+
+    made.clear()
+    (model, inputs), cache = cache_of("sliding_and_full", **STATIC)
+    model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
+    assert {x.window for x in made} == {0, window}
+    assert {x.start for x in made} == {0}
+    assert [x.tokens for x in made[-2:]] == [1, 1]
+
+
+def test_layers_with_other_heads_have_their_own(made: list[Made]) -> None:
+    _, cache = cache_of(**STATIC)
+    for _ in range(3):
+        cache.update(*tokens(2), 0)
+        cache.update(*tokens(2, heads=4), 1)
+    assert [x.heads for x in made] == [2, 2, 4, 4, 2, 4, 2, 4]
+    assert cache.layers[0].plan is not cache.layers[1].plan
+
+
+def test_a_fork_has_a_plan_of_its_own(made: list[Made]) -> None:
+    (model, inputs), cache = cache_of(**STATIC)
+    model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
+    twin = copy.deepcopy(cache)
+    addresses = {layer.plan.data_ptr() for x in (cache, twin) for layer in x.paged_layers}
+    assert len(addresses) == 2
+    assert sum(layer.fills_plan for layer in twin.paged_layers) == 1
+    cache.update(*tokens(2), 0)
+    assert twin.layers[1].plan[0, 0] + 1 == cache.layers[1].plan[0, 0]
+
+
+def test_another_batch_has_another_plan(made: list[Made]) -> None:
+    (model, inputs), cache = cache_of(**STATIC)
+    model(**inputs, past_key_values=cache)
+    for batch in (4, 2):
+        if batch == 4:
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.batch_select_indices(torch.tensor([0, 3]))
+        plans = [layer.plan for layer in cache.paged_layers]
+        assert plans[0] is plans[1]
+        assert plans[0].shape == (batch, 4)
+        assert [layer.fills_plan for layer in cache.paged_layers] == [True, False]
+
+
+@pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
+def test_other_backends_have_no_plans(keywords: dict[str, int]) -> None:
+    model, _ = tiny("gqa")
+    cache = FP8PagedCache(model.config, backend="reference", prefill="stored", **keywords)
+    keys, values = cache.update(*tokens(2), 0)
+    assert keys.plan is None
+    assert values.plan is None
+
+
+@pytest.mark.parametrize("name", ["sliding_and_full", "chunked"])
+def test_static_sliding_layers_read_their_window_only(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their masks are complete, and their pages are all there."""
+    takes = inspect.signature(create_chunked_causal_mask).parameters
+    if name == "chunked" and "block_sequence_ids" not in takes:
+        pytest.skip("these transformers cannot generate with chunks and any static cache")
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    windows: list[int] = []
+
+    def attend(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        windows.append(keywords["window"])
+        return run(*arguments, **keywords)
+
+    run = ops.attend
+    monkeypatch.setattr(ops, "attend", attend)
+    dynamic = FP8PagedCache(model.config, page_size=16, backend="reference")
+    expected = model.generate(**inputs, past_key_values=dynamic, **GREEDY)
+    windows.clear()
+    static = FP8PagedCache(model.config, page_size=16, backend="reference", **STATIC)
+    got = model.generate(**inputs, past_key_values=static, disable_compile=True, **GREEDY)
+    assert torch.equal(got, expected)
+    assert set(windows) == {layer.group.window or 0 for layer in static.paged_layers}
+    assert max(windows) > 0
