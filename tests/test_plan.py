@@ -5,6 +5,7 @@ The stand-in's attention raises for a plan that was made for other lengths than 
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from transformers.masking_utils import create_chunked_causal_mask
 
 from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv.attention import fp8_paged_attention
 from tests.standin import Made, triton_standin
 from tests.tiny_models import tiny
 
@@ -146,3 +148,36 @@ def test_static_sliding_layers_read_their_window_only(
     assert torch.equal(got, expected)
     assert set(windows) == {layer.group.window or 0 for layer in static.paged_layers}
     assert max(windows) > 0
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="needs Triton")
+def test_layers_that_part_ways_lose_no_token(device: torch.device) -> None:
+    """The layer that fills the plan takes no part in a step, or holds other tokens."""
+    config = tiny("gqa")[0].config
+    caches = [
+        FP8PagedCache(config, page_size=16, backend=backend, max_cache_len=300, prefill="stored")
+        for backend in ("triton", "reference")
+    ]
+    module = torch.nn.Module()
+
+    def check(change: Callable[[FP8PagedCache], Any], layer: int) -> None:
+        query = torch.randn(1, 4, 1, 16, device=device)
+        found = []
+        for cache in caches:
+            change(cache)
+            keys, values = cache.layers[layer].stored()
+            found.append(fp8_paged_attention(module, query, keys, values, None)[0])
+        torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+
+    def update(layer: int, count: int) -> Callable[[FP8PagedCache], Any]:
+        key, value = (x.to(device) for x in tokens(1, count))
+        return lambda cache: cache.update(key, value, layer)
+
+    check(update(0, 140), 0)
+    check(update(1, 140), 1)
+    check(update(1, 130), 1)
+    check(lambda cache: cache.layers[0].crop(-100), 1)
+    check(update(0, 1), 1)
+    check(lambda cache: cache.layers[1].reset(), 0)
+    check(update(1, 130), 1)
