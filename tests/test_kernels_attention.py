@@ -292,6 +292,18 @@ def test_any_split_gives_the_same_answer(processors, combine):
             assert torch.equal(again, found)
 
 
+@pytest.mark.parametrize("combine", ["kernel", "last"])
+def test_a_short_chunk_after_a_long_prefix_is_split(combine):
+    case = Case("chunk", lengths=(1300, 400), tokens=30, page_size=64, heads=1, q_heads=3,
+                window=900)  # fmt: skip
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    target = dataclasses.replace(target_of(DEVICE), processors=40)
+    with assuming(target), tuning.override(combine=combine, rows=32):
+        found = run("extend", case, pages, query, **kwargs)
+    assert errors(found, expected).max() <= bound(case)
+
+
 def test_a_plan_for_other_lengths_is_as_right():
     """After a crop, say: it was made for more tokens, fewer, or a window."""
     case = Case("stale", lengths=(900, 60), page_size=64)

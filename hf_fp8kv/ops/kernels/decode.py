@@ -13,12 +13,12 @@ import triton.language as tl
 
 from ..pages import Pages
 from . import plan as plans
-from .arguments import prepare
+from .arguments import Call, prepare
 from .attention import attend_rows, finish
 from .target import launch
-from .tuning import DECODE_ROWS, decode_cut
+from .tuning import DECODE_ROWS, Cut, decode_cut
 
-__all__ = ["DECODE_ROWS", "attend"]
+__all__ = ["DECODE_ROWS", "attend", "split"]
 
 # Parts whose sums are merged at a time.
 MERGED = 16
@@ -42,14 +42,32 @@ def attend(
     """
     call = prepare(query, pages, lengths, start, stop, **arguments)
     assert call.rows <= DECODE_ROWS
+    cut = decode_cut(call.target, call.width, call.rows, exact=call.exact, wide=call.wide)
+    return split(call, cut, plan)
+
+
+def split(call: Call, cut: Cut, plan: torch.Tensor | None, programs: int = 0) -> torch.Tensor:
+    """Returns the attention of a call whose sequences are split.
+
+    Args:
+        call: what is asked for.
+        cut: how the launch is cut; query rows make one block or more.
+        plan: made for the call's KV heads times its blocks; None: made here.
+        programs: as in `plan.capacity`.
+    """
+    query, *_ = call.tensors
+    lengths = call.tensors[8]
+    assert query is not None
+    assert lengths is not None
     batch, q_heads, tokens, _ = query.shape
     heads, dim = call.constants["HEADS"], call.constants["DV"]
-    cut = decode_cut(call.target, call.width, call.rows, exact=call.exact, wide=call.wide)
-    slots = plans.capacity(batch, heads, call.target)
+    blocks = triton.cdiv(call.rows, cut.rows)
+    slots = plans.capacity(batch, heads * blocks, call.target, programs)
     if plan is None:
-        rows = plans.rows(batch, heads, call.target)
+        rows = plans.rows(batch, heads * blocks, call.target, programs)
         plan = torch.empty((rows, 4), dtype=torch.int32, device=query.device)
-        plans.make(plan, lengths, tokens, arguments["window"], start, heads)
+        _tokens, start, _stop, window, *_ = call.numbers
+        plans.make(plan, lengths, tokens, window, start, heads * blocks, programs)
 
     out = query.new_empty((batch, tokens, q_heads, dim))
     # The partial sums, and after them each one's reference and sum of weights.
@@ -57,9 +75,9 @@ def attend(
     stats = partial[slots * heads * call.rows * dim :]
     last = cut.combine == "last"
     launch(
-        _decode, (heads, slots), *call.tensors, plan, out, partial, stats, batch, *call.numbers,
-        **call.constants, ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, SLOTS=slots,
-        LAST=last, MERGED=MERGED, **cut.options(),
+        _decode, (heads, slots, blocks), *call.tensors, plan, out, partial, stats, batch,
+        *call.numbers, **call.constants, ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages,
+        SLOTS=slots, BLOCKS=blocks, LAST=last, MERGED=MERGED, **cut.options(),
     )  # fmt: skip
     if not last:
         *_, sinks, v_scale = call.tensors
@@ -89,9 +107,9 @@ def _decode(
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     CENTER: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr,
-    SLOTS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """One program per KV head and part."""
+    """One program per KV head, part, and block of query rows."""
     h = tl.program_id(0)
     part = tl.program_id(1)
     b = tl.load(plan + part * 4)
@@ -102,14 +120,17 @@ def _decode(
     length = tl.load(lengths + b)
     high = tl.minimum(tl.load(plan + part * 4 + 2), tl.minimum(length, stop))
     count = GROUPS * tokens
-    rows = tl.arange(0, ROWS)
+    first_row = tl.program_id(2) * ROWS
+    end_row = tl.minimum(first_row + ROWS, count)
+    rows = first_row + tl.arange(0, ROWS)
     exists = rows < count
     r = tl.minimum(rows, count - 1)
     t = r // GROUPS
     head = h * GROUPS + r % GROUPS
     acc, top, total = attend_rows(
         query, k_pool, v_pool, k_scales, v_scales, k_scale, center, table, mask, bias,
-        b, h, head, t, exists, length, tokens, low, high, 0, tokens - 1,
+        b, h, head, t, exists, length, tokens, low, high,
+        first_row // GROUPS, (end_row - 1) // GROUPS,
         k_scaling, scaling, softcap, start, window,
         q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
         ROWS, HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,
@@ -131,11 +152,11 @@ def _decode(
             # All of this program's stores come before the count, and what others stored before
             # theirs is seen after it.
             tl.debug_barrier()
-            counter = plan + (SLOTS + batch) * 4 + b * HEADS + h
+            counter = plan + (SLOTS + batch) * 4 + (b * HEADS + h) * BLOCKS + tl.program_id(2)
             done = tl.atomic_add(counter, 1, sem="acq_rel")
             if done == parts - 1:
                 tl.debug_barrier()
-                for row in range(count):
+                for row in range(first_row, end_row):
                     _merge(
                         plan, partial, stats, sinks, v_scale, out, b, h, row, tokens, v_factor,
                         HEADS, GROUPS, DV, WIDE_V, SLOTS, MERGED,

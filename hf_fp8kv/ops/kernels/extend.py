@@ -1,9 +1,11 @@
 """Attention of many query tokens over stored pages: prefill in chunks, prefixes, forks.
 
 A program takes a block of query rows of one KV head (its query heads times some query tokens), and
-reads all that these may see.
+reads all that these may see. Where that makes fewer programs than the GPU has processors (a short
+chunk after a long prefix), sequences are split as for decoding.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import triton.language as tl
 from ..pages import Pages
 from .arguments import prepare
 from .attention import attend_rows, finish
+from .decode import split
+from .plan import UNIT
 from .target import launch
 from .tuning import extend_cut
 
@@ -31,8 +35,10 @@ def attend(
     call = prepare(query, pages, lengths, start, stop, **arguments)
     cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide)
     batch, q_heads, tokens, _ = query.shape
-    out = query.new_empty((batch, tokens, q_heads, call.constants["DV"]))
     grid = (call.constants["HEADS"], batch, triton.cdiv(call.rows, cut.rows))
+    if math.prod(grid) < call.target.processors and stop > 2 * UNIT:
+        return split(call, cut, None, programs=1)
+    out = query.new_empty((batch, tokens, q_heads, call.constants["DV"]))
     launch(
         _extend, grid, *call.tensors, out, *call.numbers, **call.constants,
         ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, **cut.options(),

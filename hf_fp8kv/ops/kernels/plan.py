@@ -1,13 +1,14 @@
 """Which program of the decode kernel reads which tokens: decided on the device, once per step.
 
-A plan is int32, `[capacity + B + ceil(B * Hkv / 4), 4]`:
+A plan is int32, `[capacity + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
+rows, where there are several):
 
     row i < capacity     (sequence, first token, last token + 1, parts of that sequence); rows that
                          are left over have the sequence -1
     row capacity + b     (first row of sequence b, its parts, 0, 0)
-    the rest             a counter for each sequence and KV head, 0: how many parts are done
+    the rest             a counter for each sequence and H, 0: how many parts are done
 
-`capacity` is what the GPU holds at once, divided by the KV heads. Parts are as short as fits into
+`capacity` is what the GPU holds at once, divided by H. Parts are as short as fits into
 it and about equally long, so that a batch of ragged lengths ends together. The first part of a
 sequence begins at 0 and the last one has no end: whatever lengths and window a plan was made for,
 it gives every position to one program, and is at worst badly balanced.
@@ -28,23 +29,36 @@ UNIT = 128
 NO_END = tl.constexpr(2**31 - 1)
 
 
-def capacity(batch: int, heads: int, target: Target) -> int:
-    """Returns the programs per KV head: one wave, or as many waves as `batch` needs anyway."""
-    wave = max(1, target.processors * programs_per_processor(target) // heads)
+def capacity(batch: int, heads: int, target: Target, programs: int = 0) -> int:
+    """Returns the parts that there is room for: one wave, or as many as `batch` needs anyway.
+
+    Args:
+        batch: sequences, B.
+        heads: H.
+        target: the GPU.
+        programs: what one processor holds at once; 0: that of the decode kernel.
+    """
+    wave = max(1, target.processors * (programs or programs_per_processor(target)) // heads)
     return wave * -(-batch // wave)
 
 
-def rows(batch: int, heads: int, target: Target) -> int:
-    """Returns the rows of a plan."""
-    return capacity(batch, heads, target) + batch + -(-batch * heads // 4)
+def rows(batch: int, heads: int, target: Target, programs: int = 0) -> int:
+    """Returns the rows of a plan; arguments as in `capacity`."""
+    return capacity(batch, heads, target, programs) + batch + -(-batch * heads // 4)
 
 
 def make(
-    plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
+    plan: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: int,
+    window: int,
+    start: int,
+    heads: int,
+    programs: int = 0,
 ) -> None:
-    """Overwrites `plan`; arguments as in `ops.make_plan`."""
+    """Overwrites `plan`; arguments as in `ops.make_plan` and `capacity`."""
     batch = lengths.shape[0]
-    slots = capacity(batch, heads, target_of(lengths.device))
+    slots = capacity(batch, heads, target_of(lengths.device), programs)
     assert plan.shape == (slots + batch + -(-batch * heads // 4), 4)
     assert plan.is_contiguous()
     launch(
