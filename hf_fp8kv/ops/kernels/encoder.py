@@ -84,9 +84,7 @@ def encoder_for(name: str) -> Encoder | None:
 
 @triton.jit
 def encode(x, ENCODER: tl.constexpr):
-    """The codes, uint8, of `x`, float32 of any shape, as `quantize.encode`; a NaN may be of either
-    sign.
-    """
+    """The codes, uint8, of `x`, float32, as `quantize.encode`; but NaN may have either sign."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     odd = (magnitude >> ENCODER.drop) & 1
