@@ -1,0 +1,354 @@
+"""The kernels compiled for every GPU, on a machine without one; see hf_fp8kv/kernel_check.py.
+
+Compiling happens in processes of their own: this one may run kernels in Triton's interpreter.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="kernels are compiled by Triton")
+
+from hf_fp8kv import cli, kernel_check
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.kernel_assembly import Assembly, amd_assembly, nvidia_assembly
+from hf_fp8kv.kernel_check import TARGETS, Row, check_targets
+from hf_fp8kv.kernel_rules import programs_that_fit, violations
+from hf_fp8kv.kernel_variants import Variant, variants
+from hf_fp8kv.ops.kernels import codec, tuning
+from hf_fp8kv.ops.kernels.target import Target
+from hf_fp8kv.quantize import decode
+
+GOOD = Assembly(
+    registers=120, spills=0, doubles=0, loop=400, wide_bytes=128, byte_loads=0, conversions=64
+)
+
+
+# -- what is compiled ------------------------------------------------------------------------------
+
+
+def _broken(rows: list[Row]) -> list[str]:
+    return [f"{r.variant}, {r.kernel}: {'; '.join(r.violations)}" for r in rows if r.violations]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_keep_the_rules(target):
+    rows = check_targets([target], few=True)[target]
+    assert _broken(rows) == []
+    assert {row.kernel for row in rows} == {
+        "plan",
+        "decode",
+        "combine",
+        "extend",
+        "write",
+        "gather",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_all_variants_keep_the_rules(target):
+    assert _broken(check_targets([target])[target]) == []
+
+
+def test_few_variants_are_some_of_every_operation():
+    few, everything = variants(few=True), variants()
+    assert len({v.name for v in everything}) == len(everything)
+    assert {v.operation for v in few} == {v.operation for v in everything}
+    assert {v.k for v in few} >= {"fp8_e4m3", "fp8_e3m4", "fp8_e4m3fnuz", "auto"}
+
+
+def test_a_process_that_fails_is_a_row(monkeypatch, tmp_path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    (row,) = check_targets(["sm_90"], few=True)["sm_90"]
+    assert row.violations == ("the process ended with 3: it broke",)
+
+
+def test_what_does_not_compile_is_a_row_that_says_why():
+    code = (
+        "import json; from dataclasses import asdict; from hf_fp8kv.kernel_check import *;"
+        "from hf_fp8kv.kernel_variants import Variant;"
+        "rows = compile_kernels('sm_90', [Variant('decode', k='no format')]);"
+        "print(json.dumps([asdict(row) for row in rows]))"
+    )
+    (row,) = json.loads(_python("-c", code))
+    assert row["violations"] == ["does not compile: KeyError: 'no format'"]
+
+
+def _python(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False,
+        env=kernel_check.environment(), cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bad() -> dict[str, dict[str, int]]:
+    return json.loads(_python("-m", "tests.bad_kernels", "sm_90"))
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("good", []),
+        ("strides unknown", ["0 of 4096 bytes in 16-byte loads"]),
+        ("V by rows", ["2048 of 4096 bytes in 16-byte loads", "64 loads of single bytes"]),
+        ("large", ["spills", "327680 bytes of shared memory", "programs fit"]),
+        ("converted by bits", ["no native conversion"]),
+        ("float64", ["float64 instructions"]),
+    ],
+)  # fmt: skip
+def test_a_kernel_that_is_made_bad_breaks_its_rules(bad, name, broken):
+    facts = dict(bad[name])
+    shared = facts.pop("shared")
+    found = _violations(Assembly(**facts), shared=shared)
+    assert len(found) == len(broken)
+    for violation, part in zip(found, broken, strict=True):
+        assert part in violation
+
+
+def _violations(
+    found: Assembly, *, target: str = "sm_90", shared: int = 38912, k: str = "fp8_e4m3"
+):
+    """What a main kernel of decoding, of four warps and tiles of 64, breaks."""
+    gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, main=True)
+    programs = programs_that_fit(gpu, found.registers, 4, shared)
+    size = variant.bytes_per_token * 64 / 4
+    with tuning.override(programs=3 if gpu.is_nvidia else 1):
+        return list(violations(gpu, variant, found, shared, programs, size, reads=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"spills": 2}, ["2 spills"]),
+        ({"loop": 0}, ["no main loop"]),
+        ({"wide_bytes": 64}, ["2048 of 4096 bytes in 16-byte loads"]),
+        ({"byte_loads": 8}, ["8 loads of single bytes from shared memory"]),
+        ({"conversions": 0}, ["no native conversion"]),
+        ({"registers": 255}, ["2 programs fit on a processor, of 3"]),
+        ({"doubles": 1}, ["1 float64 instructions"]),
+    ],
+)
+def test_each_rule_says_what_it_found(change, said):
+    assert _violations(replace(GOOD, **change)) == said
+
+
+def test_rules_know_what_a_gpu_has():
+    # No instruction converts E4M3 there, and its shared memory is less.
+    assert _violations(replace(GOOD, conversions=0), target="sm_80") == []
+    assert "bytes of shared memory" in _violations(GOOD, target="sm_86", shared=110_000)[0]
+    assert _violations(replace(GOOD, conversions=0), k="fp8_e3m4") == []
+    # 64 lanes: half as many bytes per lane.
+    assert _violations(replace(GOOD, wide_bytes=64), target="gfx950") == []
+    fnuz = replace(GOOD, wide_bytes=64, conversions=0)
+    assert _violations(fnuz, target="gfx942", k="fp8_e4m3fnuz") == ["no native conversion"]
+    assert _violations(fnuz, target="gfx942") == []
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "warps", "shared", "programs"),
+    [
+        ("sm_90", 168, 4, 39424, 3),
+        ("sm_90", 169, 4, 39424, 2),
+        ("sm_90", 128, 4, 0, 4),
+        ("sm_90", 32, 4, 0, 16),
+        ("sm_86", 32, 4, 0, 12),
+        ("sm_86", 128, 4, 39424, 2),
+        ("gfx942", 128, 4, 16384, 4),
+        ("gfx942", 257, 4, 16384, 1),
+        ("gfx942", 64, 4, 40000, 1),
+    ],
+)
+def test_programs_that_fit_on_a_processor(target, registers, warps, shared, programs):
+    found = programs_that_fit(Target.parse(target), registers, warps, shared)
+    assert found == programs
+
+
+# -- reading machine code --------------------------------------------------------------------------
+
+SASS = """
+.text._decode:
+        /*0000*/                   STL [R1], R2 ;
+.L_x_1:
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*0030*/              @!P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   FADD R1, R2, R3 ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+.L_x_0:
+        /*0060*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0070*/                   LDS.U8 R9, [R3] ;
+        /*0080*/                   F2FP.F16.E4M3.UNPACK_B R4, R4.H1 ;
+        /*0090*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
+        /*00a0*/                   FMUL R4, R4, R4 ;
+        /*00b0*/              @!P0 BRA `(.L_x_0) ;
+        /*00c0*/                   DADD R2, R4, R6 ;
+.L_x_3:
+        /*00d0*/                   BRA `(.L_x_3);
+        /*00e0*/                   NOP;
+"""
+GCN = """
+_decode:
+.LBB0_1:
+	global_load_dwordx4 v[0:3], v[4:5], off
+	ds_read_u8 v9, v1
+	v_cvt_pk_f32_fp8_e32 v[0:1], v2
+	v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[0:3]
+	s_cbranch_scc1 .LBB0_1
+; %bb.2:
+	v_add_f64 v[0:1], v[2:3], v[4:5]
+	s_endpgm
+	.amdhsa_kernel _decode
+    .vgpr_count:     215
+    .vgpr_spill_count: 3
+"""
+
+
+def test_the_main_loop_of_nvidias_is_the_shortest_that_multiplies():
+    found = nvidia_assembly(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
+    assert found == Assembly(
+        registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
+    )
+
+
+def test_what_amds_assembly_says():
+    assert amd_assembly(GCN) == Assembly(
+        registers=215, spills=3, doubles=1, loop=5, wide_bytes=16, byte_loads=1, conversions=1
+    )
+
+
+# -- codec.py's assembly ---------------------------------------------------------------------------
+
+
+def _evaluate(text: str, codes: int) -> list[int]:
+    """Returns the four float16 bit patterns that a packed move gives for four codes."""
+    names = {"$2": codes}
+    for line in text.replace("\n", "").strip("{}").split(";"):
+        operation, _, operands = line.strip().partition(" ")
+        if operation in ("", ".reg"):
+            continue
+        target, *sources = (part.strip() for part in operands.split(","))
+        x = [names[s] if s in names else int(s, 0) for s in sources]
+        names[target] = _OPERATIONS[operation.split(".")[0]](*x) & 0xFFFFFFFF
+    return [(names[f"${i}"] >> at) & 0xFFFF for i in (0, 1) for at in (0, 16)]
+
+
+def _permute(a: int, b: int, selector: int) -> int:
+    source = [(x >> at) & 0xFF for x in (a, b) for at in (0, 8, 16, 24)]
+    result = 0
+    for i in range(4):
+        chosen = (selector >> 4 * i) & 0xF
+        byte = source[chosen & 7]
+        result |= (0xFF * (byte >> 7) if chosen & 8 else byte) << 8 * i
+    return result
+
+
+_OPERATIONS = {
+    "prmt": _permute,
+    "shl": lambda a, b: a << b,
+    "and": lambda a, b: a & b,
+    "add": lambda a, b: a + b,
+    "not": lambda a: ~a,
+    "lop3": lambda a, b, c, table: {0xEA: (a & b) | c}[table],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "nan"),
+    [
+        (codec._E4M3_MOVED, "fp8_e4m3", False),
+        (codec._E4M3_MOVED_NAN, "fp8_e4m3", True),
+        (codec._E4M3_MOVED, "fp8_e4m3fnuz", False),
+        (codec._FNUZ_MOVED_NAN, "fp8_e4m3fnuz", True),
+        (codec._E3M4_MOVED, "fp8_e3m4", False),
+        (codec._E3M4_MOVED_NAN, "fp8_e3m4", True),
+    ],
+    ids=["e4m3", "e4m3 nan", "fnuz", "fnuz nan", "e3m4", "e3m4 nan"],
+)
+def test_packed_moves_give_every_code_its_number_in_every_place(text, name, nan):
+    fmt = FORMATS[name]
+    codes = torch.arange(256).repeat(4)
+    for place in range(4):
+        codes[256 * place : 256 * place + 256] = (torch.arange(256) * 37 + place * 11) % 256
+    words = codes.view(4, 256)
+    packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0).tolist()
+    bits = torch.tensor([_evaluate(text.value, word) for word in packed], dtype=torch.int32)
+    found = bits.to(torch.int16).view(torch.float16).float().T * 2.0 ** (15 - fmt.bias)
+    wanted = decode(words.to(torch.uint8), fmt)
+    if not nan:
+        kept = ~wanted.isnan()
+        found, wanted = found[kept], wanted[kept]
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Returns what `check --kernels` did, given the rows that a check finds."""
+
+    def _run(*arguments: str, rows: list[Row] | None = None) -> tuple[int, str, str]:
+        def found(names, *, progress):
+            progress("sm_90: decode e4m3 D128", 0.5)
+            return dict.fromkeys(names, rows)
+
+        monkeypatch.setattr(kernel_check, "check_targets", found)
+        monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "check", "--kernels", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return exit_.value.code or 0, out, err
+
+    return _run
+
+
+ROW = Row("sm_90", "decode e4m3 D128", "decode", registers=168, shared=39424, loop=480, per_kib=120)
+
+
+def test_check_kernels_prints_a_table_per_target(run):
+    code, out, err = run(rows=[ROW])
+    assert code == 0
+    assert all(name in out for name in TARGETS)
+    assert "decode e4m3 D128" in out
+    assert "168" in out
+    assert "ok" in out
+    assert "sm_90: decode e4m3 D128" in err
+
+
+def test_check_kernels_fails_if_a_rule_is_broken(run):
+    code, out, _ = run("--target", "sm_90", rows=[ROW, replace(ROW, violations=("2 spills",))])
+    assert code == 1
+    assert "2 spills" in out
+
+
+def test_check_kernels_as_json(run):
+    code, out, _ = run("--json", "--target", "sm_90", "--target", "gfx942", rows=[ROW])
+    found = json.loads(out)
+    assert code == 0
+    assert list(found["targets"]) == ["sm_90", "gfx942"]
+    assert found["targets"]["sm_90"] == json.loads(json.dumps([asdict(ROW)]))
+    assert found["triton"]
+
+
+def test_check_kernels_wants_a_target_that_is_known(run):
+    code, _, err = run("--target", "sm_70", rows=[])
+    assert code == 2
+    assert "sm_80, sm_86" in " ".join(err.split())
