@@ -31,6 +31,7 @@ class Call:
         width: the larger head size, padded to a power of two.
         exact: products are of float32.
         wide: a side is stored in 16 bits or more.
+        bias: something is added to logits, one number for each.
     """
 
     tensors: tuple[torch.Tensor | None, ...]
@@ -42,6 +43,7 @@ class Call:
     width: int
     exact: bool
     wide: bool
+    bias: bool
 
 
 def _padded(size: int) -> int:
@@ -128,4 +130,5 @@ def prepare(
         width=_padded(max(dims)),
         exact=tl.float32 in (k.operand, v.operand),
         wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,
+        bias=bias is not None or kind == attention.ADDITIVE,
     )  # fmt: skip

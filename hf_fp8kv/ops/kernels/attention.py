@@ -109,30 +109,32 @@ def _step(
         scale_at = place * PAGE + slot + n
         k_at = k_pool + (place * PAGE + slot) * DK + (n[:, None] * DK + d[None, :])
         v_at = v_pool + (place * (DV * PAGE) + slot) + (dv[:, None] * PAGE + n[None, :])
-        stored = n >= 0
-        if WIDE_K == DK:
-            k_codes = tl.load(k_at)
-        else:
-            k_codes = tl.load(k_at, mask=(d < DK)[None, :], other=0)
-        if WIDE_V == DV:
-            v_codes = tl.load(v_at)
-        else:
-            v_codes = tl.load(v_at, mask=(dv < DV)[:, None], other=0)
     else:
-        stored = position < end
-        number = tl.load(row + position // PAGE, mask=stored, other=0)
+        # Past the end page 0 is read, which exists: with a mask loads would be of single bytes.
+        number = tl.load(row + position // PAGE, mask=position < end, other=0)
         place = tl.maximum(number, 0).to(tl.int64) * HEADS + h
         slot = position % PAGE
         scale_at = place * PAGE + slot
+        v_at = (place * (DV * PAGE) + slot)[None, :] + dv[:, None] * PAGE
+        if PAGE % 16 == 0:
+            # Triton cannot see it through a loaded number: 16 slots are neighbours.
+            v_at = tl.max_contiguous(tl.multiple_of(v_at, [1, 16]), [1, 16])
+            scale_at = tl.max_contiguous(tl.multiple_of(scale_at, 16), 16)
         k_at = k_pool + ((scale_at * DK)[:, None] + d[None, :])
-        v_at = v_pool + ((place * (DV * PAGE) + slot)[None, :] + dv[:, None] * PAGE)
-        k_codes = tl.load(k_at, mask=stored[:, None] & (d < DK)[None, :], other=0)
-        v_codes = tl.load(v_at, mask=stored[None, :] & (dv < DV)[:, None], other=0)
+        v_at = v_pool + v_at
+    if WIDE_K == DK:
+        k_codes = tl.load(k_at)
+    else:
+        k_codes = tl.load(k_at, mask=(d < DK)[None, :], other=0)
+    if WIDE_V == DV:
+        v_codes = tl.load(v_at)
+    else:
+        v_codes = tl.load(v_at, mask=(dv < DV)[:, None], other=0)
 
     k = numbers(k_codes, K_HOW, K_SHIFT, K_NAN, K_OPERAND)
     x = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if k_scales is not None:
-        x *= tl.load(k_scales + scale_at, mask=stored, other=0.0).to(tl.float32)[None, :]
+        x *= tl.load(k_scales + scale_at).to(tl.float32)[None, :]
     x = x * factor[:, None] + offset[:, None]
     if SOFTCAP:
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
@@ -161,7 +163,7 @@ def _step(
         x = tl.where(visible, x, float("-inf"))
 
     if v_scales is not None:
-        scale = tl.load(v_scales + scale_at, mask=stored, other=0.0).to(tl.float32)
+        scale = tl.load(v_scales + scale_at).to(tl.float32)
         if MASKED:
             # What no row sees must not count even if it is NaN.
             scale = tl.where(tl.max(visible.to(tl.int32), 0) != 0, scale, 0.0)

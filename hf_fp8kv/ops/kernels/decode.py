@@ -42,7 +42,9 @@ def attend(
     """
     call = prepare(query, pages, lengths, start, stop, **arguments)
     assert call.rows <= DECODE_ROWS
-    cut = decode_cut(call.target, call.width, call.rows, exact=call.exact, wide=call.wide)
+    cut = decode_cut(
+        call.target, call.width, call.rows, exact=call.exact, wide=call.wide, bias=call.bias
+    )
     return split(call, cut, plan)
 
 

@@ -48,7 +48,8 @@ class Cut:
 DECODE_ROWS = 64
 
 # Programs of the decode kernel that one processor holds at once: the split plan fills the GPU once.
-PROGRAMS_PER_PROCESSOR = {"cuda": 3, "hip": 2}
+# Registers are the limit, and shared memory where there are 100 KB of it.
+PROGRAMS_PER_PROCESSOR = {"cuda": 3, "sm_86": 2, "sm_89": 2, "sm_120": 2, "hip": 1}
 
 # The decode kernel by head size, padded to a power of two: (tile, warps, stages, registers). Codes
 # of K and V of one tile are 16 KB from 128 on; with 168 registers three programs of four warps fit.
@@ -91,14 +92,17 @@ _overrides: dict[str, Any] = {}
 
 def programs_per_processor(target: Target) -> int:
     """Returns how many programs of the decode kernel one processor is meant to hold."""
-    return int(_overrides.get("programs", PROGRAMS_PER_PROCESSOR[target.vendor]))
+    found = PROGRAMS_PER_PROCESSOR.get(target.name, PROGRAMS_PER_PROCESSOR[target.vendor])
+    return int(_overrides.get("programs", found))
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
-def decode_cut(target: Target, width: int, rows: int, *, exact: bool, wide: bool) -> Cut:
+def decode_cut(
+    target: Target, width: int, rows: int, *, exact: bool, wide: bool, bias: bool
+) -> Cut:
     """Returns the cut of the decode kernel.
 
     Args:
@@ -107,13 +111,14 @@ def decode_cut(target: Target, width: int, rows: int, *, exact: bool, wide: bool
         rows: query rows per KV head.
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
+        bias: whether something is added to logits.
     """
     table = _DECODE if target.is_nvidia else _DECODE_HIP
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
     rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if rows > 16:
+    if rows > 16 or bias:
         registers = None
     if rows == 64 and width > 256:
         tile = 16
