@@ -70,8 +70,9 @@ class Stage:
         """Returns the bytes that may still be taken."""
         if not self.is_gpu:
             return 2**50
-        self.clean()
-        return max(torch.cuda.mem_get_info(self.device)[0] - RESERVE, 0)
+        # What torch holds and does not use counts as free: it gives it back before it gives up.
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return max(torch.cuda.mem_get_info(self.device)[0] + held - RESERVE, 0)
 
     def clean(self) -> None:
         """What nothing refers to is given back to the device."""

@@ -1,0 +1,560 @@
+"""The benchmark for GPUs runs on any machine, in a dry form that measures nothing.
+
+Neither a contender that fails nor a device that is lost may end it, and what computes something
+else than attention must not get a time.
+"""
+
+import importlib.machinery
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+import time
+import types
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from hf_fp8kv import ConfigError, bench_gpu, ops
+from hf_fp8kv.bench_gpu import baselines, decode, experiments, suite, timing, write
+from hf_fp8kv.bench_gpu.record import DeviceLost, Record
+from hf_fp8kv.bench_gpu.results import complete
+from hf_fp8kv.bench_gpu.shapes import BF16, FULL, KINDS, TINY, Case
+from hf_fp8kv.bench_gpu.timing import Stage
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+ROOT = Path(__file__).parents[1]
+DRY = {"device": "cpu", "backend": "torch", "dry": True}
+OURS = {kind.name for kind in KINDS}
+E4M3 = KINDS[0]
+
+
+@pytest.fixture(scope="module")
+def result():
+    return bench_gpu.run_gpu_suite(**DRY)
+
+
+@pytest.fixture
+def record() -> Record:
+    return Record(Stage("cpu", dry=True), progress=lambda _message: None)
+
+
+def text_of(result) -> str:
+    console = Console(width=140, record=True, file=io.StringIO())
+    console.print(bench_gpu.format_table(result))
+    return console.export_text()
+
+
+# -- a dry run -----------------------------------------------------------------------------------
+
+
+def test_every_section_runs_and_nothing_fails(result):
+    assert [section["name"] for section in result["sections"]] == list(bench_gpu.SECTIONS)
+    assert [section["error"] for section in result["sections"]] == [None] * len(bench_gpu.SECTIONS)
+    assert not [row for row in result["rows"] if "failed" in row]
+    found = {(row["section"], row["case"]) for row in result["rows"]}
+    for section, cases in (("decode", TINY.decode), ("others", TINY.others)):
+        assert {(section, str(case)) for case in cases} <= found
+        assert {row["name"] for row in result["rows"] if row["section"] == "decode"} >= OURS
+    ends = {row["name"] for row in result["rows"] if row["section"] == "end to end"}
+    assert {"FP8PagedCache compiled", "StaticCache compiled", "DynamicCache eager"} <= ends
+
+
+def test_it_is_json_and_says_where_and_how(result):
+    assert json.loads(json.dumps(result)) == result
+    assert set(result) == {
+        "suite", "date", "command", "versions", "hardware", "settings", "ceilings", "sections",
+        "rows", "targets", "banned",
+    }  # fmt: skip
+    assert result["settings"]["dry"]
+    assert all(result["ceilings"].values())
+    assert all(target["met"] is None for target in result["targets"]), "a dry run judges nothing"
+
+
+def test_what_is_timed_was_checked(result):
+    for row in result["rows"]:
+        if row["section"] in ("decode", "others", "extend") and row["name"] != "split plan":
+            assert 0 <= row["error"] < 0.02, row
+            assert row["low"] <= row["us"] <= row["high"]
+            assert row["gb_per_s"] == pytest.approx(row["moved"] / row["us"] / 1e3)
+            assert row["of_read"] == pytest.approx(
+                row["gb_per_s"] / result["ceilings"]["read_gb_per_s"]
+            )
+
+
+def test_memory_of_the_caches_end_to_end(result):
+    size = {r["name"]: r["cache_bytes"] for r in result["rows"] if r["section"] == "end to end"}
+    [(batch, context)] = TINY.generate
+    heads = TINY.heads
+    # The first new token comes of the last one of the prompt.
+    tokens = context + TINY.tokens[False] + TINY.warm[False]
+    per_token = 4 * batch * heads.kv * heads.dim * TINY.layers
+    assert size["DynamicCache eager"] == per_token * tokens
+    assert size["FP8PagedCache compiled"] < size["StaticCache compiled"] * 1.2
+
+
+def test_the_table_and_the_picture(result, tmp_path):
+    text = text_of(result)
+    for name in ("DRY RUN", "e4m3", "ragged", "TFLOP/s", "not measured", "FP8PagedCache"):
+        assert name in text
+    bench_gpu.plot(result, tmp_path / "roofline.png")
+    picture = (tmp_path / "roofline.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+    line = bench_gpu.line(result)
+    assert line["dry"]
+    assert line["failed"] == 0
+    assert "\n" not in json.dumps(line)
+
+
+def test_a_run_that_was_ended_early_can_be_shown(tmp_path):
+    saved = tmp_path / "gpu.json"
+    bench_gpu.run_gpu_suite(**DRY, sections=("ceilings",), save=saved)
+    result = json.loads(saved.read_text())
+    assert "reads" in text_of(result)
+    bench_gpu.plot(result, tmp_path / "roofline.png")
+
+
+def test_without_a_gpu_it_says_so():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match=r"expected a CUDA or ROCm device.*finds none"):
+        bench_gpu.run_gpu_suite()
+    with pytest.raises(ConfigError, match="expected some of ceilings, write"):
+        bench_gpu.run_gpu_suite(**DRY, sections=("speed",))
+
+
+# -- what is wrong gets no time ------------------------------------------------------------------
+
+
+def _five_percent_more(right):
+    return lambda *args, **kwargs: right(*args, **kwargs) * 1.05
+
+
+def _without_the_last_page(right):
+    def wrong(query, pages, lengths, *args, **kwargs):
+        return right(query, pages, (lengths - 8).clamp(min=1), *args, **kwargs)
+
+    return wrong
+
+
+def _one_not_written(right):
+    def wrong(*args, **kwargs):
+        out = right(*args, **kwargs)
+        out[-1, -1, 0, 0] = torch.nan
+        return out
+
+    return wrong
+
+
+@pytest.mark.parametrize("broken", [_five_percent_more, _without_the_last_page, _one_not_written])
+def test_a_wrong_kernel_fails(record, monkeypatch, broken):
+    monkeypatch.setattr(ops, "attend", broken(ops.attend))
+    for case in TINY.decode:
+        row = decode.paged(record, TINY, "torch", "decode", case, E4M3)
+        assert "relative error" in row["failed"], row
+    assert not record.find("decode")
+
+
+def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
+    def lazy(query, pages, *args, **kwargs):
+        shape = (query.shape[0], query.shape[2], query.shape[1], pages.v.shape[2])
+        return query.new_empty(shape)
+
+    monkeypatch.setattr(ops, "attend", lazy)
+    row = decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
+    assert "relative error inf" in row["failed"]
+
+
+def test_wrong_attention_of_others_fails(record, monkeypatch):
+    monkeypatch.setattr(baselines, "_grouped", _five_percent_more(baselines._grouped))
+    baselines.measure_decode(record, "decode", TINY.decode[0])
+    failed = {row["name"]: "failed" in row for row in record.rows}
+    assert failed == {"sdpa math": True, "sdpa math folded": False}
+
+
+def test_a_write_of_one_wrong_byte_fails(record, monkeypatch):
+    right = ops.write
+
+    def wrong(pages, *args, **kwargs):
+        right(pages, *args, **kwargs)
+        pages.v[-1, -1, -1, -1] ^= 1
+
+    monkeypatch.setattr(write.ops, "write", wrong)
+    write.measure(record, replace(TINY, writes=(1,), prefill=70), "torch")
+    for row in record.rows:
+        if "e4m3" in row["name"]:
+            assert "expected the reference's bytes, got 1 others in v" in row["failed"]
+
+
+# -- one that fails does not end the others ------------------------------------------------------
+
+
+def test_a_contender_that_fails(record, monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    right = ops.attend
+    monkeypatch.setattr(ops, "attend", fails)
+    row = decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
+    assert row["failed"] == "out of memory"
+    monkeypatch.setattr(ops, "attend", right)
+    assert "us" in decode.paged(record, TINY, "torch", "decode", TINY.decode[0], BF16)
+
+
+def test_a_section_that_fails(monkeypatch):
+    def fails(*args):
+        raise AttributeError("nobody tried this")
+
+    monkeypatch.setitem(suite.SECTIONS, "write", fails)
+    found = bench_gpu.run_gpu_suite(**DRY, sections=("write", "ceilings"))
+    assert [s["error"] for s in found["sections"]] == ["AttributeError: nobody tried this", None]
+    assert found["ceilings"]["read_gb_per_s"] > 0
+    assert bench_gpu.line(found)["errors"] == ["write"]
+    assert "section write ended early" in text_of(found)
+
+
+def test_what_there_is_no_time_for_is_named():
+    found = bench_gpu.run_gpu_suite(**DRY, seconds=0.0)
+    assert not [row for row in found["rows"] if "us" in row]
+    assert all(section["skipped"] for section in found["sections"])
+    assert "no time left" in text_of(found)
+
+
+def test_what_does_not_fit_is_named(record, monkeypatch):
+    monkeypatch.setattr(record.stage, "free", lambda: 1000)
+    assert decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3) is None
+    assert "GiB are free" in record.skipped[0]
+
+
+def test_a_lost_device_ends_the_process_s_part_and_the_contender(record, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(ops, "attend", fails)
+    monkeypatch.setattr(record.stage, "is_lost", lambda: True)
+    with pytest.raises(DeviceLost):
+        decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
+    assert record.banned == ["e4m3"]
+    assert not record.is_wanted("decode", "another", "e4m3")
+
+
+def test_another_process_goes_on_after_a_lost_device(monkeypatch, tmp_path):
+    def loses(record, sizes, backend):
+        record.banned.append("e3m4")
+        raise DeviceLost("write, 1 x 1 token, e3m4: an illegal memory access")
+
+    monkeypatch.setitem(suite.SECTIONS, "write", loses)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = bench_gpu.run_gpu_suite(
+        **DRY, sections=("ceilings", "write"), save=tmp_path / "gpu.json"
+    )
+    assert [section["name"] for section in found["sections"]] == ["ceilings", "write", "write"]
+    assert found["sections"][1]["error"].startswith("lost the device")
+    assert found["sections"][2]["error"] is None
+    names = {row["name"] for row in found["rows"] if row["section"] == "write"}
+    assert names == {"e4m3", "e4m3 static", "bf16 pages"}
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == found["rows"]
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def test_bytes_and_operations_of_a_case():
+    case = Case((32768,) * 16)
+    assert str(case) == "16 x 32k"
+    assert case.moved(BF16) == 16 * 32768 * 8 * 128 * 2 * 2
+    assert case.moved(E4M3) == 16 * 32768 * 8 * (128 + 2) * 2
+    assert case.flops == 16 * 32768 * 32 * 128 * 4
+    # Three new tokens over two: they see three, four and five.
+    assert Case((5,), tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
+    assert Case((1000, 10), window=100, tokens=2).read == 101 + 10
+    assert {str(case) for case in FULL.decode} == {
+        f"{b} x {n}k" for b in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)
+    } | {"ragged"}
+
+
+def test_targets_take_the_worst_case():
+    def row(section, case, name, **more):
+        return {"section": section, "case": case, "name": name, **more}
+
+    rows = [
+        row("ceilings", "read", "a", us=1000.0, moved=4e9),
+        row("ceilings", "read", "b", us=1250.0, moved=4e9),
+    ]
+    for case, ours, pages in (("16 x 16k", 100.0, 200.0), ("16 x 32k", 220.0, 400.0)):
+        rows.append(row("decode", case, "e4m3", us=ours, moved=ours * 3.6e6, read=2**18))
+        rows.append(row("decode", case, "bf16 pages", us=pages, moved=pages * 3.6e6, read=2**18))
+    rows.append(row("decode", "1 x 1k", "e4m3", us=13.0, moved=1e6, read=1024))
+    rows.append(row("decode", "1 x 1k", "bf16 pages", us=13.0, moved=2e6, read=1024))
+    for name, speed, size in (
+        ("FP8PagedCache compiled", 30.0, 52),
+        ("StaticCache compiled", 20.0, 100),
+    ):
+        rows.append(row("end to end", "8 x 32k", name, tokens_per_s=speed, cache_bytes=size))
+        rows.append(row("end to end", "1 x 1k", name, tokens_per_s=1.0, cache_bytes=size))
+    found = complete({"settings": {"dry": False}, "rows": rows})
+    values = {target["what"]: (target["value"], target["met"]) for target in found["targets"]}
+    assert found["ceilings"]["read_gb_per_s"] == pytest.approx(4000)
+    assert values["decode e4m3, share of read bandwidth, 256k tokens on"] == (
+        pytest.approx(0.9),
+        True,
+    )
+    assert values["decode e4m3, time over bf16 pages, 256k tokens on"] == (
+        pytest.approx(0.55),
+        True,
+    )
+    assert values["decode e4m3, us, batch 1, 1k"] == (13.0, False)
+    assert values["generate 8 x 32k, tokens/s over StaticCache compiled"] == (1.5, True)
+    assert values["generate 8 x 32k, cache bytes over StaticCache"] == (0.52, True)
+    assert values["extend e4m3, rate over SDPA flash"] == (None, None)
+
+
+# -- others' attention ---------------------------------------------------------------------------
+
+
+def test_a_backend_that_takes_equally_many_heads_only(record, monkeypatch):
+    right = baselines._grouped
+
+    def refuses(q, k, v):
+        if q.shape[1] != k.shape[1]:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return right(q, k, v)
+
+    monkeypatch.setattr(baselines, "_grouped", refuses)
+    baselines.measure_decode(record, "decode", TINY.decode[0])
+    [row] = record.find("decode", name="sdpa math")
+    assert row["note"] == "KV heads repeated"
+
+
+class _Wrapper:
+    """FlashInfer's, as far as it is used."""
+
+    def __init__(self, workspace, layout, use_tensor_cores):
+        assert layout == "HND"
+
+    def plan(self, starts, numbers, last, query_heads, heads, dim, page_size, **dtypes):
+        self.lengths = (starts.diff() - 1) * page_size + last
+        self.starts, self.numbers, self.groups = starts, numbers, query_heads // heads
+
+    def run(self, query, pools):
+        out = torch.empty_like(query)
+        for b, length in enumerate(self.lengths.tolist()):
+            chosen = self.numbers[self.starts[b] : self.starts[b + 1]].long()
+            k, v = (
+                pool[chosen].float().transpose(0, 1).flatten(1, 2)[:, :length]
+                .repeat_interleave(self.groups, 0)
+                for pool in pools
+            )  # fmt: skip
+            logits = query[b, :, None].float() @ k.transpose(1, 2) * query.shape[-1] ** -0.5
+            out[b] = (logits.softmax(-1) @ v)[:, 0]
+        return out
+
+
+def test_flashinfer_where_there_is_one(record, monkeypatch):
+    stand_in = types.ModuleType("flashinfer")
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
+    stand_in.BatchDecodeWithPagedKVCacheWrapper = _Wrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    for case in TINY.decode:
+        baselines._flashinfer(record, "decode", case)
+    assert len(record.find("decode", name="flashinfer bf16")) == len(TINY.decode), record.rows
+    assert len(record.find("decode", name="flashinfer e4m3")) == len(TINY.decode), record.rows
+
+
+# -- with Triton's interpreter -------------------------------------------------------------------
+
+
+def test_the_kernel_that_only_reads():
+    from hf_fp8kv.ops.kernels.reading import read_all
+
+    source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
+    found = read_all(source, 4, 64, 2)
+    expected = np.bitwise_xor.reduce(source.numpy().reshape(4, 6, 64), axis=1).max(1)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_kernels_in_a_dry_run(record, monkeypatch):
+    monkeypatch.setattr(decode, "KINDS", (E4M3, BF16))
+    monkeypatch.setattr(write, "KINDS", (E4M3, BF16))
+    case = Case((70,), TINY.heads, label="1 x 70")
+    sizes = replace(TINY, decode=(case,), writes=(1,), prefill=20, extend=((3, 40),))
+    decode.measure(record, sizes, "triton")
+    decode.measure_extend(record, sizes, "triton")
+    write.measure(record, sizes, "triton")
+    assert not [row for row in record.rows if "failed" in row]
+    assert record.find("decode", name="split plan")
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_experiments(record, monkeypatch):
+    monkeypatch.setattr(experiments, "GRID", {"tile": (32, 64), "combine": ("last",)})
+    sizes = replace(TINY, decode=(Case((70,), TINY.heads, label="1 x 70"),))
+    experiments.measure(record, sizes, "triton")
+    rows = record.find("experiments")
+    assert [row["parameters"] for row in rows[:3]] == [{}, {"tile": 32}, {"tile": 64}]
+    assert len(rows) == 4
+    found = complete({
+        "settings": {"dry": True, "device": "cpu"}, "hardware": {}, "date": "", "sections": [],
+        "rows": record.rows,
+    })  # fmt: skip
+    assert "launch parameters" in text_of(found)
+
+
+# -- as on a GPU, with a stand-in for it ---------------------------------------------------------
+
+
+class _Event:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+class _Graph:
+    """Runs nothing when it is replayed, as long as nobody looks at the results."""
+
+    replays = 0
+
+    def replay(self):
+        _Graph.replays += 1
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """torch.cuda, as far as the benchmark uses it, over tensors of the CPU."""
+    nothing = types.SimpleNamespace(wait_stream=lambda _other: None)
+
+    @contextmanager
+    def inside(_thing):
+        yield
+
+    facts = types.SimpleNamespace(
+        name="stand-in", major=9, minor=0, multi_processor_count=4, total_memory=2**34,
+        L2_cache_size=2**14,
+    )  # fmt: skip
+    for name, value in {
+        "Stream": lambda: nothing, "current_stream": lambda: nothing, "stream": inside,
+        "graph": inside, "CUDAGraph": _Graph, "Event": _Event,
+        "synchronize": lambda *_: None, "empty_cache": lambda: None,
+        "mem_get_info": lambda _device: (2**40, 2**40),
+        "memory_reserved": lambda _device: 2**20, "memory_allocated": lambda _device: 2**19,
+        "get_device_properties": lambda _device: facts,
+        "reset_peak_memory_stats": lambda _device: None,
+        "max_memory_allocated": lambda _device: 12345,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(Stage, "is_gpu", property(lambda _self: True))
+    monkeypatch.setattr(timing, "REPLAYED", 1.0)
+    monkeypatch.setattr(timing, "GRAPH", 1e-6)
+    # cuDNN is for GPUs only.
+    monkeypatch.setattr(
+        baselines, "_backends", lambda _stage: {"flash": baselines.SDPBackend.FLASH_ATTENTION}
+    )
+
+
+@pytest.mark.usefixtures("gpu")
+def test_all_sections_as_on_a_gpu():
+    _Graph.replays = 0
+    found = bench_gpu.run_gpu_suite(**DRY)
+    assert not [row for row in found["rows"] if "failed" in row]
+    assert [section["error"] for section in found["sections"]] == [None] * len(found["sections"])
+    assert found["hardware"]["gpu"] == "stand-in"
+    assert found["hardware"]["capability"] == "9.0"
+    assert _Graph.replays > 100
+    ends = [row for row in found["rows"] if row["section"] == "end to end"]
+    assert {row["peak_bytes"] for row in ends} == {12345}
+    assert not [row for row in found["rows"] if "note" in row]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch):
+    @contextmanager
+    def refuses(_graph):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", refuses)
+    found = Stage("cpu").time([lambda: time.sleep(1e-4)])
+    assert found.note == "no graph: operation not permitted when stream is capturing"
+    assert 100 < found.us < 10_000
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_graph_is_long_enough_for_a_clock(monkeypatch):
+    calls = []
+    monkeypatch.setattr(timing, "GRAPH", 2.0)
+    monkeypatch.setattr(timing, "_events", lambda run, count: [400.0] * count)
+    found = Stage("cpu").time([lambda: calls.append(1)] * 3)
+    # Twice to warm up, once to see how long, then so often that it takes two milliseconds.
+    assert found.calls == 3 * 6
+    assert len(calls) == 2 * 3 + 3 + 3 * 6
+
+
+@pytest.mark.usefixtures("gpu")
+def test_buffers_are_so_many_that_no_cache_holds_them():
+    stage = Stage("cpu")
+    assert stage.copies(2**14) == 4
+    assert stage.copies(2**30) == 1
+    assert stage.copies(16) == 256
+
+
+# -- make gpu ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner():
+    spec = importlib.util.spec_from_file_location("run", ROOT / "tests" / "gpu" / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_make_gpu_without_one():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    script = [sys.executable, str(ROOT / "tests" / "gpu" / "run.py")]
+    ended = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == {"gpu": None}
+    assert "No GPU" in ended.stdout
+
+
+def test_a_part_that_takes_too_long_is_ended(runner, tmp_path, capsys):
+    log = tmp_path / "log"
+    assert runner.run(["-c", "import time; time.sleep(60)"], log, 0.5) == 124
+    assert "ended after" in log.read_text()
+    assert runner.run(["-c", "raise SystemExit(3)"], log, 60) == 3
+    assert "exit code 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("tests", 1), ("benchmark", 2)])
+def test_the_exit_code_and_the_last_line(
+    runner, monkeypatch, capsys, tmp_path, result, failing, code
+):
+    def run(command, log, seconds):
+        log.write_text("the log\n")
+        if "pytest" in command:
+            return 1 if failing == "tests" and "-m" not in command[2:] else 5
+        if "--from" not in command:
+            (tmp_path / "gpu.json").write_text(json.dumps(result))
+        return 2 if failing == "benchmark" else 0
+
+    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--dry", "--out", str(tmp_path)])
+    assert runner.main() == code
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["tests_exit_code"] == (failing == "tests")
+    assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
+    assert last["targets"]
