@@ -10,7 +10,6 @@ keeps the queries, and rounds K, V and weights.)
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -40,24 +39,13 @@ if ops.available_backends()["triton"] is not None:
 from hf_fp8kv.ops.kernels import decode, extend, plan, tuning
 from hf_fp8kv.ops.kernels.target import Target, assuming, target_of
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
 KERNELS = {"decode": decode.attend, "extend": extend.attend}
 Tensor = torch.Tensor
 DEFAULTS = {"window": 0, "softcap": 0.0, "sinks": None, "mask": None, "bias": None}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs() -> Iterator[None]:
-    """What a kernel does not write is NaN: `empty` then fills."""
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = before
-    torch.use_deterministic_algorithms(False)
 
 
 def there(x: Any) -> Any:

@@ -55,7 +55,7 @@ def _query(
     """Returns the query rows as the dot product takes them, what logits lack, and q c."""
     d = tl.arange(0, WIDE)
     real = exists[:, None] & (d < DK)[None, :]
-    place = b.to(tl.int64) * q_b + head[:, None] * q_h + t[:, None] * q_t + d[None, :]
+    place = (b.to(tl.int64) * q_b + head * q_h + t.to(tl.int64) * q_t)[:, None] + d[None, :]
     q = tl.load(query + place, mask=real, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
     if CENTER:
@@ -240,11 +240,11 @@ def attend_rows(
         begin, hidden = _scan(mask, begin, end, start)
         full = tl.maximum(full, hidden)
     elif MASK != NO_MASK:
-        mask += b.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h + t * mask_t
+        mask += b.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h + t.to(tl.int64) * mask_t
     if MASK == COMPLETE:
         full_end = full
     if bias is not None:
-        bias += b.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + t * bias_t
+        bias += b.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + t.to(tl.int64) * bias_t
 
     # Tiles [main, main_end) need no mask; those before and after do.
     first = begin // TILE
