@@ -87,7 +87,9 @@ def variants(few: bool = False) -> list[Variant]:
         {}, {"static": True}, e3m4, auto, {"dims": (64, 64)}, {"dims": (256, 256)},
         {"extras": everything}, {"dtype": torch.float32},
     )  # fmt: skip
-    found += [Variant("extend", **extend, tokens=128) for extend in extends]
+    found += [Variant("extend", **extend, tokens=1024) for extend in extends]
+    # Too few programs to fill a GPU: split as for decoding.
+    found += [Variant("extend", tokens=128), Variant("extend", tokens=128, extras=everything)]
     static = {"static": True, "extras": ("center",)}
     writes: tuple[dict[str, Any], ...] = ({}, static, e3m4, e5m2, fnuz, auto)
     found += [Variant("write", **write, tokens=t) for write in writes for t in (1, 128)]
@@ -100,12 +102,12 @@ _FEW = {
     "decode e4m3 D128", "decode e4m3 static D128", "decode e3m4 D128", "decode e4m3fnuz D128",
     "decode auto D128", "decode e4m3 D64", "decode e4m3 D256", "decode e4m3 D128 page 16",
     "decode e4m3 D128 window softcap sinks mask center", "decode e4m3 D128 float32",
-    "extend e4m3 D128 T128", "extend e4m3 D256 T128",
-    "extend e4m3 D128 T128 window softcap sinks mask center",
+    "extend e4m3 D128 T1024", "extend e4m3 D256 T1024", "extend e4m3 D128 T128",
+    "extend e4m3 D128 T1024 window softcap sinks mask center",
     "write e4m3 D128", "write e4m3 D128 T128", "write e4m3 static D128 T128 center",
     "gather e4m3 D128 k", "gather e4m3 D128 v",
 }  # fmt: skip
-HEADS, BATCH, LENGTH = 8, 3, 1000
+HEADS, BATCH, LENGTH = 8, 3, 2001
 
 
 def call(variant: Variant) -> None:
