@@ -41,9 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     no_gpu = pytest.mark.skip(reason="needs a GPU, and torch finds none")
     not_asked = pytest.mark.skip(reason="slow: set RUN_SLOW=1 to run it")
     for item in items:
-        if "gpu" in item.keywords and not HAS_GPU:
+        if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(no_gpu)
-        if "slow" in item.keywords and os.environ.get("RUN_SLOW", "0") == "0":
+        if item.get_closest_marker("slow") and os.environ.get("RUN_SLOW", "0") == "0":
             item.add_marker(not_asked)
 
 

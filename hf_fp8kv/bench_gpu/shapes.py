@@ -122,7 +122,7 @@ class Sizes:
         tokens: new tokens that are timed, eagerly and compiled.
         warm: the first ones, which are not: compiling and recording graphs.
         pages: random pages that stand for all others.
-        seconds: each section's share.
+        seconds: the share of each section, in proportion.
     """
 
     decode: tuple[Case, ...]
@@ -175,7 +175,7 @@ FULL = Sizes(
     warm=(3, 8),
     pages=64,
     seconds={
-        "ceilings": 15, "write": 20, "decode": 90, "end to end": 130, "extend": 25, "others": 25,
+        "ceilings": 10, "write": 15, "decode": 75, "extend": 20, "others": 20, "end to end": 130,
     },
 )  # fmt: skip
 

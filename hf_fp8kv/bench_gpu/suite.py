@@ -23,14 +23,14 @@ from .timing import Stage
 
 __all__ = ["SECTIONS", "run_gpu_suite"]
 
-# name -> what measures it. The order is that of a run: what targets are about comes first.
+# name -> what measures it. The last takes what time there is.
 SECTIONS: dict[str, Callable[[Record, Sizes, str], None]] = {
     "ceilings": lambda record, sizes, backend: ceilings.measure(record, backend),
     "write": write.measure,
     "decode": decode.measure,
-    "end to end": end_to_end.measure,
     "extend": decode.measure_extend,
     "others": decode.measure_others,
+    "end to end": end_to_end.measure,
 }
 # Sections that are measured only when asked for.
 MORE: dict[str, Callable[[Record, Sizes, str], None]] = {"experiments": experiments.measure}
@@ -113,8 +113,9 @@ def continue_suite(
         stage, progress=progress, keep=keep, rows=result["rows"], banned=result["banned"]
     )
     for index, name in enumerate(chosen):
-        left = ends - time.perf_counter()
-        share = min(left, sizes.seconds.get(name, left))
+        # What one section does not need goes to those after it.
+        shares = [sizes.seconds.get(other, 100.0) for other in chosen[index:]]
+        share = (ends - time.perf_counter()) * shares[0] / sum(shares)
         progress(f"== {name}: up to {max(share, 0):.0f} s")
         record.begin(share)
         began, error, again = time.perf_counter(), None, False

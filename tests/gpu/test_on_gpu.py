@@ -1,0 +1,393 @@
+"""What only a GPU can show: graphs, compiled steps, no waiting, far addresses, no races.
+
+Where there is no GPU, RUN_SLOW=1 runs what can be run of it in Triton's interpreter on tiny shapes:
+it shows that the tests themselves work.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+
+from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv.attention import fp8_paged_attention
+from hf_fp8kv.bench import _Module
+from hf_fp8kv.bench_gpu.decode import _attend, _planned, _query
+from hf_fp8kv.bench_gpu.pools import check, pages_for, poisoned, relative_error
+from hf_fp8kv.bench_gpu.record import TOLERANCE, Record
+from hf_fp8kv.bench_gpu.shapes import BF16, KINDS, TINY, Case, Heads
+from hf_fp8kv.bench_gpu.timing import Stage
+from hf_fp8kv.ops import Pages, reference
+from tests.tiny_models import tiny
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+if ops.available_backends()["triton"] is not None:
+    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.gpu if HERE == "cuda" else pytest.mark.slow,
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+ON_GPU = HERE == "cuda"
+DEVICE = torch.device(HERE)
+only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
+# A tile of the size that matters there, and what the interpreter can bear.
+HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+E4M3, STATIC, E3M4 = KINDS[:3]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def record() -> Record:
+    return Record(Stage(DEVICE, dry=not ON_GPU), progress=lambda _message: None)
+
+
+# -- generation ----------------------------------------------------------------------------------
+
+
+def middling() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A random float32 model of middling size (tiny without a GPU), and a padded prompt of two."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    tokens = 300
+    if not ON_GPU:
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        heads, tokens = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}, 20
+    config = LlamaConfig(
+        **size, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        initializer_range=0.1, attn_implementation="fp8_paged",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().to(DEVICE)
+    ids = torch.randint(1, 1000, (2, tokens), device=DEVICE)
+    seen = torch.ones_like(ids)
+    # Whole pages of padding, and a part of one.
+    seen[0, : tokens // 2] = 0
+    return model, {"input_ids": ids, "attention_mask": seen}
+
+
+def tiny_there(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+
+
+MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
+    "middling": middling,
+    "gqa": lambda: tiny_there("gqa"),
+    "sliding_and_full": lambda: tiny_there("sliding_and_full"),
+    "softcap": lambda: tiny_there("softcap"),
+    "sinks": lambda: tiny_there("sinks"),
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "dynamic scales": {},
+    "static scales": {"scales": 0.02, "center_keys": True},
+    "e3m4, stored": {"dtype": "fp8_e3m4", "prefill": "stored"},
+}
+
+
+def compiling() -> dict[str, Any]:
+    """generate() compiles by itself on a GPU, with CUDA graphs; elsewhere it is asked to."""
+    if ON_GPU:
+        return {}
+    config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
+    config._compile_all_devices = True
+    return {"compile_config": config}
+
+
+def answer(model: Any, inputs: dict[str, Any], cache: FP8PagedCache, **more: Any) -> torch.Tensor:
+    count = 40 if ON_GPU else 4
+    return model.generate(
+        **inputs, past_key_values=cache, **{"max_new_tokens": count, **GREEDY, **more}
+    )
+
+
+def cache_for(model: Any, inputs: dict[str, Any], static: bool, **more: Any) -> FP8PagedCache:
+    room = {"max_cache_len": inputs["input_ids"].shape[1] + 60} if static else {}
+    return FP8PagedCache(model.config, page_size=16, **{"backend": "triton", **room, **more})
+
+
+@pytest.mark.parametrize("form", ["dynamic", "static", "compiled"])
+@pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_the_reference(name, keywords, form):
+    if keywords and (name not in ("middling", "gqa") or (name, form) == ("middling", "compiled")):
+        pytest.skip("formats are the same to every model")
+    if name not in ("middling", "gqa") and not ON_GPU:
+        pytest.skip("test_kernels_generate.py has them")
+    model, inputs = MODELS[name]()
+    expected = answer(
+        model, inputs, cache_for(model, inputs, False, backend="reference", **keywords)
+    )
+    cache = cache_for(model, inputs, form != "dynamic", **keywords)
+    options = compiling() if form == "compiled" else {"disable_compile": True}
+    assert torch.equal(answer(model, inputs, cache, **options), expected)
+    if form == "compiled":
+        assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
+        assert not counters["inductor"]["cudagraph_skips"], "a step was not one CUDA graph"
+        cache.reset()
+        assert torch.equal(answer(model, inputs, cache, **options), expected)
+        assert counters["stats"]["unique_graphs"] == 1, "a reset cache was compiled again"
+
+
+def test_beams_change_places_between_compiled_steps():
+    model, inputs = MODELS["gqa"]()
+    more = {"num_beams": 3}
+    expected = answer(model, inputs, cache_for(model, inputs, False, backend="reference"), **more)
+    got = answer(model, inputs, cache_for(model, inputs, True), **more, **compiling())
+    assert torch.equal(got, expected)
+
+
+def test_crop_between_compiled_steps():
+    """After a crop and a reset the same compiled step goes on with what is left."""
+    model, inputs = MODELS["gqa"]()
+    cache = cache_for(model, inputs, True)
+    options = {"max_new_tokens": 5, **compiling()}
+    first = answer(model, inputs, cache, **options)
+    cache.crop(-3)
+    longer = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    longer["attention_mask"][:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+    again = answer(model, longer, cache, **options)
+    other = cache_for(model, inputs, False, backend="reference")
+    assert torch.equal(answer(model, inputs, other, max_new_tokens=5), first)
+    other.crop(-3)
+    assert torch.equal(answer(model, longer, other, max_new_tokens=5), again)
+
+
+def test_forks_go_their_own_ways():
+    model, inputs = MODELS["gqa"]()
+    found = []
+    for backend in ("triton", "reference"):
+        cache = cache_for(model, inputs, False, backend=backend)
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            ways = [cache, cache.fork(), cache.fork()]
+            for step in range(20 if ON_GPU else 3):
+                for number, way in enumerate(ways):
+                    token = torch.full((2, 1), 7 * number + step, device=DEVICE)
+                    seen = torch.ones((2, way.get_seq_length() + 1), device=DEVICE)
+                    seen[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+                    found.append(
+                        model(token, attention_mask=seen.long(), past_key_values=way).logits
+                    )
+    half = len(found) // 2
+    for got, expected in zip(found[:half], found[half:], strict=True):
+        assert relative_error(got, expected) < 1e-3
+
+
+# -- one layer -----------------------------------------------------------------------------------
+
+
+def layer_step(cache: FP8PagedCache, seed: int = 0) -> Callable[[], torch.Tensor]:
+    """What one layer does in a decode step, on fixed random numbers."""
+    torch.manual_seed(seed)
+
+    def numbers(heads: int) -> torch.Tensor:
+        return torch.randn(2, heads, 1, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
+
+    query, key, value = numbers(HEADS.query), numbers(HEADS.kv), numbers(HEADS.kv)
+    module = _Module(HEADS.query // HEADS.kv)
+
+    def step() -> torch.Tensor:
+        keys, values = cache.update(key, value, 0)
+        return fp8_paged_attention(module, query, keys, values, None)[0]
+
+    return step
+
+
+def filled(tokens: int, **keywords: Any) -> FP8PagedCache:
+    config = LlamaConfig(
+        num_hidden_layers=1, num_attention_heads=HEADS.query, num_key_value_heads=HEADS.kv,
+        head_dim=HEADS.dim, hidden_size=HEADS.query * HEADS.dim, attn_implementation="fp8_paged",
+    )  # fmt: skip
+    cache = FP8PagedCache(config, backend="triton", **keywords)
+    shape = (2, HEADS.kv, tokens, HEADS.dim)
+    cache.update(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)), 0)
+    return cache
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}, {"dtype": "auto"}], ids=str)
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
+    """Within a page; a new page of the dynamic form is told to the device, which waits once."""
+    room = {"max_cache_len": 200} if static else {}
+    cache = filled(70, **keywords, **room)
+    step = layer_step(cache)
+    step()
+    with waiting_is_an_error():
+        for _ in range(3):
+            out = step()
+    assert bool(out.isfinite().all())
+
+
+@only_gpu
+@pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}], ids=str)
+def test_a_replayed_graph_follows_the_lengths(keywords):
+    """One captured step, replayed over several pages and split plans, writes and attends."""
+    start, count = 60, 1500
+    cache = filled(start, max_cache_len=start + count + 10, **keywords)
+    twin = filled(start, max_cache_len=start + count + 10, **keywords)
+    step = layer_step(cache)
+    layer, other = cache.paged_layers[0], twin.paged_layers[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    cache.crop(-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for name, tensor in layer.pool.tensors().items():
+        tensor.copy_(other.pool.tensors()[name])
+    layer.lengths.fill_(start)
+    expected_step = layer_step(twin)
+    for number in range(count):
+        graph.replay()
+        expected = expected_step()
+        if number % 50 == 0 or number == count - 1:
+            assert torch.equal(out, expected), f"replay {number}"
+    assert torch.equal(layer.lengths, other.lengths)
+    for name, tensor in layer.pool.tensors().items():
+        assert torch.equal(tensor, other.pool.tensors()[name]), name
+
+
+@pytest.mark.parametrize("combine", ["kernel", "last"])
+@pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
+def test_many_repeats_give_the_same_bits(kind, combine):
+    """A race would show: sequences in many parts, merged by whoever is told to."""
+    from hf_fp8kv.ops.kernels import tuning
+
+    lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
+    case, here = Case(lengths, HEADS, label="repeats"), record()
+    with tuning.override(combine=combine), torch.no_grad():
+        pages = pages_for(here.stage, kind, case, 1, 16)[0]
+        query = _query(here, case)
+        before, plan, ends = _planned(here, case, "triton")
+        before()
+        with poisoned():
+            first = _attend(query, pages, ends, case, plan, "triton")
+        assert check(first, query, pages, case) < TOLERANCE
+        for number in range(200 if ON_GPU else 2):
+            before()
+            found = _attend(query, pages, ends, case, plan, "triton")
+            again = _attend(query, pages, ends, case, plan, "triton")
+            assert torch.equal(found, first), f"repeat {number}"
+            assert torch.equal(again, first), f"repeat {number}, the same plan once more"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((20000, 1, 64, 777), HEADS, label="ragged"),
+        Case((5000, 4096), HEADS, window=1024, label="window"),
+        Case((5000, 100), HEADS, softcap=20.0, label="softcap"),
+        Case((5000, 100), HEADS, tokens=4, label="several tokens"),
+        Case((5000,), HEADS, tokens=700, label="many tokens"),
+        Case((3000,), Heads(8, 8, 64), label="no groups"),
+        Case((3000,), Heads(16, 2, 256), label="large heads"),
+        Case((3000,), Heads(16, 2, 80), label="odd heads"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [E4M3, STATIC, BF16], ids=lambda kind: kind.name)
+def test_attention_over_many_pages(kind, case):
+    if not ON_GPU:
+        case = replace(
+            case, lengths=tuple(1 + n // 40 for n in case.lengths), heads=TINY.heads,
+            tokens=min(case.tokens, 20), window=min(case.window, 20),
+        )  # fmt: skip
+        if min(case.lengths) < case.tokens:
+            case = replace(case, lengths=tuple(n + case.tokens for n in case.lengths))
+    here = record()
+    pages = pages_for(here.stage, kind, case, 1, 16)[0]
+    query = _query(here, case)
+    before, plan, ends = _planned(here, case, "triton")
+    before()
+    with torch.no_grad(), poisoned():
+        found = _attend(query, pages, ends, case, plan, "triton")
+    assert check(found, query, pages, case) < TOLERANCE
+
+
+def test_addresses_past_two_gigabytes():
+    """Pages at the far end of a pool of more than 2 ** 31 bytes, read and written."""
+    many = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
+    length = 300
+    case, here = Case((length,), HEADS, label="far"), record()
+    near = pages_for(here.stage, E4M3, case, 1, 16)[0]
+    count = near.table.shape[1]
+    key, value = (
+        torch.randn(1, HEADS.kv, 10, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
+        for _ in range(2)
+    )
+    pools = []
+    for tensor in near[:4]:
+        assert tensor is not None
+        pool = torch.empty((many, *tensor.shape[1:]), dtype=tensor.dtype, device=DEVICE)
+        pool[-count:] = tensor
+        pools.append(pool)
+    far = Pages(*pools, None, None, None, near.table + (many - count), *near[8:])
+    if ON_GPU:
+        assert far.k.numel() > 2**31
+    query = _query(here, case)
+    for stored in (near, far):
+        begin = torch.tensor([length - 10], dtype=torch.int32, device=DEVICE)
+        ops.write(stored, key, value, begin, "triton")
+    ends = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    found = [_attend(query, stored, ends, case, None, "triton") for stored in (near, far)]
+    assert torch.equal(*found)
+    assert check(found[1], query, far, case) < TOLERANCE
+    for side in ("k", "v"):
+        dense = [
+            ops.gather(stored, ends, side, 0, length, torch.float32, False, "triton")
+            for stored in (near, far)
+        ]
+        assert torch.equal(*dense)
+        expected = reference.gather(far, ends, side, 0, length, torch.float32, False)
+        assert torch.equal(dense[1], expected)
+
+
+@only_gpu
+@pytest.mark.parametrize("tokens", [1, 600])
+def test_no_dense_copy_is_made(tokens):
+    case, here = Case((60_000,), HEADS, tokens=tokens, label="memory"), record()
+    pages = pages_for(here.stage, E4M3, case, 1, 16)[0]
+    query = _query(here, case)
+    before, plan, ends = _planned(here, case, "triton")
+    before()
+    _attend(query, pages, ends, case, plan, "triton")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    out = _attend(query, pages, ends, case, plan, "triton")
+    grown = torch.cuda.max_memory_allocated() - held
+    # Partial sums of a split sequence are what a decode step may need.
+    assert grown < 3 * out.numel() * out.element_size() + 2**23
