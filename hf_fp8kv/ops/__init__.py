@@ -279,6 +279,7 @@ _SCHEMAS = {
     "int limit, str backend) -> ()",
     "gather": f"({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, "
     "SymInt stop, ScalarType dtype, bool ragged, str backend) -> Tensor",
+    # It counts in the plan which parts are done, and leaves it as it was.
     "attend": f"(Tensor query, {_STORED}, {_REST}, Tensor lengths, Tensor? sinks, Tensor? mask, "
     f"Tensor? bias, Tensor? plan, {_NAMES}, SymInt start, SymInt stop, float scaling, "
     "bool causal, int window, float softcap, str backend) -> Tensor",

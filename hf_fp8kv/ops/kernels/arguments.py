@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from ..pages import Pages
 from . import attention
 from .codec import Codec, codec_for
-from .target import Target, target_of
+from .target import Target, next_power_of_2, target_of
 
 __all__ = ["Call", "prepare"]
 
@@ -48,7 +47,7 @@ class Call:
 
 def _padded(size: int) -> int:
     """What a dot product takes: a power of two, at least 16."""
-    return max(16, int(triton.next_power_of_2(size)))
+    return max(16, next_power_of_2(size))
 
 
 def _codec(

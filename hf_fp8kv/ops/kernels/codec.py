@@ -6,6 +6,7 @@ multiply into a scale. Such a move loses the NaN of a format; `keep_nan` puts it
 cost, and is only needed with static scales: a dynamic scale of a vector that holds NaN is NaN.
 """
 
+import functools
 from dataclasses import dataclass
 
 import triton
@@ -47,6 +48,7 @@ class Codec:
     operand: tl.dtype
 
 
+@functools.cache
 def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
     """Returns how `target` reads the format `name`.
 

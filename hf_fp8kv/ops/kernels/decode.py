@@ -15,7 +15,7 @@ from ..pages import Pages
 from . import plan as plans
 from .arguments import Call, prepare
 from .attention import attend_rows, finish
-from .target import launch
+from .target import cdiv, launch
 from .tuning import DECODE_ROWS, Cut, decode_cut
 
 __all__ = ["DECODE_ROWS", "attend", "split"]
@@ -63,13 +63,14 @@ def split(call: Call, cut: Cut, plan: torch.Tensor | None, programs: int = 0) ->
     assert lengths is not None
     batch, q_heads, tokens, _ = query.shape
     heads, dim = call.constants["HEADS"], call.constants["DV"]
-    blocks = triton.cdiv(call.rows, cut.rows)
+    blocks = cdiv(call.rows, cut.rows)
     slots = plans.capacity(batch, heads * blocks, call.target, programs)
+    rows = plans.rows(batch, heads * blocks, call.target, programs)
     if plan is None:
-        rows = plans.rows(batch, heads * blocks, call.target, programs)
         plan = torch.empty((rows, 4), dtype=torch.int32, device=query.device)
         _tokens, start, _stop, window, *_ = call.numbers
         plans.make(plan, lengths, tokens, window, start, heads * blocks, programs)
+    assert plan.shape == (rows, 4), f"a plan for another launch: {tuple(plan.shape)}, {rows} rows"
 
     out = query.new_empty((batch, tokens, q_heads, dim))
     # The partial sums, and after them each one's reference and sum of weights.

@@ -17,7 +17,7 @@ from .arguments import prepare
 from .attention import attend_rows, finish
 from .decode import split
 from .plan import UNIT
-from .target import launch
+from .target import cdiv, launch
 from .tuning import extend_cut
 
 __all__ = ["attend"]
@@ -35,7 +35,7 @@ def attend(
     call = prepare(query, pages, lengths, start, stop, **arguments)
     cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide)
     batch, q_heads, tokens, _ = query.shape
-    grid = (call.constants["HEADS"], batch, triton.cdiv(call.rows, cut.rows))
+    grid = (call.constants["HEADS"], batch, cdiv(call.rows, cut.rows))
     if math.prod(grid) < call.target.processors and stop > 2 * UNIT:
         return split(call, cut, None, programs=1)
     out = query.new_empty((batch, tokens, q_heads, call.constants["DV"]))

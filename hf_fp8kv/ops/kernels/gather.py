@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ..pages import Pages
 from .encoder import decode, encoder_for
-from .target import launch
+from .target import launch, next_power_of_2
 from .write import tile_size, warps
 
 __all__ = ["gather"]
@@ -44,7 +44,7 @@ def gather(
     heads, dim = pool.shape[1], pool.shape[3 if is_key else 2]
     batch = pages.table.shape[0]
     out = pool.new_empty((batch, heads, stop - start, dim), dtype=dtype)
-    tile, width = tile_size(pages.page_size), triton.next_power_of_2(dim)
+    tile, width = tile_size(pages.page_size), next_power_of_2(dim)
     # Tiles begin at multiples of their size, wherever `start` is.
     parts = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .target import Target, launch, target_of
+from .target import Target, launch, next_power_of_2, target_of
 from .tuning import programs_per_processor
 
 __all__ = ["UNIT", "capacity", "make", "rows"]
@@ -63,8 +63,8 @@ def make(
     assert plan.is_contiguous()
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads,
-        SLOTS=slots, SPAN=triton.next_power_of_2(slots), UNIT=UNIT,
-        SEQUENCES=triton.next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
+        SLOTS=slots, SPAN=next_power_of_2(slots), UNIT=UNIT,
+        SEQUENCES=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 

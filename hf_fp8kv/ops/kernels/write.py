@@ -14,7 +14,7 @@ from .encoder import (
     smallest_scale,
     upper_half,
 )
-from .target import launch
+from .target import launch, next_power_of_2
 
 __all__ = ["write"]
 
@@ -52,7 +52,7 @@ def write(
     """
     batch, heads, tokens, k_dim = key.shape
     v_dim = value.shape[3]
-    k_width, v_width = triton.next_power_of_2(k_dim), triton.next_power_of_2(v_dim)
+    k_width, v_width = next_power_of_2(k_dim), next_power_of_2(v_dim)
     tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, wherever a sequence ends.
     parts = (tokens + tile - 2) // tile + 1 if tokens else 0
