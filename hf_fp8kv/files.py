@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from .errors import ScaleError
+from .scale_checks import shown
 
 __all__ = [
     "PICKLES",
@@ -50,7 +51,9 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
     with wrapped(path, "a JSON file"):
         data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=pairs)
     if not isinstance(data, dict):
-        raise ScaleError(f"{path}: expected a JSON object, got {type(data).__name__}")
+        raise ScaleError(
+            f"{path}: expected a JSON object, got {type(data).__name__}; fetch or write it again"
+        )
     return data
 
 
@@ -58,11 +61,15 @@ def read_weight_map(path: Path) -> dict[str, str]:
     """Tensor names and the files that hold them, from a safetensors index."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise ScaleError(f"{path}: expected a weight_map with tensors, got {files!r}")
+        raise ScaleError(
+            f"{path}: expected a weight_map with tensors, got {shown(files)}; fetch it again"
+        )
     for file in files.values():
         # A file of another folder is not part of the checkpoint.
         if not isinstance(file, str) or Path(file).name != file:
-            raise ScaleError(f"{path}: expected file names in weight_map, got {file!r}")
+            raise ScaleError(
+                f"{path}: expected file names in weight_map, got {shown(file)}; fetch it again"
+            )
     return files
 
 

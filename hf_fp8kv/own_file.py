@@ -88,7 +88,8 @@ def read_own(path: Path, names: list[str], about: str) -> tuple[dict[int, LayerS
             match = _OWN_NAME.fullmatch(name)
             if match is None or file.get_slice(name).get_dtype() != "F32":
                 raise ScaleError(
-                    f"{path}: expected layers.N.k_scale, v_scale and k_center in F32, got {name}"
+                    f"{path}: expected layers.N.k_scale, v_scale and k_center in F32, got {name}; "
+                    "write the file again with save_pretrained"
                 )
             parts[int(match[1])][match[2]] = file.get_tensor(name)
     if header.get("layers") != sorted(parts):
@@ -99,7 +100,10 @@ def read_own(path: Path, names: list[str], about: str) -> tuple[dict[int, LayerS
     layers = {}
     for index, part in parts.items():
         if not {"k_scale", "v_scale"} <= set(part):
-            raise ScaleError(f"{path}: layer {index}: expected k_scale and v_scale, got one")
+            raise ScaleError(
+                f"{path}: layer {index}: expected k_scale and v_scale, got one; write the file "
+                "again with save_pretrained"
+            )
         source = f"{path}: layers.{index}"
         layers[index] = LayerScales(part["k_scale"], part["v_scale"], part.get("k_center"), source)
     model_type = header.get("model_type")

@@ -15,6 +15,7 @@ __all__ = [
     "checked_scale",
     "scalar",
     "shortened",
+    "shown",
 ]
 
 # Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
@@ -26,10 +27,11 @@ def check_ranks(tp_rank: int, tp_size: int) -> None:
     """Raises ScaleError unless `0 <= tp_rank < tp_size`."""
     for value in (tp_rank, tp_size):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ScaleError(f"tp_rank, tp_size: expected integers, got {value!r}")
+            raise ScaleError(f"tp_rank, tp_size: expected integers, got {value!r}; pass int")
     if not 0 <= tp_rank < tp_size:
         raise ScaleError(
-            f"expected 0 <= tp_rank < tp_size, got tp_rank={tp_rank} and tp_size={tp_size}"
+            f"expected 0 <= tp_rank < tp_size, got tp_rank={tp_rank} and tp_size={tp_size}; one "
+            "process is rank 0 of 1"
         )
 
 
@@ -44,6 +46,12 @@ def shortened(values: Iterable[object], limit: int = 8) -> str:
     return ", ".join(shown[:limit]) + (", ..." if len(shown) > limit else "")
 
 
+def shown(value: object, limit: int = 120) -> str:
+    """What was found, for a message: a file may hold a number of a thousand digits."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def checked_constant(value: object, what: str) -> float:
     """The number as a float; ScaleError unless it can be a scale."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -51,7 +59,8 @@ def checked_constant(value: object, what: str) -> float:
     if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
-        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {value!r}"
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {shown(value)}; "
+        "calibrate again, or leave the scales out (scales=None is dynamic)"
     )
 
 
@@ -91,7 +100,9 @@ def checked_center(tensor: object, what: str) -> torch.Tensor:
     """The centre as float32 on the CPU, `[heads, D]`; ScaleError if it is none."""
     center = _checked_tensor(tensor, what)
     if center.ndim != 2 or center.numel() == 0:
-        raise ScaleError(f"{what}: expected the shape [heads, D], got {list(center.shape)}")
+        raise ScaleError(
+            f"{what}: expected the shape [heads, D], got {list(center.shape)}; reshape it"
+        )
     bad = ~center.isfinite()
     if bad.any():
         raise ScaleError(

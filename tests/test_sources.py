@@ -39,6 +39,14 @@ def rounded(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> li
     return torch.tensor(values, dtype=dtype).float().tolist()
 
 
+def assert_helpful(error: pytest.ExceptionInfo[ScaleError]) -> None:
+    """The message says what was expected, what was found instead, and what to do."""
+    message = str(error.value)
+    assert "expected" in message
+    assert ", got " in message or ", found " in message
+    assert "; " in message.split("expected", 1)[1]
+
+
 def copied(name: str, tmp_path: Path) -> Path:
     """A golden folder to spoil."""
     return Path(shutil.copytree(DATA / name, tmp_path / name))
@@ -620,6 +628,7 @@ def test_a_bad_json_is_refused(tmp_path, spoil, message):
         with pytest.raises(ScaleError, match=message) as error:
             read()
         assert str(path) in str(error.value)
+        assert_helpful(error)
 
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -793,6 +802,7 @@ def test_a_bad_checkpoint_is_refused(tmp_path, spoil, message):
     with pytest.raises(ScaleError, match=message) as error:
         KVScales.from_pretrained(folder)
     assert str(folder) in str(error.value)
+    assert_helpful(error)
     with pytest.raises(ScaleError):
         resolve(str(folder))
 
@@ -867,8 +877,9 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
 def test_a_bad_index_is_refused(tmp_path, spoil, message):
     folder = copied("compressed-tensors-heads", tmp_path)
     spoil(folder)
-    with pytest.raises(ScaleError, match=message):
+    with pytest.raises(ScaleError, match=message) as error:
         KVScales.from_pretrained(folder)
+    assert_helpful(error)
 
 
 OWN = "kv_scales.safetensors"
@@ -921,6 +932,7 @@ def test_a_bad_file_of_ours_is_refused_and_nothing_else_is_tried(tmp_path, spoil
     with pytest.raises(ScaleError, match=message) as error:
         KVScales.from_pretrained(folder)
     assert str(folder / OWN) in str(error.value)
+    assert_helpful(error)
 
 
 def test_a_good_file_of_ours_is_not_refused(tmp_path):
@@ -949,6 +961,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name, message):
     with pytest.raises(ScaleError, match=message) as error:
         KVScales.from_file(path)
     assert str(path) in str(error.value)
+    assert_helpful(error)
 
 
 BAD_REQUESTS = {
@@ -965,8 +978,9 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize(("options", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_a_bad_request_is_refused(options, message):
-    with pytest.raises(ScaleError, match=message):
+    with pytest.raises(ScaleError, match=message) as error:
         KVScales.from_file(DATA / "vllm-two-ranks" / "kv_cache_scales.json", **options)
+    assert_helpful(error)
 
 
 @pytest.mark.parametrize("name", ["vllm", "autofp8"])
@@ -1067,6 +1081,14 @@ def test_only_what_holds_scales_is_fetched(hub):
         "model-00001-of-00002.safetensors",
         SHARD,
     }
+
+
+def test_the_files_of_ranks_are_found_in_a_repository_of_tensorrt(hub):
+    fake = hub("trtllm")
+    shutil.copy(fake.folder / "model.safetensors", fake.folder / "rank1.safetensors")
+    (fake.folder / "model.safetensors").rename(fake.folder / "rank0.safetensors")
+    assert numbers(KVScales.from_pretrained("org/model"), "k") == rounded(LARGER)
+    assert sorted(fake.fetched) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
 
 
 def test_each_file_is_asked_for_once(hub):

@@ -1,8 +1,9 @@
 """What a checkpoint's configs say: how the KV cache is quantised, its layers and its heads."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -31,7 +32,8 @@ class Declaration:
 _STATIC_WORDS = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
 _FNUZ_WORDS = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
 _PLAIN_WORDS = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
-_CONFIGS = ("text_config", "llm_config")
+# Where a config of several models keeps that of the language model.
+_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def declaration(config: object, hf_quant_config: object = None) -> Declaration:
@@ -41,8 +43,7 @@ def declaration(config: object, hf_quant_config: object = None) -> Declaration:
         config: transformers' config, or the dict of a `config.json`.
         hf_quant_config: the dict of a `hf_quant_config.json`, or None.
     """
-    nested = [(f"{name}.", _get(config, name)) for name in _CONFIGS]
-    owners = [("", config), *[(name, owner) for name, owner in nested if owner is not None]]
+    owners = [("", config), *_nested("", config)]
     found: list[Declaration] = []
     dialect = None
     for entry in ("quantization_config", "compression_config", "quantization"):
@@ -72,10 +73,24 @@ def _of_block(where: str, block: Mapping[str, object], dialect: str) -> list[Dec
     for entry in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype"):
         for prefix, owner in (("quantization.", inner), ("", block)):
             found += _judged(f"{where}.{prefix}{entry}", owner.get(entry), dialect)
+    for name, group in as_mapping(block.get("config_groups")).items():
+        found += _of_outputs(f"{where}.config_groups.{name}", as_mapping(group), dialect)
     group = as_mapping(block.get("export")).get("kv_cache_group")
     if group:
         found.append(_of_quark(f"{where}.export.kv_cache_group", block, group, dialect))
     return found
+
+
+def _of_outputs(where: str, group: Mapping[str, object], dialect: str) -> list[Declaration]:
+    """Before there was a `kv_cache_scheme`, the cache was the output of named projections."""
+    targets = group.get("targets")
+    if not isinstance(targets, list) or not any(
+        "k_proj" in t or "v_proj" in t for t in map(str, targets)
+    ):
+        return []
+    return _judged(
+        f"{where}.output_activations (kv_cache)", group.get("output_activations"), dialect
+    )
 
 
 def _judged(where: str, value: object, dialect: str) -> list[Declaration]:
@@ -122,17 +137,22 @@ def _of_scheme(where: str, scheme: Mapping[str, object], dialect: str) -> Declar
 def _of_quark(where: str, block: Mapping[str, object], group: object, dialect: str) -> Declaration:
     """Quark lists the projections whose outputs are the cache; each must say how it is stored."""
     patterns = group if isinstance(group, list) else [group]
-    by_layer = as_mapping(block.get("layer_quant_config"))
-    by_cache = as_mapping(block.get("kv_cache_quant_config"))
+    entries = {
+        **as_mapping(block.get("kv_cache_quant_config")),
+        **as_mapping(block.get("layer_quant_config")),
+    }
     dynamic = False
-    for pattern in patterns:
-        entry = as_mapping(by_layer.get(str(pattern)) or by_cache.get(str(pattern)))
-        output = as_mapping(entry.get("output_tensors"))
-        dtype, scheme = output.get("dtype"), output.get("qscheme")
-        if (dtype, scheme) != ("fp8_e4m3", "per_tensor"):
-            what = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
-            return Declaration("refused", what, dialect)
-        dynamic = dynamic or bool(output.get("is_dynamic"))
+    for pattern in map(str, patterns):
+        # The pattern itself is an entry, or the layers that it stands for are.
+        named = [entry for name, entry in entries.items() if fnmatchcase(str(name), pattern)]
+        for entry in named or [None]:
+            output = as_mapping(as_mapping(entry).get("output_tensors"))
+            dtype, scheme = output.get("dtype"), output.get("qscheme")
+            if (dtype, scheme) != ("fp8_e4m3", "per_tensor") or output.get("symmetric") is False:
+                what = f"{where}: {pattern} with dtype {dtype!r} and qscheme {scheme!r}"
+                what += " (asymmetric)" if output.get("symmetric") is False else ""
+                return Declaration("refused", what, dialect)
+            dynamic = dynamic or bool(output.get("is_dynamic"))
     what = f"{where} = {patterns!r}"
     return Declaration("dynamic" if dynamic else "static", what, dialect)
 
@@ -147,6 +167,15 @@ def _dialect(entry: str, block: Mapping[str, object]) -> str:
     if method == "quark":
         return "quark"
     return "trtllm" if entry == "quantization" else "autofp8"
+
+
+def _nested(prefix: str, config: object) -> Iterator[tuple[str, object]]:
+    """The configs of the language model inside of a config, each with its path."""
+    for name in _CONFIGS:
+        owner = _get(config, name)
+        if owner is not None:
+            yield f"{prefix}{name}.", owner
+            yield from _nested(f"{prefix}{name}.", owner)
 
 
 def _get(config: object, name: str) -> object:
@@ -164,9 +193,15 @@ def as_mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
+def _text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The innermost config of the language model."""
+    inner = next((m for m in (as_mapping(config.get(n)) for n in _CONFIGS) if m), None)
+    return config if inner is None else _text(inner)
+
+
 def attention_layers(config: Mapping[str, object]) -> Sequence[int] | None:
     """The layers that own a KV cache by a `config.json`; None when it does not say."""
-    text = next((m for m in (as_mapping(config.get(n)) for n in _CONFIGS) if m), config)
+    text = _text(config)
     names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers")
     count = next((text[n] for n in (*names, "num_layers") if isinstance(text.get(n), int)), None)
     if not isinstance(count, int) or not 0 < count < 1_000_000:
@@ -182,6 +217,6 @@ def attention_layers(config: Mapping[str, object]) -> Sequence[int] | None:
 
 def head_counts(config: Mapping[str, object]) -> set[int]:
     """Every number of heads that a `config.json` names."""
-    text = next((m for m in (as_mapping(config.get(n)) for n in _CONFIGS) if m), config)
+    text = _text(config)
     names = re.compile(r"heads$|^n_head|^multi_query_group_num$")
     return {n for name, n in text.items() if names.search(name) and isinstance(n, int)}

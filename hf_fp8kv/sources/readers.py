@@ -12,12 +12,13 @@ from ..scales import KVScales
 from .config import Declaration, declaration
 from .folder import Folder, LocalFolder
 from .hub import HubFolder
+from .ranks import rank_files, read_ranks
 from .request import Request, check_model_type, complete
 from .rows import LIKELY, matched
 from .tensors import read_tensors
 from .vllm_json import JSON_FILE, read_vllm_json
 
-__all__ = ["read_checkpoint", "read_file"]
+__all__ = ["read_checkpoint", "read_file", "tensor_files"]
 
 logger = logging.getLogger(__package__)
 
@@ -38,7 +39,9 @@ def read_file(path: Path, want: Request) -> KVScales:
             return _read_beside(path, read_weight_map(path), want)
         return read_vllm_json(path, data, want, {})
     if path.suffix != ".safetensors":
-        raise ScaleError(f"{path}: expected .json or .safetensors, got {path.suffix!r}")
+        raise ScaleError(
+            f"{path}: expected .json or .safetensors, got {path.suffix!r}; name one of those"
+        )
     names, metadata = read_header(path)
     if "hf_fp8kv" in metadata:
         return _read_own(path, names, metadata["hf_fp8kv"], want)
@@ -91,8 +94,12 @@ def _read_folder(folder: Folder, want: Request) -> KVScales:
     own = folder.path(OWN_FILE)
     if own is not None:
         return read_file(own, want)
-    files = _tensor_files(folder)
     declared, config = _declared(folder)
+    files = _indexed(folder)
+    ranks = {} if files else rank_files(folder, declared)
+    if ranks:
+        return read_ranks(folder, ranks, want, declared, config)
+    files = files or _unindexed(folder)
     hits, _ = matched(files, declared)
     if hits and folder.path("config.json") is None and want.strict:
         raise ScaleError(
@@ -106,8 +113,13 @@ def _read_folder(folder: Folder, want: Request) -> KVScales:
     return read_tensors(folder, files, want, declared, config)
 
 
-def _tensor_files(folder: Folder) -> dict[str, str]:
+def tensor_files(folder: Folder) -> dict[str, str]:
     """Tensor names and their files; the order of preference is that of transformers."""
+    return _indexed(folder) or _unindexed(folder)
+
+
+def _indexed(folder: Folder) -> dict[str, str]:
+    """The tensors of the one file, or of the index; empty when there is neither."""
     names = folder.header("model.safetensors")
     if names is not None:
         return dict.fromkeys(names, "model.safetensors")
@@ -116,6 +128,11 @@ def _tensor_files(folder: Folder) -> dict[str, str]:
         path = folder.path(index)
         if path is not None:
             return read_weight_map(path)
+    return {}
+
+
+def _unindexed(folder: Folder) -> dict[str, str]:
+    """The tensors of every file, when no index says which belong together."""
     shards = folder.others(".safetensors")
     # The same weights in another layout, beside the ordinary ones.
     ordinary = [name for name in shards if not name.startswith("consolidated")]

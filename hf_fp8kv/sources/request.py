@@ -9,7 +9,7 @@ from ..layer_scales import LayerScales
 from ..scale_checks import check_ranks, shortened
 from .config import attention_layers
 
-__all__ = ["Request", "check_model_type", "complete", "expected_layers"]
+__all__ = ["Request", "check_model_type", "complete", "expected_layers", "ranks_to_take"]
 
 logger = logging.getLogger(__package__)
 
@@ -27,7 +27,21 @@ class Request:
     def __post_init__(self) -> None:
         check_ranks(self.tp_rank, self.tp_size)
         if self.num_layers is not None and self.num_layers < 1:
-            raise ScaleError(f"num_layers: expected at least 1, got {self.num_layers}")
+            raise ScaleError(
+                f"num_layers: expected at least 1, got {self.num_layers}; None takes what is there"
+            )
+
+
+def ranks_to_take(origin: object, count: int, want: Request) -> Sequence[int]:
+    """Which of the ranks a caller takes: its own, or all of them for the largest scale."""
+    if want.tp_size == count:
+        return [want.tp_rank]
+    if want.tp_size > 1 and want.strict:
+        raise ScaleError(
+            f"{origin}: expected the scales of {want.tp_size} ranks, got {count}; pass "
+            "strict=False to use the largest of all ranks"
+        )
+    return range(count)
 
 
 def expected_layers(

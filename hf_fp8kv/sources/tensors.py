@@ -49,7 +49,8 @@ def read_tensors(
             if side.ndim and heads and side.shape[0] not in heads:
                 raise ScaleError(
                     f"{layer.source}: expected one scale, or one for each of the heads that "
-                    f"config.json names ({sorted(heads)}), got {side.shape[0]} in layer {index}"
+                    f"config.json names ({sorted(heads)}), got {side.shape[0]} in layer {index}; "
+                    "use the scales of this very model"
                 )
     if all(bool((s == 1).all()) for layer in layers.values() for s in (layer.k, layer.v)):
         logger.warning(
@@ -139,7 +140,8 @@ def _load(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
             single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
             if not (single or (per_head and shape[0] > 0)):
                 raise ScaleError(
-                    f"{path}: {name}: expected one number, or the shape [heads, 1, 1], got {shape}"
+                    f"{path}: {name}: expected one number, or the shape [heads, 1, 1], got "
+                    f"{shape}; calibrate per tensor or per head"
                 )
             tensor = file.get_tensor(name).float()
             loaded[name] = tensor.reshape(()) if single else tensor.reshape(-1, 1)

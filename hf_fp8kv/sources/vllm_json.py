@@ -8,9 +8,9 @@ from pathlib import Path
 from ..errors import ScaleError
 from ..files import wrapped
 from ..layer_scales import LayerScales
-from ..scale_checks import checked_constant, scalar, shortened
+from ..scale_checks import checked_constant, scalar, shortened, shown
 from ..scales import KVScales
-from .request import Request, check_model_type, complete, expected_layers
+from .request import Request, check_model_type, complete, expected_layers, ranks_to_take
 
 __all__ = ["JSON_FILE", "read_vllm_json"]
 
@@ -31,14 +31,14 @@ def read_vllm_json(
         )
     if cache.get("dtype") != "float8_e4m3fn":
         raise ScaleError(
-            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got {cache.get('dtype')!r}; "
+            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got {shown(cache.get('dtype'))}; "
             "scales of another format cannot be used"
         )
     model_type = data.get("model_type")
     if not isinstance(model_type, str | None) or ("model_type" not in data and want.strict):
         raise ScaleError(
-            f"{path}: model_type: expected a string or null, got {model_type!r}; add it, or pass "
-            "strict=False"
+            f"{path}: model_type: expected a string or null, got {shown(model_type)}; add it, or "
+            "pass strict=False"
         )
     wanted_type = want.model_type or config.get("model_type")
     check_model_type(path, model_type, wanted_type, want)
@@ -63,13 +63,17 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     """The numbers of every rank, each of them checked; "rank0" is an old spelling of "0"."""
     if not isinstance(factors, dict) or not factors:
         raise ScaleError(
-            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got {factors!r}"
+            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got {shown(factors)}; "
+            'it looks like {"0": {"0": 0.02}}'
         )
     ranks: dict[int, dict[int, float]] = {}
     for rank_key, entries in factors.items():
         rank = _index(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
         if not isinstance(entries, dict) or not entries:
-            raise ScaleError(f"{path}: rank {rank}: expected an object of layers, got {entries!r}")
+            raise ScaleError(
+                f"{path}: rank {rank}: expected an object of layers, got {shown(entries)}; it "
+                'looks like {"0": 0.02}'
+            )
         ranks[rank] = {}
         for layer_key, value in entries.items():
             layer = _index(path, layer_key, r"([0-9]{1,9})", "a layer", ranks[rank])
@@ -87,7 +91,7 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
         if set(entry) != set(ranks[0]):
             raise ScaleError(
                 f"{path}: expected the same layers for every rank, got {len(ranks[0])} layers for "
-                f"rank 0 and {len(entry)} for rank {rank}"
+                f"rank 0 and {len(entry)} for rank {rank}; calibrate again"
             )
     return ranks
 
@@ -95,7 +99,9 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
 def _index(path: Path, key: str, pattern: str, what: str, seen: Collection[int]) -> int:
     match = re.fullmatch(pattern, key)
     if match is None:
-        raise ScaleError(f"{path}: expected {what} such as '0' as the key, got {key!r}")
+        raise ScaleError(
+            f"{path}: expected {what} such as '0' as the key, got {shown(key)}; rename it"
+        )
     if int(match[1]) in seen:
         raise ScaleError(f"{path}: expected {what} {match[1]} once, got it twice; delete one")
     return int(match[1])
@@ -103,14 +109,8 @@ def _index(path: Path, key: str, pattern: str, what: str, seen: Collection[int])
 
 def _of_ranks(path: Path, ranks: dict[int, dict[int, float]], want: Request) -> dict[int, float]:
     """This rank's scales, or in one process the largest over the ranks: nothing overflows."""
-    if want.tp_size == len(ranks):
-        return ranks[want.tp_rank]
-    if want.tp_size > 1 and want.strict:
-        raise ScaleError(
-            f"{path}: expected the scales of {want.tp_size} ranks, got {len(ranks)}; pass "
-            "strict=False to use the largest of all ranks"
-        )
-    if any(entry != ranks[0] for entry in ranks.values()):
+    taken = [ranks[rank] for rank in ranks_to_take(path, len(ranks), want)]
+    if any(entry != taken[0] for entry in taken):
         logger.warning("%s: the scales of its %d ranks differ: the largest one is used of each "
                        "layer", path, len(ranks))  # fmt: skip
-    return {layer: max(entry[layer] for entry in ranks.values()) for layer in ranks[0]}
+    return {layer: max(entry[layer] for entry in taken) for layer in taken[0]}

@@ -1,0 +1,702 @@
+"""Every dialect as its tool writes it, one folder each, and what must not be read as one of them.
+
+The golden files of `test_sources` are on disk; the folders here are made on the spot, since what
+sets them apart is a name or an entry of a config.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import save_file
+
+from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.scales import KVScales, declared_kv_scales
+from tests.test_sources import DATA, GOLDEN, assert_helpful, numbers
+
+K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)
+BOTH = tuple(max(pair) for pair in zip(K, V, strict=True))
+LLAMA = {"model_type": "llama", "num_hidden_layers": 3, "num_key_value_heads": 2}
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+GROUPS = {"group_0": {"targets": ["Linear"], "weights": SCHEME, "output_activations": None}}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": GROUPS}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+ALGO = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}
+OUTPUT = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+TENSORRT = {
+    "architecture": "LlamaForCausalLM",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def of(
+    name: str, shape: tuple[int, ...] = (), prefix: str = "model.layers", **more: float
+) -> Tensors:
+    """A tensor a layer: `{side}` in the name is K or V; without it, both share the larger one."""
+    sides = {"k": K, "v": V} if "{side}" in name else {"kv": BOTH}
+    return {
+        f"{prefix}.{layer}.{name.format(side=side)}": torch.full(shape, scale)
+        for side, scales in sides.items()
+        for layer, scale in enumerate(scales)
+    }
+
+
+def outputs_of(*targets: str, **changes: object) -> dict[str, object]:
+    """The group of compressed-tensors for the outputs of K's and V's projections."""
+    group = {"targets": list(targets), "weights": None, "output_activations": SCHEME | changes}
+    return {"config_groups": GROUPS | {"group_1": group}}
+
+
+def quark(*layers: str, **changes: object) -> dict[str, object]:
+    """Quark's own config, with these entries for K's and V's projections."""
+    entry = {"weight": None, "output_tensors": OUTPUT | changes}
+    return {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "min_kv_scale": 0.0},
+        "layer_quant_config": dict.fromkeys(layers or ("*k_proj", "*v_proj"), entry),
+        "kv_cache_post_rope": False,
+    }
+
+
+def folder_of(
+    folder: Path,
+    config: dict[str, object] | None,
+    tensors: Tensors | dict[str, Tensors],
+    second: dict[str, object] | None = None,
+) -> Path:
+    """A checkpoint: its config, its one file or its named files, and ModelOpt's second config."""
+    folder.mkdir(exist_ok=True)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    if second is not None:
+        (folder / "hf_quant_config.json").write_text(json.dumps(second))
+    files = tensors if any(isinstance(t, dict) for t in tensors.values()) else {"model": tensors}
+    for name, content in files.items():
+        save_file(content, folder / f"{name}.safetensors")
+    return folder
+
+
+def quantized(**block: object) -> dict[str, object]:
+    """A config of Llama with this block."""
+    return LLAMA | {"quantization_config": block}
+
+
+ATTENTION = "self_attn.{side}_scale"
+PROJECTION = "self_attn.{side}_proj.{side}_scale"
+OUTPUTS = "self_attn.{side}_proj.output_scale"
+TOWERS = {
+    **of("self_attn.{side}_scale", prefix="vision_tower.layers"),
+    **of("self_attn.{side}_scale", prefix="model.vision_tower.encoder.layers"),
+    **of("attn.{side}_proj.{side}_scale", prefix="model.visual.blocks"),
+    **of("self_attn.{side}_proj.output_scale", prefix="audio_tower.layers"),
+}
+TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
+GOOD = {
+    "compressed-tensors-per-tensor": (
+        "compressed-tensors",
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
+        of(ATTENTION, (1,)),
+    ),
+    "compressed-tensors-with-null-strategy": (
+        "compressed-tensors",
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
+        of(ATTENTION, (1,)),
+    ),
+    "compressed-tensors-with-a-scale-of-q": (
+        "compressed-tensors",
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
+        {**of(ATTENTION, (1,)), "model.layers.0.self_attn.q_scale": torch.ones(1)},
+    ),
+    "compression-config": (
+        "compressed-tensors",
+        LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
+        of(ATTENTION, (1,)),
+    ),
+    "compression-config-with-output-scales": (
+        "compressed-tensors",
+        LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME}},
+        of(OUTPUTS, (1,)),
+    ),
+    "output-activations": (
+        "compressed-tensors",
+        quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj")),
+        of(OUTPUTS, (1,)),
+    ),
+    "text-config": (
+        "compressed-tensors",
+        {
+            "model_type": "llava",
+            "text_config": quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
+            "vision_config": {"num_hidden_layers": 24, "num_attention_heads": 16},
+        },
+        {**of(ATTENTION, (1,), "model.language_model.layers"), **TOWERS},
+    ),
+    "thinker-config": (
+        "autofp8",
+        {
+            "model_type": "qwen2_5_omni",
+            "thinker_config": {"text_config": quantized(**STATIC)},
+            "talker_config": {"num_hidden_layers": 24},
+        },
+        {
+            **of(ATTENTION, (), "thinker.model.layers"),
+            **of(ATTENTION, (), "talker.model.layers"),
+            **TOWERS,
+        },
+    ),
+    "autofp8": ("autofp8", quantized(**STATIC), of(ATTENTION)),
+    "autofp8-before-july-2024": ("autofp8", quantized(**STATIC), of("self_attn.kv_scale")),
+    "autofp8-with-output-scales": ("autofp8", quantized(**STATIC), of(OUTPUTS)),
+    "hy3": (
+        "autofp8",
+        quantized(**STATIC),
+        {
+            **of("self_attn.{side}_cache.scale", (1,)),
+            **{f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
+        },
+    ),
+    "hifp8": (
+        "autofp8",
+        quantized(quant_method="hifp8", kv_cache_dtype="fp8_e4m3fn", kv_cache_scheme="static"),
+        of(ATTENTION),
+    ),
+    "modelopt": (
+        "modelopt",
+        quantized(**MODELOPT, kv_cache_scheme={"dynamic": False, "num_bits": 8, "type": "float"}),
+        of(PROJECTION),
+    ),
+    "modelopt-word": ("modelopt", quantized(**MODELOPT, kv_cache_scheme="FP8"), of(PROJECTION)),
+    "modelopt-of-angelslim": (
+        "modelopt",
+        quantized(**MODELOPT, kv_cache_scheme="static"),
+        of(PROJECTION),
+    ),
+    "modelopt-hf-quant-config": ("modelopt", LLAMA, of(PROJECTION), ALGO),
+    "modelopt-two-configs": ("modelopt", quantized(**MODELOPT), of(PROJECTION), ALGO),
+    "modelopt-megatron": ("modelopt", LLAMA, of(ATTENTION), ALGO),
+    "modelopt-stacked-qkv": ("modelopt", LLAMA, of("self_attn.qkv_proj.{side}_scale"), ALGO),
+    "modelopt-stacked-twice": ("modelopt", LLAMA, of("self_attn.qkqkv_proj.{side}_scale"), ALGO),
+    "modelopt-nemotron": (
+        "modelopt",
+        LLAMA | {"model_type": "nemotron_h", "hybrid_override_pattern": "***M"},
+        of("mixer.{side}_proj.{side}_scale", (), "backbone.layers"),
+        ALGO,
+    ),
+    "quark-fp8-mode": ("autofp8", quantized(**STATIC), of(ATTENTION)),
+    "quark": ("quark", quantized(**quark()), of(OUTPUTS)),
+    "quark-one-dimension": ("quark", quantized(**quark()), of(OUTPUTS, (1,))),
+    "quark-entries-by-layer": (
+        "quark",
+        quantized(
+            **quark(*(f"model.layers.{i}.self_attn.{s}_proj" for i in range(3) for s in "kv"))
+        ),
+        {
+            **of(OUTPUTS),
+            "model.layers.0.self_attn.q_proj.output_scale": torch.ones(()),
+            "model.layers.0.self_attn.prob_output_scale": torch.ones(()),
+        },
+    ),
+    "tgi": ("tgi", LLAMA | {"kv_cache_torch_dtype": "float8_e4m3fn"}, of("self_attn.kv_scale")),
+    "trtllm-one-rank": (
+        "trtllm",
+        TENSORRT,
+        {"rank0": of("attention.kv_cache_scaling_factor", (1,), "transformer.layers")},
+    ),
+    "trtllm-two-ranks": (
+        "trtllm",
+        TENSORRT | {"mapping": {"world_size": 2, "tp_size": 2, "pp_size": 1}},
+        {
+            f"rank{rank}": of("attention.kv_cache_scaling_factor", (1,), "transformer.layers")
+            for rank in range(2)
+        },
+    ),
+    "trtllm-pair": (
+        "trtllm",
+        TENSORRT,
+        {
+            "rank0": {
+                **of("attention.{side}_cache_scaling_factor", (1,), "transformer.layers"),
+                **of("attention.kv_cache_scaling_factor", (1,), "transformer.layers"),
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_every_dialect_is_read(tmp_path, caplog, name):
+    format, config, tensors, *second = GOOD[name]
+    folder = folder_of(tmp_path, config, tensors, *second)
+    scales = KVScales.from_pretrained(folder)
+    assert scales.format == format
+    names = [n for part in tensors.values() for n in (part if isinstance(part, dict) else ())]
+    shared = not any("k_" in n or "k." in n for n in names or tensors)
+    assert numbers(scales, "k") == list(BOTH if shared else K)
+    assert numbers(scales, "v") == list(BOTH if shared else V)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert scales.model_type == config.get("model_type")
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_every_dialect_halves_what_is_made_for_fnuz(tmp_path, name):
+    _, config, tensors, *second = GOOD[name]
+    config = config | {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
+    folder = folder_of(tmp_path, config, tensors, *second)
+    halved = KVScales.from_pretrained(folder)
+    folder_of(tmp_path, GOOD[name][1], tensors, *second)
+    plain = KVScales.from_pretrained(folder)
+    for side in "kv":
+        assert numbers(halved, side) == [s / 2 for s in numbers(plain, side)]
+
+
+@pytest.mark.parametrize("name", [n for n in GOOD if not n.startswith("trtllm")])
+def test_a_declared_dialect_is_announced(name):
+    _, config, _, *second = GOOD[name]
+    if not second:
+        assert "kv_cache" in (declared_kv_scales(config) or "")
+
+
+# The ranks of TensorRT-LLM.
+
+FACTOR = "attention.kv_cache_scaling_factor"
+
+
+def ranks(*factors: float) -> dict[str, Tensors]:
+    """One file for each rank, its scales times a factor."""
+    one = of(FACTOR, (1,), "transformer.layers")
+    return {f"rank{r}": {n: t * f for n, t in one.items()} for r, f in enumerate(factors)}
+
+
+def test_one_process_takes_the_largest_of_all_ranks(tmp_path, caplog):
+    folder = folder_of(tmp_path, TENSORRT, ranks(1.0, 4.0, 2.0))
+    assert numbers(KVScales.from_pretrained(folder), "k") == [4 * s for s in BOTH]
+    assert "the scales of its 3 ranks differ" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_takes_its_own_file(tmp_path, caplog, rank):
+    folder = folder_of(tmp_path, TENSORRT, ranks(1.0, 4.0))
+    scales = KVScales.from_pretrained(folder, tp_rank=rank, tp_size=2)
+    assert numbers(scales, "v") == [(1, 4)[rank] * s for s in BOTH]
+    assert f"rank{rank}.safetensors" in scales.layers[0].source
+    assert not caplog.records
+
+
+def test_an_ordinary_checkpoint_wins_over_rank_files(tmp_path):
+    folder_of(tmp_path, TENSORRT, ranks(8.0, 8.0))
+    folder = folder_of(tmp_path, quantized(**STATIC), of(ATTENTION))
+    assert KVScales.from_pretrained(folder).format == "autofp8"
+
+
+# Folders that must not be read. Each is a good one and what is changed in it: the config, the
+# tensors, or the file beside them.
+
+LAYER_1 = "model.layers.1.self_attn."
+
+
+def without(tensors: Tensors, *names: str) -> Tensors:
+    """The tensors but these."""
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
+
+
+def int8_of(tensors: Tensors) -> Tensors:
+    """The same names, as an INT8 cache has them."""
+    return {name: (tensor * 8).to(torch.int8) for name, tensor in tensors.items()}
+
+
+HEADS = (2, 1, 1)
+PER_HEAD = quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
+PAIR = of(ATTENTION, (1,))
+COMPRESSED_OK = quantized(**COMPRESSED, kv_cache_scheme=SCHEME)
+TRT = of(FACTOR, (1,), "transformer.layers")
+Bad = tuple[dict[str, object] | None, Tensors | dict[str, Tensors], dict[str, object] | None, str]
+BAD: dict[str, Bad] = {
+    "heads-of-another-model": (
+        PER_HEAD, of(ATTENTION, (3, 1, 1)), None, r"heads that config.json names .*got 3"
+    ),
+    "heads-in-the-last-dimension": (PER_HEAD, of(ATTENTION, (1, 1, 2)), None, r"got \[1, 1, 2\]"),
+    "heads-without-their-ones": (PER_HEAD, of(ATTENTION, (2,)), None, r"got \[2\]"),
+    "heads-with-a-zero": (
+        PER_HEAD,
+        of(ATTENTION, HEADS) | {LAYER_1 + "v_scale": torch.tensor([0.5, 0.0]).view(HEADS)},
+        None,
+        "V scale.*got 0.0",
+    ),
+    "heads-with-a-nan": (
+        PER_HEAD,
+        of(ATTENTION, HEADS) | {LAYER_1 + "k_scale": torch.tensor([float("nan"), 1]).view(HEADS)},
+        None,
+        "K scale.*got nan",
+    ),
+    "per-group": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "group", "group_size": 64}),
+        of(ATTENTION, (2, 4)),
+        None,
+        "strategy group",
+    ),
+    "per-tensor-group": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "tensor_group"}),
+        PAIR,
+        None,
+        "strategy tensor_group",
+    ),
+    "per-token": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "token"}),
+        PAIR,
+        None,
+        "strategy token",
+    ),
+    "a-strategy-nobody-knows": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": 7}), PAIR, None, "strategy 7"
+    ),
+    "sixteen-bits": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"num_bits": 16}), PAIR, None, "16-bit"
+    ),
+    "bits-as-text": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"num_bits": "8"}), PAIR, None, "8-bit"
+    ),
+    "scheme-a-list": (quantized(**COMPRESSED, kv_cache_scheme=[SCHEME]), PAIR, None, "got .*num_b"),
+    "scheme-a-number": (quantized(**COMPRESSED, kv_cache_scheme=1), PAIR, None, "scheme = 1"),
+    "scheme-true": (quantized(**COMPRESSED, kv_cache_scheme=True), PAIR, None, "scheme = True"),
+    "int8-compression-config": (
+        LLAMA | {"compression_config": COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}},
+        PAIR,
+        None,
+        "8-bit int",
+    ),
+    "int8-in-text-config": (
+        {"text_config": quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"type": "int"})},
+        PAIR,
+        None,
+        "text_config.quantization_config.kv_cache_scheme: 8-bit int",
+    ),
+    "int8-deep-inside": (
+        {"thinker_config": {"text_config": quantized(**MODELOPT, kv_cache_quant_algo="INT8")}},
+        PAIR,
+        None,
+        "thinker_config.text_config.*'INT8'",
+    ),
+    "int8-beside-fp8": (
+        COMPRESSED_OK | {"text_config": {"kv_cache_dtype": "int8"}}, PAIR, None, "'int8'"
+    ),
+    "int8-tensors": (COMPRESSED_OK, int8_of(PAIR), None, "got I8"),
+    "uint8-tensors": (
+        COMPRESSED_OK, {n: t.to(torch.uint8) for n, t in PAIR.items()}, None, "got U8"
+    ),
+    "zero-point-of-the-projection": (
+        quantized(**quark()),
+        of(OUTPUTS) | {LAYER_1 + "k_proj.output_zero_point": torch.ones(1)},
+        None,
+        "output_zero_point: expected a zero point of 0",
+    ),
+    "zero-point-nan": (
+        COMPRESSED_OK,
+        PAIR | {LAYER_1 + "k_zero_point": torch.full((1,), float("nan"))},
+        None,
+        "expected a zero point of 0",
+    ),
+    "global-scale": (
+        COMPRESSED_OK, PAIR | {LAYER_1 + "v_global_scale": torch.ones(1)}, None, "NVFP4"
+    ),
+    "offset-of-ascend": (
+        COMPRESSED_OK, PAIR | {LAYER_1 + "v_proj.kv_cache_offset": torch.ones(4)}, None, "INT8"
+    ),
+    "only-scales-of-ascend": (
+        LLAMA,
+        {f"model.layers.{i}.self_attn.k_proj.kv_cache_scale": torch.ones(4) for i in range(3)},
+        None,
+        "which no reader takes",
+    ),
+    "output-scales-undeclared": (LLAMA, of(OUTPUTS), None, "which no reader takes"),
+    "output-scales-of-weights-only": (
+        quantized(**COMPRESSED), of(OUTPUTS, (1,)), None, "which no reader takes"
+    ),
+    "output-scales-of-all-layers": (
+        quantized(**COMPRESSED | outputs_of("Linear")), of(OUTPUTS), None, "which no reader takes"
+    ),
+    "output-activations-int8": (
+        quantized(**COMPRESSED | outputs_of("re:.*k_proj", "re:.*v_proj", type="int")),
+        of(OUTPUTS, (1,)),
+        None,
+        r"group_1.output_activations \(kv_cache\): 8-bit int",
+    ),
+    "output-activations-dynamic": (
+        quantized(**COMPRESSED | outputs_of("re:.*k_proj", dynamic=True)),
+        of(OUTPUTS, (1,)),
+        None,
+        "expected no scales in the checkpoint",
+    ),
+    "output-activations-per-channel": (
+        quantized(**COMPRESSED | outputs_of("re:.*v_proj", strategy="channel")),
+        of(OUTPUTS, (1,)),
+        None,
+        "strategy channel",
+    ),
+    "output-scales-per-channel": (quantized(**quark()), of(OUTPUTS, (8,)), None, r"got \[8\]"),
+    "quark-int8": (quantized(**quark(dtype="int8")), of(OUTPUTS), None, "dtype 'int8'"),
+    "quark-per-channel": (
+        quantized(**quark(qscheme="per_channel")), of(OUTPUTS), None, "qscheme 'per_channel'"
+    ),
+    "quark-asymmetric": (quantized(**quark(symmetric=False)), of(OUTPUTS), None, "asymmetric"),
+    "quark-dynamic": (
+        quantized(**quark(is_dynamic=True)), of(OUTPUTS), None, "expected no scales in the ch"
+    ),
+    "quark-without-its-layers": (
+        quantized(**quark("*q_proj")), of(OUTPUTS), None, r"\*k_proj with dtype None"
+    ),
+    "quark-layers-a-list": (
+        quantized(**quark() | {"layer_quant_config": ["*k_proj"]}), of(OUTPUTS), None, "dtype None"
+    ),
+    "quark-group-a-number": (
+        quantized(**quark() | {"export": {"kv_cache_group": 5}}), of(OUTPUTS), None, "5 with dtype"
+    ),
+    "quark-one-layer-of-int8": (
+        quantized(
+            **quark() | {"layer_quant_config": {
+                "*k_proj": {"output_tensors": OUTPUT},
+                "model.layers.1.self_attn.k_proj": {"output_tensors": OUTPUT | {"dtype": "int8"}},
+                "*v_proj": {"output_tensors": OUTPUT},
+            }}
+        ),
+        of(OUTPUTS),
+        None,
+        "dtype 'int8'",
+    ),
+    "quark-without-a-cache": (
+        quantized(**quark() | {"export": {"kv_cache_group": []}}), of(OUTPUTS), None, "no reader"
+    ),
+    "modelopt-int8": (LLAMA, of(PROJECTION), {"quantization": {"kv_cache_quant_algo": "INT8"}},
+                      "hf_quant_config.json.*'INT8'"),
+    "modelopt-nvfp4": (LLAMA, of(PROJECTION), {"quantization": {"kv_cache_quant_algo": "NVFP4"}},
+                       "'NVFP4'"),
+    "modelopt-affine": (
+        LLAMA, of(PROJECTION), {"quantization": {"kv_cache_quant_algo": "NVFP4_AFFINE"}}, "AFFINE"
+    ),
+    "modelopt-two-configs-that-differ": (
+        quantized(**MODELOPT, kv_cache_scheme="NVFP4"), of(PROJECTION), ALGO, "'NVFP4'"
+    ),
+    "modelopt-four-bits": (
+        quantized(**MODELOPT, kv_cache_scheme={"num_bits": 4, "type": "float", "dynamic": False}),
+        of(PROJECTION),
+        None,
+        "4-bit float",
+    ),
+    "modelopt-algo-a-list": (
+        LLAMA, of(PROJECTION), {"quantization": {"kv_cache_quant_algo": ["FP8"]}}, r"\['FP8'\]"
+    ),
+    "modelopt-with-a-bias": (
+        LLAMA, of(PROJECTION) | {LAYER_1 + "v_proj.v_bias": torch.ones(4)}, ALGO, "affine NVFP4"
+    ),
+    "modelopt-negative": (
+        LLAMA, of(PROJECTION) | {LAYER_1 + "k_proj.k_scale": torch.tensor(-5.0)}, ALGO, "got -5.0"
+    ),
+    "modelopt-k-under-v": (
+        LLAMA,
+        {n.replace("k_proj.k_", "v_proj.k_"): t for n, t in of(PROJECTION).items()
+         if "k_proj" in n},
+        ALGO,
+        "which no reader takes",
+    ),
+    "modelopt-layer-missing": (
+        LLAMA,
+        without(of(PROJECTION), LAYER_1 + "k_proj.k_scale", LAYER_1 + "v_proj.v_scale"),
+        ALGO,
+        "missing 1",
+    ),
+    "stacked-and-apart-that-differ": (
+        LLAMA,
+        of(PROJECTION) | {LAYER_1 + "qkv_proj.k_scale": torch.tensor(9.0)},
+        ALGO,
+        "expected one scale for K of layer 1",
+    ),
+    "nemotron-of-a-mamba-layer": (
+        LLAMA, {"backbone.layers.0.mixer.A_scale": torch.ones(())}, ALGO, "got none"
+    ),
+    "hy3-only-q": (
+        quantized(**STATIC),
+        {f"model.layers.{i}.self_attn.q.scale": torch.ones(1) for i in range(3)},
+        None,
+        "got none",
+    ),
+    "autofp8-with-a-dynamic-cache": (
+        quantized(**STATIC | {"kv_cache_scheme": "dynamic"}), of(ATTENTION), None, "dynamic"
+    ),
+    "e5m2": (LLAMA | {"kv_cache_torch_dtype": "float8_e5m2"}, of(ATTENTION), None, "e5m2"),
+    "e5m2-fnuz": (LLAMA | {"kv_cache_dtype": "fp8_e5m2fnuz"}, of(ATTENTION), None, "e5m2fnuz"),
+    "fp4": (LLAMA | {"kv_cache_dtype": "fp8_e4m3_x2"}, of(ATTENTION), None, "e4m3_x2"),
+    "kv-scale-zero": (
+        quantized(**STATIC),
+        of("self_attn.kv_scale") | {LAYER_1 + "kv_scale": torch.zeros(())},
+        None,
+        "got 0.0",
+    ),
+    "kv-scale-per-head": (
+        quantized(**STATIC), of("self_attn.kv_scale", (4, 1, 1)), None, "config.json names"
+    ),
+    "only-towers": (COMPRESSED_OK, TOWERS, None, "which no reader takes"),
+    "only-a-draft-head": (
+        COMPRESSED_OK, of(ATTENTION, (1,), "mtp.layers"), None, "which no reader takes"
+    ),
+    "only-layers-past-the-last": (
+        COMPRESSED_OK,
+        {f"model.layers.{i}.self_attn.{s}_scale": torch.ones(1) for i in (3, 4) for s in "kv"},
+        None,
+        "expected scales for 3 layers, got 0",
+    ),
+    "layers-not-a-number": (
+        COMPRESSED_OK,
+        {f"model.layers.{n}.self_attn.{s}_scale": torch.ones(1) for n in ("a", "-1", "1e1")
+         for s in "kv"},
+        None,
+        "which no reader takes",
+    ),
+    "layers-beyond-all-numbers": (
+        COMPRESSED_OK,
+        {f"model.layers.{'9' * 4000}.self_attn.k_scale": torch.ones(1)},
+        None,
+        "which no reader takes",
+    ),
+    "trtllm-int8": (
+        TENSORRT | {"quantization": {"kv_cache_quant_algo": "INT8"}}, {"rank0": TRT}, None, "'INT8'"
+    ),
+    "trtllm-without-an-algo": (
+        TENSORRT | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}},
+        {"rank0": TRT},
+        None,
+        "which no reader takes",
+    ),
+    "trtllm-without-a-config": (None, {"rank0": TRT}, None, "which no reader takes"),
+    "trtllm-rank-missing": (
+        TENSORRT, {"rank0": TRT, "rank2": TRT}, None, "expected the ranks 0 to 1, got 0, 2"
+    ),
+    "trtllm-first-rank-missing": (
+        TENSORRT, {"rank1": TRT}, None, "expected the ranks 0 to 0, got 1"
+    ),
+    "trtllm-fewer-ranks-than-it-says": (
+        TENSORRT | {"mapping": {"tp_size": 4}}, ranks(1.0, 1.0), None, r"files of 4 ranks \(tp_size"
+    ),
+    "trtllm-world-size": (
+        TENSORRT | {"world_size": 3}, ranks(1.0, 1.0), None, r"files of 3 ranks \(world_size"
+    ),
+    "trtllm-pipeline": (
+        TENSORRT | {"mapping": {"pp_size": 2}}, ranks(1.0, 1.0), None, "pp_size = 2"
+    ),
+    "trtllm-rank-with-less": (
+        TENSORRT | {"num_hidden_layers": 2},
+        {"rank0": without(TRT, *list(TRT)[2:]), "rank1": without(TRT, *list(TRT)[:1])},
+        None,
+        "missing 0",
+    ),
+    "trtllm-rank-without-scales": (
+        TENSORRT, {"rank0": TRT, "rank1": {"a.weight": torch.ones(1)}}, None, "got none"
+    ),
+    "trtllm-per-head": (
+        TENSORRT,
+        {f"rank{r}": {n: t.expand(2).reshape(2, 1, 1).clone() for n, t in TRT.items()}
+         for r in range(2)},
+        None,
+        "expected one number a side",
+    ),
+    "trtllm-a-vector": (
+        TENSORRT, {"rank0": {n: t.expand(3).clone() for n, t in TRT.items()}}, None, r"got \[3\]"
+    ),
+    "trtllm-infinite": (
+        TENSORRT, {"rank0": {n: t / 0 for n, t in TRT.items()}}, None, "got inf"
+    ),
+    "trtllm-reciprocals": (
+        TENSORRT,
+        {"rank0": {n.replace("scaling", "rcp_scaling"): t for n, t in TRT.items()}},
+        None,
+        "got none|which no reader takes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_only_looks_like_a_dialect_is_refused(tmp_path, name):
+    config, tensors, second, message = BAD[name]
+    folder = folder_of(tmp_path, config, tensors, second)
+    with pytest.raises(ScaleError, match=message) as error:
+        KVScales.from_pretrained(folder)
+    assert str(folder) in str(error.value)
+    assert_helpful(error)
+
+
+# Chance: whatever is changed in a good folder, the end is our error or real scales.
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "fp8", "static", "x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner),
+    max_leaves=3,
+)
+
+
+def places(value: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The path of every entry of a JSON value."""
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [path, *(p for key, inner in items for p in places(inner, (*path, key)))]
+
+
+def replaced(value: object, path: tuple[object, ...], new: object) -> object:
+    """The JSON value with another entry at the path."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    return copy
+
+
+def read_or_refuse(folder: Path) -> KVScales | None:
+    """The scales, or None for our error; any other error passes through."""
+    try:
+        return KVScales.from_pretrained(folder)
+    except ScaleError:
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(GOOD)), data=st.data(), junk=JUNK)
+def test_any_entry_of_a_config_may_be_junk(tmp_path_factory, name, data, junk):
+    _, config, tensors, *second = GOOD[name]
+    paths = places(config)[1:]
+    spoiled = replaced(config, data.draw(st.sampled_from(paths)), junk)
+    folder = folder_of(tmp_path_factory.mktemp("junk"), spoiled, tensors, *second)
+    scales = read_or_refuse(folder)
+    if scales is not None:
+        folder = folder_of(tmp_path_factory.mktemp("good"), config, tensors, *second)
+        good = KVScales.from_pretrained(folder)
+        for index, layer in scales.layers.items():
+            assert torch.equal(layer.k, good.layers[index].k)
+            assert torch.equal(layer.v, good.layers[index].v)
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(GOLDEN)), data=st.data())
+def test_any_byte_of_a_file_may_be_another(tmp_path_factory, name, data):
+    folder = tmp_path_factory.mktemp("bytes")
+    for path in (DATA / name).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    target = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    content = bytearray(target.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    target.write_bytes(bytes(content[: data.draw(st.sampled_from([len(content), 100]))]))
+    scales = read_or_refuse(folder)
+    if scales is not None:
+        values = torch.tensor([numbers(scales, side) for side in "kv"])
+        assert bool((values.isfinite() & (values > 0)).all())
+        assert not bool((values == 1).all())
