@@ -66,7 +66,9 @@ def say(text: str) -> None:
 def run(command: list[str], log: Path, seconds: float) -> int:
     """Runs Python with the repository on its path; 124 if it was ended when its time was up."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    # cuBLAS asks for its workspace where a test asks for deterministic algorithms.
+    more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
     began = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -92,6 +94,9 @@ def tested(name: str, arguments: list[str], out: Path, seconds: float) -> int:
     if importlib.util.find_spec("xdist"):
         # Nearly all of their time goes into compiling, on the processor.
         options += ["-n", str(min(os.cpu_count() or 1, 8))]
+    # The versions there are not those that the tests were made with.
+    for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
+        options += ["-W", f"ignore::{warning}"]
     # Where a kernel hangs, the log says in which test.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"

@@ -248,6 +248,27 @@ def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
 
 
 @only_gpu
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_no_step_compiles_a_kernel_again(static, monkeypatch):
+    """Triton makes another kernel for a number that is 1 or a multiple of 16, if it is let."""
+    import triton
+
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **more: compiled.append(more["repr"])
+    )
+    cache = filled(70, **({"max_cache_len": 500} if static else {}))
+    step = layer_step(cache)
+    for _ in range(3):
+        step()
+    assert compiled, "the hook saw nothing"
+    del compiled[:]
+    for _ in range(300):
+        step()
+    assert not compiled
+
+
+@only_gpu
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}], ids=str)
 def test_a_replayed_graph_follows_the_lengths(keywords):
     """One captured step, replayed over several pages and split plans, writes and attends."""
@@ -389,5 +410,5 @@ def test_no_dense_copy_is_made(tokens):
     held = torch.cuda.memory_allocated()
     out = _attend(query, pages, ends, case, plan, "triton")
     grown = torch.cuda.max_memory_allocated() - held
-    # Partial sums of a split sequence are what a decode step may need.
-    assert grown < 3 * out.numel() * out.element_size() + 2**23
+    # Partial sums of a split sequence are what it may need; K and V in bf16 are 246 MB.
+    assert grown < out.numel() * out.element_size() + (2**23 if tokens == 1 else 2**27)
