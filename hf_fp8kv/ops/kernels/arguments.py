@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..pages import Pages
 from . import attention
-from .codec import Codec, codec_for
+from .codec import MOVED, MOVED_PACKED, Codec, codec_for
 from .target import Target, next_power_of_2, target_of
 
 __all__ = ["Call", "prepare"]
@@ -30,6 +30,7 @@ class Call:
         width: the larger head size, padded to a power of two.
         exact: products are of float32.
         wide: a side is stored in 16 bits or more.
+        moved: codes of a side are read by moving bits.
         bias: something is added to logits, one number for each.
     """
 
@@ -42,6 +43,7 @@ class Call:
     width: int
     exact: bool
     wide: bool
+    moved: bool
     bias: bool
 
 
@@ -129,5 +131,6 @@ def prepare(
         width=_padded(max(dims)),
         exact=tl.float32 in (k.operand, v.operand),
         wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,
+        moved=bool({k.how, v.how} & {MOVED.value, MOVED_PACKED.value}),
         bias=bias is not None or kind == attention.ADDITIVE,
     )  # fmt: skip

@@ -42,6 +42,9 @@ HEADROOM = tl.constexpr(14.0)
 # A vector V of zeros has the smallest scale there is. Below this one a scale does not lower the
 # reference that weights are relative to, or their sum could overflow.
 LEAST_SCALE = tl.constexpr(2.0**-40)
+# Up to so many rows weights are summed over a tile's tokens once, after the last tile: a sum over
+# warps costs three barriers.
+SUMMED_LATE = tl.constexpr(16)
 # Positions whose mask bytes are looked at together.
 SCAN = tl.constexpr(1024)
 
@@ -110,16 +113,13 @@ def _step(
         k_at = k_pool + (place * PAGE + slot) * DK + (n[:, None] * DK + d[None, :])
         v_at = v_pool + (place * (DV * PAGE) + slot) + (dv[:, None] * PAGE + n[None, :])
     else:
-        # Past the end page 0 is read, which exists: with a mask loads would be of single bytes.
-        number = tl.load(row + position // PAGE, mask=position < end, other=0)
+        # Past the end the last page is read again: with a mask loads would be of single bytes.
+        last = tl.maximum(end - 1, 0) // PAGE
+        number = tl.load(row + tl.minimum(position // PAGE, last))
         place = tl.maximum(number, 0).to(tl.int64) * HEADS + h
         slot = position % PAGE
         scale_at = place * PAGE + slot
         v_at = (place * (DV * PAGE) + slot)[None, :] + dv[:, None] * PAGE
-        if PAGE % 16 == 0:
-            # Triton cannot see it through a loaded number: 16 slots are neighbours.
-            v_at = tl.max_contiguous(tl.multiple_of(v_at, [1, 16]), [1, 16])
-            scale_at = tl.max_contiguous(tl.multiple_of(scale_at, 16), 16)
         k_at = k_pool + ((scale_at * DK)[:, None] + d[None, :])
         v_at = v_pool + v_at
     if WIDE_K == DK:
@@ -178,7 +178,10 @@ def _step(
     known = tl.where(best == float("-inf"), 0.0, best)
     weights = tl.exp2(x - (known - HEADROOM)[:, None])
     fade = tl.exp2(top - known)
-    total = total * fade + tl.sum(weights, 1)
+    if q.shape[0] <= SUMMED_LATE:
+        total = total * fade[:, None] + weights
+    else:
+        total = total * fade + tl.sum(weights, 1)
     if v_scales is not None:
         weights *= scale[None, :]
     if MASKED:
@@ -263,7 +266,7 @@ def attend_rows(
         offset *= LOG2E
     acc = tl.zeros([ROWS, WIDE_V], tl.float32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, TILE] if ROWS <= SUMMED_LATE else [ROWS], tl.float32)
     row = table + b.to(tl.int64) * table_b
 
     # The number of a tile's page is loaded one tile ahead: the tile's own loads can then be
@@ -289,6 +292,8 @@ def attend_rows(
             K_HOW, K_SHIFT, K_NAN, K_OPERAND, V_HOW, V_SHIFT, V_NAN, V_OPERAND,
             CAUSAL, WINDOWED, SOFTCAP, MASK, PRECISION, MASKED=True,
         )  # fmt: skip
+    if ROWS <= SUMMED_LATE:
+        total = tl.sum(total, 1)
     return acc, top, total
 
 

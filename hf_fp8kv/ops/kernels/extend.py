@@ -33,11 +33,11 @@ def attend(
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments."""
     call = prepare(query, pages, lengths, start, stop, **arguments)
-    cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide)
+    cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide, moved=call.moved)
     batch, q_heads, tokens, _ = query.shape
     grid = (call.constants["HEADS"], batch, cdiv(call.rows, cut.rows))
     if math.prod(grid) < call.target.processors and stop > 2 * UNIT:
-        return split(call, cut, None, programs=1)
+        return split(call, cut, None, programs=2 if cut.warps <= 4 else 1)
     out = query.new_empty((batch, tokens, q_heads, call.constants["DV"]))
     launch(
         _extend, grid, *call.tensors, out, *call.numbers, **call.constants,

@@ -49,7 +49,7 @@ DECODE_ROWS = 64
 
 # Programs of the decode kernel that one processor holds at once: the split plan fills the GPU once.
 # Registers are the limit, and shared memory where there are 100 KB of it.
-PROGRAMS_PER_PROCESSOR = {"cuda": 3, "sm_86": 2, "sm_89": 2, "sm_120": 2, "hip": 1}
+PROGRAMS_PER_PROCESSOR = {"cuda": 3, "sm_86": 2, "sm_89": 2, "sm_120": 2, "hip": 4}
 
 # The decode kernel by head size, padded to a power of two: (tile, warps, stages, registers). Codes
 # of K and V of one tile are 16 KB from 128 on; with 168 registers three programs of four warps fit.
@@ -67,25 +67,37 @@ _DECODE_FLOAT32 = {
     256: (16, 8, 2, None),
     1024: (16, 8, 1, None),
 }
-# 64 KB of shared memory.
+# AMD: 512 registers for each lane of a processor's four parts.
 _DECODE_HIP = {
-    128: (64, 4, 2, None),
+    64: (64, 4, 2, None),
+    128: (32, 2, 2, None),
     256: (32, 4, 2, None),
     512: (32, 8, 1, None),
     1024: (16, 8, 1, None),
 }
 
-# The extend kernel: (rows, tile, warps, stages).
+# The extend kernel: (rows, tile, warps, stages). Two programs of four warps on one processor: one's
+# softmax runs beside the other's products.
 _EXTEND = {
-    128: (128, 64, 8, 3),
+    128: (64, 64, 4, 2),
     256: (32, 32, 4, 2),
     512: (32, 32, 8, 1),
     1024: (16, 16, 8, 1),
 }
 # Tensor memory holds the sums there: room for twice the rows.
 _EXTEND_SM_100 = {**_EXTEND, 256: (64, 32, 8, 2)}
+# Without products of whole warp groups each warp reads all of K and V: many rows share the reading,
+# as far as registers go.
+_EXTEND_MMA = {**_EXTEND, 128: (128, 64, 8, 2)}
+_EXTEND_MMA_HEAVY = {**_EXTEND, 128: (64, 64, 8, 2)}
 _EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
-_EXTEND_HIP = {128: (128, 32, 4, 1), 256: (64, 32, 4, 1), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)}
+_EXTEND_HIP = {
+    64: (128, 64, 4, 1),
+    128: (128, 32, 4, 1),
+    256: (64, 32, 4, 1),
+    512: (32, 32, 8, 1),
+    1024: (16, 16, 8, 1),
+}
 
 _overrides: dict[str, Any] = {}
 
@@ -125,12 +137,22 @@ def decode_cut(
     return _overridden(Cut(rows, tile, warps, stages, registers))
 
 
-def extend_cut(target: Target, width: int, *, exact: bool, wide: bool) -> Cut:
-    """Returns the cut of the extend kernel; arguments as in `decode_cut`."""
-    table = _EXTEND_HIP
-    if target.is_nvidia:
-        table = _EXTEND_SM_100 if target.arch == 100 else _EXTEND
-    rows, tile, warps, stages = _look_up(_EXTEND_FLOAT32 if exact else table, width)
+def extend_cut(target: Target, width: int, *, exact: bool, wide: bool, moved: bool) -> Cut:
+    """Returns the cut of the extend kernel.
+
+    Args:
+        target, width, exact, wide: as in `decode_cut`.
+        moved: whether codes are read by moving bits.
+    """
+    if exact:
+        table = _EXTEND_FLOAT32
+    elif not target.is_nvidia:
+        table = _EXTEND_HIP
+    elif target.arch in (90, 100):
+        table = _EXTEND if target.arch == 90 else _EXTEND_SM_100
+    else:
+        table = _EXTEND_MMA_HEAVY if wide or moved else _EXTEND_MMA
+    rows, tile, warps, stages = _look_up(table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
     return _overridden(Cut(rows, tile, warps, stages))
