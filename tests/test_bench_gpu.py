@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,8 +21,9 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
-from hf_fp8kv import ConfigError, bench_gpu, ops
+from hf_fp8kv import ConfigError, bench_gpu, cli, ops
 from hf_fp8kv.bench_gpu import baselines, decode, experiments, suite, timing, write
 from hf_fp8kv.bench_gpu.record import DeviceLost, Record
 from hf_fp8kv.bench_gpu.results import complete
@@ -43,6 +45,13 @@ def result():
 @pytest.fixture
 def record() -> Record:
     return Record(Stage("cpu", dry=True), progress=lambda _message: None)
+
+
+@pytest.fixture
+def triton_record(interpreted) -> Record:
+    """Where kernels run: in Triton's interpreter, or on a GPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Record(Stage(device, dry=True), progress=lambda _message: None)
 
 
 def text_of(result) -> str:
@@ -80,7 +89,7 @@ def test_it_is_json_and_says_where_and_how(result):
 def test_what_is_timed_was_checked(result):
     for row in result["rows"]:
         if row["section"] in ("decode", "others", "extend") and row["name"] != "split plan":
-            assert 0 <= row["error"] < 0.02, row
+            assert 0 <= row["error"] < 0.01, row
             assert row["low"] <= row["us"] <= row["high"]
             assert row["gb_per_s"] == pytest.approx(row["moved"] / row["us"] / 1e3)
             assert row["of_read"] == pytest.approx(
@@ -371,17 +380,17 @@ def test_flashinfer_where_there_is_one(record, monkeypatch):
 # -- with Triton's interpreter -------------------------------------------------------------------
 
 
-def test_the_kernel_that_only_reads():
+def test_the_kernel_that_only_reads(triton_record):
     from hf_fp8kv.ops.kernels.reading import read_all
 
     source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
-    found = read_all(source, 4, 64, 2)
+    found = read_all(source.to(triton_record.stage.device), 4, 64, 2)
     expected = np.bitwise_xor.reduce(source.numpy().reshape(4, 6, 64), axis=1).max(1)
     assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_kernels_in_a_dry_run(record, monkeypatch):
+def test_kernels_in_a_dry_run(triton_record, monkeypatch):
+    record = triton_record
     monkeypatch.setattr(decode, "KINDS", (E4M3, BF16))
     monkeypatch.setattr(write, "KINDS", (E4M3, BF16))
     case = Case((70,), TINY.heads, label="1 x 70")
@@ -393,8 +402,8 @@ def test_kernels_in_a_dry_run(record, monkeypatch):
     assert record.find("decode", name="split plan")
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_experiments(record, monkeypatch):
+def test_experiments(triton_record, monkeypatch):
+    record = triton_record
     monkeypatch.setattr(experiments, "GRID", {"tile": (32, 64), "combine": ("last",)})
     sizes = replace(TINY, decode=(Case((70,), TINY.heads, label="1 x 70"),))
     experiments.measure(record, sizes, "triton")
@@ -434,6 +443,8 @@ class _Graph:
 @pytest.fixture
 def gpu(monkeypatch):
     """torch.cuda, as far as the benchmark uses it, over tensors of the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a real one")
     nothing = types.SimpleNamespace(wait_stream=lambda _other: None)
 
     @contextmanager
@@ -508,6 +519,37 @@ def test_buffers_are_so_many_that_no_cache_holds_them():
     assert stage.copies(2**14) == 4
     assert stage.copies(2**30) == 1
     assert stage.copies(16) == 256
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+
+def test_the_options_of_the_command_line(monkeypatch, tmp_path, result):
+    given = {}
+
+    def stand_in(**arguments):
+        given.update(arguments)
+        return result
+
+    monkeypatch.setattr(bench_gpu, "run_gpu_suite", stand_in)
+    saved, picture = tmp_path / "gpu.json", tmp_path / "gpu.png"
+    options = ["--dry", "--experiments", "--seconds", "7", "--json", str(saved), "--device", "cpu"]
+    ended = CliRunner().invoke(cli.app, ["bench", "--suite", "gpu", *options])
+    assert ended.exit_code == 0, ended.output
+    del given["progress"]
+    assert given == {
+        "dry": True, "seconds": 7.0, "save": saved, "sections": ("ceilings", "experiments"),
+        "device": "cpu", "backend": "triton" if os.environ.get("TRITON_INTERPRET") else "torch",
+    }  # fmt: skip
+    assert json.loads(saved.read_text()) == result
+    again = ["bench", "--suite", "gpu", "--from", str(saved), "--plot", str(picture)]
+    ended = CliRunner().invoke(cli.app, again)
+    assert ended.exit_code == 0, ended.output
+    assert "DRY RUN" in ended.output
+    assert picture.exists()
+    ended = CliRunner().invoke(cli.app, ["bench", "--plot", str(picture)])
+    assert ended.exit_code == 2
+    assert "--suite gpu" in ended.output
 
 
 # -- make gpu ------------------------------------------------------------------------------------
