@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ __all__ = [
     "read_json",
     "read_weight_map",
     "wrapped",
-    "write_whole",
+    "write_all",
 ]
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
@@ -79,14 +79,21 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
         return list(file.keys()), dict(file.metadata() or {})
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """The file is there with all of its content, or as it was before."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+def write_all(files: Mapping[Path, bytes]) -> None:
+    """Every file is there with all of its content, or all are as they were before.
+
+    A process that is killed between two of them leaves the first ones, each whole; so the file
+    without which the others are not read comes last.
+    """
+    parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        for path, content in files.items():
+            with parts[path].open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, part in parts.items():
+            part.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        for part in parts.values():
+            part.unlink(missing_ok=True)

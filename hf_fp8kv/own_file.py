@@ -14,11 +14,11 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 
 from .errors import ScaleError
-from .files import wrapped, write_whole
+from .files import wrapped
 from .layer_scales import LayerScales
 from .scale_checks import shortened
 
-__all__ = ["OWN_FILE", "OWN_SUMMARY", "OWN_VERSION", "read_own", "write_own"]
+__all__ = ["OWN_FILE", "OWN_SUMMARY", "OWN_VERSION", "own_files", "read_own"]
 
 OWN_FILE = "kv_scales.safetensors"
 OWN_SUMMARY = "kv_scales.json"
@@ -26,13 +26,10 @@ OWN_VERSION = 1
 _OWN_NAME = re.compile(r"layers\.([0-9]{1,9})\.(k_scale|v_scale|k_center)")
 
 
-def write_own(
-    folder: Path, layers: Mapping[int, LayerScales], about: dict[str, object]
-) -> list[Path]:
-    """The folder then holds both files, each of them whole; returns their paths.
+def own_files(layers: Mapping[int, LayerScales], about: dict[str, object]) -> dict[str, bytes]:
+    """Both files, by their names.
 
     Args:
-        folder: is made when it is not there.
         layers: the scales of each layer.
         about: what else the files say of them.
     """
@@ -50,19 +47,10 @@ def write_own(
             tensors[f"layers.{index}.k_center"] = layer.k_center.clone()
     summary = {**about, "scales": {str(i): _summary(s) for i, s in layers.items()}}
     # The scales come last: with them in place, the pair is complete.
-    files = {
-        folder / OWN_SUMMARY: json.dumps(summary, indent=2).encode() + b"\n",
-        folder / OWN_FILE: to_safetensors(tensors, {"hf_fp8kv": json.dumps(about)}),
+    return {
+        OWN_SUMMARY: json.dumps(summary, indent=2).encode() + b"\n",
+        OWN_FILE: to_safetensors(tensors, {"hf_fp8kv": json.dumps(about)}),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, content in files.items():
-            write_whole(file, content)
-    except OSError as error:
-        raise ScaleError(
-            f"{folder}: expected a folder that can be written, got {error}; choose another"
-        ) from error
-    return list(files)
 
 
 def read_own(path: Path, names: list[str], about: str) -> tuple[dict[int, LayerScales], str | None]:

@@ -8,11 +8,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import ScaleError
 from .layer_scales import Granularity, LayerScales
-from .own_file import OWN_FILE, OWN_SUMMARY, OWN_VERSION, write_own
+from .own_file import OWN_FILE, OWN_SUMMARY, OWN_VERSION
 from .scale_checks import check_ranks, checked_constant, scalar, shortened
+
+if TYPE_CHECKING:
+    from .export_checkpoint import Weights
 
 __all__ = [
     "CHECKPOINT_FORMATS",
@@ -209,26 +213,43 @@ class KVScales:
         )
 
     def save_pretrained(
-        self, folder: str | os.PathLike[str], *, format: str = "hf_fp8kv"
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        format: str = "hf_fp8kv",
+        checkpoint: str | os.PathLike[str] | None = None,
+        weights: "Weights" = "copy",
+        overwrite: bool = False,
+        tp_size: int = 1,
     ) -> list[Path]:
-        """Writes `kv_scales.safetensors`, and `kv_scales.json` for people; returns the paths.
+        """Writes the scales in a format, alone or into a copy of a checkpoint; returns the paths.
 
-        Each file appears whole or not at all. Only the format "hf_fp8kv" can be written: it holds
-        every granularity and the centres exactly.
+        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centres
+        exactly; what another format cannot hold is reduced to the largest scale, with a warning.
+
+        Args:
+            folder: where to; it is made when it is not there.
+            format: one of `CHECKPOINT_FORMATS`.
+            checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
+                a copy of it with the scales. Its weights stay the same to the byte.
+            weights: "link": the weights of the copy are hard links, on the same disk.
+            overwrite: replaces the scales that are there; never the files of a checkpoint.
+            tp_size: for "vllm-json": for how many ranks.
 
         Raises:
-            ScaleError: for another format, or when the folder cannot be written.
+            ScaleError: when the format cannot be written, or not there.
         """
-        if format != "hf_fp8kv":
-            raise ScaleError(
-                f"format: expected 'hf_fp8kv', got {format!r}; no other can be written"
-            )
-        about: dict[str, object] = {
-            "model_type": self.model_type,
-            "origin": self.origin,
-            "read_as": self.format,
-        }
-        return write_own(Path(folder), self.layers, about)
+        from .export import save
+
+        return save(
+            self,
+            Path(folder),
+            format=format,
+            checkpoint=None if checkpoint is None else Path(checkpoint),
+            weights=weights,
+            overwrite=overwrite,
+            tp_size=tp_size,
+        )
 
 
 def resolve(

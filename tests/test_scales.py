@@ -361,9 +361,12 @@ def test_save_writes_two_files_and_nothing_else(tmp_path):
     }
 
 
-def test_saving_twice_replaces(tmp_path):
+def test_saving_twice_replaces_when_asked(tmp_path):
     two_layers().save_pretrained(tmp_path)
-    KVScales.uniform(5, k=0.5).save_pretrained(tmp_path)
+    with pytest.raises(ScaleError, match="pass overwrite=True"):
+        KVScales.uniform(5, k=0.5).save_pretrained(tmp_path)
+    assert_same(KVScales.from_pretrained(tmp_path), two_layers())
+    KVScales.uniform(5, k=0.5).save_pretrained(tmp_path, overwrite=True)
     assert_same(KVScales.from_pretrained(tmp_path), KVScales.uniform(5, k=0.5))
 
 
@@ -376,7 +379,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ScaleError, match="No space left"):
-        KVScales.uniform(5).save_pretrained(tmp_path)
+        KVScales.uniform(5).save_pretrained(tmp_path, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -386,9 +389,9 @@ def test_saving_into_a_file_is_refused(tmp_path):
         two_layers().save_pretrained(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["vllm-json", "tgi", "gguf", ""])
+@pytest.mark.parametrize("name", ["gguf", "vllm", "", None])
 def test_other_formats_cannot_be_written_and_write_nothing(tmp_path, name):
-    with pytest.raises(ScaleError, match="expected 'hf_fp8kv'"):
+    with pytest.raises(ScaleError, match=r"format: expected one of vllm-json, tgi, .*got"):
         two_layers().save_pretrained(tmp_path, format=name)
     assert not list(tmp_path.iterdir())
 

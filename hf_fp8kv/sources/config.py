@@ -8,7 +8,14 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Declaration", "as_mapping", "attention_layers", "declaration", "head_counts"]
+__all__ = [
+    "Declaration",
+    "as_mapping",
+    "attention_layers",
+    "declaration",
+    "head_counts",
+    "text_config",
+]
 
 
 @dataclass(frozen=True)
@@ -193,15 +200,15 @@ def as_mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _text(config: Mapping[str, object]) -> Mapping[str, object]:
+def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The innermost config of the language model."""
     inner = next((m for m in (as_mapping(config.get(n)) for n in _CONFIGS) if m), None)
-    return config if inner is None else _text(inner)
+    return config if inner is None else text_config(inner)
 
 
 def attention_layers(config: Mapping[str, object]) -> Sequence[int] | None:
     """The layers that own a KV cache by a `config.json`; None when it does not say."""
-    text = _text(config)
+    text = text_config(config)
     names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers")
     count = next((text[n] for n in (*names, "num_layers") if isinstance(text.get(n), int)), None)
     if not isinstance(count, int) or not 0 < count < 1_000_000:
@@ -217,6 +224,6 @@ def attention_layers(config: Mapping[str, object]) -> Sequence[int] | None:
 
 def head_counts(config: Mapping[str, object]) -> set[int]:
     """Every number of heads that a `config.json` names."""
-    text = _text(config)
+    text = text_config(config)
     names = re.compile(r"heads$|^n_head|^multi_query_group_num$")
     return {n for name, n in text.items() if names.search(name) and isinstance(n, int)}

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 
 from .config import Declaration
 
-__all__ = ["FOREIGN", "LAYER", "LIKELY", "ROWS", "ZERO_POINT", "Hit", "Row", "matched"]
+__all__ = [
+    "FOREIGN",
+    "LAYER",
+    "LIKELY",
+    "MODULE",
+    "ROWS",
+    "ZERO_POINT",
+    "Hit",
+    "Row",
+    "matched",
+    "written",
+]
 
 # A tensor belongs to the language model when every part of its path is one of these: a tower for
 # images or audio has the same layer numbers, and an encoder or a draft head has none of our cache.
@@ -17,7 +28,10 @@ LAYER = (
     r"(?:(?:(?:model|language_model|llm|thinker|transformer|decoder|text_model|gpt_neox|backbone)\.)*"
     r"(?:layers|h)|(?:model\.)?transformer\.blocks)\.(?P<layer>[0-9]{1,9})\."
 )
-_ATTENTION = r"(?:self_attn|self_attention|attention|attn|mixer)\.(?:(?:mla_attn|attn)\.)*"
+_MODULES = r"(?:self_attn|self_attention|attention|attn|mixer)"
+_ATTENTION = _MODULES + r"\.(?:(?:mla_attn|attn)\.)*"
+# The start of a name up to the attention module of a layer, where a writer puts its scales.
+MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Row:
         dialects: the dialects of a config under which the row is valid; empty: all.
         declared: the name is common to other numbers, so only a config that declares static FP8
             scales makes it valid.
+        shape: the shape of one number in a file that a writer makes; None: the row is only read.
     """
 
     format: str
@@ -40,6 +55,7 @@ class Row:
     rank: int
     dialects: tuple[str, ...] = ()
     declared: bool = False
+    shape: tuple[int, ...] | None = None
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -50,15 +66,22 @@ _PAIR, _SHARED = r"(?P<side>[kv])_scale", r"(?P<side>kv)_scale"
 _PROJECTION = r"(?P<side>[kv])_proj\.(?P=side)_scale"
 _OUTPUT = r"(?P<side>[kv])_proj\.output_scale"
 ROWS = (
-    Row("compressed-tensors", _PAIR, "self_attn.{side}_scale", 0, ("compressed-tensors",)),
-    Row("autofp8", _PAIR, "self_attn.{side}_scale", 0, ("autofp8",)),
+    Row(
+        "compressed-tensors",
+        _PAIR,
+        "self_attn.{side}_scale",
+        0,
+        ("compressed-tensors",),
+        shape=(1,),
+    ),
+    Row("autofp8", _PAIR, "self_attn.{side}_scale", 0, ("autofp8",), shape=()),
     Row("quark", _PAIR, "self_attn.{side}_scale", 0, ("quark",)),
     Row("modelopt", _PAIR, "self_attn.{side}_scale", 0, ("modelopt",)),
-    Row("tgi", _PAIR, "self_attn.{side}_scale", 0),
-    Row("modelopt", _PROJECTION, "self_attn.{side}_proj.{side}_scale", 1),
+    Row("tgi", _PAIR, "self_attn.{side}_scale", 0, shape=()),
+    Row("modelopt", _PROJECTION, "self_attn.{side}_proj.{side}_scale", 1, shape=()),
     Row("modelopt", r"qk(?:qk)?v_proj\.(?P<side>[kv])_scale", "self_attn.qkv_proj.{side}_scale", 1),
     Row("autofp8", r"(?P<side>[kv])_cache\.scale", "self_attn.{side}_cache.scale", 2),
-    Row("quark", _OUTPUT, "self_attn.{side}_proj.output_scale", 3, ("quark",), True),
+    Row("quark", _OUTPUT, "self_attn.{side}_proj.output_scale", 3, ("quark",), True, ()),
     Row("autofp8", _OUTPUT, "self_attn.{side}_proj.output_scale", 3, ("autofp8",), True),
     Row(
         "compressed-tensors",
@@ -76,6 +99,7 @@ ROWS = (
         "attention.{side}_cache_scaling_factor",
         5,
         declared=True,
+        shape=(1,),
     ),
     Row(
         "trtllm",
@@ -83,6 +107,7 @@ ROWS = (
         "attention.kv_cache_scaling_factor",
         6,
         declared=True,
+        shape=(1,),
     ),
 )
 # Names that say that the scales beside them are not those of an FP8 cache.
@@ -132,3 +157,9 @@ def matched(names: Iterable[str], declared: Declaration) -> tuple[list[Hit], lis
             if LIKELY.search(name):
                 unknown.append(name)
     return sorted(hits, key=lambda hit: (hit.row.rank, hit.layer, hit.name)), unknown
+
+
+def written(format: str) -> dict[str, Row]:
+    """The rows that a writer of the format uses, by their sides: "k" and "v", and "kv"."""
+    rows = [row for row in ROWS if row.format == format and row.shape is not None]
+    return {side: row for row in rows for side in (("k", "v") if "{side}" in row.name else ("kv",))}

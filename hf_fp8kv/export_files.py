@@ -1,0 +1,189 @@
+"""Static scales in the formats that servers read: what they lose, and the bytes of their files.
+
+The names are those of the readers' table (`sources.rows`), used the other way. What a format cannot
+hold is reduced so that nothing saturates that did not before: the largest scale is taken, and the
+centre of K is made room for.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from safetensors.torch import save as to_safetensors
+
+from .errors import ScaleError
+from .export_config import HF_QUANT_CONFIG, declared, declared_beside
+from .formats import FORMATS
+from .layer_scales import LayerScales
+from .own_file import own_files
+from .scale_checks import shortened
+from .scales import KVScales
+from .sources import JSON_FILE
+from .sources.rows import written
+
+__all__ = [
+    "INDEX_FILE",
+    "SCALES_FILE",
+    "as_json",
+    "index_of",
+    "reduced",
+    "scale_files",
+    "tensors_of",
+    "vllm_json",
+]
+
+SCALES_FILE = "model-kv-scales.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_LAYERS = {"trtllm": "transformer.layers"}
+
+
+def reduced(
+    layers: Mapping[int, LayerScales], format: str
+) -> tuple[dict[int, LayerScales], list[str]]:
+    """The scales as the format can hold them, and what is lost, for people."""
+    if format == "hf_fp8kv":
+        return dict(layers), []
+    losses: dict[str, list[int]] = defaultdict(list)
+    centred = {index: _without_center(layer) for index, layer in layers.items()}
+    losses["K's scales make room for the centres, which are left out"] = [
+        index for index, layer in layers.items() if layer.k_center is not None
+    ]
+    per_head = _heads_of(centred) if format == "compressed-tensors" else {}
+    result = {}
+    for index, layer in centred.items():
+        heads = per_head.get(index)
+        k, v = (_largest(tensor, heads) for tensor in (layer.k, layer.v))
+        for before, after in ((layer.k, k), (layer.v, v)):
+            if before.ndim and (before != after).any():
+                what = "head" if heads else "layer"
+                losses[f"the largest scale of each {what} is written"].append(index)
+        if format == "vllm-json":
+            if k != v:
+                losses["K and V share the larger scale"].append(index)
+            k = v = torch.maximum(k, v)
+        result[index] = LayerScales(k, v, source=layer.source)
+    said = [f"{what} (layers {shortened(dict.fromkeys(i))})" for what, i in losses.items() if i]
+    return result, said
+
+
+def _without_center(layer: LayerScales) -> LayerScales:
+    """A scale of K for the same numbers without their centre: |K| <= max * scale + |centre|."""
+    if layer.k_center is None:
+        return layer
+    room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+    # One number stays one number.
+    room = room if layer.k.ndim else room.max()
+    return LayerScales(layer.k + room, layer.v, source=layer.source)
+
+
+def _heads_of(layers: Mapping[int, LayerScales]) -> dict[int, int]:
+    """How many heads each layer is written for; empty: every layer is written per tensor."""
+    found = {
+        index: next((t.shape[0] for t in (s.k, s.v) if t.ndim and t.shape[0] > 1), None)
+        for index, s in layers.items()
+    }
+    counts = {heads for heads in found.values() if heads}
+    # A layer with one number needs the number of heads of the others, since all have one strategy.
+    default = counts.pop() if len(counts) == 1 else None
+    heads = {index: own or default for index, own in found.items()}
+    return {i: n for i, n in heads.items() if n} if all(heads.values()) else {}
+
+
+def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
+    """The largest scale: `[]`, or of each head `[heads, 1]`."""
+    if heads is None:
+        return scale.max()
+    return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
+
+
+def tensors_of(
+    layers: Mapping[int, LayerScales], format: str, modules: Mapping[int, str] | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, float32, under the names that the table gives them.
+
+    Args:
+        layers: as `reduced` gives them.
+        format: one that has rows to write.
+        modules: the attention module of each layer in a checkpoint; None: its usual name.
+    """
+    tensors = {}
+    for index, layer in layers.items():
+        sides = {"k": layer.k, "v": layer.v, "kv": torch.maximum(layer.k.max(), layer.v.max())}
+        for side, row in written(format).items():
+            module, tail = row.name.format(side=side).split(".", 1)
+            default = f"{_LAYERS.get(format, 'model.layers')}.{index}.{module}"
+            path = default if modules is None else modules[index]
+            assert row.shape is not None, "only rows with a shape are written"
+            shape = (-1, 1, 1) if sides[side].ndim else row.shape
+            tensors[f"{path}.{tail}"] = sides[side].reshape(shape).clone()
+    return tensors
+
+
+def index_of(
+    files: Mapping[str, str], scales: Mapping[str, torch.Tensor], total: int, about: object = None
+) -> bytes:
+    """A safetensors index.
+
+    Args:
+        files: tensor names and files, without those of the scales.
+        scales: the scales, which are in `SCALES_FILE`.
+        total: the bytes of the other tensors.
+        about: the metadata of the index that there was.
+    """
+    old = about if isinstance(about, dict) else {}
+    size, count = old.get("total_size", total), old.get("total_parameters")
+    metadata = dict(old)
+    if isinstance(size, int):
+        metadata["total_size"] = size + sum(t.nbytes for t in scales.values())
+    if isinstance(count, int):
+        metadata["total_parameters"] = count + sum(t.numel() for t in scales.values())
+    weight_map = {**files, **dict.fromkeys(scales, SCALES_FILE)}
+    return as_json({"metadata": metadata, "weight_map": weight_map})
+
+
+def as_json(data: object) -> bytes:
+    """The bytes of a JSON file."""
+    return json.dumps(data, indent=2).encode() + b"\n"
+
+
+def vllm_json(
+    layers: Mapping[int, LayerScales], model_type: str | None, tp_size: int
+) -> dict[str, bytes]:
+    """The file of `quantization_param_path`; every rank has the same scales."""
+    if sorted(layers) != list(range(len(layers))):
+        raise ScaleError(
+            f"format 'vllm-json': expected the layers 0 to {len(layers) - 1}, got "
+            f"{shortened(sorted(layers))}; its readers refuse a file with gaps, choose another"
+        )
+    scales = {str(index): layer.k.item() for index, layer in layers.items()}
+    ranks = {str(rank): scales for rank in range(tp_size)}
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
+    return {JSON_FILE: as_json({"model_type": model_type, "kv_cache": cache})}
+
+
+def scale_files(
+    scales: KVScales, layers: Mapping[int, LayerScales], format: str, tp_size: int
+) -> dict[str, bytes]:
+    """The files of the scales alone, by their names; what a reader looks for first comes last."""
+    if format == "hf_fp8kv":
+        about: dict[str, object] = {"model_type": scales.model_type, "origin": scales.origin}
+        return own_files(layers, {**about, "read_as": scales.format})
+    if format == "vllm-json":
+        return vllm_json(layers, scales.model_type, tp_size)
+    tensors = tensors_of(layers, format)
+    heads = {layer.k.shape[0] for layer in layers.values() if layer.k.ndim}
+    config: dict[str, object] = {"model_type": scales.model_type} if scales.model_type else {}
+    if sorted(layers) == list(range(len(layers))):
+        config["num_hidden_layers"] = len(layers)
+    if len(heads) == 1:
+        config["num_key_value_heads"] = heads.pop()
+    file = "rank0.safetensors" if format == "trtllm" else SCALES_FILE
+    files = {file: to_safetensors(tensors, {"format": "pt"})}
+    if format != "trtllm":
+        files[INDEX_FILE] = index_of({}, tensors, 0)
+    per_head = any(layer.k.ndim for layer in layers.values())
+    config = declared(format, config, per_head=per_head, excluded=())
+    if format == "modelopt":
+        files[HF_QUANT_CONFIG] = as_json(declared_beside(None, config))
+    return {**files, "config.json": as_json(config)}

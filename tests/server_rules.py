@@ -1,0 +1,225 @@
+"""What vLLM and SGLang accept of a folder with KV scales, as rules that were read in their sources.
+
+Each function gives the scales that the server would use, one pair a layer, or raises `Refused`. It
+knows nothing of the package: names, configs and defaults are those of the servers.
+"""
+
+import fnmatch
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Refused(Exception):
+    """The server would not start, or would run at a scale of 1.0."""
+
+
+def checkpoint(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The config, and the tensors of the files that the index names, or of all."""
+    config = json.loads((folder / "config.json").read_text())
+    index = folder / "model.safetensors.index.json"
+    files = {path.name for path in folder.glob("*.safetensors")}
+    tensors: dict[str, torch.Tensor] = {}
+    if index.exists():
+        weight_map = json.loads(index.read_text())["weight_map"]
+        if not set(weight_map.values()) <= files:
+            raise Refused("the index names a file that is not there")
+        files = set(weight_map.values())
+    for file in sorted(files):
+        content = load_file(folder / file)
+        if set(content) & set(tensors):
+            raise Refused("a tensor is there twice")
+        tensors |= content
+    if index.exists() and set(tensors) != set(weight_map):
+        raise Refused("the index names other tensors than the files hold")
+    return config, tensors
+
+
+def quant_config(config: dict) -> dict:
+    """The quantisation config, where the server looks for it."""
+    text = config.get("text_config") or {}
+    found = config.get("quantization_config") or text.get("quantization_config")
+    found = found or config.get("compression_config")
+    if not found:
+        raise Refused("without a quantisation config no scale is loaded")
+    return found
+
+
+# A scale's name in a checkpoint, and the side that it is loaded as.
+VLLM_NAMES = (
+    r"\.self_attn\.[kv]_proj\.([kv])_scale$",
+    r"\.mixer\.[kv]_proj\.([kv])_scale$",
+    r"\.self_attn\.([kv])_cache\.scale$",
+    r"\.([kv])_proj\.output_scale$",
+    r"\.(?:self_attn|attention|mixer)\.([kv])_scale$",
+    r"\.(kv)_scale$",
+)
+SGLANG_NAMES = (
+    r"\.(?:self_attn|mixer)\.[kv]_proj\.([kv])_scale$",
+    r"\.([kv])_proj\.output_scale$",
+    r"\.([kv])_scale$",
+    r"\.(kv)_scale$",
+)
+
+
+def loaded(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> dict[int, dict]:
+    """The scales by layer and side; what the server does not remap is dropped."""
+    layers: dict[int, dict] = {}
+    for name, tensor in tensors.items():
+        side = next((m[1] for m in (re.search(p, name) for p in names) if m), None)
+        layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
+        if side and layer:
+            layers.setdefault(int(layer[1]), {})["k" if side == "kv" else side] = tensor
+    return layers
+
+
+def per_tensor(layers: dict[int, dict], count: int, *, lenient: bool) -> Pairs:
+    """The rules of a scalar cache: one number, above 0, and K's stands in for V's."""
+    pairs = {}
+    for layer in range(count):
+        sides = layers.get(layer, {})
+        for tensor in sides.values():
+            if tensor.numel() != 1:
+                raise Refused(f"layer {layer}: expects a scalar, got {tuple(tensor.shape)}")
+        k, v = (sides[s].float().item() if s in sides else -1.0 for s in "kv")
+        if lenient and k <= 0 and v <= 0:
+            raise Refused(f"layer {layer}: 1.0 is used")
+        if k < 0 and v < 0:
+            raise Refused(f"layer {layer}: not loaded, 1.0 is used")
+        if not k > 0:
+            raise Refused(f"layer {layer}: the assertion k_scale > 0 fails")
+        pairs[layer] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
+    return pairs
+
+
+def vllm(folder: Path) -> Pairs:
+    """The scales that vLLM 0.33 uses."""
+    config, tensors = checkpoint(folder)
+    block, count = quant_config(config), config["num_hidden_layers"]
+    method = block["quant_method"]
+    layers = loaded(tensors, VLLM_NAMES)
+    if method == "compressed-tensors":
+        return _vllm_compressed(block, layers, count, config.get("num_key_value_heads"))
+    if method == "modelopt":
+        algo = block.get("quant_algo")
+        if not algo:
+            raise Refused("Missing 'quant_algo'")
+        if algo not in ("FP8", "NVFP4", "MXFP8"):
+            raise Refused("an algorithm that is not supported")
+        if not isinstance(block.get("ignore", []), list):
+            raise Refused("exclude_modules must be a list")
+        scheme = block.get("kv_cache_scheme")
+        if not isinstance(scheme, dict) or (
+            scheme.get("dynamic"), scheme.get("num_bits"), scheme.get("type")
+        ) != (False, 8, "float"):  # fmt: skip
+            raise Refused("the cache would not be FP8")
+    elif method == "quark":
+        _vllm_quark(block)
+    elif method != "fp8":
+        raise Refused(f"no method {method}")
+    elif block.get("activation_scheme") not in ("static", "dynamic"):
+        raise Refused("an activation scheme that is not supported")
+    return per_tensor(layers, count, lenient=False)
+
+
+def _vllm_compressed(block: dict, layers: dict[int, dict], count: int, heads: int | None) -> Pairs:
+    scheme = block.get("kv_cache_scheme")
+    if scheme is None:
+        raise Refused("no scale is loaded")
+    if scheme.get("type") != "float" or scheme.get("num_bits") != 8:
+        raise Refused("only FP8")
+    if scheme.get("strategy") not in ("tensor", "attn_head"):
+        raise Refused("only the strategies tensor and attn_head")
+    if not scheme.get("symmetric"):
+        raise Refused("only symmetric scales")
+    if "config_groups" not in block:
+        raise Refused("the numbers of heads are not filled in")
+    size = heads if scheme["strategy"] == "attn_head" else 1
+    pairs = {}
+    for layer in range(count):
+        sides = layers.get(layer, {})
+        if set(sides) != {"k", "v"}:
+            raise Refused(f"layer {layer}: a side stays at 1.0")
+        if any(tensor.numel() != size for tensor in sides.values()):
+            raise Refused(f"layer {layer}: expects {size} numbers")
+        pairs[layer] = tuple(sides[s].float().flatten() for s in "kv")
+    return pairs
+
+
+def _vllm_quark(block: dict) -> None:
+    export = block.get("export")
+    if export is None or "kv_cache_group" not in export or "pack_method" not in export:
+        raise Refused("the export key should be included")
+    group, layers = export["kv_cache_group"], block.get("layer_quant_config")
+    if not group:
+        raise Refused("no cache")
+    if not set(group) <= set(layers):
+        raise Refused("no kv_cache settings were found")
+    found = [
+        entry["output_tensors"]
+        for name, entry in layers.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group)
+    ]
+    if any(entry != found[0] for entry in found):
+        raise Refused("the settings of K and V differ")
+    if not found[0]:
+        raise Refused("the settings are empty")
+    if (found[0].get("dtype"), found[0].get("qscheme")) != ("fp8_e4m3", "per_tensor"):
+        raise Refused("only fp8_e4m3 per tensor")
+    if not isinstance(block.get("exclude"), list):
+        raise Refused("exclude is a list")
+
+
+def sglang(folder: Path) -> Pairs:
+    """The scales that SGLang 0.5 uses."""
+    config, tensors = checkpoint(folder)
+    block, count = quant_config(config), config["num_hidden_layers"]
+    if block["quant_method"] == "compressed-tensors":
+        scheme = block.get("kv_cache_scheme") or {}
+        values = (
+            scheme.get("type"), scheme.get("num_bits"), scheme.get("strategy"),
+            scheme.get("symmetric", True), scheme.get("dynamic"),
+        )  # fmt: skip
+        if values != ("float", 8, "tensor", True, False):
+            raise Refused(f"only 8-bit floats per tensor, got {values}")
+    return per_tensor(loaded(tensors, SGLANG_NAMES), count, lenient=True)
+
+
+def scaling_factors(
+    path: Path, *, layers: int, model_type: str, rank: int = 0, size: int = 1
+) -> dict[int, float]:
+    """What both servers take from a `kv_cache_scales.json`."""
+    data = json.loads(path.read_text())
+    if "model_type" not in data or data["model_type"] != model_type:
+        raise Refused("scaling factors of a different model type")
+    cache = data["kv_cache"]
+    if cache["dtype"] != "float8_e4m3fn":
+        raise Refused("scaling factors of another dtype")
+    ranks = {int(key): value for key, value in cache["scaling_factor"].items()}
+    if len(ranks) != size or rank not in ranks:
+        raise Refused(f"the file is for {len(ranks)} ranks")
+    factors = {int(key): float(value) for key, value in ranks[rank].items()}
+    if sorted(factors) != list(range(layers)):
+        raise Refused("the map of this rank is malformed")
+    return factors
+
+
+def tgi(folder: Path) -> Pairs:
+    """The scales that TGI 3 uses: both sides, each one number, beside its attention."""
+    config, tensors = checkpoint(folder)
+    if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):
+        raise Refused("an unknown dtype")
+    pairs = {}
+    for layer in range(config["num_hidden_layers"]):
+        names = [f"model.layers.{layer}.self_attn.{side}_scale" for side in "kv"]
+        if not all(name in tensors for name in names):
+            raise Refused(f"layer {layer}: 1.0 is used")
+        if any(tensors[name].numel() != 1 for name in names):
+            raise Refused("Key and value scales must be scalar tensors.")
+        pairs[layer] = tuple(tensors[name].float() for name in names)
+    return pairs

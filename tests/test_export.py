@@ -1,0 +1,682 @@
+"""Writing scales: every format is written and read back, alone and in a copy of a checkpoint."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_fp8kv import export_checkpoint
+from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from tests import server_rules
+from tests.server_rules import Refused
+from tests.test_sources import assert_helpful, numbers
+
+ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark", "trtllm")
+PATCHED = tuple(f for f in CHECKPOINT_FORMATS if f != "trtllm")
+LAYERS, HEADS, DIM = 3, 2, 4
+
+
+def random_scales(kind: str, seed: int = 0, layers: int = LAYERS) -> KVScales:
+    """Scales of one kind, in which no two numbers are the same."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) / 8 + 2**-10
+
+    shape = {"tensor": (), "head": (HEADS, 1), "channel": (HEADS, DIM), "row": (1, DIM)}
+    k_shape = shape[kind.removeprefix("centred-")]
+    center = kind.startswith("centred")
+    made = {
+        i: LayerScales(
+            draw(*k_shape),
+            draw(*k_shape),
+            (draw(HEADS, DIM) - 0.06) * 400 if center else None,
+        )
+        for i in range(layers)
+    }
+    return KVScales(made, model_type="llama")
+
+
+KINDS = ["tensor", "head", "channel", "row", "centred-tensor", "centred-head", "centred-channel"]
+
+
+def expected(layer: LayerScales, format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a format keeps of a layer: the documented reduction."""
+    k, v = layer.k, layer.v
+    if layer.k_center is not None:
+        room = layer.k_center.abs() / 448
+        k = k + (room if k.ndim else room.max())
+    if format == "compressed-tensors" and any(t.ndim and t.shape[0] > 1 for t in (k, v)):
+        return tuple(t.amax(1, keepdim=True).expand(HEADS, 1) for t in (k, v))
+    k, v = k.max(), v.max()
+    return (torch.maximum(k, v),) * 2 if format == "vllm-json" else (k, v)
+
+
+# The scales alone.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_what_is_written_is_read_back(tmp_path, caplog, format, kind):
+    scales = random_scales(kind)
+    paths = scales.save_pretrained(tmp_path, format=format)
+    assert sorted(paths) == sorted(tmp_path.iterdir())
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    read = KVScales.from_pretrained(tmp_path)
+    assert (read.format, read.model_type) == (format, "llama")
+    assert list(read.layers) == list(range(LAYERS))
+    lost = False
+    for index, layer in scales.layers.items():
+        back = read.layers[index]
+        if format == "hf_fp8kv":
+            wanted = (layer.k, layer.v)
+            assert (back.k_center is None) == (layer.k_center is None)
+        else:
+            wanted = expected(layer, format)
+            assert back.k_center is None
+        lost |= any(not torch.equal(*pair) for pair in zip(wanted, (layer.k, layer.v), strict=True))
+        assert torch.equal(back.k, wanted[0])
+        assert torch.equal(back.v, wanted[1])
+    assert len(said) == lost, "one warning when something is lost, and none otherwise"
+    assert not [r for r in caplog.records[len(said) :] if r.levelno >= logging.WARNING]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.tuples(*[st.floats(2**-60, 2**60, width=32)] * 2), min_size=1, max_size=4),
+    format=st.sampled_from([f for f in CHECKPOINT_FORMATS if f != "vllm-json"]),
+)
+def test_any_pair_survives_to_the_bit(tmp_path_factory, values, format):
+    folder = tmp_path_factory.mktemp("pair")
+    layers = {i: LayerScales(torch.tensor(k), torch.tensor(v)) for i, (k, v) in enumerate(values)}
+    KVScales(layers).save_pretrained(folder, format=format)
+    read = KVScales.from_pretrained(folder)
+    assert list(zip(numbers(read, "k"), numbers(read, "v"), strict=True)) == values
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), kind=st.sampled_from(KINDS),
+       format=st.sampled_from(CHECKPOINT_FORMATS))  # fmt: skip
+def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format):
+    scales = random_scales(kind, seed, layers=1)
+    folder = tmp_path_factory.mktemp("reduced")
+    scales.save_pretrained(folder, format=format)
+    if format == "hf_fp8kv":
+        return
+    size = {"num_kv_heads": HEADS, "k_head_dim": DIM, "v_head_dim": DIM}
+    before = scales.for_layer(0, **size)
+    after = KVScales.from_pretrained(folder).for_layer(0, **size)
+    center = torch.zeros(HEADS, DIM) if before.k_center is None else before.k_center
+    for sign in (-1, 1):
+        assert bool(((center + sign * 448 * before.k).abs() <= 448 * after.k * (1 + 1e-6)).all())
+    assert bool((before.v <= after.v).all())
+
+
+def test_the_warning_says_what_is_lost(tmp_path, caplog):
+    random_scales("centred-channel").save_pretrained(tmp_path, format="vllm-json")
+    assert [r.message for r in caplog.records] == [
+        f"{tmp_path}: written as vllm-json: K's scales make room for the centres, which are left "
+        "out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2); K and "
+        "V share the larger scale (layers 0, 1, 2)"
+    ]
+
+
+def test_an_unknown_model_type_is_null_with_a_warning(tmp_path, caplog):
+    KVScales.uniform(2, k=0.5, v=0.5).save_pretrained(tmp_path, format="vllm-json")
+    assert KVScales.from_pretrained(tmp_path).model_type is None
+    assert "model_type is not known and null" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_every_rank_of_the_json_has_the_same_scales(tmp_path, caplog, rank):
+    scales = random_scales("tensor")
+    scales.save_pretrained(tmp_path, format="vllm-json", tp_size=4)
+    read = KVScales.from_pretrained(tmp_path, tp_rank=rank, tp_size=4)
+    assert numbers(read, "k") == [max(s.k.item(), s.v.item()) for s in scales.layers.values()]
+    assert numbers(KVScales.from_pretrained(tmp_path), "k") == numbers(read, "k")
+
+
+def test_layers_per_tensor_join_those_per_head(tmp_path):
+    one, many = torch.tensor(0.5), torch.tensor([[0.25], [0.125]])
+    scales = KVScales({0: LayerScales(one, one), 1: LayerScales(many, one)})
+    scales.save_pretrained(tmp_path, format="compressed-tensors")
+    read = KVScales.from_pretrained(tmp_path)
+    assert read.layers[0].k.tolist() == [[0.5], [0.5]]
+    assert read.layers[1].k.tolist() == [[0.25], [0.125]]
+    assert read.layers[1].v.tolist() == [[0.5], [0.5]]
+
+
+def test_heads_that_differ_by_layer_are_kept_only_where_every_layer_has_them(tmp_path, caplog):
+    def heads(count: int) -> LayerScales:
+        return LayerScales(*(torch.arange(1.0, 1 + count).view(-1, 1) for _ in "kv"))
+
+    both = KVScales({0: heads(2), 1: heads(3)})
+    both.save_pretrained(tmp_path / "both", format="compressed-tensors")
+    read = KVScales.from_pretrained(tmp_path / "both")
+    assert [len(s.k) for s in read.layers.values()] == [2, 3]
+    one = LayerScales(torch.tensor(7.0), torch.tensor(7.0))
+    three = KVScales({0: heads(2), 1: heads(3), 2: one})
+    three.save_pretrained(tmp_path / "three", format="compressed-tensors")
+    assert numbers(KVScales.from_pretrained(tmp_path / "three"), "k") == [2.0, 3.0, 7.0]
+    assert "the largest scale of each layer is written (layers 0, 1)" in caplog.text
+
+
+@pytest.mark.parametrize("format", [f for f in CHECKPOINT_FORMATS if f != "vllm-json"])
+def test_layers_without_attention_stay_out(tmp_path, format):
+    layer = LayerScales(torch.tensor(0.5), torch.tensor(0.5))
+    KVScales({1: layer, 4: layer}).save_pretrained(tmp_path, format=format)
+    assert list(KVScales.from_pretrained(tmp_path).layers) == [1, 4]
+
+
+REFUSED = {
+    "gaps-in-the-json": (
+        lambda f: KVScales({1: random_scales("tensor").layers[0]}).save_pretrained(
+            f, format="vllm-json"
+        ),
+        "expected the layers 0 to 0, got 1",
+    ),
+    "ranks-of-another-format": (
+        lambda f: random_scales("tensor").save_pretrained(f, format="tgi", tp_size=2),
+        "tp_size: expected 1",
+    ),
+    "no-ranks": (
+        lambda f: random_scales("tensor").save_pretrained(f, format="vllm-json", tp_size=0),
+        "got 0",
+    ),
+    "an-unknown-format": (
+        lambda f: random_scales("tensor").save_pretrained(f, format="gguf"),
+        "format: expected one of",
+    ),
+}
+
+
+@pytest.mark.parametrize(("write", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_written_writes_nothing(tmp_path, write, message):
+    with pytest.raises(ScaleError, match=message) as error:
+        write(tmp_path / "out")
+    assert_helpful(error)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_nothing_is_replaced_without_being_asked(tmp_path, format):
+    first, second = random_scales("tensor", 1), random_scales("tensor", 2)
+    first.save_pretrained(tmp_path, format=format)
+    before = content(tmp_path)
+    with pytest.raises(ScaleError, match="pass overwrite=True") as error:
+        second.save_pretrained(tmp_path, format=format)
+    assert_helpful(error)
+    assert content(tmp_path) == before
+    second.save_pretrained(tmp_path, format=format, overwrite=True)
+    assert content(tmp_path) != before
+    assert set(content(tmp_path)) == set(before)
+
+
+@pytest.mark.parametrize("format", ROW_FORMATS)
+def test_the_files_of_a_checkpoint_are_never_replaced(tmp_path, model, format):
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    before = content(folder)
+    with pytest.raises(ScaleError, match=r"without weights|without config\.json"):
+        random_scales("tensor").save_pretrained(folder, format=format)
+    with pytest.raises(ScaleError, match="expected a folder without weights") as error:
+        random_scales("tensor").save_pretrained(folder, format=format, overwrite=True)
+    assert_helpful(error)
+    assert content(folder) == before
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, format, at):
+    random_scales("tensor", 1).save_pretrained(tmp_path, format=format)
+    before = content(tmp_path)
+    calls = []
+
+    def full(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) > min(at, len(before) - 1):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ScaleError, match="No space left"):
+        random_scales("tensor", 2).save_pretrained(tmp_path, format=format, overwrite=True)
+    assert content(tmp_path) == before
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# A copy of a checkpoint.
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A tiny Llama in one file, with what else lies beside weights."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=HEADS, head_dim=DIM,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "original").mkdir()
+    (folder / "original" / "params.json").write_text("{}")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "lock").write_text("")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(model, tmp_path_factory) -> Path:
+    """The same in several files with an index."""
+    folder = tmp_path_factory.mktemp("shards")
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(folder, max_shard_size="1KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    return folder
+
+
+def weights_of(folder: Path) -> dict[str, str]:
+    """The hash of every tensor that is not a scale, by the index."""
+    index = folder / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    tensors = {}
+    for file in files:
+        tensors |= load_file(folder / file)
+    return {
+        name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in tensors.items()
+        if not name.endswith("_scale")
+    }
+
+
+def patched(source: Path, target: Path, format: str, kind: str = "tensor", **options) -> Path:
+    """A copy with random scales."""
+    random_scales(kind).save_pretrained(target, format=format, checkpoint=source, **options)
+    return target
+
+
+@pytest.mark.parametrize("format", PATCHED)
+@pytest.mark.parametrize("source", ["model", "shards"])
+def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, format):
+    source = request.getfixturevalue(source)
+    before = content(source)
+    copy = patched(source, tmp_path / "copy", format, "centred-head")
+    assert content(source) == before
+    assert weights_of(copy) == weights_of(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+    read = KVScales.from_pretrained(copy)
+    for index, layer in random_scales("centred-head").layers.items():
+        wanted = (layer.k, layer.v) if format == "hf_fp8kv" else expected(layer, format)
+        assert torch.equal(read.layers[index].k, wanted[0])
+        assert torch.equal(read.layers[index].v, wanted[1])
+    beside = (
+        {"tokenizer.json", "original/params.json"} if source.name.startswith("llama") else set()
+    )
+    assert beside <= set(content(copy))
+    assert not (copy / ".cache").exists()
+
+
+@pytest.mark.parametrize("source", ["model", "shards"])
+def test_the_index_of_a_copy_counts_every_byte(tmp_path, request, source):
+    source = request.getfixturevalue(source)
+    copy = patched(source, tmp_path / "copy", "tgi")
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    tensors = {}
+    for file in set(index["weight_map"].values()):
+        tensors |= load_file(copy / file)
+    assert set(tensors) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+
+
+@pytest.mark.parametrize("format", ["tgi", "vllm-json", "hf_fp8kv", "autofp8", "modelopt"])
+@pytest.mark.parametrize("source", ["model", "shards"])
+def test_transformers_loads_a_copy_with_the_same_weights(tmp_path, request, source, format):
+    source = request.getfixturevalue(source)
+    assert_loads_the_same(source, patched(source, tmp_path / "copy", format))
+
+
+def assert_loads_the_same(source: Path, copy: Path) -> None:
+    """transformers makes the same model of both, and misses nothing."""
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        copy, dtype="auto", output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert all(name.endswith("_scale") for name in info["unexpected_keys"])
+    state, same = loaded.state_dict(), plain.state_dict()
+    assert {n for n in state if not n.endswith("_scale")} == set(same)
+    assert all(torch.equal(state[name], tensor) for name, tensor in same.items())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "head"])
+def test_compressed_tensors_reads_its_own_config(tmp_path, model, kind):
+    config = pytest.importorskip("compressed_tensors.quantization")
+    copy = patched(model, tmp_path / "copy", "compressed-tensors", kind)
+    block = json.loads((copy / "config.json").read_text())["quantization_config"]
+    read = config.QuantizationConfig.model_validate(block)
+    scheme = read.kv_cache_scheme
+    assert (scheme.num_bits, scheme.type, scheme.symmetric) == (8, "float", True)
+    assert scheme.strategy == {"tensor": "tensor", "head": "attn_head"}[kind]
+    assert not scheme.dynamic
+    assert_loads_the_same(model, copy)
+
+
+@pytest.mark.parametrize("format", PATCHED)
+def test_linked_weights_are_the_same_file(tmp_path, model, format):
+    copy = patched(model, tmp_path / "copy", format, weights="link")
+    name = next(p.name for p in copy.glob("model*.safetensors") if "scales" not in p.name)
+    assert (copy / name).samefile(model / "model.safetensors")
+    assert not (copy / "tokenizer.json").samefile(model / "tokenizer.json")
+    assert numbers(KVScales.from_pretrained(copy), "v")
+
+
+def test_old_scale_files_do_not_come_along(tmp_path, model):
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    KVScales.uniform(LAYERS, k=8.0).save_pretrained(source)
+    KVScales.uniform(LAYERS, k=8.0).save_pretrained(source, format="vllm-json")
+    copy = patched(source, tmp_path / "copy", "autofp8")
+    assert KVScales.from_pretrained(copy).format == "autofp8"
+
+
+QUANTIZED = {
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    },
+    "autofp8": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "ignored_layers": ["lm_head"],
+    },
+    "modelopt": {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "ignore": ["lm_head"],
+        "kv_cache_quant_algo": None,
+    },
+    "quark": {
+        "quant_method": "quark",
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}, "output_tensors": None},
+        "layer_quant_config": {},
+        "exclude": ["lm_head"],
+    },
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["top", "text-config"])
+@pytest.mark.parametrize("format", QUANTIZED)
+def test_the_config_of_quantised_weights_is_kept(tmp_path, model, format, nested):
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = QUANTIZED[format]
+    config = {"model_type": "llava", "text_config": config} if nested else config
+    (source / "config.json").write_text(json.dumps(config))
+    copy = patched(source, tmp_path / "copy", format)
+    new = json.loads((copy / "config.json").read_text())
+    block = (new["text_config"] if nested else new)["quantization_config"]
+    for entry in ("quant_method", "quant_algo", "ignore", "ignored_layers", "config_groups",
+                  "activation_scheme", "exclude", "global_quant_config"):  # fmt: skip
+        assert block.get(entry) == QUANTIZED[format].get(entry)
+    if format == "quark":
+        assert block["layer_quant_config"]["*k_proj"]["weight"] == {"dtype": "fp8_e4m3"}
+    assert ("quantization_config" in new) == (not nested)
+    assert KVScales.from_pretrained(copy).format == format
+
+
+def test_weights_that_only_the_second_config_declares(tmp_path, model):
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    second = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (source / "hf_quant_config.json").write_text(json.dumps(second))
+    with pytest.raises(ScaleError, match="expected weights that are not quantised"):
+        patched(source, tmp_path / "copy", "autofp8")
+    copy = patched(source, tmp_path / "copy", "modelopt")
+    read = json.loads((copy / "hf_quant_config.json").read_text())
+    assert read["quantization"] == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    assert (copy / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model.language_model.layers", "transformer.h", "backbone.layers"]
+)
+def test_scales_lie_beside_the_attention_that_they_are_of(tmp_path, prefix):
+    module = {"transformer.h": "attn", "backbone.layers": "mixer"}.get(prefix, "self_attn")
+    source = tmp_path / "source"
+    source.mkdir()
+    names = [f"{prefix}.{i}.{module}.o_proj.weight" for i in range(LAYERS)]
+    tower = [f"vision_tower.layers.{i}.self_attn.o_proj.weight" for i in range(9)]
+    save_file({n: torch.ones(1) for n in names + tower}, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"num_hidden_layers": LAYERS}))
+    copy = patched(source, tmp_path / "copy", "modelopt")
+    scales = load_file(copy / "model-kv-scales.safetensors")
+    assert set(scales) == {
+        f"{prefix}.{i}.{module}.{s}_proj.{s}_scale" for i in range(LAYERS) for s in "kv"
+    }
+
+
+def set_config(**entries: object):
+    """Changes the config of a checkpoint."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | entries
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+BAD_SOURCES = {
+    "no-config": (lambda f: (f / "config.json").unlink(), "config.json, got none"),
+    "config-cut-off": (lambda f: (f / "config.json").write_text("{"), "expected a JSON file"),
+    "weights-cut-off": (
+        lambda f: (f / "model.safetensors").write_bytes(b"x"),
+        "expected a safetensors file",
+    ),
+    "pickled-weights": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "expected weights in safetensors",
+    ),
+    "scales-already-there": (
+        lambda f: save_file(
+            load_file(f / "model.safetensors")
+            | {"model.layers.0.self_attn.k_scale": torch.ones(1)},
+            f / "model.safetensors",
+        ),
+        "expected a checkpoint without KV scales",
+    ),
+    "another-model": (set_config(model_type="qwen2"), "expected a 'llama' model"),
+    "more-layers": (set_config(num_hidden_layers=9), "missing 3, 4"),
+    "other-layers": (
+        lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
+        "expected one attention module in layer 0, got none",
+    ),
+    "another-cache-declared": (set_config(kv_cache_dtype="int8"), "'int8'"),
+    "fnuz-declared": (
+        set_config(kv_cache_dtype="fp8_e4m3fnuz"),
+        "expected to read back what was written",
+    ),
+    "weights-of-another-tool": (
+        set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "'gptq', and a checkpoint has one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)
+def test_a_checkpoint_that_cannot_have_the_scales_is_refused(tmp_path, model, spoil, message):
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    spoil(source)
+    before = content(source)
+    with pytest.raises(ScaleError, match=message) as error:
+        patched(source, tmp_path / "copy", "autofp8")
+    assert ".part" not in str(error.value)
+    assert_helpful(error)
+    assert content(source) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_copy_never_replaces_anything(tmp_path, model):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("mine")
+    for target in (tmp_path / "mine", tmp_path / "mine" / "file", model):
+        with pytest.raises(ScaleError, match="new or empty"):
+            patched(model, target, "tgi", overwrite=True)
+    assert content(tmp_path) == {"mine/file": b"mine"}
+    (tmp_path / "empty").mkdir()
+    assert patched(model, tmp_path / "empty", "tgi")
+
+
+OPTIONS = {
+    "weights": ({"format": "tgi", "weights": "move"}, "weights: expected 'copy' or 'link'"),
+    "trtllm": ({"format": "trtllm"}, "TensorRT-LLM converts the weights"),
+    "hub": ({"format": "tgi", "checkpoint": "org/model"}, "snapshot_download"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS.values(), ids=OPTIONS)
+def test_options_of_a_copy_that_cannot_be(tmp_path, model, options, message):
+    with pytest.raises(ScaleError, match=message) as error:
+        random_scales("tensor").save_pretrained(
+            tmp_path / "copy", **{"checkpoint": model} | options
+        )
+    assert_helpful(error)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError, OSError])
+@pytest.mark.parametrize("step", ["_transfer", "write_all", "_check_copy", "tensors_of"])
+def test_an_interrupted_copy_leaves_nothing(tmp_path, model, monkeypatch, step, failure):
+    before = content(model)
+
+    def stop(*_: object, **__: object) -> None:
+        raise failure("stopped")
+
+    monkeypatch.setattr(export_checkpoint, step, stop)
+    with pytest.raises((failure, ScaleError)):
+        patched(model, tmp_path / "copy", "autofp8")
+    assert not list(tmp_path.iterdir())
+    assert content(model) == before
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from hf_fp8kv import export_checkpoint
+from hf_fp8kv.scales import KVScales
+
+real, left = os.fsync, [int(sys.argv[3])]
+
+def fsync(fd):
+    if not left[0]:
+        os.kill(os.getpid(), 9)
+    left[0] -= 1
+    real(fd)
+
+os.fsync = fsync
+checkpoint = None if sys.argv[1] == "-" else sys.argv[1]
+KVScales.uniform(3, k=0.5, v=0.25).save_pretrained(
+    sys.argv[2], format=sys.argv[4], checkpoint=checkpoint, overwrite=True
+)
+"""
+
+
+@pytest.mark.parametrize(("alone", "at"), [(False, 4), (True, 2)])
+def test_a_killed_process_leaves_no_half_folder(tmp_path, model, alone, at):
+    target = tmp_path / "copy"
+    if alone:
+        random_scales("tensor").save_pretrained(target, format="autofp8")
+        before = content(target)
+    arguments = ["-" if alone else str(model), str(target), str(at), "autofp8"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environment, check=False)
+    assert done.returncode == -9
+    if alone:
+        after = {n: c for n, c in content(target).items() if not n.endswith(".part")}
+        assert after == before
+    else:
+        assert not target.exists()
+
+
+# What the servers accept.
+
+SERVED = {
+    "autofp8": (server_rules.vllm, server_rules.sglang),
+    "compressed-tensors": (server_rules.vllm, server_rules.sglang),
+    "modelopt": (server_rules.vllm, server_rules.sglang),
+    "quark": (server_rules.vllm, server_rules.sglang),
+    "tgi": (server_rules.tgi,),
+}
+
+
+@pytest.mark.parametrize("source", ["model", "shards", None])
+@pytest.mark.parametrize("format", SERVED)
+def test_the_servers_take_the_same_numbers(tmp_path, request, format, source):
+    checkpoint = request.getfixturevalue(source) if source else None
+    scales = random_scales("tensor")
+    scales.save_pretrained(tmp_path / "out", format=format, checkpoint=checkpoint)
+    for server in SERVED[format]:
+        pairs = server(tmp_path / "out")
+        assert [k.item() for k, _ in pairs.values()] == numbers(scales, "k")
+        assert [v.item() for _, v in pairs.values()] == numbers(scales, "v")
+
+
+def test_only_vllm_takes_scales_per_head(tmp_path, model):
+    scales = random_scales("head")
+    copy = patched(model, tmp_path / "copy", "compressed-tensors", "head")
+    for index, (k, v) in server_rules.vllm(copy).items():
+        assert torch.equal(k, scales.layers[index].k.flatten())
+        assert torch.equal(v, scales.layers[index].v.flatten())
+    with pytest.raises(Refused, match="only 8-bit floats per tensor"):
+        server_rules.sglang(copy)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["alone", "copy"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_servers_take_the_json(tmp_path, model, size, checkpoint):
+    scales = random_scales("tensor")
+    scales.save_pretrained(
+        tmp_path / "out",
+        format="vllm-json",
+        tp_size=size,
+        checkpoint=model if checkpoint else None,
+    )
+    path = tmp_path / "out" / "kv_cache_scales.json"
+    for rank in range(size):
+        factors = server_rules.scaling_factors(
+            path, layers=LAYERS, model_type="llama", rank=rank, size=size
+        )
+        assert list(factors.values()) == [
+            max(s.k.item(), s.v.item()) for s in scales.layers.values()
+        ]
+    with pytest.raises(Refused):
+        server_rules.scaling_factors(path, layers=LAYERS + 1, model_type="llama", size=size)
+
+
+def test_the_rules_refuse_what_the_servers_refuse(tmp_path, model):
+    with pytest.raises(Refused, match="without a quantisation config"):
+        server_rules.vllm(patched(model, tmp_path / "tgi", "tgi"))
+    copy = patched(model, tmp_path / "copy", "autofp8")
+    scales = load_file(copy / "model-kv-scales.safetensors")
+    for value in (0.0, -1.0, float("nan")):
+        spoiled = scales | {"model.layers.1.self_attn.k_scale": torch.tensor(value)}
+        save_file(spoiled, copy / "model-kv-scales.safetensors")
+        with pytest.raises(Refused, match="layer 1"):
+            server_rules.vllm(copy)
