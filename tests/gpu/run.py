@@ -52,7 +52,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--seconds", type=float, default=270, help="of the benchmark")
+    parser.add_argument("--seconds", type=float, default=250, help="of the benchmark")
     parser.add_argument("--dry", action="store_true", help="all of it, tiny, on any machine")
     parser.add_argument("--experiments", action="store_true", help="other launch parameters")
     parser.add_argument("tests", nargs="*", help="instead of the tests of the kernels")
