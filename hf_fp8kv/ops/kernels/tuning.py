@@ -69,7 +69,6 @@ _DECODE_FLOAT32 = {
 }
 # AMD: 512 registers for each lane of a processor's four parts.
 _DECODE_HIP = {
-    64: (64, 4, 2, None),
     128: (32, 2, 2, None),
     256: (32, 4, 2, None),
     512: (32, 8, 1, None),
