@@ -21,7 +21,7 @@ from .export_files import (
     tensors_of,
     vllm_json,
 )
-from .files import PICKLES, read_json, write_all
+from .files import PICKLES, read_header, read_json, write_all
 from .layer_scales import LayerScales
 from .own_file import OWN_FILE, OWN_SUMMARY
 from .scale_checks import shortened, shown
@@ -57,7 +57,13 @@ def write_checkpoint(
     _check_folders(source, target, weights)
     files = tensor_files(LocalFolder(source))
     config = read_json(source / "config.json", unique=False)
+    _check_files(source, files)
     _check_scales(scales, source, files, config)
+    if format != "hf_fp8kv" and text_config(config).get("kv_lora_rank"):
+        raise ScaleError(
+            f"{source}: expected a model whose servers cache K and V, got one with kv_lora_rank: "
+            "they cache the latent that both are made of; choose hf_fp8kv"
+        )
     layers, losses = reduced(scales.layers, format)
     new = _new_files(scales, layers, source, files, config, format, tp_size)
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -93,6 +99,18 @@ def _check_folders(source: Path, target: Path, weights: str) -> None:
             f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
             "checkpoint never replaces anything, choose another"
         )
+
+
+def _check_files(source: Path, files: Mapping[str, str]) -> None:
+    """Every file is whole, and holds the tensors that the index says."""
+    for file in sorted(set(files.values())):
+        names = {name for name, other in files.items() if other == file}
+        missing = names - set(read_header(source / file)[0])
+        if missing:
+            raise ScaleError(
+                f"{source / file}: expected the tensors of the index, found none named "
+                f"{shortened(sorted(missing))}; fetch the file again"
+            )
 
 
 def _check_scales(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from .errors import ScaleError
 from .scale_checks import shown
+from .sources.config import nested_configs
 
 __all__ = ["HF_QUANT_CONFIG", "METHODS", "declared", "declared_beside"]
 
@@ -104,7 +105,7 @@ _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
 def _existing(format: str, config: Config) -> Config | None:
     """The quantisation config of the weights, which has to be of the format's own tool."""
-    owners = [config, *(c for c in map(config.get, ("text_config", "llm_config")) if c)]
+    owners = [config, *(owner for _, owner in nested_configs("", config))]
     for owner in owners:
         for entry in ("quantization_config", "compression_config"):
             block = owner.get(entry) if isinstance(owner, dict) else None

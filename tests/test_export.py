@@ -513,6 +513,7 @@ BAD_SOURCES = {
         set_config(kv_cache_dtype="fp8_e4m3fnuz"),
         "expected to read back what was written",
     ),
+    "a-cache-of-latents": (set_config(kv_lora_rank=512), "they cache the latent"),
     "weights-of-another-tool": (
         set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "'gptq', and a checkpoint has one",
@@ -530,6 +531,28 @@ def test_a_checkpoint_that_cannot_have_the_scales_is_refused(tmp_path, model, sp
     assert ".part" not in str(error.value)
     assert_helpful(error)
     assert content(source) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+SHARD = "model-00002-of"
+BAD_SHARDS = {
+    "missing": (lambda shard: shard.unlink(), "expected a safetensors file"),
+    "cut-off": (lambda shard: shard.write_bytes(shard.read_bytes()[:-1]), "a safetensors file"),
+    "another": (
+        lambda shard: save_file({"a": torch.ones(1)}, shard),
+        "expected the tensors of the index, found none named model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD_SHARDS.values(), ids=BAD_SHARDS)
+def test_a_checkpoint_that_is_not_whole_is_not_copied(tmp_path, shards, spoil, message):
+    source = Path(shutil.copytree(shards, tmp_path / "source"))
+    spoil(next(path for path in source.iterdir() if path.name.startswith(SHARD)))
+    with pytest.raises(ScaleError, match=message) as error:
+        patched(source, tmp_path / "copy", "tgi")
+    assert SHARD in str(error.value)
+    assert_helpful(error)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "attention_layers",
     "declaration",
     "head_counts",
+    "nested_configs",
     "text_config",
 ]
 
@@ -50,7 +51,7 @@ def declaration(config: object, hf_quant_config: object = None) -> Declaration:
         config: transformers' config, or the dict of a `config.json`.
         hf_quant_config: the dict of a `hf_quant_config.json`, or None.
     """
-    owners = [("", config), *_nested("", config)]
+    owners = [("", config), *nested_configs("", config)]
     found: list[Declaration] = []
     dialect = None
     for entry in ("quantization_config", "compression_config", "quantization"):
@@ -176,13 +177,13 @@ def _dialect(entry: str, block: Mapping[str, object]) -> str:
     return "trtllm" if entry == "quantization" else "autofp8"
 
 
-def _nested(prefix: str, config: object) -> Iterator[tuple[str, object]]:
+def nested_configs(prefix: str, config: object) -> Iterator[tuple[str, object]]:
     """The configs of the language model inside of a config, each with its path."""
     for name in _CONFIGS:
         owner = _get(config, name)
         if owner is not None:
             yield f"{prefix}{name}.", owner
-            yield from _nested(f"{prefix}{name}.", owner)
+            yield from nested_configs(f"{prefix}{name}.", owner)
 
 
 def _get(config: object, name: str) -> object:
