@@ -37,7 +37,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.ops.kernels import decode, extend, plan, tuning
-from hf_fp8kv.ops.kernels.target import Target, assuming, target_of
+from hf_fp8kv.ops.kernels.target import Target, assuming, compiling, target_of
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
@@ -387,3 +387,66 @@ def test_nothing_but_the_output_is_written():
     for x, y in zip(pages, before, strict=True):
         if isinstance(x, Tensor):
             assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tokens", "cut"),
+    [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
+)
+def test_a_part_that_ends_before_every_row_s_window(kernel, tokens, cut):
+    """A complete mask and a window besides, as static sliding layers have them."""
+    case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
+    pages, query, kwargs = prepare(case)
+    mask = reference.visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
+    kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
+    expected = attend(case, pages, query, "reference", **kwargs)
+    target = dataclasses.replace(target_of(DEVICE), processors=40)
+    with assuming(target), tuning.override(**cut):
+        found = run(kernel, case, pages, query, **kwargs)
+    assert errors(found, expected).max() <= bound(case)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_length_of_a_chunk_is_no_constant(groups):
+    """Else each prompt would wait for a compiler."""
+    launched: dict[str, set[str]] = {}
+
+    def take(kernel: Any, _grid: Any, _args: Any, constants: dict[str, Any]) -> None:
+        launched.setdefault(kernel.fn.__name__, set()).add(repr(constants))
+
+    pages = poisoned(Case("chunk", lengths=(9000,), page_size=64, heads=2))
+    lengths = torch.tensor([9000], dtype=torch.int32)
+    target = dataclasses.replace(target_of(DEVICE), processors=132)
+    with assuming(target), compiling(take):
+        for tokens in range(70, 6000, 90):
+            query = torch.zeros(1, 2 * groups, tokens, 32)
+            extend.attend(query, pages, lengths, 0, 9000, scaling=1.0, causal=True, **DEFAULTS)
+    assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
+        "_decode": 1, "_combine": 1, "_extend": 1,
+    }  # fmt: skip
+
+
+def test_grids_of_a_million_tokens():
+    """Of a grid's axes only the first may be longer than 65535."""
+    grids: list[tuple[int, ...]] = []
+    pages = poisoned(Case("long", lengths=(64,), page_size=64))
+    query = torch.zeros(32).expand(1, 64, 2**20, 32)
+    with compiling(lambda _kernel, grid, *_: grids.append(grid)):
+        extend.attend(
+            query, pages, torch.tensor([64]), 0, 2**20, scaling=1.0, causal=True, **DEFAULTS
+        )  # fmt: skip
+    assert grids
+    assert all(max(grid[1:], default=1) <= 65535 for grid in grids)
+
+
+@pytest.mark.parametrize("tokens", [9, 21])
+def test_more_rows_than_shared_memory_holds(tokens):
+    """Float32: more than one block of rows, and a plan that was made for one."""
+    case = Case("blocks", lengths=(300, 150), tokens=tokens, page_size=64, k_dim=128, v_dim=72)
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    table = torch.empty((plan.rows(2, 2, target_of(DEVICE)), 4), dtype=torch.int32, device=DEVICE)
+    ends = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
+    plan.make(table, ends, tokens, 0, 0, 2)
+    found = run("decode", case, pages, query, plan=table, **kwargs)
+    assert errors(found, expected).max() <= bound(case)

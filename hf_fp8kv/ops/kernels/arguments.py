@@ -105,6 +105,7 @@ def prepare(
     # The centre's share of the logits counts only beside what does not contain it.
     centred = pages.k_center is not None and (softcap != 0 or sinks is not None)
     dims = (pages.k.shape[3], pages.v.shape[2])
+    width = _padded(max(dims))
     return Call(
         tensors=(
             query, pages.k, pages.v, pages.k_scales, pages.v_scales, pages.k_scale,
@@ -122,13 +123,14 @@ def prepare(
             "V_HOW": v.how, "V_SHIFT": v.shift, "V_NAN": v.nan, "V_OPERAND": v.operand,
             "CAUSAL": causal, "WINDOWED": window > 0, "SOFTCAP": softcap != 0,
             "MASK": kind.value, "CENTER": centred,
-            # Of float32 operands: as exact as float32 on tensor cores, in three products.
-            "PRECISION": "tf32x3" if target.is_nvidia else "ieee",
+            # Of float32 operands: as exact as float32 on tensor cores, in three products. Their
+            # parts of large heads do not fit into shared memory.
+            "PRECISION": "tf32x3" if target.is_nvidia and width <= 256 else "ieee",
         },
         target=target,
         groups=query.shape[1] // heads,
         rows=query.shape[1] // heads * tokens,
-        width=_padded(max(dims)),
+        width=width,
         exact=tl.float32 in (k.operand, v.operand),
         wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,
         moved=bool({k.how, v.how} & {MOVED.value, MOVED_PACKED.value}),

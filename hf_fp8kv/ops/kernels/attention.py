@@ -58,7 +58,8 @@ def _query(
     """Returns the query rows as the dot product takes them, what logits lack, and q c."""
     d = tl.arange(0, WIDE)
     real = exists[:, None] & (d < DK)[None, :]
-    place = (b.to(tl.int64) * q_b + head * q_h + t.to(tl.int64) * q_t)[:, None] + d[None, :]
+    place = b.to(tl.int64) * q_b + head.to(tl.int64) * q_h + t.to(tl.int64) * q_t
+    place = place[:, None] + d[None, :]
     q = tl.load(query + place, mask=real, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
     if CENTER:
@@ -249,13 +250,14 @@ def attend_rows(
     elif MASK != NO_MASK:
         mask += b.to(tl.int64) * mask_b + head.to(tl.int64) * mask_h + t.to(tl.int64) * mask_t
     if MASK == COMPLETE:
-        full_end = full
+        full_end = 0
     if bias is not None:
         bias += b.to(tl.int64) * bias_b + head.to(tl.int64) * bias_h + t.to(tl.int64) * bias_t
 
     # Tiles [main, main_end) need no mask; those before and after do.
+    # Where nothing is seen there are none: the table may end before `begin`.
     first = begin // TILE
-    last = tl.cdiv(tl.maximum(end, begin), TILE)
+    last = tl.where(begin < end, tl.cdiv(end, TILE), first)
     main = tl.minimum(tl.maximum(tl.cdiv(full, TILE), first), last)
     main_end = tl.maximum(full_end // TILE, main)
     before = main - first

@@ -45,7 +45,8 @@ def attend(
     cut = decode_cut(
         call.target, call.width, call.rows, exact=call.exact, wide=call.wide, bias=call.bias
     )
-    return split(call, cut, plan)
+    # A plan is made for one block of rows.
+    return split(call, cut, plan if call.rows <= cut.rows else None)
 
 
 def split(call: Call, cut: Cut, plan: torch.Tensor | None, programs: int = 0) -> torch.Tensor:
@@ -80,14 +81,14 @@ def split(call: Call, cut: Cut, plan: torch.Tensor | None, programs: int = 0) ->
     launch(
         _decode, (heads, slots, blocks), *call.tensors, plan, out, partial, stats, batch,
         *call.numbers, **call.constants, ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages,
-        SLOTS=slots, BLOCKS=blocks, LAST=last, MERGED=MERGED, **cut.options(),
+        LAST=last, MERGED=MERGED, **cut.options(),
     )  # fmt: skip
     if not last:
         *_, sinks, v_scale = call.tensors
         launch(
             _combine, (call.rows, heads, batch), plan, partial, stats, sinks, v_scale, out, tokens,
-            call.numbers[7], HEADS=heads, GROUPS=call.groups, DV=dim,
-            WIDE_V=call.constants["WIDE_V"], SLOTS=slots, MERGED=MERGED, num_warps=1,
+            slots, call.numbers[7], HEADS=heads, GROUPS=call.groups, DV=dim,
+            WIDE_V=call.constants["WIDE_V"], MERGED=MERGED, num_warps=1,
         )  # fmt: skip
     return out
 
@@ -109,8 +110,7 @@ def _decode(
     V_HOW: tl.constexpr, V_SHIFT: tl.constexpr, V_NAN: tl.constexpr, V_OPERAND: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     CENTER: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
+    STAGES: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """One program per KV head, part, and block of query rows."""
     h = tl.program_id(0)
@@ -155,42 +155,44 @@ def _decode(
             # All of this program's stores come before the count, and what others stored before
             # theirs is seen after it.
             tl.debug_barrier()
-            counter = plan + (SLOTS + batch) * 4 + (b * HEADS + h) * BLOCKS + tl.program_id(2)
+            slots = tl.num_programs(1)
+            counter = plan + (slots + batch) * 4
+            counter += (b * HEADS + h) * tl.num_programs(2) + tl.program_id(2)
             done = tl.atomic_add(counter, 1, sem="acq_rel")
             if done == parts - 1:
                 tl.debug_barrier()
                 for row in range(first_row, end_row):
                     _merge(
-                        plan, partial, stats, sinks, v_scale, out, b, h, row, tokens, v_factor,
-                        HEADS, GROUPS, DV, WIDE_V, SLOTS, MERGED,
+                        plan, partial, stats, sinks, v_scale, out, b, h, row, tokens, slots,
+                        v_factor, HEADS, GROUPS, DV, WIDE_V, MERGED,
                     )  # fmt: skip
                 tl.store(counter, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots"])
 def _combine(
-    plan, partial, stats, sinks, v_scale, out, tokens, v_factor,
+    plan, partial, stats, sinks, v_scale, out, tokens, slots, v_factor,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, WIDE_V: tl.constexpr,
-    SLOTS: tl.constexpr, MERGED: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence, KV head and query row."""
     b = tl.program_id(2)
-    if tl.load(plan + (SLOTS + b) * 4 + 1) > 1:
+    if tl.load(plan + (slots + b) * 4 + 1) > 1:
         _merge(
             plan, partial, stats, sinks, v_scale, out, b, tl.program_id(1), tl.program_id(0),
-            tokens, v_factor, HEADS, GROUPS, DV, WIDE_V, SLOTS, MERGED,
+            tokens, slots, v_factor, HEADS, GROUPS, DV, WIDE_V, MERGED,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    plan, partial, stats, sinks, v_scale, out, b, h, row, tokens, v_factor,
+    plan, partial, stats, sinks, v_scale, out, b, h, row, tokens, slots, v_factor,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, WIDE_V: tl.constexpr,
-    SLOTS: tl.constexpr, MERGED: tl.constexpr,
+    MERGED: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts of one query row, MERGED at a time, and stores the result."""
-    first = tl.load(plan + (SLOTS + b) * 4)
-    parts = tl.load(plan + (SLOTS + b) * 4 + 1)
+    first = tl.load(plan + (slots + b) * 4)
+    parts = tl.load(plan + (slots + b) * 4 + 1)
     count = GROUPS * tokens
     i = tl.arange(0, MERGED)
     dv = tl.arange(0, WIDE_V)

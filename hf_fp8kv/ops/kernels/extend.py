@@ -5,7 +5,6 @@ reads all that these may see. Where that makes fewer programs than the GPU has p
 chunk after a long prefix), sequences are split as for decoding.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -35,12 +34,12 @@ def attend(
     call = prepare(query, pages, lengths, start, stop, **arguments)
     cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide, moved=call.moved)
     batch, q_heads, tokens, _ = query.shape
-    grid = (call.constants["HEADS"], batch, cdiv(call.rows, cut.rows))
-    if math.prod(grid) < call.target.processors and stop > 2 * UNIT:
+    programs = call.constants["HEADS"] * batch * cdiv(call.rows, cut.rows)
+    if programs < call.target.processors and stop > 2 * UNIT:
         return split(call, cut, None, programs=2 if cut.warps <= 4 else 1)
     out = query.new_empty((batch, tokens, q_heads, call.constants["DV"]))
     launch(
-        _extend, grid, *call.tensors, out, *call.numbers, **call.constants,
+        _extend, (programs,), *call.tensors, out, batch, *call.numbers, **call.constants,
         ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, **cut.options(),
     )  # fmt: skip
     return out
@@ -48,13 +47,13 @@ def attend(
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "start", "stop", "window", "mask_b", "mask_h", "mask_t", "bias_b", "bias_h",
-        "bias_t", "table_b",
+        "batch", "tokens", "start", "stop", "window", "mask_b", "mask_h", "mask_t", "bias_b",
+        "bias_h", "bias_t", "table_b",
     ]
 )  # fmt: skip
 def _extend(
     query, k_pool, v_pool, k_scales, v_scales, k_scale, center, table, lengths, mask, bias, sinks,
-    v_scale, out,
+    v_scale, out, batch,
     tokens, start, stop, window, k_scaling, scaling, softcap, v_factor,
     q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -65,13 +64,16 @@ def _extend(
     CENTER: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per KV head, sequence and block of query rows."""
-    h = tl.program_id(0)
-    b = tl.program_id(1)
-    # The last rows see the most: they start first.
-    block = tl.num_programs(2) - 1 - tl.program_id(2)
-    length = tl.load(lengths + b)
+    """One program per KV head, sequence and block of query rows.
+
+    They are numbered along one axis: the others end at 65535.
+    """
     count = GROUPS * tokens
+    h = tl.program_id(0) % HEADS
+    b = tl.program_id(0) // HEADS % batch
+    # The last rows see the most: they start first.
+    block = tl.cdiv(count, ROWS) - 1 - tl.program_id(0) // HEADS // batch
+    length = tl.load(lengths + b)
     rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < count
     r = tl.minimum(rows, count - 1)

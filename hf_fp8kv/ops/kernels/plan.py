@@ -62,17 +62,16 @@ def make(
     assert plan.shape == (slots + batch + -(-batch * heads // 4), 4)
     assert plan.is_contiguous()
     launch(
-        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads,
-        SLOTS=slots, SPAN=next_power_of_2(slots), UNIT=UNIT,
+        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, slots,
+        SPAN=next_power_of_2(slots), UNIT=UNIT,
         SEQUENCES=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "window", "start"])
+@triton.jit(do_not_specialize=["batch", "tokens", "window", "start", "heads", "slots"])
 def _plan(
-    plan, lengths, batch, tokens, window, start, heads,
-    SLOTS: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    plan, lengths, batch, tokens, window, start, heads, slots,
+    SPAN: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence; each works out all sequences' parts and writes its own."""
     me = tl.program_id(0)
@@ -92,7 +91,7 @@ def _plan(
     while least < most:
         middle = (least + most) // 2
         parts = tl.where(b < batch, tl.maximum(tl.cdiv(units, middle), 1), 0)
-        fits = tl.sum(parts, 0) <= SLOTS
+        fits = tl.sum(parts, 0) <= slots
         most = tl.where(fits, middle, most)
         least = tl.where(fits, least, middle + 1)
     parts = tl.maximum(tl.cdiv(units, most), 1)
@@ -114,13 +113,13 @@ def _plan(
     tl.store(row + 1, tl.where(i == 0, 0, begin), mask=own)
     tl.store(row + 2, tl.where(i == my_parts - 1, NO_END, begin + my_length), mask=own)
     tl.store(row + 3, my_parts, mask=own)
-    sequence = plan + (SLOTS + me) * 4
+    sequence = plan + (slots + me) * 4
     tl.store(sequence, my_first)
     tl.store(sequence + 1, my_parts)
 
     if me == batch - 1:
-        left = (i >= my_first + my_parts) & (i < SLOTS)
+        left = (i >= my_first + my_parts) & (i < slots)
         tl.store(plan + i * 4, -1, mask=left)
-    counters = plan + (SLOTS + batch) * 4 + me * heads
+    counters = plan + (slots + batch) * 4 + me * heads
     for head in range(heads):
         tl.store(counters + head, 0)

@@ -119,7 +119,7 @@ def decode_cut(
     Args:
         target: the GPU.
         width: the larger head size, padded to a power of two.
-        rows: query rows per KV head.
+        rows: query rows per KV head. The cut may have fewer, and so more than one block of them.
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
         bias: whether something is added to logits.
@@ -128,11 +128,11 @@ def decode_cut(
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
-    rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # What more rows need in shared memory exceeds the 99 KB of some GPUs.
+    most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
+    rows = min(16 if rows <= 16 else 32 if rows <= 32 else 64, most)
     if rows > 16 or bias:
         registers = None
-    if rows == 64 and width > 256:
-        tile = 16
     return _overridden(Cut(rows, tile, warps, stages, registers))
 
 
