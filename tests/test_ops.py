@@ -515,3 +515,15 @@ def test_every_backend_has_the_same_functions():
             for function in ("write", "attend", "gather"):
                 expected = set(getattr(reference, function).__annotations__)
                 assert set(getattr(module, function).__annotations__) == expected
+
+
+def test_auto_takes_triton_where_its_kernels_fit(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(ops, "available_backends", lambda: dict.fromkeys(ops.CHOICES))
+    for hip, capability, expected in (
+        (None, (7, 5), "torch"), (None, (8, 6), "triton"), ("6.4", (9, 4), "triton"),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+        assert ops.choose_backend("auto", device) == expected
+        assert ops.choose_backend("triton", device) == "triton"

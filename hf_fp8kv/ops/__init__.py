@@ -83,7 +83,8 @@ def choose_backend(name: str, device: torch.device) -> str:
     why = available_backends()
     if name == AUTO:
         best = {"cpu": "numba", "cuda": "triton"}.get(device.type, "torch")
-        return best if why[best] is None else "torch"
+        known = best != "triton" or _kernels_fit(device)
+        return best if known and why[best] is None else "torch"
     if why[name] is not None:
         raise BackendError(f"backend {name!r} cannot run here: {why[name]}")
     if name == "numba" and device.type != "cpu":
@@ -97,6 +98,11 @@ def choose_backend(name: str, device: torch.device) -> str:
             "backend='auto'"
         )
     return name
+
+
+def _kernels_fit(device: torch.device) -> bool:
+    """Whether kernels fit on a CUDA or ROCm device: GPUs before sm_80 have 64 KB for a program."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache

@@ -60,7 +60,7 @@ class Target:
             return name == "fp8_e5m2" or (name == "fp8_e4m3" and self.arch >= 89)
         if self.arch == "gfx942":
             return name == "fp8_e4m3fnuz"
-        return name in ("fp8_e4m3", "fp8_e5m2")
+        return name in ("fp8_e4m3", "fp8_e5m2") and str(self.arch).startswith(("gfx95", "gfx12"))
 
 
 # Of the chip that most people have: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090, MI300X, MI355X.
