@@ -29,7 +29,8 @@ from .layer import FP8PagedLayer, PagedLayerBase, removal
 from .models import refuse_config
 from .once import warn_once
 from .options import CacheOptions
-from .scales import KVScales, declared_kv_scales, resolve
+from .scale_argument import declared_kv_scales, resolve
+from .scales import KVScales
 from .static_layer import FP8PagedStaticLayer
 
 __all__ = ["FP8PagedCache"]

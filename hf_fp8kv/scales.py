@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from .errors import ScaleError
 from .layer_scales import Granularity, LayerScales
-from .own_file import OWN_FILE, OWN_SUMMARY, OWN_VERSION
 from .scale_checks import check_ranks, checked_constant, scalar, shortened
 
 if TYPE_CHECKING:
@@ -20,16 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT_FORMATS",
-    "OWN_FILE",
-    "OWN_SUMMARY",
-    "OWN_VERSION",
     "Granularity",
     "KVScales",
     "LayerScales",
     "check_ranks",
     "checked_constant",
-    "declared_kv_scales",
-    "resolve",
     "scalar",
     "shortened",
 ]
@@ -251,62 +245,41 @@ class KVScales:
             tp_size=tp_size,
         )
 
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        format: str = "hf_fp8kv",
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str = "Add scales of the KV cache",
+        overwrite: bool = False,
+        tp_size: int = 1,
+    ) -> str:
+        """Uploads the scales alone, as `save_pretrained` writes them; returns the commit's address.
 
-def resolve(
-    scales: KVScales | str | os.PathLike[str] | float | None,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-    subfolder: str | None = None,
-    tp_rank: int = 0,
-    tp_size: int = 1,
-    strict: bool = True,
-) -> KVScales | float | None:
-    """What the argument `scales` of a cache stands for.
+        Args:
+            repo_id: is made when it is not there.
+            private: whether a new repository is private; None: as the account says.
+            token: as everywhere in huggingface-hub.
+            revision: the branch.
+            commit_message: of the one commit.
+            format, overwrite, tp_size: as in `save_pretrained`.
 
-    None is dynamic scales, a number is that constant for every layer, a string or path is a file,
-    a folder or a repository of the Hub, and the other arguments are those of
-    `KVScales.from_pretrained`.
+        Raises:
+            ScaleError: when the format cannot be written, or not there.
+        """
+        from .upload import upload
 
-    Raises:
-        ScaleError: for anything else, or whatever is wrong with the file.
-    """
-    if scales is None or isinstance(scales, KVScales):
-        return scales
-    if isinstance(scales, int | float):
-        return checked_constant(scales, "scales")
-    if not isinstance(scales, str | os.PathLike):
-        raise ScaleError(
-            "scales: expected None, a number, KVScales, a path or a repository id, got "
-            f"{type(scales).__name__}"
+        return upload(
+            self,
+            repo_id,
+            format=format,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            overwrite=overwrite,
+            tp_size=tp_size,
         )
-    path = Path(scales)
-    if path.is_file() or (path.suffix in (".json", ".safetensors") and not path.is_dir()):
-        return KVScales.from_file(path, tp_rank=tp_rank, tp_size=tp_size, strict=strict)
-    return KVScales.from_pretrained(
-        scales,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        force_download=force_download,
-        subfolder=subfolder,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        strict=strict,
-    )
-
-
-def declared_kv_scales(config: object) -> str | None:
-    """A short description, when a config says that its checkpoint holds static FP8 KV scales.
-
-    Args:
-        config: transformers' config, or the dict of a `config.json`.
-    """
-    from .sources import declaration
-
-    found = declaration(config)
-    return found.what if found.kind == "static" else None

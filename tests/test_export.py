@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_fp8kv import export_checkpoint
+from hf_fp8kv import export_checkpoint, upload
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
 from tests import server_rules
@@ -636,6 +637,101 @@ def test_a_killed_process_leaves_no_half_folder(tmp_path, model, alone, at):
         assert after == before
     else:
         assert not target.exists()
+
+
+# The Hub, without a network.
+
+
+class FakeApi:
+    """The requests of an upload, answered from a list of files and recorded."""
+
+    def __init__(self, *there: str, failing: str = "") -> None:
+        self.there, self.failing = list(there), failing
+        self.asked: list[str] = []
+        self.uploaded: dict[str, bytes] = {}
+        self.token: object = None
+
+    def __call__(self, token: object) -> "FakeApi":
+        self.token = token
+        return self
+
+    def answer(self, name: str) -> None:
+        self.asked.append(name)
+        if name == self.failing:
+            raise OSError("no route to the host")
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
+        assert exist_ok
+        self.answer(f"repo {repo_id} {private}")
+
+    def create_branch(self, repo_id: str, *, branch: str, exist_ok: bool) -> None:
+        assert exist_ok
+        self.answer(f"branch {branch}")
+
+    def list_repo_files(self, repo_id: str, *, revision: str | None) -> list[str]:
+        self.answer("list")
+        return self.there
+
+    def upload_folder(self, *, repo_id: str, folder_path: Path, **options: object):
+        self.answer("upload")
+        self.uploaded = content(folder_path)
+        return SimpleNamespace(commit_url=f"https://hf.co/{repo_id}/{options['commit_message']}")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Installs a Hub with these files."""
+
+    def install(*there: str, **options: str) -> FakeApi:
+        fake = FakeApi(*there, **options)
+        monkeypatch.setattr(upload, "HfApi", fake)
+        return fake
+
+    return install
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_what_is_uploaded_is_what_is_saved(tmp_path, hub, format):
+    fake = hub("README.md")
+    scales = random_scales("tensor")
+    address = scales.push_to_hub("org/new", format=format, private=True, token="t")
+    assert address == "https://hf.co/org/new/Add scales of the KV cache"
+    assert (fake.asked, fake.token) == (["repo org/new True", "list", "upload"], "t")
+    scales.save_pretrained(tmp_path, format=format)
+    assert fake.uploaded == content(tmp_path)
+
+
+def test_a_branch_is_made_first(hub):
+    fake = hub()
+    random_scales("tensor").push_to_hub("org/new", revision="fp8")
+    assert fake.asked == ["repo org/new None", "branch fp8", "list", "upload"]
+
+
+def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
+    fake = hub("kv_scales.safetensors", "model.safetensors")
+    with pytest.raises(ScaleError, match="pass overwrite=True") as error:
+        random_scales("tensor").push_to_hub("org/model")
+    assert_helpful(error)
+    assert not fake.uploaded
+    random_scales("tensor").push_to_hub("org/model", overwrite=True)
+    assert set(fake.uploaded) == {"kv_scales.json", "kv_scales.safetensors"}
+
+
+@pytest.mark.parametrize("format", ROW_FORMATS)
+def test_the_config_of_a_repository_is_never_replaced(hub, format):
+    fake = hub("config.json", "model.safetensors")
+    with pytest.raises(ScaleError, match="expected a repository without weights") as error:
+        random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
+    assert_helpful(error)
+    assert not fake.uploaded
+
+
+@pytest.mark.parametrize("failing", ["repo org/model None", "list", "upload"])
+def test_a_hub_out_of_reach_is_our_error(hub, failing):
+    hub(failing=failing)
+    with pytest.raises(ScaleError, match=r"org/model: .*no route") as error:
+        random_scales("tensor").push_to_hub("org/model")
+    assert_helpful(error)
 
 
 # What the servers accept.

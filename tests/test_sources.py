@@ -17,7 +17,8 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, resolve
+from hf_fp8kv.scale_argument import resolve
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
 from hf_fp8kv.sources import ROWS
 from hf_fp8kv.sources import hub as hub_module
 from hf_fp8kv.sources.rows import LIKELY

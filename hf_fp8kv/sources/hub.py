@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 from ..errors import ScaleError
 from ..files import read_header
 
-__all__ = ["HubFolder"]
+__all__ = ["HUB_ERRORS", "HubFolder"]
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class HubFolder:
             if isinstance(error, LocalEntryNotFoundError) and not self.trouble:
                 self.trouble = "offline: cached files only" if self.offline else "Hub out of reach"
             return None
-        except _HUB_ERRORS as error:
+        except HUB_ERRORS as error:
             if isinstance(error, ScaleError):
                 raise
             raise ScaleError(
@@ -101,7 +101,7 @@ class HubFolder:
 
 
 # The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
-_HUB_ERRORS: tuple[type[Exception], ...] = (
+HUB_ERRORS: tuple[type[Exception], ...] = (
     *HfHubHTTPError.__bases__,
     OSError,
     ValueError,
