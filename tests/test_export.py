@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_fp8kv import export_checkpoint, upload
+from hf_fp8kv import FP8PagedCache, export_checkpoint, upload
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
 from tests import server_rules
@@ -364,6 +364,26 @@ def assert_loads_the_same(source: Path, copy: Path) -> None:
     state, same = loaded.state_dict(), plain.state_dict()
     assert {n for n in state if not n.endswith("_scale")} == set(same)
     assert all(torch.equal(state[name], tensor) for name, tensor in same.items())
+
+
+@pytest.mark.parametrize("format", ["tgi", "modelopt", "hf_fp8kv"])
+def test_a_cache_of_the_copy_stores_the_same_bytes(tmp_path, model, format):
+    copy = patched(model, tmp_path / "copy", format)
+    loaded = AutoModelForCausalLM.from_pretrained(copy, attn_implementation="fp8_paged")
+    tokens = torch.arange(12).view(1, -1)
+    caches = [
+        FP8PagedCache.from_pretrained(copy),
+        FP8PagedCache(loaded.config, scales=random_scales("tensor")),
+        FP8PagedCache(loaded.config, scales=random_scales("tensor", seed=1)),
+    ]
+    logits = []
+    for cache in caches:
+        for part in (tokens[:, :8], tokens[:, 8:]):
+            with torch.no_grad():
+                out = loaded(part, past_key_values=cache)
+        logits.append(out.logits)
+    assert torch.equal(logits[0], logits[1])
+    assert not torch.equal(logits[0], logits[2])
 
 
 @pytest.mark.parametrize("kind", ["tensor", "head"])
