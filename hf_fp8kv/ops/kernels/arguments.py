@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..pages import Pages
 from . import attention
-from .codec import MOVED, MOVED_PACKED, Codec, codec_for
+from .codec import Codec, codec_for
 from .target import Target, next_power_of_2, target_of
 
 __all__ = ["Call", "prepare"]
@@ -30,7 +30,7 @@ class Call:
         width: the larger head size, padded to a power of two.
         exact: products are of float32.
         wide: a side is stored in 16 bits or more.
-        moved: codes of a side are read by moving bits.
+        padded: a head size is not a power of two.
         bias: something is added to logits, one number for each.
     """
 
@@ -43,7 +43,7 @@ class Call:
     width: int
     exact: bool
     wide: bool
-    moved: bool
+    padded: bool
     bias: bool
 
 
@@ -133,6 +133,6 @@ def prepare(
         width=width,
         exact=tl.float32 in (k.operand, v.operand),
         wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,
-        moved=bool({k.how, v.how} & {MOVED.value, MOVED_PACKED.value}),
+        padded=(_padded(dims[0]), _padded(dims[1])) != dims,
         bias=bias is not None or kind == attention.ADDITIVE,
     )  # fmt: skip

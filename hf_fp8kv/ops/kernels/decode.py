@@ -43,7 +43,13 @@ def attend(
     call = prepare(query, pages, lengths, start, stop, **arguments)
     assert call.rows <= DECODE_ROWS
     cut = decode_cut(
-        call.target, call.width, call.rows, exact=call.exact, wide=call.wide, bias=call.bias
+        call.target,
+        call.width,
+        call.rows,
+        exact=call.exact,
+        wide=call.wide,
+        bias=call.bias,
+        padded=call.padded,
     )
     # A plan is made for one block of rows.
     return split(call, cut, plan if call.rows <= cut.rows else None)

@@ -32,7 +32,7 @@ def attend(
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments."""
     call = prepare(query, pages, lengths, start, stop, **arguments)
-    cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide, moved=call.moved)
+    cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide)
     batch, q_heads, tokens, _ = query.shape
     programs = call.constants["HEADS"] * batch * cdiv(call.rows, cut.rows)
     if programs < call.target.processors and stop > 2 * UNIT:

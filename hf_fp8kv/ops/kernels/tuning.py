@@ -85,10 +85,8 @@ _EXTEND = {
 }
 # Tensor memory holds the sums there: room for twice the rows.
 _EXTEND_SM_100 = {**_EXTEND, 256: (64, 32, 8, 2)}
-# Without products of whole warp groups each warp reads all of K and V: many rows share the reading,
-# as far as registers go.
-_EXTEND_MMA = {**_EXTEND, 128: (128, 64, 8, 2)}
-_EXTEND_MMA_HEAVY = {**_EXTEND, 128: (64, 64, 8, 2)}
+# Without products of whole warp groups each warp reads all of K and V, and registers are short.
+_EXTEND_MMA = {**_EXTEND, 128: (64, 64, 8, 2)}
 _EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EXTEND_HIP = {
     64: (128, 64, 4, 1),
@@ -112,7 +110,14 @@ def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
 
 
 def decode_cut(
-    target: Target, width: int, rows: int, *, exact: bool, wide: bool, bias: bool
+    target: Target,
+    width: int,
+    rows: int,
+    *,
+    exact: bool,
+    wide: bool,
+    bias: bool = False,
+    padded: bool = False,
 ) -> Cut:
     """Returns the cut of the decode kernel.
 
@@ -123,6 +128,7 @@ def decode_cut(
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
         bias: whether something is added to logits.
+        padded: whether a head size is not a power of two.
     """
     table = _DECODE if target.is_nvidia else _DECODE_HIP
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
@@ -131,26 +137,21 @@ def decode_cut(
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
     rows = min(16 if rows <= 16 else 32 if rows <= 32 else 64, most)
-    if rows > 16 or bias:
+    if rows > 16 or bias or programs_per_processor(target) < 3:
         registers = None
+    if target.arch == 100 and registers is not None and (padded or wide):
+        tile = 32  # its compiler spills otherwise
     return _overridden(Cut(rows, tile, warps, stages, registers))
 
 
-def extend_cut(target: Target, width: int, *, exact: bool, wide: bool, moved: bool) -> Cut:
-    """Returns the cut of the extend kernel.
-
-    Args:
-        target, width, exact, wide: as in `decode_cut`.
-        moved: whether codes are read by moving bits.
-    """
+def extend_cut(target: Target, width: int, *, exact: bool, wide: bool) -> Cut:
+    """Returns the cut of the extend kernel; arguments as in `decode_cut`."""
     if exact:
         table = _EXTEND_FLOAT32
     elif not target.is_nvidia:
         table = _EXTEND_HIP
-    elif target.arch in (90, 100):
-        table = _EXTEND if target.arch == 90 else _EXTEND_SM_100
     else:
-        table = _EXTEND_MMA_HEAVY if wide or moved else _EXTEND_MMA
+        table = {90: _EXTEND, 100: _EXTEND_SM_100}.get(int(target.arch), _EXTEND_MMA)
     rows, tile, warps, stages = _look_up(table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
