@@ -310,6 +310,7 @@ def run(monkeypatch, capsys):
             progress("sm_90: decode e4m3 D128", 0.5)
             return dict.fromkeys(names, rows)
 
+        monkeypatch.setenv("COLUMNS", "160")
         monkeypatch.setattr(kernel_check, "check_targets", found)
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "check", "--kernels", *arguments])
         with pytest.raises(SystemExit) as exit_:
