@@ -365,6 +365,23 @@ def test_tiny_and_huge_scales_keep_their_weight():
             assert error < 2.0**-8, f"{kernel} at {magnitude}: {error:.2e}"
 
 
+def test_many_zeros_before_the_first_value():
+    """Their scales are the smallest there are: sums of weights must not overflow before it."""
+    case = Case("zeros", lengths=(17000,), page_size=1024, heads=1, q_heads=32, k_dim=16, v_dim=16)
+    pages = poisoned(case)
+    key, value = torch.randn(1, 1, 17000, 16), torch.randn(1, 1, 17000, 16)
+    value[:, :, :16900] = 0
+    ops.write(pages, key, value, torch.zeros(1, dtype=torch.int32), "reference")
+    query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
+    expected = attend(case, pages, query, "reference", **kwargs)
+    one = dataclasses.replace(target_of(DEVICE), processors=1)
+    cut = {"rows": 32, "tile": 1024} if INTERPRETED else {"rows": 32}
+    with assuming(one), tuning.override(programs=1, **cut):
+        for kernel in KERNELS:
+            found = run(kernel, case, pages, query, **kwargs)
+            assert errors(found, expected).max() <= bound(case)
+
+
 def test_a_row_that_is_all_lowest_numbers_is_a_mean():
     """What additive masks make of padding; only rows of -inf see nothing."""
     case = Case("lowest", lengths=(150,), tokens=3)

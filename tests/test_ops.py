@@ -234,6 +234,7 @@ _SHAPES = [
     Case("130 queries", tokens=130, lengths=(300,), page_size=64),
     Case("more queries than tokens", tokens=5, lengths=(40, 3)),
     Case("bidirectional", tokens=17, causal=False),
+    Case("bidirectional, ragged", tokens=3, causal=False, lengths=(150, 33)),
 ]
 _EXTRAS = [
     Case("window", window=7, lengths=(199, 190)),
@@ -244,6 +245,8 @@ _EXTRAS = [
     Case("softcap, centre", softcap=2.0, center=True, lengths=(199,), tokens=3),
     Case("sinks", sinks=True),
     Case("sinks, centre, static", sinks=True, center=True, dynamic=False, tokens=3),
+    Case("sinks, softcap, centre, ragged", sinks=True, softcap=4.0, center=True,
+         lengths=(150, 33), heads=3),
     Case("sinks bf16", sinks=True, dtype=torch.bfloat16),
     Case("centre", center=True),
     Case("centre, static, ragged", center=True, dynamic=False, lengths=(199, 33)),
