@@ -91,7 +91,8 @@ class FP8PagedStaticLayer(PagedLayerBase):
         """Stores new tokens, and returns the keys and values to attend to.
 
         As `FP8PagedLayer.update`. Tokens past `max_cache_len` raise OutOfPagesError on a CPU, in a
-        compiled step too; on other devices they are not stored, and the next step raises.
+        compiled step too; on other devices they are not stored, and the next step raises whose mask
+        is not made inside of a compiled region (generate() makes it outside).
         """
         if not torch.compiler.is_compiling():
             self._check_tokens(key_states, value_states)
