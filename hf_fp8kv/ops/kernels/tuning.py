@@ -87,6 +87,7 @@ _EXTEND = {
 _EXTEND_SM_100 = {**_EXTEND, 256: (64, 32, 8, 2)}
 # Without products of whole warp groups each warp reads all of K and V, and registers are short.
 _EXTEND_MMA = {**_EXTEND, 128: (64, 64, 8, 2)}
+_EXTEND_SM_80 = {**_EXTEND, 64: (64, 64, 8, 2), 128: (64, 32, 8, 2)}
 _EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EXTEND_HIP = {
     64: (128, 64, 4, 1),
@@ -137,8 +138,11 @@ def decode_cut(
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
     rows = min(16 if rows <= 16 else 32 if rows <= 32 else 64, most)
-    if rows > 16 or bias or programs_per_processor(target) < 3:
+    if rows > 16 or bias:
         registers = None
+    elif registers is not None and programs_per_processor(target) < 3:
+        # Said, since compilers do not always take what there is.
+        registers = 240
     if target.arch == 100 and registers is not None and (padded or wide):
         tile = 32  # its compiler spills otherwise
     return _overridden(Cut(rows, tile, warps, stages, registers))
@@ -151,7 +155,8 @@ def extend_cut(target: Target, width: int, *, exact: bool, wide: bool) -> Cut:
     elif not target.is_nvidia:
         table = _EXTEND_HIP
     else:
-        table = {90: _EXTEND, 100: _EXTEND_SM_100}.get(int(target.arch), _EXTEND_MMA)
+        tables = {80: _EXTEND_SM_80, 90: _EXTEND, 100: _EXTEND_SM_100}
+        table = tables.get(int(target.arch), _EXTEND_MMA)
     rows, tile, warps, stages = _look_up(table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
