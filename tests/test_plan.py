@@ -75,9 +75,11 @@ def test_what_a_plan_is_made_for(made: list[Made]) -> None:
     made.clear()
     (model, inputs), cache = cache_of("sliding_and_full", **STATIC)
     model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)
-    assert {x.window for x in made} == {0, window}
+    # In each step, not only when it is taken.
+    assert {x.window for x in made[-2:]} == {0, window}
     assert {x.start for x in made} == {0}
     assert [x.tokens for x in made[-2:]] == [1, 1]
+    assert inputs["input_ids"].shape[1] in {x.tokens for x in made}
 
 
 def test_layers_with_other_heads_have_their_own(made: list[Made]) -> None:
@@ -87,6 +89,13 @@ def test_layers_with_other_heads_have_their_own(made: list[Made]) -> None:
         cache.update(*tokens(2, heads=4), 1)
     assert [x.heads for x in made] == [2, 2, 4, 4, 2, 4, 2, 4]
     assert cache.layers[0].plan is not cache.layers[1].plan
+
+    made.clear()
+    _, cache = cache_of()
+    for _ in range(3):
+        cache.update(*tokens(2), 0)
+        cache.update(*tokens(2, heads=4), 1)
+    assert [x.heads for x in made] == [2, 4, 2, 4]
 
 
 def test_a_fork_has_a_plan_of_its_own(made: list[Made]) -> None:
@@ -112,6 +121,16 @@ def test_another_batch_has_another_plan(made: list[Made]) -> None:
         assert plans[0] is plans[1]
         assert plans[0].shape == (batch, 4)
         assert [layer.fills_plan for layer in cache.paged_layers] == [True, False]
+
+
+def test_another_batch_of_the_same_length_has_another_plan(made: list[Made]) -> None:
+    _, cache = cache_of()
+    for _ in range(2):
+        cache.update(*tokens(2), 0)
+    cache.crop(-1)
+    cache.batch_repeat_interleave(2)
+    keys, _values = cache.update(*tokens(4), 0)
+    assert keys.plan.shape == (4, 4)
 
 
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
