@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -404,12 +405,16 @@ def test_kernels_in_a_dry_run(triton_record, monkeypatch):
 
 def test_experiments(triton_record, monkeypatch):
     record = triton_record
+    monkeypatch.setattr(experiments, "STARTS", ({}, {"warps": 2}))
     monkeypatch.setattr(experiments, "GRID", {"tile": (32, 64), "combine": ("last",)})
     sizes = replace(TINY, decode=(Case((70,), TINY.heads, label="1 x 70"),))
     experiments.measure(record, sizes, "triton")
     rows = record.find("experiments")
-    assert [row["parameters"] for row in rows[:3]] == [{}, {"tile": 32}, {"tile": 64}]
-    assert len(rows) == 4
+    tried = [row["parameters"] for row in rows]
+    assert tried[:2] == [{}, {"warps": 2}]
+    best = min(rows[:2], key=lambda row: row["us"])["parameters"]
+    assert tried[2:4] == [{**best, "tile": 32}, {**best, "tile": 64}]
+    assert len(rows) == 5
     found = complete({
         "settings": {"dry": True, "device": "cpu"}, "hardware": {}, "date": "", "sections": [],
         "rows": record.rows,
@@ -552,6 +557,25 @@ def test_the_options_of_the_command_line(monkeypatch, tmp_path, result):
     assert "--suite gpu" in ended.output
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--suite", "gpu", "--dry", "--device", "foo"], "'foo'"),
+        (["--suite", "gpu", "--from", "text"], "expected what --suite gpu wrote"),
+        (["--suite", "gpu", "--from", "other.json"], "expected what --suite gpu wrote"),
+        (["--suite", "cpu", "--from", "other.json"], "expected --suite gpu"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_make_no_sense(monkeypatch, tmp_path, options, said):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("no JSON")
+    Path("other.json").write_text('{"suite": "quality"}')
+    ended = CliRunner().invoke(cli.app, ["bench", *options])
+    assert ended.exit_code == 2, ended.output
+    assert said in " ".join(ended.output.replace("\u2502", " ").split())
+
+
 # -- make gpu ------------------------------------------------------------------------------------
 
 
@@ -579,6 +603,35 @@ def test_a_part_that_takes_too_long_is_ended(runner, tmp_path, capsys):
     assert "ended after" in log.read_text()
     assert runner.run(["-c", "raise SystemExit(3)"], log, 60) == 3
     assert "exit code 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_runs_ends_with_make_gpu(tmp_path, number):
+    slow = tmp_path / "test_slow.py"
+    slow.write_text(
+        "import os, pathlib, time\n"
+        "def test_slow():\n"
+        "    pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(100)\n"
+    )
+    script = [sys.executable, str(ROOT / "tests" / "gpu" / "run.py"), "--dry", str(slow)]
+    with subprocess.Popen(
+        [*script, "--out", "here"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as runs:
+        pid = tmp_path / "pid"
+        while not (pid.exists() and pid.read_text()):
+            assert runs.poll() is None, runs.stdout.read()
+            time.sleep(0.1)
+        runs.send_signal(number)
+        assert runs.wait(30) not in (0, None)
+    assert (tmp_path / "here" / "kernels.log").exists()
+    for _ in range(100):
+        try:
+            os.kill(int(pid.read_text()), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("a test still runs")
 
 
 @pytest.mark.parametrize(("failing", "code"), [("none", 0), ("tests", 1), ("benchmark", 2)])
