@@ -165,6 +165,8 @@ def check(
     if kernels:
         _check_kernels(target, as_json)
         return
+    if target:
+        raise typer.BadParameter("expected --kernels with it", param_hint="--target")
     import torch
 
     from .ops import available_backends
@@ -250,9 +252,10 @@ def bench(
         if path is not None and not Path(path).parent.is_dir():
             message = f"expected a file in a folder that exists, got {path!r}"
             raise typer.BadParameter(message, param_hint=option)
-    if plot_path is not None and suite != "gpu":
-        message = f"expected --suite gpu, which has a picture, got {suite!r}"
-        raise typer.BadParameter(message, param_hint="--plot")
+    for option, path in (("--from", shown), ("--plot", plot_path)):
+        if path is not None and suite != "gpu":
+            message = f"expected --suite gpu with it, got {suite!r}"
+            raise typer.BadParameter(message, param_hint=option)
     if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
         message = "matplotlib is not installed: pip install 'hf-fp8kv[plot]'"
         raise typer.BadParameter(message, param_hint="--plot")
@@ -268,7 +271,7 @@ def bench(
         loaded, tokenizer = _load(model, device, "float32")
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO, "texts": texts}
     if shown is not None:
-        result = json.loads(Path(shown).read_text())
+        result = _stored(shown)
     else:
         with _progress() as say:
             result = getattr(measures, function)(**arguments, progress=say)
@@ -282,6 +285,18 @@ def bench(
     _print([measures.format_table(result)], piped_width=140)
 
 
+def _stored(path: str) -> dict[str, Any]:
+    """Returns what `bench --suite gpu --json` wrote."""
+    try:
+        result: Any = json.loads(Path(path).read_text())
+        if result["suite"] == "gpu" and "targets" in result:
+            return dict(result)
+    except (ValueError, KeyError, TypeError):
+        pass
+    message = f"expected what --suite gpu wrote with --json, got {path!r}"
+    raise typer.BadParameter(message, param_hint="--from")
+
+
 def _gpu_arguments(device: str, dry: bool) -> dict[str, Any]:
     """Returns the device and backend to measure: a GPU, or in a dry run what there is."""
     import torch
@@ -290,6 +305,11 @@ def _gpu_arguments(device: str, dry: bool) -> dict[str, Any]:
 
     if device == "auto":
         device = "cpu" if dry and not torch.cuda.is_available() else "cuda"
+    try:
+        torch.device(device)
+    except RuntimeError:
+        message = f"expected auto, cpu, cuda, cuda:1, ...; got {device!r}"
+        raise typer.BadParameter(message, param_hint="--device") from None
     if not dry:
         return {"device": device}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -353,3 +353,11 @@ def test_check_kernels_wants_a_target_that_is_known(run):
     code, _, err = run("--target", "sm_70", rows=[])
     assert code == 2
     assert "sm_80, sm_86" in " ".join(err.split())
+
+
+def test_a_target_is_for_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "check", "--target", "sm_90"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert "--kernels" in capsys.readouterr().err

@@ -33,9 +33,11 @@ def main() -> int:
         say("No GPU: torch finds none, so nothing was run.")
         say(json.dumps({"gpu": None}))
         return 0
-    out: Path = options.out
+    # Parts run in the repository, wherever this was started.
+    out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("kernels.log", "gpu.log", "benchmark.log", "gpu.json", "roofline.png"):
+    logs = ("kernels.log", "gpu.log", "benchmark.log", "table.log")
+    for name in (*logs, "gpu.json", "roofline.png"):
         (out / name).unlink(missing_ok=True)
     kernels = sorted(ROOT.glob("tests/test_kernels_*.py"))
     kernels = [str(path) for path in kernels if path.name not in LEFT_OUT]
@@ -84,11 +86,13 @@ def run(command: list[str], log: Path, seconds: float) -> int:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(8)
-            # Its own processes too: one that waits for a kernel that never ends holds the GPU.
+            file.write(f"\nended after {seconds:.0f} seconds\n")
+        finally:
+            # Its own processes too, also where this one is told to end: one that waits for a kernel
+            # that never ends holds the GPU.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            file.write(f"\nended after {seconds:.0f} seconds\n")
     say(f"({time.monotonic() - began:.0f} s, exit code {code}, {log})")
     return code
 
@@ -122,7 +126,9 @@ def benchmark(options: argparse.Namespace, out: Path) -> int:
         say(tail(log))
     if found.exists():
         # From the file, which is there even if the benchmark was ended.
-        shown, picture = out / "table.log", ["--plot", str(out / "roofline.png")]
+        shown = out / "table.log"
+        drawn = importlib.util.find_spec("matplotlib") is not None
+        picture = ["--plot", str(out / "roofline.png")] if drawn else []
         if run([*command, "--from", str(found), *picture], shown, 60):
             code = code or 1
         say(shown.read_text())
@@ -144,4 +150,6 @@ def facts(found: Path) -> dict[str, object]:
 
 
 if __name__ == "__main__":
+    # As an interrupt does: what runs is ended first.
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     sys.exit(main())
