@@ -387,12 +387,25 @@ def test_a_row_that_is_all_lowest_numbers_is_a_mean():
     case = Case("lowest", lengths=(150,), tokens=3)
     pages, query, kwargs = prepare(case)
     for lowest in (torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min):
-        kwargs["mask"] = torch.zeros(1, 1, 3, 150)
-        kwargs["mask"][..., 0, :] = lowest
-        kwargs["mask"][..., 1, 70:] = lowest
-        expected = attend(case, pages, query, "reference", **kwargs)
-        for kernel in KERNELS:
-            assert errors(run(kernel, case, pages, query, **kwargs), expected).max() <= bound(case)
+        added = torch.zeros(1, 1, 3, 150)
+        added[..., 0, :] = lowest
+        added[..., 1, 70:] = lowest
+        for name in ("mask", "bias"):
+            more = {**kwargs, name: added}
+            expected = attend(case, pages, query, "reference", **more)
+            for kernel in KERNELS:
+                found = run(kernel, case, pages, query, **more)
+                assert errors(found, expected).max() <= bound(case)
+
+
+def test_a_sink_of_nothing_for_a_row_that_sees_nothing():
+    case = Case("nothing", lengths=(40, 3), tokens=5, sinks=True)
+    pages, query, kwargs = prepare(case)
+    kwargs["sinks"] = torch.full_like(kwargs["sinks"], -math.inf)
+    for kernel in KERNELS:
+        found = run(kernel, case, pages, query, **kwargs)
+        assert (found[1, :2] == 0).all()
+        assert found.isfinite().all()
 
 
 def test_nothing_but_the_output_is_written():

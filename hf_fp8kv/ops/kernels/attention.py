@@ -90,6 +90,15 @@ def _scan(mask, begin, end, start):
 
 
 @triton.jit
+def _added(at, within):
+    """What is added to logits. The lowest number of bfloat16 stays one in powers of two, so that a
+    row of it is a plain mean.
+    """
+    x = tl.load(at, mask=within, other=0.0).to(tl.float32)
+    return tl.where(x == float("-inf"), x, tl.maximum(x, -2e38))
+
+
+@triton.jit
 def _step(
     q, factor, offset, acc, top, total,
     j, page, row, h, at, exists, begin, end, start,
@@ -147,11 +156,9 @@ def _step(
     column = (position - start)[None, :]
     within = (position < end)[None, :]
     if bias is not None:
-        x += tl.load(bias[:, None] + column, mask=within, other=0.0).to(tl.float32)
+        x += _added(bias[:, None] + column, within)
     if MASK == ADDITIVE:
-        added = tl.load(mask[:, None] + column, mask=within, other=0.0).to(tl.float32)
-        # The lowest number of bfloat16 stays one in powers of two: a row of it is a plain mean.
-        x += tl.where(added == float("-inf"), added, tl.maximum(added, -2e38))
+        x += _added(mask[:, None] + column, within)
     if SOFTCAP or bias is not None or MASK == ADDITIVE:
         x *= LOG2E
     if MASKED:
@@ -309,8 +316,9 @@ def finish(acc, top, total, sinks, v_scale, h, head, factor, DV: tl.constexpr, W
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
         best = tl.maximum(top, sink)
-        fade = tl.exp2(top - best)
-        total = total * fade + tl.exp2(sink - best + HEADROOM)
+        known = tl.where(best == float("-inf"), 0.0, best)
+        fade = tl.exp2(top - known)
+        total = total * fade + tl.exp2(sink - known + HEADROOM)
         acc *= fade[:, None]
     # A row that sees nothing has the sum 0, and gives zeros.
     out = acc * (factor / tl.where(total == 0, 1.0, total))[:, None]
