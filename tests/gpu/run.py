@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Seconds for the tests of the kernels, for other tests marked gpu, and for a benchmark to end after
 # its own time is up.
-KERNELS, OTHERS, GRACE = 100, 110, 35
+KERNELS, OTHERS, GRACE = 100, 100, 35
 # Compiles for GPUs that are not there: CI does that.
 LEFT_OUT = {"test_kernels_compile.py"}
 
@@ -103,7 +103,8 @@ def tested(name: str, arguments: list[str], out: Path, seconds: float) -> int:
     options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):
         # Nearly all of their time goes into compiling, on the processor.
-        options += ["-n", str(min(os.cpu_count() or 1, 8))]
+        most = 14 if name == "kernels" else 8
+        options += ["-n", str(min(os.cpu_count() or 1, most))]
     # The versions there are not those that the tests were made with.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
@@ -129,7 +130,7 @@ def benchmark(options: argparse.Namespace, out: Path) -> int:
         shown = out / "table.log"
         drawn = importlib.util.find_spec("matplotlib") is not None
         picture = ["--plot", str(out / "roofline.png")] if drawn else []
-        if run([*command, "--from", str(found), *picture], shown, 60):
+        if run([*command, "--from", str(found), *picture], shown, 30):
             code = code or 1
         say(shown.read_text())
     return abs(code)
