@@ -31,6 +31,7 @@ from tests.test_ops import (
     errors,
     poisoned,
     prepare,
+    with_fault,
 )  # fmt: skip
 
 if ops.available_backends()["triton"] is not None:
@@ -144,26 +145,8 @@ def test_a_fault_is_far_above_the_bound(fault, kernel):
     case = Case(fault, dynamic=False, lengths=(1037,), tokens=3, page_size=64, sinks=True)
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
-    assert pages.k_scale is not None
-    assert pages.v_scale is not None
-    mask = torch.ones(1, 1, 1, case.stop, dtype=torch.uint8)
-    if fault == "the last page dropped":
-        mask[..., case.stop // 64 * 64 :] = 0
-    elif fault == "V's scale doubled":
-        pages = pages._replace(v_scale=2 * pages.v_scale)
-    elif fault == "K and V scales swapped":
-        pages = pages._replace(k_scale=pages.v_scale, v_scale=pages.k_scale)
-    elif fault == "K's scale 1 % off":
-        pages = pages._replace(k_scale=1.01 * pages.k_scale)
-    elif fault == "one token lost":
-        mask[..., 500] = 0
-    elif fault == "a page read twice":
-        pages.table[0, 5] = pages.table[0, 4]
-    elif fault == "a sink forgotten":
-        kwargs["sinks"] = kwargs["sinks"] - 20
-    else:
-        mask[..., -1] = 0
-    worst = errors(run(kernel, case, pages, query, mask=mask, **kwargs), expected).max().item()
+    pages, kwargs = with_fault(fault, case, pages, kwargs)
+    worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
     assert worst > FAR * bound(case), f"{worst:.2e} is not far above {bound(case):.2e}"
 
 
