@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig
 
 from hf_fp8kv import FP8PagedCache, ops
+from tests.test_compile import compiled, graphs
 from tests.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
@@ -77,14 +77,12 @@ def test_ways_to_generate(more):
 def test_a_compiled_step():
     """One graph, with a plan that the first layer makes for all."""
     model, inputs = setting("gqa")
-    config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
-    config._compile_all_devices = True
     cache = {"max_cache_len": 40}
     expected = tokens(model, inputs, "torch", cache, disable_compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert torch.equal(tokens(model, inputs, "triton", cache, compile_config=config), expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(tokens(model, inputs, "triton", cache, compile_config=compiled()), expected)
+    assert graphs() == 1
     torch._dynamo.reset()
 
 

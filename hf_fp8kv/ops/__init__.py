@@ -19,7 +19,6 @@ What a stored code stands for (reference.py is the specification):
 import functools
 import importlib
 import importlib.util
-import os
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 from ..errors import BackendError, OutOfPagesError
 from ..formats import AUTO
 from . import reference
+from .kernels.target import is_interpreted
 from .pages import Pages
 
 __all__ = [
@@ -61,7 +61,7 @@ def _why_not_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
     # Triton's interpreter runs kernels on a CPU: many times slower than anything else, for tests.
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    if torch.cuda.is_available() or is_interpreted():
         return None
     return "torch finds no CUDA or ROCm device"
 
@@ -91,7 +91,7 @@ def choose_backend(name: str, device: torch.device) -> str:
         raise BackendError(
             f"backend 'numba' expected pages on the CPU, got {device}; use backend='auto'"
         )
-    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    interpreted = device.type == "cpu" and is_interpreted()
     if name == "triton" and device.type != "cuda" and not interpreted:
         raise BackendError(
             f"backend 'triton' expected pages on a CUDA or ROCm device, got {device}; use "

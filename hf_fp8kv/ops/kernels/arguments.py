@@ -25,8 +25,7 @@ class Call:
         numbers: those after the kernel's own tensors: positional.
         constants: constexpr parameters that do not depend on how the launch is cut.
         target: the GPU.
-        groups: query heads per KV head.
-        rows: query rows per KV head: groups times query tokens.
+        rows: query rows per KV head: its query heads times query tokens.
         width: the larger head size, padded to a power of two.
         exact: products are of float32.
         wide: a side is stored in 16 bits or more.
@@ -38,7 +37,6 @@ class Call:
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
     target: Target
-    groups: int
     rows: int
     width: int
     exact: bool
@@ -90,6 +88,7 @@ def prepare(
     """Returns the call; the arguments are those of `reference.attend`."""
     target = target_of(query.device)
     heads, tokens = pages.k.shape[1], query.shape[2]
+    groups = query.shape[1] // heads
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
@@ -117,7 +116,7 @@ def prepare(
             *query.stride()[:3], pages.table.stride(0), *mask_strides, *bias_strides,
         ),
         constants={
-            "HEADS": heads, "GROUPS": query.shape[1] // heads, "DK": dims[0], "DV": dims[1],
+            "HEADS": heads, "GROUPS": groups, "DK": dims[0], "DV": dims[1],
             "PAGE": pages.page_size, "WIDE_K": _padded(dims[0]), "WIDE_V": _padded(dims[1]),
             "K_HOW": k.how, "K_SHIFT": k.shift, "K_NAN": k.nan, "K_OPERAND": k.operand,
             "V_HOW": v.how, "V_SHIFT": v.shift, "V_NAN": v.nan, "V_OPERAND": v.operand,
@@ -128,8 +127,7 @@ def prepare(
             "PRECISION": "tf32x3" if target.is_nvidia and width <= 256 else "ieee",
         },
         target=target,
-        groups=query.shape[1] // heads,
-        rows=query.shape[1] // heads * tokens,
+        rows=groups * tokens,
         width=width,
         exact=tl.float32 in (k.operand, v.operand),
         wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,

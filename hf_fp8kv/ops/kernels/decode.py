@@ -93,7 +93,7 @@ def split(call: Call, cut: Cut, plan: torch.Tensor | None, programs: int = 0) ->
         *_, sinks, v_scale = call.tensors
         launch(
             _combine, (call.rows, heads, batch), plan, partial, stats, sinks, v_scale, out, tokens,
-            slots, call.numbers[7], HEADS=heads, GROUPS=call.groups, DV=dim,
+            slots, call.numbers[7], HEADS=heads, GROUPS=call.constants["GROUPS"], DV=dim,
             WIDE_V=call.constants["WIDE_V"], MERGED=MERGED, num_warps=1,
         )  # fmt: skip
     return out

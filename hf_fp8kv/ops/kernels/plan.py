@@ -58,8 +58,9 @@ def make(
 ) -> None:
     """Overwrites `plan`; arguments as in `ops.make_plan` and `capacity`."""
     batch = lengths.shape[0]
-    slots = capacity(batch, heads, target_of(lengths.device), programs)
-    assert plan.shape == (slots + batch + -(-batch * heads // 4), 4)
+    target = target_of(lengths.device)
+    slots = capacity(batch, heads, target, programs)
+    assert plan.shape == (rows(batch, heads, target, programs), 4)
     assert plan.is_contiguous()
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, slots,
