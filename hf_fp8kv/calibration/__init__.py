@@ -1,0 +1,1 @@
+"""Static scales from texts: what is observed, what is chosen, and how good it is."""
