@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_fp8kv import bench, cli, quality
+from hf_fp8kv.cli import values
 from hf_fp8kv.environment import version
 from hf_fp8kv.sidebyside import Run, agreement
 from hf_fp8kv.tables import rows_table
@@ -167,7 +168,7 @@ def test_agreement_counts_places(one, other, expected):
     ],
 )  # fmt: skip
 def test_sizes_are_read(text, size):
-    assert cli._parse_memory(text) == size
+    assert values.parse_memory(text) == size
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -1,0 +1,9 @@
+"""`python -m hf_fp8kv.cli`: the same as the script `hf-fp8kv`."""
+
+import sys
+
+from . import NAME, main
+
+# What a benchmark writes down as its command.
+sys.argv[0] = NAME
+main()

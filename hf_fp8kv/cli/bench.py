@@ -1,0 +1,118 @@
+"""`hf-fp8kv bench`: speed, memory and quality beside transformers' own caches."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .shared import DEMO, load, progress, show
+from .values import Device, Model, check_plot, check_writable, completing, one_of
+
+__all__ = ["bench"]
+
+_SUITES = {
+    "cpu": ("hf_fp8kv.bench", "run_cpu_suite"),
+    "gpu": ("hf_fp8kv.bench_gpu", "run_gpu_suite"),
+    "quality": ("hf_fp8kv.quality", "run_quality_suite"),
+}
+
+
+def bench(
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="cpu, gpu: speed and memory. quality: a model's predictions.",
+            autocompletion=completing(lambda: _SUITES),
+        ),
+    ] = "cpu",
+    model: Model = None,
+    device: Device = "auto",
+    texts: Annotated[int, typer.Option(min=1, help="How many texts to score.")] = 4,
+    experiments: Annotated[
+        bool, typer.Option("--experiments", help="gpu: try other launch parameters instead.")
+    ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="gpu: run all of it on tiny shapes, on any machine.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="gpu: how long it may take.")] = 300.0,
+    shown: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="PATH", help="gpu: measure nothing, show what --json wrote."
+        ),
+    ] = None,
+    plot_path: Annotated[
+        str | None, typer.Option("--plot", metavar="PATH", help="gpu: draw a roofline (PNG).")
+    ] = None,
+    json_path: Annotated[
+        str | None,
+        typer.Option("--json", metavar="PATH", help="Write JSON too; - prints it and no table."),
+    ] = None,
+) -> None:
+    """Measure against transformers' own caches; --model and --texts are for quality."""
+    one_of(suite, _SUITES, "--suite")
+    check_writable(json_path, "--json")
+    check_plot(plot_path)
+    for option, path in (("--from", shown), ("--plot", plot_path)):
+        if path is not None and suite != "gpu":
+            message = f"expected --suite gpu with it, got {suite!r}"
+            raise typer.BadParameter(message, param_hint=option)
+    module, function = _SUITES[suite]
+    measures = importlib.import_module(module)
+    arguments: dict[str, Any] = {}
+    if suite == "gpu":
+        saved = None if json_path in (None, "-") else Path(str(json_path))
+        arguments = {"dry": dry, "seconds": seconds, "save": saved, **_gpu_arguments(device, dry)}
+        if experiments:
+            arguments["sections"] = ("ceilings", "experiments")
+    if suite == "quality":
+        loaded, tokenizer = load(model, device, "float32")
+        arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO, "texts": texts}
+    if shown is not None:
+        result = _stored(shown)
+    else:
+        with progress() as say:
+            result = getattr(measures, function)(**arguments, progress=say)
+    if plot_path is not None:
+        measures.plot(result, plot_path)
+    if json_path == "-":
+        print(json.dumps(result))
+        return
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
+    show([measures.format_table(result)], piped_width=140)
+
+
+def _stored(path: str) -> dict[str, Any]:
+    """Returns what `bench --suite gpu --json` wrote."""
+    try:
+        result: Any = json.loads(Path(path).read_text())
+        if result["suite"] == "gpu" and "targets" in result:
+            return dict(result)
+    except (ValueError, KeyError, TypeError):
+        pass
+    message = f"expected what --suite gpu wrote with --json, got {path!r}"
+    raise typer.BadParameter(message, param_hint="--from")
+
+
+def _gpu_arguments(device: str, dry: bool) -> dict[str, Any]:
+    """Returns the device and backend to measure: a GPU, or in a dry run what there is."""
+    import torch
+
+    from ..ops import choose_backend
+
+    if device == "auto":
+        device = "cpu" if dry and not torch.cuda.is_available() else "cuda"
+    try:
+        torch.device(device)
+    except RuntimeError:
+        message = f"expected auto, cpu, cuda, cuda:1, ...; got {device!r}"
+        raise typer.BadParameter(message, param_hint="--device") from None
+    if not dry:
+        return {"device": device}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    name = "torch" if device == "cpu" and not interpreted else "triton"
+    return {"device": device, "backend": choose_backend(name, torch.device(device))}

@@ -1,0 +1,85 @@
+"""`hf-fp8kv check`: what is installed, what a model will run on, whether the kernels compile."""
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from ..environment import PACKAGES, version
+from ..errors import ConfigError
+from ..tables import rows_table
+from .shared import load, progress, show
+from .values import Device, Json, Model, completing, one_of, targets
+
+__all__ = ["check"]
+
+
+def check(
+    model: Model = None,
+    device: Device = "cpu",
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Compile every kernel, and check the machine code.")
+    ] = False,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --kernels: sm_90, gfx942, ...; may be repeated. Default: all.",
+            autocompletion=completing(targets),
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show versions and backends; with --model, what each of its layers will run on.
+
+    --kernels needs no GPU; it exits with 1 if a kernel does not compile or breaks a rule.
+    """
+    if kernels:
+        _check_kernels(target, as_json)
+        return
+    if target:
+        raise typer.BadParameter("expected --kernels with it", param_hint="--target")
+    import torch
+
+    from ..ops import available_backends
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    facts: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "versions": {name: version(name) for name in PACKAGES},
+        "gpus": gpus,
+        "backends": {name: why or "available" for name, why in available_backends().items()},
+    }
+    report = None
+    if model is not None:
+        from .. import check_model
+
+        report = check_model(load(model, device)[0])
+        facts["model"] = report.to_dict()
+    if as_json:
+        print(json.dumps(facts, default=str))
+        return
+    rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
+    rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
+    show([rows_table([{"": name, "found": found} for name, found in rows.items()])])
+    if report is not None:
+        print(report)
+
+
+def _check_kernels(chosen: list[str] | None, as_json: bool) -> None:
+    from .. import kernel_check
+
+    for name in chosen or ():
+        one_of(name, kernel_check.TARGETS, "--target")
+    if version("triton") == "not installed":
+        raise ConfigError("cannot compile kernels: triton is not installed: pip install triton")
+    with progress() as say:
+        found = kernel_check.check_targets(chosen or tuple(kernel_check.TARGETS), progress=say)
+    if as_json:
+        rows = {name: [asdict(row) for row in of_one] for name, of_one in found.items()}
+        print(json.dumps({"triton": version("triton"), "targets": rows}))
+    else:
+        show(kernel_check.tables(found), piped_width=160)
+    if any(row.violations for rows in found.values() for row in rows):
+        raise typer.Exit(1)

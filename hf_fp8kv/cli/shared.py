@@ -1,0 +1,73 @@
+"""What the commands share: a model, and all that they print."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["DEMO", "load", "progress", "show"]
+
+DEMO = "SmolLM2-135M-Instruct (demo)"
+
+
+def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """Returns the model (None: the demo's), on its device, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .. import demo
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    folder = name or str(demo.model_path())
+    try:
+        with nullcontext() if name else demo.no_bars():
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"cannot load a language model from {folder!r}: {error}") from error
+    try:
+        return model.to(device).eval(), tokenizer
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"cannot use --device {device}: {error}") from error
+
+
+def show(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
+    """Prints as wide as the terminal or COLUMNS is; into a file or pipe, `piped_width` wide."""
+    from rich.console import Console
+
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if known else piped_width)
+    for part in parts:
+        console.print(part)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[..., None]]:
+    """Inside, the value tells on stderr what is next, and which share is done where it is known."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stderr)
+    columns = (SpinnerColumn(), BarColumn(bar_width=20), TimeElapsedColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
+        task = bar.add_task("", total=None)
+
+        def say(message: str, share: float | None = None) -> None:
+            if not console.is_terminal:
+                print(message, file=sys.stderr)
+            elif share is None:
+                bar.update(task, description=message)
+            else:
+                bar.update(task, description=message, total=1.0, completed=share)
+
+        yield say
