@@ -32,7 +32,7 @@ _Read = Callable[[object, str], Any]
 # A divergence is 0 or more; a mean of differences of logarithms may round to just below it.
 _LOWEST_KL = -1e-6
 _GRANULARITIES = ("tensor", "head", "channel")
-_LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
+_LAYER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,259 @@
+"""Static scales and what a calibration found, as a person reads them: tables, remarks, a picture.
+
+The picture is drawn by `report_plot`.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from .calibration.report import CalibrationReport, LayerStatistics, QualityRow
+from .formats import FORMATS
+from .report_plot import plot_scales
+from .scale_checks import shortened
+from .scales import KVScales
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+
+__all__ = ["inspect_table", "plot_scales", "remarks"]
+
+_LARGEST = FORMATS["fp8_e4m3"].max
+# A layer whose scale is above the median of all layers by more than this is worth a look.
+_OUTLIER = 10
+# Tables do not grow with the terminal: all columns of them fit into this.
+_ANY_WIDTH = 10_000
+
+
+def inspect_table(scales: KVScales, report: CalibrationReport | None) -> "list[RenderableType]":
+    """Returns what there is to say about scales, from the top of the screen to its bottom.
+
+    Args:
+        scales: the scales.
+        report: what their calibration found, or what `measure` did; None: only the scales.
+    """
+    from rich.text import Text
+
+    parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
+    parts.append(_LayerTables(scales, report))
+    parts += [Text(f"! {remark}") for remark in remarks(scales)]
+    if report is not None and report.quality:
+        parts.append(_quality_table(report.quality))
+    if report is not None and report.centers:
+        parts.append(Text(report.centers))
+    return parts
+
+
+def remarks(scales: KVScales) -> list[str]:
+    """Returns what looks odd about scales, one sentence each; an empty list when nothing does."""
+    layers = scales.layers
+    found = []
+    if all(bool((side == 1).all()) for layer in layers.values() for side in (layer.k, layer.v)):
+        found.append(
+            "every scale is exactly 1.0, as tools write it without calibration: calibrate, or use "
+            "dynamic scales (scales=None)"
+        )
+    elif all(torch.equal(layer.k, layer.v) for layer in layers.values()):
+        found.append(
+            "K and V have the same scale in every layer: one number shared by both sides wastes "
+            "range on the smaller one; calibrate for one scale each"
+        )
+    for side, name in (("k", "K"), ("v", "V")):
+        largest = {index: float(getattr(layer, side).max()) for index, layer in layers.items()}
+        median = statistics.median(largest.values())
+        far = [index for index, scale in largest.items() if scale > _OUTLIER * median]
+        if far:
+            found.append(
+                f"{name} of {_layers(far)}: the scale is more than {_OUTLIER} times the median of "
+                f"all layers ({_short(median)}): a few huge numbers, or a faulty file; compare "
+                "the heads, and measure the error there"
+            )
+    missing = sorted(set(range(max(layers) + 1)) - set(layers))
+    if missing:
+        found.append(
+            f"no scales for {_layers(missing)}, of 0 to {max(layers)}: right for layers without a "
+            "KV cache of their own; others must be kept out with skip_layers"
+        )
+    return found
+
+
+def _layers(indices: list[int]) -> str:
+    return f"layer{'s' if len(indices) > 1 else ''} {shortened(indices)}"
+
+
+def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
+    layers = scales.layers
+    order = ("tensor", "head", "channel")
+    kinds = sorted({layer.granularity for layer in layers.values()}, key=order.index)
+    centered = sum(layer.k_center is not None for layer in layers.values())
+    count = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+    centers = "K not centred"
+    if centered:
+        centers = "K centred" + (f" in {centered} of {count}" if centered < len(layers) else "")
+    model = scales.model_type or "model type unknown"
+    yield f"{scales.format}, {model}, {count}, per {'/'.join(kinds)}, {centers}"
+    yield f"from {scales.origin}"
+    if report is not None:
+        texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
+        yield (
+            f"{report.model}: {report.tokens} tokens of {texts}, margin {report.margin:g}; checked "
+            f"as {report.dtype} on {report.held_out_tokens} other tokens; {report.date[:10]}"
+        )
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column with a cell for each layer: numbers flush right, words flush left."""
+
+    header: str
+    cells: list[str]
+    justify: Literal["left", "right"] = "right"
+
+
+class _LayerTables:
+    """A row for each layer, as one table where it fits, else as several below each other."""
+
+    def __init__(self, scales: KVScales, report: CalibrationReport | None) -> None:
+        self._first = _Column("layer", [str(index) for index in scales.layers])
+        groups = [
+            [column for column in group if any(column.cells)] for group in _groups(scales, report)
+        ]
+        self._groups = [group for group in groups if group]
+        sources = [_tensors(layer.source) for layer in scales.layers.values()]
+        self._source = _Column("source", sources, "left")
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[RenderableType]":
+        def fits(columns: list[_Column]) -> bool:
+            table = self._table(columns)
+            wide = options.update(width=_ANY_WIDTH)
+            return console.measure(table, options=wide).maximum <= options.max_width
+
+        everything = [column for group in self._groups for column in group]
+        if fits([*everything, self._source]):
+            yield self._table([*everything, self._source])
+            return
+        row: list[_Column] = []
+        for group in self._groups:
+            if fits([*row, *group]):
+                row += group
+                continue
+            # A group stays together where it can.
+            if row and fits(group):
+                yield self._table(row)
+                row = group
+                continue
+            for column in group:
+                if row and not fits([*row, column]):
+                    yield self._table(row)
+                    row = []
+                row = [*row, column]
+        yield self._table(row)
+
+    def _table(self, columns: list[_Column]) -> "Table":
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = [self._first, *columns]
+        table = Table()
+        for column in shown:
+            table.add_column(Text(column.header), justify=column.justify, no_wrap=True)
+        for cells in zip(*(column.cells for column in shown), strict=True):
+            table.add_row(*map(Text, cells))
+        return table
+
+
+def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list[_Column]]:
+    """Columns that belong together; a cell is empty where nothing is known."""
+    layers = list(scales.layers.values())
+
+    def measured(cell: Callable[[LayerStatistics], str]) -> list[str]:
+        known = {} if report is None else report.layers
+        return [cell(known[index]) if index in known else "" for index in scales.layers]
+
+    def reach(scale: torch.Tensor) -> str:
+        return _short(_LARGEST * float(scale.max()))
+
+    if report is None:
+        title = f"{_LARGEST:g} ×"
+        amax = [
+            _Column(f"{title}\nK scale", [reach(layer.k) for layer in layers]),
+            _Column(f"{title}\nV scale", [reach(layer.v) for layer in layers]),
+        ]
+    else:
+        amax = [
+            _Column("amax\nK", measured(lambda layer: _short(max(layer.k.amax)))),
+            _Column("amax\nV", measured(lambda layer: _short(max(layer.v.amax)))),
+        ]
+    yield [
+        _Column("K scale", [_range(layer.k) for layer in layers]),
+        _Column("V scale", [_range(layer.v) for layer in layers]),
+        *amax,
+    ]
+    centered = ["no" if layer.k_center is None else "yes" for layer in layers]
+    yield [_Column("centred", centered if scales.centered else [""] * len(layers))]
+    if report is not None and report.held_out_tokens:
+        yield [
+            _Column("saturated\nK", measured(lambda layer: _share(layer.k.saturated))),
+            _Column("saturated\nV", measured(lambda layer: _share(layer.v.saturated))),
+            _Column("underflow\nK", measured(lambda layer: _share(layer.k.underflow))),
+            _Column("underflow\nV", measured(lambda layer: _share(layer.v.underflow))),
+        ]
+    gains = measured(lambda layer: _gain(layer.center_gain))
+    yield [_Column("gain of\na centre", gains)]
+
+
+def _tensors(source: str) -> str:
+    """The names of the tensors without the file's; what names share is said once."""
+    names = source.rpartition(": ")[2].split(", ")
+    stem = names[0].rpartition(".")[0]
+    return ", ".join([names[0], *(name.removeprefix(f"{stem}.") for name in names[1:])])
+
+
+def _range(scale: torch.Tensor) -> str:
+    low, high = float(scale.min()), float(scale.max())
+    return f"{low:.4g}" if low == high else f"{_short(low)} .. {_short(high)}"
+
+
+def _short(number: float) -> str:
+    """Three digits that count, without an exponent where a person needs none."""
+    if number == 0 or 999.5 <= number < 1e6:
+        return f"{number:.0f}"
+    return f"{number:#.3g}".removesuffix(".")
+
+
+def _gain(gain: float | None) -> str:
+    return "" if gain is None else f"{_short(gain)} ×"
+
+
+def _share(share: float) -> str:
+    """A share in percent: 0 is none at all."""
+    percent = 100 * share
+    if 0 < percent < 0.001:
+        return "<0.001 %"
+    return "0" if not percent else f"{percent:.2g} %" if percent < 1 else f"{percent:.3g} %"
+
+
+def _quality_table(rows: Iterable[QualityRow]) -> "RenderableType":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="held-out text, against the unquantised cache")
+    table.add_column("cache")
+    for column in ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(row.cache), _divergence(row.kl), _divergence(row.kl_max), f"{row.top1:.2%}",
+            f"{row.perplexity:.4g}", str(row.tokens),
+        )  # fmt: skip
+    return table
+
+
+def _divergence(kl: float) -> str:
+    return f"{kl:.2e}" if kl else "0"

@@ -1,0 +1,297 @@
+"""A picture of static scales: how large K and V are, by layer and head, and what 8 bits cost.
+
+matplotlib is imported when a picture is asked for. There is no pyplot: no window system is looked
+for, and no figure outlives the call.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .calibration.report import DYNAMIC, CalibrationReport
+from .errors import ConfigError
+from .files import write_all
+from .formats import FORMATS
+from .scales import KVScales
+
+__all__ = ["plot_scales", "scales_figure"]
+
+_LARGEST = FORMATS["fp8_e4m3"].max
+# 1600 pixels wide; the fonts of matplotlib are then 17 to 20 pixels high. A row of panels is so
+# many inches high.
+_WIDTH, _ROW, _DPI = 40 / 3, 4, 120
+# Colours that stay apart for the colour-blind (Okabe and Ito), and markers that do without colour.
+# Of two lines that may lie on each other the first one is drawn wide, the second one thin over it.
+_SIDES = {"k": ("K", "#0072b2", "o", 3.5), "v": ("V", "#d55e00", "s", 1.5)}
+_FORMATS = {
+    "fp8_e4m3fnuz": ("#56b4e9", "v", 5.0),
+    "fp8_e4m3": ("#0072b2", "o", 1.5),
+    "fp8_e5m2": ("#d55e00", "^", 1.5),
+    "fp8_e3m4": ("#009e73", "D", 1.5),
+}
+# Legends stand outside of the panels: they hide nothing.
+_ABOVE = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "frameon": False, "borderpad": 0}
+_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "frameon": False}
+_NOT_MEASURED = (
+    "not measured: these scales come without\nwhat a calibration found\n\n"
+    "hf-fp8kv inspect --model MODEL --text FILE\nmeasures them on text of yours"
+)
+_TITLE_LENGTH = 80
+
+
+def plot_scales(scales: KVScales, report: CalibrationReport | None, path: str | Path) -> None:
+    """Writes a PNG of how large K and V are, and of what 8 bits cost; whole or not at all.
+
+    Args:
+        scales: the scales.
+        report: what their calibration found, or what `measure` did. None: the picture shows what
+            the scales stand for (448 × scale), and says that errors were not measured.
+        path: where to; it ends in ".png".
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"plot: expected a file that ends in .png, got {str(path)!r}; rename it")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"plot: expected a file in a folder that exists, got {str(path)!r}; make the folder"
+        )
+    picture = io.BytesIO()
+    scales_figure(scales, report).savefig(picture, dpi=_DPI, format="png")
+    try:
+        write_all({path: picture.getvalue()})
+    except OSError as error:
+        raise ConfigError(
+            f"plot: expected a file that can be written, got {str(path)!r}: {error}; choose another"
+        ) from error
+
+
+def scales_figure(scales: KVScales, report: CalibrationReport | None) -> Any:
+    """Returns the figure (of matplotlib) that `plot_scales` writes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "plot: expected matplotlib, got none; install it: pip install 'hf-fp8kv[plot]'"
+        ) from error
+    # Words need less room than lines.
+    last = 1.0 if report is not None else 0.4
+    figure = Figure(figsize=(_WIDTH, _ROW * (2 + last)), layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.add_gridspec(3, 2, height_ratios=(1, 1, last))
+    sides = {side: _by_head(scales, report, side) for side in _SIDES}
+    _draw_layers(figure.add_subplot(rows[0, :]), sides, report)
+    for column, side in enumerate(_SIDES):
+        _draw_heads(figure, figure.add_subplot(rows[1, column]), side, sides[side], report)
+    _draw_errors([figure.add_subplot(rows[2, column]) for column in (0, 1)], report)
+    # A name is no formula, whatever signs are in it.
+    figure.suptitle(_title(scales, report), parse_math=False)
+    return figure
+
+
+def _title(scales: KVScales, report: CalibrationReport | None) -> str:
+    if report is None:
+        model = scales.model_type or "model type unknown"
+        return (
+            f"{model}, {_cut(scales.origin)}\nno text was measured: {_LARGEST:g} × scale is shown"
+        )
+    texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
+    return (
+        f"{_cut(report.model)}\nscales per {report.granularity} from {report.tokens} tokens of "
+        f"{texts}, errors on {report.held_out_tokens} other tokens"
+    )
+
+
+def _cut(name: str) -> str:
+    """The name in one line; of a long path, its end."""
+    name = " ".join(name.split())
+    return name if len(name) <= _TITLE_LENGTH else f"...{name[-_TITLE_LENGTH:]}"
+
+
+def _by_head(scales: KVScales, report: CalibrationReport | None, side: str) -> np.ndarray:
+    """`[layers, heads]`: the largest magnitude; NaN for what is not there, and for 0 (log axes)."""
+    found: dict[int, np.ndarray] = {}
+    if report is not None:
+        for index, layer in report.layers.items():
+            found[index] = np.array(getattr(layer, side).amax)
+    else:
+        for index, of_layer in scales.layers.items():
+            scale = getattr(of_layer, side)
+            largest = scale.reshape(1) if scale.ndim == 0 else scale.amax(dim=1)
+            found[index] = _LARGEST * largest.double().numpy()
+    heads = max(len(row) for row in found.values())
+    table = np.full((max(found) + 1, heads), np.nan)
+    for index, row in found.items():
+        # One scale of a layer is that of all its heads; one number of a report is one head's.
+        spread = heads if report is None and len(row) == 1 else len(row)
+        table[index, :spread] = row
+    table[table <= 0] = np.nan
+    return table
+
+
+def _draw_layers(axes: Any, sides: dict[str, np.ndarray], report: CalibrationReport | None) -> None:
+    """A line of the largest head, and a dot for each head."""
+    for side, (name, colour, marker, width) in _SIDES.items():
+        table = sides[side]
+        layers, heads = table.shape
+        if heads > 1:
+            size = 8 if heads <= 8 else 5
+            axes.plot(
+                np.repeat(np.arange(layers), heads), table.ravel(), ".", color=colour, alpha=0.4,
+                markersize=size, markeredgewidth=0, label=f"{name}: each head",
+            )  # fmt: skip
+        label = f"{name}: largest head" if heads > 1 else name
+        _line(axes, _largest(table), color=colour, marker=marker, linewidth=width, label=label)
+    what = "largest magnitude" if report is not None else f"{_LARGEST:g} × scale"
+    axes.set_title(f"{what} of K and V, by layer", loc="left")
+    axes.set_ylabel(f"{what}\n(in units of K and V)")
+    _layer_axis(axes, len(next(iter(sides.values()))), 30)
+    _log_axis(axes, np.concatenate([table.ravel() for table in sides.values()]))
+    axes.legend(**_ABOVE, ncols=4)
+
+
+def _line(axes: Any, line: np.ndarray, **look: Any) -> None:
+    """A line through the layers that are there."""
+    there = np.flatnonzero(~np.isnan(line))
+    axes.plot(there, line[there], markersize=4 if len(line) <= 40 else 2.5, **look)
+
+
+def _largest(table: np.ndarray) -> np.ndarray:
+    """Of each row; NaN for a row of nothing."""
+    filled = np.where(np.isnan(table), -np.inf, table).max(axis=1)
+    return np.where(np.isinf(filled), np.nan, filled)
+
+
+def _draw_heads(
+    figure: Any, axes: Any, side: str, table: np.ndarray, report: CalibrationReport | None
+) -> None:
+    """A heat map, layers from left to right and heads from top to bottom."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
+    name = _SIDES[side][0]
+    what = "largest magnitude" if report is not None else f"{_LARGEST:g} × scale"
+    axes.set_title(f"{what} of {name}, by layer and head", loc="left")
+    axes.set_ylabel("KV head")
+    axes.set_facecolor("0.85")  # what is not there
+    _layer_axis(axes, len(table), 12)
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    if report is None and table.shape[1] == 1:
+        axes.set_yticks([0], ["all"])
+    if np.isnan(table).all():
+        axes.set_yticks([])
+        _say(axes, f"{name} is 0 everywhere")
+        return
+    low, high = _bounds(table)
+    image = axes.imshow(
+        np.ma.masked_invalid(table.T), aspect="auto", cmap="viridis", norm=LogNorm(low, high),
+        interpolation="nearest",
+    )  # fmt: skip
+    bar = figure.colorbar(image, ax=axes, label=f"in units of {name}")
+    _log_ticks(bar.ax.yaxis, low, high)
+
+
+def _draw_errors(panels: list[Any], report: CalibrationReport | None) -> None:
+    """Solid lines under these scales, dotted ones under dynamic scales; one axis for K and V."""
+    for axes, (name, *_) in zip(panels, _SIDES.values(), strict=True):
+        axes.set_title(f"error of {name} in 8 bits, by layer", loc="left")
+    keys = {} if report is None else _errors(report)
+    if report is None or not keys:
+        for axes in panels:
+            axes.set_xticks([])
+            axes.set_yticks([])
+            _say(axes, _NOT_MEASURED if report is None else "no error was measured")
+        return
+    drawn = []
+    for axes, side in zip(panels, _SIDES, strict=True):
+        for key, (fmt, dynamic) in keys.items():
+            line = np.full(max(report.layers) + 1, np.nan)
+            for index, layer in report.layers.items():
+                line[index] = 100 * getattr(layer, side).error.get(key, np.nan)
+            line[line <= 0] = np.nan
+            colour, marker, width = _FORMATS[fmt]
+            _line(
+                axes, line, color=colour, marker=marker, linewidth=width, label=key,
+                linestyle=":" if dynamic else "-", markerfacecolor="none" if dynamic else colour,
+            )  # fmt: skip
+            drawn.append(line)
+        _layer_axis(axes, max(report.layers) + 1, 12)
+    for axes in panels:
+        axes.set_ylabel("relative RMS error, %")
+        _log_axis(axes, np.concatenate(drawn))
+    _error_legends(panels, list(keys.values()))
+
+
+def _errors(report: CalibrationReport) -> dict[str, tuple[str, bool]]:
+    """The errors that a layer has: key -> format, and whether scales were dynamic."""
+    keys = {
+        key for layer in report.layers.values() for side in (layer.k, layer.v) for key in side.error
+    }
+    both = {f"{start}{fmt}": (fmt, bool(start)) for start in ("", DYNAMIC) for fmt in _FORMATS}
+    return {key: known for key, known in both.items() if key in keys}
+
+
+def _error_legends(panels: list[Any], drawn: list[tuple[str, bool]]) -> None:
+    """Below the panels: left the colours of the formats, right what solid and dotted mean."""
+    from matplotlib.lines import Line2D
+
+    formats = [
+        Line2D([], [], color=colour, marker=marker, linewidth=width, label=fmt)
+        for fmt, (colour, marker, width) in _FORMATS.items() if any(fmt == of for of, _ in drawn)
+    ]  # fmt: skip
+    looks: tuple[tuple[Any, str, bool], ...]
+    looks = (("-", "these scales", False), (":", "dynamic scales", True))
+    styles = [
+        Line2D([], [], color="black", linestyle=style, label=label)
+        for style, label, wanted in looks if any(dynamic == wanted for _, dynamic in drawn)
+    ]  # fmt: skip
+    panels[0].legend(handles=formats, **_BELOW, ncols=4)
+    panels[1].legend(handles=styles, **_BELOW, ncols=2)
+
+
+def _say(axes: Any, words: str) -> None:
+    axes.text(0.5, 0.5, words, ha="center", va="center", transform=axes.transAxes, color="0.25")
+
+
+def _layer_axis(axes: Any, layers: int, ticks: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("layer")
+    axes.set_xlim(-0.5, layers - 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True, min_n_ticks=1))
+
+
+def _bounds(values: np.ndarray) -> tuple[float, float]:
+    """The smallest and the largest number, moved apart where they are almost one."""
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    return (low, high) if high > 1.5 * low else (low / 1.5, high * 1.5)
+
+
+def _log_axis(axes: Any, values: np.ndarray) -> None:
+    """A logarithmic axis that has labels also where the numbers are close together."""
+    axes.set_yscale("log")
+    axes.grid(visible=True, alpha=0.3)
+    if np.isnan(values).all():
+        return
+    low, high = _bounds(values)
+    axes.set_ylim(low / 1.25, high * 1.25)
+    _log_ticks(axes.yaxis, low / 1.25, high * 1.25)
+
+
+def _log_ticks(axis: Any, low: float, high: float) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    span = high / low
+    subs = (1, 1.5, 2, 3, 4, 5, 6, 7, 8) if span < 8 else (1, 2, 5) if span < 1000 else (1,)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
