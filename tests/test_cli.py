@@ -1,6 +1,5 @@
 """The command line, called as its script calls it: what it prints, and its exit codes."""
 
-import io
 import json
 import sys
 import types
@@ -8,49 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_fp8kv import bench, cli, quality
+from hf_fp8kv import bench, quality
 from hf_fp8kv.cli import values
 from hf_fp8kv.environment import version
 from hf_fp8kv.sidebyside import Run, agreement
 from hf_fp8kv.tables import rows_table
+from tests import command_line
 
-WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
 TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """The folder of a tiny Llama with a tokenizer of whole words, and no end token to stop at."""
-    folder = tmp_path_factory.mktemp("model")
-    words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return str(folder)
+    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Returns what a command line did: its exit code, stdout and stderr."""
-
-    def _run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hf-fp8kv", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capsys.readouterr()
-        return exit_.value.code or 0, out, err
-
-    return _run
+    return command_line.runner(monkeypatch, capsys)
 
 
 @pytest.fixture

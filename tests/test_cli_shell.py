@@ -10,6 +10,7 @@ import pytest
 from hf_fp8kv import cli
 from hf_fp8kv.environment import version
 from hf_fp8kv.kernel_check import TARGETS
+from hf_fp8kv.scales import CHECKPOINT_FORMATS
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,6 +44,9 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
         ("hf-fp8kv bench --suite ", ["cpu", "gpu", "quality"]),
         ("hf-fp8kv check --target ", list(TARGETS)),
+        ("hf-fp8kv convert a b --to ", list(CHECKPOINT_FORMATS)),
+        ("hf-fp8kv convert --to t", ["tgi", "trtllm"]),
+        ("hf-fp8kv convert a b --weights ", ["copy", "link"]),
     ],
 )
 def test_a_shell_completes(completed, line, offered):

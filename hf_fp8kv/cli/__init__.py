@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from ..environment import version
 from ..errors import Fp8KVError
-from . import bench, check, generate
+from . import bench, check, convert, generate
 
 __all__ = ["NAME", "app", "main"]
 
@@ -40,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
+app.command("convert")(convert.convert)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
 

@@ -1,19 +1,31 @@
 """What the commands share: a model, and all that they print."""
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ScaleError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["DEMO", "load", "progress", "show"]
+    from ..scales import KVScales
+
+__all__ = ["DEMO", "facts", "load", "progress", "show", "spoken", "tell"]
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
+
+# The library's messages name arguments; on a command line they are options.
+_OPTIONS = {
+    "overwrite=True": "--overwrite",
+    "strict=False": "--lenient",
+    "weights='copy'": "--weights copy",
+    "save_pretrained(checkpoint=)": "hf-fp8kv convert --checkpoint",
+    "pass checkpoint=": "pass --checkpoint",
+}
 
 
 def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
@@ -71,3 +83,55 @@ def progress() -> Iterator[Callable[..., None]]:
                 bar.update(task, description=message, total=1.0, completed=share)
 
         yield say
+
+
+def tell(message: str) -> None:
+    """Prints a line that is no result: on stderr, so that a pipe gets only results."""
+    print(message, file=sys.stderr)
+
+
+class _Warnings(logging.Handler):
+    """Tells each warning of the library once, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = _in_options(record.getMessage())
+        if message not in self.told:
+            self.told.append(message)
+            tell(f"warning: {message}")
+
+
+@contextmanager
+def spoken() -> Iterator[list[str]]:
+    """Inside, what the library says is for a command line; the value collects its warnings."""
+    library = logging.getLogger("hf_fp8kv")
+    handler = _Warnings()
+    library.addHandler(handler)
+    try:
+        yield handler.told
+    except (ScaleError, ConfigError) as error:
+        raise type(error)(_in_options(str(error))) from error
+    finally:
+        library.removeHandler(handler)
+
+
+def _in_options(message: str) -> str:
+    for argument, option in _OPTIONS.items():
+        message = message.replace(argument, option)
+    return message
+
+
+def facts(scales: "KVScales") -> dict[str, Any]:
+    """Returns what is true of all layers, as JSON values."""
+    kinds = {layer.granularity for layer in scales.layers.values()}
+    return {
+        "format": scales.format,
+        "origin": scales.origin,
+        "model_type": scales.model_type,
+        "layers": len(scales.layers),
+        "granularity": "/".join(kind for kind in ("tensor", "head", "channel") if kind in kinds),
+        "centered": scales.centered,
+    }

@@ -14,7 +14,7 @@ import typer
 from ..errors import ConfigError
 
 __all__ = [
-    "Device", "Json", "Model", "attentions", "backends", "check_plot", "check_writable",
+    "Device", "Json", "Model", "Scales", "attentions", "backends", "check_plot", "check_writable",
     "completing", "devices", "dtypes", "formats", "granularities", "one_of", "parse_dtype",
     "parse_memory", "parse_scales", "targets", "weights",
 ]  # fmt: skip
@@ -80,6 +80,9 @@ def completing(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
 Model = Annotated[str | None, typer.Option(help="A folder or a hub id. Default: the demo's model.")]
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", autocompletion=completing(devices))
+]
+Scales = Annotated[
+    str, typer.Argument(help="A file, a folder or a hub id, in any format that is read.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 

@@ -1,0 +1,222 @@
+"""`hf-fp8kv convert`: what it writes, says and refuses."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_fp8kv import upload
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from tests import command_line
+from tests.test_export import expected, random_scales
+
+DATA = Path(__file__).parent / "data" / "scales"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return command_line.runner(monkeypatch, capsys)
+
+
+def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
+    """The folder holds what the format keeps of the scales."""
+    read = KVScales.from_pretrained(folder)
+    assert read.format == format
+    assert list(read.layers) == list(scales.layers)
+    for index, layer in scales.layers.items():
+        k, v = expected(layer, format)
+        assert torch.equal(read.layers[index].k.flatten(), k.flatten())
+        assert torch.equal(read.layers[index].v.flatten(), v.flatten())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "centred-head"])
+@pytest.mark.parametrize("format", [f for f in CHECKPOINT_FORMATS if f != "hf_fp8kv"])
+def test_into_every_format(run, tmp_path, format, kind):
+    scales = random_scales(kind)
+    scales.save_pretrained(tmp_path / "own")
+    code, out, err = run("convert", str(tmp_path / "own"), str(tmp_path / "out"), "--to", format)
+    assert code == 0, err
+    assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
+    assert_holds(tmp_path / "out", scales, format)
+    assert f"hf_fp8kv -> {format}: 3 layers, per {kind.removeprefix('centred-')}" in err
+    if kind == "centred-head":
+        assert err.count("warning: ") == 1
+        assert "make room for the centres" in err
+    elif format != "vllm-json":
+        assert "warning" not in err
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_out_of_every_format(run, tmp_path, format):
+    scales = random_scales("tensor")
+    scales.save_pretrained(tmp_path / "there", format=format)
+    arguments = ["convert", str(tmp_path / "there"), str(tmp_path / "out"), "--to", "hf_fp8kv"]
+    code, out, err = run(*arguments, "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["from"]["format"] == format
+    assert said["from"]["model_type"] == "llama"
+    assert said["to"] == {"format": "hf_fp8kv", "folder": str(tmp_path / "out")}
+    assert sorted(map(Path, said["files"])) == sorted((tmp_path / "out").iterdir())
+    assert said["warnings"] == []
+    read = KVScales.from_pretrained(tmp_path / "out")
+    for index, layer in scales.layers.items():
+        k, v = expected(layer, format)
+        assert (read.layers[index].k, read.layers[index].v) == (k, v)
+
+
+def test_a_file_is_read_too_and_what_its_reader_warns_of_is_said_once(run, tmp_path):
+    path = next((DATA / "vllm-two-ranks").glob("*.json"))
+    code, out, err = run("convert", str(path), str(tmp_path / "out"), "--to", "autofp8", "--json")
+    assert code == 0, err
+    warnings = json.loads(out)["warnings"]
+    assert err.splitlines() == [f"warning: {message}" for message in warnings]
+    assert any("ranks differ" in message for message in warnings)
+
+
+def test_a_copy_of_a_checkpoint(run, tmp_path, model):
+    layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
+    KVScales({0: layer, 1: layer}, model_type="llama").save_pretrained(tmp_path / "own")
+    fixed = ["convert", str(tmp_path / "own"), str(tmp_path / "out"), "--to", "compressed-tensors"]
+    code, out, err = run(*fixed, "--checkpoint", model, "--weights", "link")
+    assert code == 0, err
+    files = (tmp_path / "out").glob("*.safetensors")
+    assert any(path.samefile(Path(model) / "model.safetensors") for path in files)
+    assert str(tmp_path / "out" / "model-kv-scales.safetensors") in out.splitlines()
+    assert KVScales.from_pretrained(tmp_path / "out").layers[1].k == 0.5
+
+
+def test_nothing_is_replaced_without_being_asked(run, tmp_path):
+    random_scales("tensor").save_pretrained(tmp_path / "own")
+    other = random_scales("tensor", seed=1)
+    other.save_pretrained(tmp_path / "out", format="vllm-json")
+    arguments = ["convert", str(tmp_path / "own"), str(tmp_path / "out"), "--to", "vllm-json"]
+    code, out, err = run(*arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fp8kv: error: ")
+    assert err.count("\n") == 1
+    assert "--overwrite" in err
+    assert_holds(tmp_path / "out", other, "vllm-json")
+    assert run(*arguments, "--overwrite")[0] == 0
+    assert_holds(tmp_path / "out", random_scales("tensor"), "vllm-json")
+
+
+def test_ranks_of_the_json(run, tmp_path):
+    random_scales("tensor").save_pretrained(tmp_path / "own")
+    arguments = ["convert", str(tmp_path / "own"), str(tmp_path / "out"), "--tp-size", "4", "--to"]
+    assert run(*arguments, "vllm-json")[0] == 0
+    data = json.loads((tmp_path / "out" / "kv_cache_scales.json").read_text())
+    assert set(data["kv_cache"]["scaling_factor"]) == {"0", "1", "2", "3"}
+    code, _, err = run(*arguments, "autofp8")
+    assert code == 1
+    assert "tp_size" in err
+
+
+def test_a_model_type(run, tmp_path):
+    nameless = KVScales(random_scales("tensor").layers)
+    nameless.save_pretrained(tmp_path / "own")
+    arguments = ["convert", str(tmp_path / "own"), str(tmp_path / "out"), "--to", "vllm-json"]
+    code, _, err = run(*arguments)
+    assert code == 0
+    assert "warning: " in err
+    assert "model_type is not known" in err
+    named = [*arguments, "--overwrite", "--model-type", "qwen2"]
+    code, _, err = run(*named)
+    assert (code, "is not known" in err) == (0, False)
+    out = tmp_path / "out"
+    assert KVScales.from_pretrained(out).model_type == "qwen2"
+    again = ["convert", str(out), str(tmp_path / "more"), "--to", "tgi", "--model-type", "llama"]
+    code, _, err = run(*again)
+    assert code == 1
+    assert "'llama'" in err
+    assert "--lenient" in err
+    code, _, err = run(*again, "--lenient")
+    assert code == 0
+    assert "warning: " in err
+    assert KVScales.from_pretrained(tmp_path / "more").model_type == "llama"
+
+
+def test_missing_layers_are_for_the_lenient(run, tmp_path):
+    layers = random_scales("tensor").layers
+    KVScales({0: layers[0], 2: layers[2]}, model_type="llama").save_pretrained(
+        tmp_path / "there", format="autofp8"
+    )
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    (tmp_path / "there" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    arguments = ["convert", str(tmp_path / "there"), str(tmp_path / "out"), "--to", "tgi"]
+    code, _, err = run(*arguments)
+    assert code == 1
+    assert "pass --lenient" in err
+    code, out, err = run(*arguments, "--lenient", "--json")
+    assert code == 0, err
+    assert any("layers without scales" in message for message in json.loads(out)["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["OUT"], "--to"),
+        (["OUT", "--to", "gguf"], "vllm-json, tgi, compressed-tensors, autofp8"),
+        (["--to", "tgi"], "--push-to-hub"),
+        (["OUT", "--to", "tgi", "--push-to-hub", "org/name"], "--push-to-hub"),
+        (["OUT/kv_cache_scales.json", "--to", "vllm-json"], "expected a folder"),
+        (["OUT", "--to", "tgi", "--weights", "move"], "copy, link"),
+        (["OUT", "--to", "tgi", "--weights", "link"], "--checkpoint"),
+        (["--push-to-hub", "org/name", "--to", "tgi", "--checkpoint", "x"], "--checkpoint"),
+        (["OUT", "--to", "vllm-json", "--tp-size", "0"], "--tp-size"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setenv("COLUMNS", "200")
+    random_scales("tensor").save_pretrained(tmp_path / "own")
+    given = [a.replace("OUT", str(tmp_path / "out")) for a in arguments]
+    code, out, err = run("convert", str(tmp_path / "own"), *given)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["/no/such/folder", "/no/such/file.json", "scales.pt"])
+def test_scales_that_are_not_there(run, tmp_path, missing):
+    code, out, err = run("convert", missing, str(tmp_path / "out"), "--to", "tgi")
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fp8kv: error: ")
+    assert missing in err
+    assert "Traceback" not in err
+
+
+def test_an_upload(run, tmp_path, monkeypatch):
+    uploaded: list[str] = []
+
+    class FakeApi:
+        def __init__(self, token: str | None) -> None:
+            pass
+
+        def create_repo(self, repo_id: str, **_: object) -> None:
+            assert repo_id == "org/name"
+
+        def list_repo_files(self, repo_id: str, **_: object) -> list[str]:
+            return ["kv_cache_scales.json"]
+
+        def upload_folder(self, *, folder_path: Path, **_: object) -> SimpleNamespace:
+            uploaded.extend(path.name for path in folder_path.iterdir())
+            return SimpleNamespace(commit_url="https://hf.co/org/name/commit/1")
+
+    monkeypatch.setattr(upload, "HfApi", FakeApi)
+    random_scales("tensor").save_pretrained(tmp_path / "own")
+    arguments = ["convert", str(tmp_path / "own"), "--push-to-hub", "org/name", "--to", "vllm-json"]
+    code, out, err = run(*arguments)
+    assert (code, out, uploaded) == (1, "", [])
+    assert "--overwrite" in err
+    code, out, err = run(*arguments, "--overwrite")
+    assert (code, out) == (0, "https://hf.co/org/name/commit/1\n")
+    assert uploaded == ["kv_cache_scales.json"]
+    code, out, _ = run(*arguments, "--overwrite", "--json")
+    assert json.loads(out)["to"]["commit"] == "https://hf.co/org/name/commit/1"
