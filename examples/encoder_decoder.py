@@ -1,0 +1,60 @@
+"""An encoder-decoder model: two caches, one for each kind of attention of the decoder.
+
+    python examples/encoder_decoder.py
+    python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
+
+Without --model it makes a small BART with random weights, which needs no hub. What that one says
+means nothing; that it says the same under both caches with dtype="auto", and the bytes in FP8, do.
+"""
+
+import argparse
+
+import torch
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    BartConfig,
+    BartForConditionalGeneration,
+    EncoderDecoderCache,
+)
+
+from hf_fp8kv import FP8PagedCache, enable
+
+HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+TINY = {"d_model": 256, "vocab_size": 1000, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
+TINY["init_std"] = 0.2  # large, so that it does not say one word again and again
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a folder or a hub id; without: a small random BART")
+    parser.add_argument("--text", default="translate English to German: How are you?")
+    args = parser.parse_args()
+    if args.model:
+        model = AutoModelForSeq2SeqLM.from_pretrained(args.model)
+        inputs = dict(AutoTokenizer.from_pretrained(args.model)(args.text, return_tensors="pt"))
+    else:
+        torch.manual_seed(0)
+        model = BartForConditionalGeneration(BartConfig(**TINY)).to(torch.bfloat16).eval()
+        inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
+    how = {"max_new_tokens": 250, "num_beams": 1, "return_dict_in_generate": True}
+
+    usual = model.generate(**inputs, **how)
+    # The second one takes no config: the cross attention of each layer holds the encoder's output.
+    caches = FP8PagedCache(model.config, dtype="auto"), FP8PagedCache(dtype="auto")
+    stored = model.generate(**inputs, **how, past_key_values=EncoderDecoderCache(*caches))
+    print(f"{usual.sequences.shape[1]} tokens, {usual.sequences.unique().numel()} different ones")
+    print(f"the same tokens with dtype='auto': {torch.equal(usual.sequences, stored.sequences)}")
+
+    enable(model)  # from now on each call makes such a pair by itself, in FP8
+    small = model.generate(**inputs, **how).past_key_values
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        layers = getattr(usual.past_key_values, part).layers
+        before = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        size = getattr(small, part).memory_footprint()
+        share = f"{size['used']:,} in FP8 ({size['used'] / before:.3f} of it)"
+        print(f"{part}: {before:,} bytes in {str(model.dtype)[6:]}, {share}")
+
+
+if __name__ == "__main__":
+    main()

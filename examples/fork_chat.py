@@ -1,0 +1,60 @@
+"""Several questions about one document that is read once: `cache.fork()`.
+
+    python examples/fork_chat.py
+    python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"
+
+The document is the system prompt of a chat. A fork shares its pages and copies only the last one,
+which is partly filled. With prefill="stored" a fork answers as a cache of its own does: both run.
+"""
+
+import argparse
+import pydoc_data.topics
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.demo import model_path
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
+    parser.add_argument("--questions", nargs="+", default=["What is a slice?", "What is a tuple?"])
+    parser.add_argument("--characters", type=int, default=8000, help="of the document")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
+
+    def ask(ids: torch.Tensor, cache: FP8PagedCache, tokens: int = 16) -> str:
+        out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+        return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+    start = [{"role": "system", "content": pydoc_data.topics.topics["typesseq"][: args.characters]}]
+    chats = [[*start, {"role": "user", "content": question}] for question in args.questions]
+    how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    prompts = [tokenizer.apply_chat_template(chat, **how).input_ids for chat in chats]
+    equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
+    shared = [*equal[:-1], False].index(False)  # at least one token is left for each question
+    ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # so that neither starts cold
+
+    times = [time.perf_counter()]
+    cache = FP8PagedCache(model.config, prefill="stored")
+    model(prompts[0][:, :shared], past_key_values=cache, logits_to_keep=1)
+    print(f"shared: {shared} tokens in {cache.budget.held} pages")
+    forks = [cache.fork() for _ in prompts]
+    answers = [ask(ids, fork) for ids, fork in zip(prompts, forks, strict=True)]
+    times.append(time.perf_counter())
+    caches = [FP8PagedCache(model.config, prefill="stored") for _ in prompts]
+    separate = [ask(ids, own) for ids, own in zip(prompts, caches, strict=True)]
+    times.append(time.perf_counter())
+    print(*map("{} {!r}".format, args.questions, answers), sep="\n")
+    print(f"the same answers without forks: {answers == separate}")
+    print(f"pages with forks: {cache.budget.held}; apart: {sum(x.budget.held for x in caches)}")
+    print(f"seconds with forks: {times[1] - times[0]:.1f}; apart: {times[2] - times[1]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

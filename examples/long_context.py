@@ -1,0 +1,60 @@
+"""A long document in little memory: chunks, a budget of pages, and what to do when it is used up.
+
+    python examples/long_context.py
+    python examples/long_context.py --max-pages 200     # room for all of it
+
+The document goes through the model in chunks, so that attention never sees all of it at once. The
+error leaves the cache as it was, so this script goes on with what was read, less the room that the
+last sentence and its end need.
+"""
+
+import argparse
+import pydoc_data.topics
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_fp8kv import FP8PagedCache, OutOfPagesError
+from hf_fp8kv.demo import model_path
+
+NEW_TOKENS = 24
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
+    parser.add_argument("--max-pages", type=int, default=64, help="the budget, in pages")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens per call of the model")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    document = tokenizer(pydoc_data.topics.topics["string-methods"], return_tensors="pt").input_ids
+    asked = tokenizer(
+        "\n\nThe text above describes", return_tensors="pt", add_special_tokens=False
+    ).input_ids
+    cache = FP8PagedCache(model.config, max_pages=args.max_pages, page_size=64)
+    try:
+        for chunk in document.split(args.chunk, dim=1):
+            model(chunk.to(model.device), past_key_values=cache, logits_to_keep=1)
+    except OutOfPagesError as error:
+        print(f"out of pages: a chunk needs {error.needed}, {error.available} are left")
+    read = cache.get_seq_length()
+    room = max(args.max_pages * 64 - asked.shape[1] - NEW_TOKENS, 0)
+    if read > room:
+        cache.crop(room - read)  # the last tokens go, and their pages with them
+    read = min(read, room)
+    print(f"read {read} of {document.shape[1]} tokens")
+    ids = torch.cat([document[:, :read], asked], dim=1).to(model.device)
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
+    print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
+
+    size = cache.memory_footprint()["total"]
+    # Stored keys and values have the shape and dtype of dense ones: this is what those would take.
+    dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantised")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A pipeline that uses an FP8 cache without a keyword: `enable(model)`, and `disable(model)`.
+
+    python examples/pipeline.py
+    python examples/pipeline.py --model path/or/hub-id --dtype fp8_e3m4
+
+The prompts differ in length, so the batch is padded on the left. `disable` makes the model what it
+was before: the last line says which cache it uses then.
+"""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+from hf_fp8kv import disable, enable
+from hf_fp8kv.demo import model_path
+
+PROMPTS = [
+    "London is the capital of",
+    "Water boils at",
+    "The three primary colours are red, yellow and",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
+    parser.add_argument("--dtype", default="fp8_e4m3", help="what K and V are stored in")
+    parser.add_argument("--new-tokens", type=int, default=12)
+    args = parser.parse_args()
+    name = args.model or model_path()
+
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(name)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.generation_config.max_length = None  # what a checkpoint says there is only warned about
+
+    def cache_in_use() -> str:
+        inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(model.device)
+        out = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
+        return f"{type(out.past_key_values).__name__} under {model.config._attn_implementation}"
+
+    enable(model, dtype=args.dtype)
+    print(f"after enable: {cache_in_use()}")
+    writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    how = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    for answer in writer(PROMPTS, batch_size=len(PROMPTS), **how):
+        print(f"  {answer[0]['generated_text']!r}")
+    disable(model)
+    print(f"after disable: {cache_in_use()}")
+
+
+if __name__ == "__main__":
+    main()

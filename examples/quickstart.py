@@ -1,0 +1,57 @@
+"""The two lines that change, and what they save.
+
+    python examples/quickstart.py
+    python examples/quickstart.py --model path/or/hub-id --dtype fp8_e3m4
+
+One prompt is continued twice, from transformers' own cache and from FP8 pages; both caches are then
+asked for their bytes. Without --model it takes the demo's small model, and needs no hub.
+"""
+
+import argparse
+import pydoc_data.topics
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import hf_fp8kv
+from hf_fp8kv.demo import model_path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
+    parser.add_argument("--dtype", default="fp8_e4m3", help="what K and V are stored in")
+    parser.add_argument("--prompt-tokens", type=int, default=2000)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    args = parser.parse_args()
+    name = args.model or model_path()
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    # Line 1: attention that reads FP8 pages. It is ordinary attention for every other cache.
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").to(device)
+
+    text = pydoc_data.topics.topics["typesseq"]
+    inputs = tokenizer(text, return_tensors="pt").to(device)
+    inputs = {key: value[:, : args.prompt_tokens] for key, value in inputs.items()}
+    how = {"max_new_tokens": args.new_tokens, "do_sample": False}
+
+    usual = DynamicCache(config=model.config)
+    before = model.generate(**inputs, **how, past_key_values=usual)
+    # Line 2: the cache.
+    paged = hf_fp8kv.FP8PagedCache(model.config, dtype=args.dtype)
+    after = model.generate(**inputs, **how, past_key_values=paged)
+
+    length = inputs["input_ids"].shape[1]
+    usual_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in usual.layers)
+    size = paged.memory_footprint()
+    print(f"DynamicCache: {tokenizer.decode(before[0, length:])!r}")
+    print(f"{args.dtype}: {tokenizer.decode(after[0, length:])!r}")
+    print(f"tokens held: {size['tokens']}")
+    print(f"DynamicCache: {usual_bytes:,} bytes")
+    print(f"FP8PagedCache: {size['total']:,} bytes, {size['total'] / usual_bytes:.3f} of it")
+    print(f"  of these, pages and scales in use: {size['used']:,}; the rest is room to grow into")
+
+
+if __name__ == "__main__":
+    main()
