@@ -24,7 +24,7 @@ _LARGEST = FORMATS["fp8_e4m3"].max
 _WIDTH, _ROW, _DPI = 40 / 3, 4, 120
 # Colours that stay apart for the colour-blind (Okabe and Ito), and markers that do without colour.
 # Of two lines that may lie on each other the first one is drawn wide, the second one thin over it.
-_SIDES = {"k": ("K", "#0072b2", "o", 3.5), "v": ("V", "#d55e00", "s", 1.5)}
+_SIDES = {"k": ("K", "#0072b2", "o", 2.5), "v": ("V", "#d55e00", "s", 1.5)}
 _FORMATS = {
     "fp8_e4m3fnuz": ("#56b4e9", "v", 5.0),
     "fp8_e4m3": ("#0072b2", "o", 1.5),
@@ -189,7 +189,7 @@ def _draw_heads(
         axes.set_yticks([0], ["all"])
     if np.isnan(table).all():
         axes.set_yticks([])
-        _say(axes, f"{name} is 0 everywhere")
+        _say(axes, "0 everywhere")
         return
     low, high = _bounds(table)
     image = axes.imshow(
@@ -248,8 +248,7 @@ def _error_legends(panels: list[Any], drawn: list[tuple[str, bool]]) -> None:
         Line2D([], [], color=colour, marker=marker, linewidth=width, label=fmt)
         for fmt, (colour, marker, width) in _FORMATS.items() if any(fmt == of for of, _ in drawn)
     ]  # fmt: skip
-    looks: tuple[tuple[Any, str, bool], ...]
-    looks = (("-", "these scales", False), (":", "dynamic scales", True))
+    looks: list[Any] = [("-", "these scales", False), (":", "dynamic scales", True)]
     styles = [
         Line2D([], [], color="black", linestyle=style, label=label)
         for style, label, wanted in looks if any(dynamic == wanted for _, dynamic in drawn)
@@ -278,10 +277,12 @@ def _bounds(values: np.ndarray) -> tuple[float, float]:
 
 def _log_axis(axes: Any, values: np.ndarray) -> None:
     """A logarithmic axis that has labels also where the numbers are close together."""
+    if np.isnan(values).all():
+        axes.set_yticks([])
+        _say(axes, "0 everywhere")
+        return
     axes.set_yscale("log")
     axes.grid(visible=True, alpha=0.3)
-    if np.isnan(values).all():
-        return
     low, high = _bounds(values)
     axes.set_ylim(low / 1.25, high * 1.25)
     _log_ticks(axes.yaxis, low / 1.25, high * 1.25)

@@ -137,7 +137,7 @@ class CalibrationReport:
             ScaleError: a value that `from_dict` would refuse: what is written can be read.
         """
         data = asdict(self)
-        data["layers"] = {str(index): layer for index, layer in data["layers"].items()}
+        data["layers"] = {str(index): layer for index, layer in sorted(data["layers"].items())}
         for layer in data["layers"].values():
             for side in ("k", "v"):
                 layer[side]["amax"] = list(layer[side]["amax"])
