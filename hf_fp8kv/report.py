@@ -99,9 +99,12 @@ def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str
     yield f"from {scales.origin}"
     if report is not None:
         texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
+        made = f"{report.tokens} tokens of {texts}, margin {report.margin:g}; checked"
+        # Scales from elsewhere are measured only.
+        made, other = (made, "other ") if report.tokens else ("measured", "")
         yield (
-            f"{report.model}: {report.tokens} tokens of {texts}, margin {report.margin:g}; checked "
-            f"as {report.dtype} on {report.held_out_tokens} other tokens; {report.date[:10]}"
+            f"{report.model}: {made} as {report.dtype} on {report.held_out_tokens} {other}tokens; "
+            f"{report.date[:10]}"
         )
 
 

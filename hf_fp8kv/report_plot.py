@@ -36,7 +36,7 @@ _ABOVE = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "frameon": False, 
 _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "frameon": False}
 _NOT_MEASURED = (
     "not measured: these scales come without\nwhat a calibration found\n\n"
-    "hf-fp8kv inspect --model MODEL --text FILE\nmeasures them on text of yours"
+    "hf-fp8kv inspect SCALES --model MODEL --texts FILE\nmeasures them on a text of yours"
 )
 _TITLE_LENGTH = 80
 
@@ -105,10 +105,12 @@ def _title(scales: KVScales, report: CalibrationReport | None) -> str:
             f"{model}, {_cut(scales.origin)}\nno text was measured: {_LARGEST:g} × scale is shown"
         )
     texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
-    return (
-        f"{_cut(report.model)}\nscales per {report.granularity} from {report.tokens} tokens of "
-        f"{texts}, errors on {report.held_out_tokens} other tokens"
+    made = (
+        f"from {report.tokens} tokens of {texts}, errors on {report.held_out_tokens} other tokens"
     )
+    if not report.tokens:
+        made = f"measured on {report.held_out_tokens} tokens"
+    return f"{_cut(report.model)}\nscales per {report.granularity}, {made}"
 
 
 def _cut(name: str) -> str:

@@ -342,6 +342,14 @@ def test_without_text_held_out_there_are_no_shares():
     assert len(rows(text)) == 1
 
 
+def test_scales_from_elsewhere_were_measured_only():
+    report = found(texts=0, tokens=0, quality=())
+    heading = shown(scales_of(report), report).splitlines()[2]
+    assert heading == "a model: measured as fp8_e4m3 on 400 tokens; 2026-11-21"
+    title = scales_figure(scales_of(report), report).get_suptitle()
+    assert title == "a model\nscales per head, measured on 400 tokens"
+
+
 def test_a_layer_without_a_measurement_has_empty_cells():
     report = found(3)
     scales = scales_of(report)
@@ -545,7 +553,7 @@ def test_without_a_report_the_picture_is_of_the_scales_and_says_so():
         axes = shown_panels[f"error of {name} in 8 bits, by layer"]
         (words,) = axes.texts
         assert "not measured" in words.get_text()
-        assert "hf-fp8kv inspect --model" in words.get_text()
+        assert "inspect SCALES --model MODEL --texts FILE" in words.get_text()
         assert not axes.get_lines()
     assert "no text was measured" in figure.get_suptitle()
 
@@ -651,9 +659,12 @@ def test_a_png_is_written_1600_pixels_wide(tmp_path):
 
 
 def test_signs_of_formulas_in_a_name_are_drawn_as_they_are(tmp_path):
-    report = found(model=r"C:\models\$x_{1$ and\nmore")
-    figure = scales_figure(scales_of(report), report)
-    assert report.model in figure.get_suptitle()
+    report = found(model="C:\\models\\$x_{1$ and\nmore")
+    title = scales_figure(scales_of(report), report).get_suptitle()
+    assert title.splitlines() == [
+        r"C:\models\$x_{1$ and more",
+        "scales per head, from 5000 tokens of 2 texts, errors on 400 other tokens",
+    ]
     plot_scales(scales_of(report), report, tmp_path / "x.png")
 
 

@@ -4,15 +4,12 @@ Nothing here measures, and nothing here is needed to use the scales.
 """
 
 import re
-import sys
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
-from ..errors import ScaleError
 from ..formats import FORMATS
-from ..scale_checks import shown
+from .entries import Read, built, count, flag, json_object, named, number, refused, text
 
 __all__ = [
     "DYNAMIC",
@@ -27,8 +24,6 @@ REPORT_FILE = "kv_calibration.json"
 # What a key of `SideStatistics.error` starts with when the scales are dynamic.
 DYNAMIC = "dynamic "
 
-_T = TypeVar("_T")
-_Read = Callable[[object, str], Any]
 # A divergence is 0 or more; a mean of differences of logarithms may round to just below it.
 _LOWEST_KL = -1e-6
 _GRANULARITIES = ("tensor", "head", "channel")
@@ -157,144 +152,59 @@ class CalibrationReport:
             ScaleError: anything that a report cannot hold; the message names the entry.
         """
         try:
-            return _built(cls, _REPORT, data, f"{what}: ")
+            return built(cls, _REPORT, data, f"{what}: ")
         except RecursionError as error:
-            raise _refused("JSON of a few levels", "endless ones", what) from error
-
-
-def _refused(expected: str, value: object, what: str) -> ScaleError:
-    return ScaleError(
-        f"{what.rstrip(': ')}: expected {expected}, got {shown(value)}; calibrate again, or delete "
-        "the report: the scales do not need it"
-    )
-
-
-def _built(cls: type[_T], entries: Mapping[str, _Read], data: object, what: str) -> _T:
-    """Returns the dataclass whose fields are read by `entries`; `what` ends as names go on."""
-    if not isinstance(data, Mapping):
-        raise _refused(f"an object with {', '.join(entries)}", data, what.rstrip("."))
-    for name in entries:
-        if name not in data:
-            raise _refused(f"the entry {name}", list(data), what.rstrip("."))
-    for name in data:
-        if name not in entries:
-            raise _refused(f"only {', '.join(entries)}", name, what.rstrip("."))
-    return cls(**{name: read(data[name], f"{what}{name}") for name, read in entries.items()})
-
-
-def _number(low: float | None = None, high: float | None = None, *, above: bool = False) -> _Read:
-    """Reads a finite number from `low` to `high`; with `above`, `low` itself is too little."""
-    expected = "a finite number"
-    if high is not None:
-        expected = f"a number from {low:g} to {high:g}"
-    elif low is not None:
-        expected += f" above {low:g}" if above else f" of at least {low:g}"
-
-    def read(value: object, what: str) -> float:
-        largest = sys.float_info.max if high is None else high
-        smallest = -sys.float_info.max if low is None else low
-        # Compared before it is converted: an integer may be too large for a float. NaN is neither.
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and smallest <= value <= largest
-            and not (above and value == low)
-        ):
-            return float(value)
-        raise _refused(expected, value, what)
-
-    return read
-
-
-def _count(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _refused("an integer of at least 0", value, what)
-    return value
-
-
-def _flag(value: object, what: str) -> bool:
-    if not isinstance(value, bool):
-        raise _refused("true or false", value, what)
-    return value
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise _refused("text", value, what)
-    return value
+            raise refused("JSON of a few levels", "endless ones", what) from error
 
 
 def _format(value: object, what: str) -> str:
     if not isinstance(value, str) or value not in FORMATS:
-        raise _refused(f"one of {', '.join(FORMATS)}", value, what)
+        raise refused(f"one of {', '.join(FORMATS)}", value, what)
     return value
 
 
 def _granularity(value: object, what: str) -> str:
     if not isinstance(value, str) or not set(value.split("/")) <= set(_GRANULARITIES):
-        raise _refused(f"one of {', '.join(_GRANULARITIES)}, or several with /", value, what)
+        raise refused(f"one of {', '.join(_GRANULARITIES)}, or several with /", value, what)
     return value
 
 
 def _date(value: object, what: str) -> str:
-    text = _text(value, what)
+    date = text(value, what)
     try:
-        datetime.fromisoformat(text)
+        datetime.fromisoformat(date)
     except ValueError as error:
-        raise _refused("a date as ISO 8601 writes it", value, what) from error
-    return text
+        raise refused("a date as ISO 8601 writes it", value, what) from error
+    return date
 
 
 def _digest(value: object, what: str) -> str:
     if not isinstance(value, str) or re.fullmatch("[0-9a-f]{64}", value) is None:
-        raise _refused("a sha256 of 64 digits 0-9a-f", value, what)
+        raise refused("a sha256 of 64 digits 0-9a-f", value, what)
     return value
 
 
 def _versions(value: object, what: str) -> dict[str, str]:
-    return {name: _text(text, f"{what}.{name}") for name, text in _named(value, what).items()}
-
-
-def _hardware(value: object, what: str) -> dict[str, object]:
-    return {name: _json(part, f"{what}.{name}") for name, part in _named(value, what).items()}
-
-
-def _json(value: object, what: str) -> object:
-    """Reads whatever JSON can hold."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return _number()(value, what)
-    if isinstance(value, list):
-        return [_json(part, f"{what}[{i}]") for i, part in enumerate(value)]
-    if isinstance(value, Mapping):
-        return _hardware(value, what)
-    raise _refused("a value that JSON can hold", value, what)
-
-
-def _named(value: object, what: str) -> Mapping[str, object]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise _refused("an object with names", value, what)
-    return value
+    return {name: text(part, f"{what}.{name}") for name, part in named(value, what).items()}
 
 
 def _amax(value: object, what: str) -> tuple[float, ...]:
     if not isinstance(value, list) or not value:
-        raise _refused("a list with a number for each head", value, what)
-    return tuple(_MAGNITUDE(number, f"{what}[{head}]") for head, number in enumerate(value))
+        raise refused("a list with a number for each head", value, what)
+    return tuple(_MAGNITUDE(amax, f"{what}[{head}]") for head, amax in enumerate(value))
 
 
 def _error(value: object, what: str) -> dict[str, float]:
     errors = {}
-    for name, error in _named(value, what).items():
+    for name, error in named(value, what).items():
         if name.removeprefix(DYNAMIC) not in FORMATS:
-            raise _refused(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", name, what)
+            raise refused(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", name, what)
         errors[name] = _MAGNITUDE(error, f"{what}.{name}")
     return errors
 
 
 def _side(value: object, what: str) -> SideStatistics:
-    return _built(SideStatistics, _SIDE, value, f"{what}.")
+    return built(SideStatistics, _SIDE, value, f"{what}.")
 
 
 def _gain(value: object, what: str) -> float | None:
@@ -302,41 +212,41 @@ def _gain(value: object, what: str) -> float | None:
 
 
 def _layers(value: object, what: str) -> dict[int, LayerStatistics]:
-    layers = _named(value, what)
+    layers = named(value, what)
     if not layers:
-        raise _refused("at least one layer", value, what)
+        raise refused("at least one layer", value, what)
     for index in layers:
         if _LAYER.fullmatch(index) is None:
-            raise _refused("the indices of layers, from 0", index, what)
+            raise refused("the indices of layers, from 0", index, what)
     return {
-        int(index): _built(LayerStatistics, _LAYER_ENTRIES, layers[index], f"{what}.{index}.")
+        int(index): built(LayerStatistics, _LAYER_ENTRIES, layers[index], f"{what}.{index}.")
         for index in sorted(layers, key=int)
     }
 
 
 def _quality(value: object, what: str) -> tuple[QualityRow, ...]:
     if not isinstance(value, list):
-        raise _refused("a list", value, what)
+        raise refused("a list", value, what)
     return tuple(
-        _built(QualityRow, _QUALITY, row, f"{what}[{index}].") for index, row in enumerate(value)
+        built(QualityRow, _QUALITY, row, f"{what}[{index}].") for index, row in enumerate(value)
     )
 
 
-_MAGNITUDE, _SHARE = _number(0), _number(0, 1)
-_SIDE: dict[str, _Read] = {
+_MAGNITUDE, _SHARE = number(0), number(0, 1)
+_SIDE: dict[str, Read] = {
     "amax": _amax, "saturated": _SHARE, "underflow": _SHARE, "error": _error,
 }  # fmt: skip
-_LAYER_ENTRIES: dict[str, _Read] = {
-    "k": _side, "v": _side, "centered": _flag, "center_gain": _gain,
+_LAYER_ENTRIES: dict[str, Read] = {
+    "k": _side, "v": _side, "centered": flag, "center_gain": _gain,
 }  # fmt: skip
-_QUALITY: dict[str, _Read] = {
-    "cache": _text, "kl": _number(_LOWEST_KL), "kl_max": _number(_LOWEST_KL), "top1": _SHARE,
-    "perplexity": _number(0, above=True), "tokens": _count,
+_QUALITY: dict[str, Read] = {
+    "cache": text, "kl": number(_LOWEST_KL), "kl_max": number(_LOWEST_KL), "top1": _SHARE,
+    "perplexity": number(0, above=True), "tokens": count,
 }  # fmt: skip
-_REPORT: dict[str, _Read] = {
-    "model": _text, "dtype": _format, "granularity": _granularity,
-    "margin": _number(0, above=True), "texts": _count, "tokens": _count,
-    "held_out_tokens": _count, "seconds": _MAGNITUDE, "date": _date, "versions": _versions,
-    "hardware": _hardware, "scales_digest": _digest, "centers": _text, "layers": _layers,
+_REPORT: dict[str, Read] = {
+    "model": text, "dtype": _format, "granularity": _granularity,
+    "margin": number(0, above=True), "texts": count, "tokens": count,
+    "held_out_tokens": count, "seconds": _MAGNITUDE, "date": _date, "versions": _versions,
+    "hardware": json_object, "scales_digest": _digest, "centers": text, "layers": _layers,
     "quality": _quality,
 }  # fmt: skip
