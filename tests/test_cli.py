@@ -200,7 +200,7 @@ def test_an_error_of_ours_is_one_message_and_exits_with_1(run, model, arguments,
 def test_help_names_the_commands(run):
     code, out, _ = run("--help")
     assert code == 0
-    for name in ("generate", "check", "bench"):
+    for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
         assert name in out
 
 

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from ..environment import version
 from ..errors import Fp8KVError
-from . import bench, check, convert, generate
+from . import bench, calibrate, check, convert, generate, inspect
 
 __all__ = ["NAME", "app", "main"]
 
@@ -27,8 +27,8 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            print(f"{NAME}: interrupted", file=sys.stderr)
+        except KeyboardInterrupt as error:
+            print(": ".join(filter(None, [NAME, "interrupted", str(error)])), file=sys.stderr)
             raise typer.Exit(130) from None
 
 
@@ -40,6 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate)
+app.command("calibrate")(calibrate.calibrate)
+app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)

@@ -99,7 +99,7 @@ def convert(
         print(json.dumps({"from": about, "to": target, "files": files, "warnings": warnings}))
         return
     tell(
-        f"{about['format']} -> {to}: {about['layers']} layers, per {about['granularity']}"
+        f"{about['format']} -> {to}: {about['num_layers']} layers, per {about['granularity']}"
         f"{', K centred' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
     )
     print("\n".join(written))

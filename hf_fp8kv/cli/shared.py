@@ -107,6 +107,8 @@ class _Warnings(logging.Handler):
 @contextmanager
 def spoken() -> Iterator[list[str]]:
     """Inside, what the library says is for a command line; the value collects its warnings."""
+    import torch
+
     library = logging.getLogger("hf_fp8kv")
     handler = _Warnings()
     library.addHandler(handler)
@@ -114,6 +116,11 @@ def spoken() -> Iterator[list[str]]:
         yield handler.told
     except (ScaleError, ConfigError) as error:
         raise type(error)(_in_options(str(error))) from error
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"expected a device with more memory: {error}; use a smaller --max-length or "
+            "--batch-size, or another --device"
+        ) from error
     finally:
         library.removeHandler(handler)
 
@@ -131,7 +138,7 @@ def facts(scales: "KVScales") -> dict[str, Any]:
         "format": scales.format,
         "origin": scales.origin,
         "model_type": scales.model_type,
-        "layers": len(scales.layers),
+        "num_layers": len(scales.layers),
         "granularity": "/".join(kind for kind in ("tensor", "head", "channel") if kind in kinds),
         "centered": scales.centered,
     }

@@ -14,16 +14,35 @@ import typer
 from ..errors import ConfigError
 
 __all__ = [
-    "Device", "Json", "Model", "Scales", "attentions", "backends", "check_plot", "check_writable",
-    "completing", "devices", "dtypes", "formats", "granularities", "one_of", "parse_dtype",
-    "parse_memory", "parse_scales", "targets", "weights",
-]  # fmt: skip
+    "Device",
+    "Json",
+    "Model",
+    "Scales",
+    "attentions",
+    "backends",
+    "cache_dtypes",
+    "check_plot",
+    "check_writable",
+    "completing",
+    "devices",
+    "dtypes",
+    "formats",
+    "granularities",
+    "model_dtypes",
+    "one_of",
+    "parse_dtype",
+    "parse_format",
+    "parse_memory",
+    "parse_scales",
+    "targets",
+    "weights",
+]
 
 
 def dtypes() -> Iterable[str]:
     from ..formats import FORMATS
 
-    return ("fp8", *FORMATS)
+    return ("fp8", *FORMATS, "fp8_e4m3fn")
 
 
 def cache_dtypes() -> Iterable[str]:
@@ -40,6 +59,10 @@ def granularities() -> Iterable[str]:
     from ..scales import Granularity
 
     return get_args(Granularity)
+
+
+def model_dtypes() -> Iterable[str]:
+    return ("auto", "bfloat16", "float16", "float32")
 
 
 def weights() -> Iterable[str]:
@@ -128,6 +151,11 @@ def parse_dtype(text: str, option: str) -> str:
     except ConfigError as error:
         message = str(error).removeprefix(f"{option}: ")
         raise typer.BadParameter(message, param_hint=option) from None
+
+
+def parse_format(text: str, option: str) -> str:
+    """Returns the 8-bit format that a name stands for."""
+    return parse_dtype(one_of(text, dtypes(), option), option)
 
 
 def parse_scales(text: str | None) -> str | float | None:

@@ -1,0 +1,227 @@
+"""`hf-fp8kv calibrate`: what it asks for, writes and refuses; a stand-in calibrates."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_fp8kv.calibration
+from hf_fp8kv.errors import ConfigError, ScaleError
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales
+from tests import command_line
+from tests.test_export import random_scales
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class StandIn:
+    """Returns scales of the tiny model; `fails`, if given, is raised instead, with a state left."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, object]] = []
+        self.fails: BaseException | None = None
+        self.scales = random_scales("head", layers=2)
+
+    def __call__(self, model: object, texts: object, **options: object) -> KVScales:
+        self.calls.append({"model": model, "texts": texts, **options})
+        state = options["state"]
+        assert isinstance(state, Path)
+        assert state.parent.is_dir()
+        if self.fails is not None:
+            if not isinstance(self.fails, ConfigError):
+                state.write_text("half of it")
+            raise self.fails
+        state.unlink(missing_ok=True)
+        return self.scales
+
+
+@pytest.fixture
+def calibration(monkeypatch) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setattr(hf_fp8kv.calibration, "calibrate", stand_in, raising=False)
+    return stand_in
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (path := tmp_path / "text.txt").write_text("the capital of London\n" * 50)
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, model, text, tmp_path):
+    """Calls `calibrate` with a tiny model, a text, and the folder `out`."""
+    monkeypatch.setenv("COLUMNS", "200")
+    call = command_line.runner(monkeypatch, capsys)
+
+    def _run(*arguments: str) -> tuple[int, str, str]:
+        usual = {
+            "--model": model, "--texts": str(text), "--out": str(tmp_path / "out"),
+            "--device": "cpu",
+        }  # fmt: skip
+        left = [part for pair in usual.items() if pair[0] not in arguments for part in pair]
+        return call("calibrate", *left, *arguments)
+
+    return _run
+
+
+def test_scales_are_written_where_it_says(run, calibration, text, tmp_path):
+    code, out, err = run()
+    assert code == 0, err
+    (call,) = calibration.calls
+    assert call.pop("model").config.num_hidden_layers == 2
+    assert call.pop("tokenizer").vocab_size > 2
+    # What is not given is left to the library.
+    assert call == {"texts": text, "state": tmp_path / "out" / ".calibration-state"}
+    assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
+    read = KVScales.from_pretrained(tmp_path / "out")
+    assert torch.equal(read.layers[1].k, calibration.scales.layers[1].k)
+
+
+def test_every_option_reaches_the_library(run, calibration, tmp_path):
+    options = {
+        "granularity": "channel", "dtype": "fp8_e5m2", "margin": 1.25, "max_tokens": 100,
+        "max_length": 32, "batch_size": 3, "text_column": "body", "held_out": 0,
+    }  # fmt: skip
+    given = [p for k, v in options.items() for p in (f"--{k.replace('_', '-')}", str(v))]
+    code, _, err = run(*given, "--no-center", "--chat-template", "--model-dtype", "float16")
+    assert code == 0, err
+    (call,) = calibration.calls
+    assert call["model"].dtype == torch.float16
+    assert {name: call[name] for name in options} == options
+    assert (call["center"], call["chat_template"]) == (False, True)
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_every_format(run, calibration, tmp_path, format):
+    code, out, err = run("--format", format, "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["num_layers"] == 2
+    assert sorted(map(Path, said["files"])) == sorted((tmp_path / "out").iterdir())
+    assert bool(said["warnings"]) == (format not in ("hf_fp8kv", "compressed-tensors"))
+    assert KVScales.from_pretrained(tmp_path / "out").format == format
+
+
+def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
+    code, out, err = run("--checkpoint", model, "--format", "compressed-tensors")
+    assert code == 0, err
+    own, copy = tmp_path / "out", tmp_path / "out" / "checkpoint"
+    assert KVScales.from_pretrained(own).format == "hf_fp8kv"
+    assert KVScales.from_pretrained(copy).format == "compressed-tensors"
+    assert (copy / "tokenizer.json").is_file()
+    assert str(copy / "model-kv-scales.safetensors") in out.splitlines()
+
+
+def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibration, tmp_path):
+    other = random_scales("tensor")
+    other.save_pretrained(tmp_path / "out")
+    code, out, err = run()
+    assert (code, out, calibration.calls) == (1, "", [])
+    assert "kv_scales.safetensors" in err
+    assert "--overwrite" in err
+    assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == other.layers[0].k
+    # Its own file is read first, whatever else is there.
+    assert run("--format", "vllm-json")[0] == 1
+    assert run("--overwrite")[0] == 0
+    assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
+
+
+def test_a_folder_with_weights_takes_no_config(run, calibration, model, tmp_path):
+    code, _, err = run("--out", model, "--format", "autofp8", "--overwrite")
+    assert (code, calibration.calls) == (1, [])
+    assert "without weights" in err
+    (tmp_path / "file").write_text("")
+    code, _, err = run("--out", str(tmp_path / "file"))
+    assert code == 1
+    assert "expected a folder" in err
+
+
+def test_a_copy_replaces_nothing(run, calibration, model, tmp_path):
+    (tmp_path / "out" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint" / "mine").write_text("")
+    code, _, err = run("--checkpoint", model, "--overwrite")
+    assert (code, calibration.calls) == (1, [])
+    assert "new or empty" in err
+
+
+def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
+    calibration.fails = KeyboardInterrupt()
+    code, out, err = run()
+    assert (code, out) == (130, "")
+    assert (
+        err.splitlines()[-1]
+        == "hf-fp8kv: interrupted: run the same command again to go on from here"
+    )
+    assert "Traceback" not in err
+    calibration.fails = None
+    code, _, err = run()
+    assert code == 0, err
+    assert f"{tmp_path / 'out' / '.calibration-state'}: going on" in err
+    assert calibration.calls[0]["state"] == calibration.calls[1]["state"]
+
+
+def test_a_failure_leaves_no_empty_folder(run, calibration, tmp_path):
+    calibration.fails = ConfigError("texts: expected more of them, got one; add some")
+    code, out, err = run()
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == f"hf-fp8kv: error: {calibration.fails}"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_that_is_too_small_is_our_error(run, calibration):
+    calibration.fails = torch.OutOfMemoryError("tried to allocate 80 GiB")
+    code, _, err = run()
+    assert code == 1
+    assert "--batch-size" in err
+    assert "80 GiB" in err
+
+
+def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
+    layers = random_scales("tensor").layers
+    calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
+    code, out, err = run("--format", "vllm-json")
+    assert (code, out) == (1, "")
+    assert "a file with gaps" in err
+    assert f"the scales are in {tmp_path / 'out'}" in err
+    assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "gguf"], "vllm-json, tgi"),
+        (["--granularity", "token"], "tensor, head, channel"),
+        (["--dtype", "int8"], "fp8_e4m3"),
+        (["--model-dtype", "int8"], "bfloat16"),
+        (["--max-tokens", "1"], "--max-tokens"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--checkpoint", "/no/such/folder"], "config.json"),
+        (["--checkpoint", "MODEL", "--format", "trtllm"], "trtllm"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(run, calibration, tmp_path, model, arguments, message):
+    code, out, err = run(*[a.replace("MODEL", model) for a in arguments])
+    assert (code, out, calibration.calls) == (2, "", [])
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_that_are_not_there(run, calibration):
+    code, _, err = run("--texts", "/no/such/file")
+    assert (code, calibration.calls) == (1, [])
+    assert "pydoc" in err
+    code, _, err = run("--texts", "pydoc")
+    assert code == 0, err
+    assert len(calibration.calls[0]["texts"]) > 50
+
+
+def test_a_scale_error_is_one_message(run, calibration):
+    calibration.fails = ScaleError("layer 1: expected a finite amax, got inf; check the model")
+    code, _, err = run()
+    assert code == 1
+    assert err.splitlines()[-1].startswith("hf-fp8kv: error: layer 1: ")

@@ -1,0 +1,229 @@
+"""`hf-fp8kv inspect`: what it shows of scales, and of a measurement."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_fp8kv.calibration
+from hf_fp8kv.calibration.report import (
+    CalibrationReport,
+    LayerStatistics,
+    QualityRow,
+    SideStatistics,
+)
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from tests import command_line
+from tests.test_export import random_scales
+
+DATA = Path(__file__).parent / "data" / "scales"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    return command_line.runner(monkeypatch, capsys)
+
+
+def found(layers: int) -> CalibrationReport:
+    side = SideStatistics((1.5, 7.25), 0.125, 0.0625, {"fp8_e4m3": 0.02})
+    rows = (QualityRow("static fp8_e4m3", 0.0123, 0.4, 0.96, 9.5, 77),)
+    return CalibrationReport(
+        "tiny", "fp8_e4m3", "head", 1.0, 3, 500, 77, 1.5, "2026-11-21T10:00:00", {}, {},
+        "0" * 64, "centres: none helped",
+        {i: LayerStatistics(side, side, False, None) for i in range(layers)}, rows,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[dict[str, object]]:
+    """What a stand-in for the measurement was called with."""
+    calls: list[dict[str, object]] = []
+
+    def measure(model, scales, texts, **options):
+        calls.append({"model": model, "scales": scales, "texts": texts, **options})
+        return found(len(scales.layers))
+
+    monkeypatch.setattr(hf_fp8kv.calibration, "measure", measure, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
+    scales = random_scales("tensor")
+    scales.save_pretrained(tmp_path, format=format)
+    code, out, err = run("inspect", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert f"{format}, llama, 3 layers, per tensor, K not centred" in out
+    assert str(tmp_path) in out
+    for index, layer in KVScales.from_pretrained(tmp_path).layers.items():
+        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
+        assert f"{layer.k.item():.4g}" in row
+        assert f"{layer.v.item():.4g}" in row
+        assert f"{448 * layer.k.item():#.3g}" in row
+
+
+@pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centred-channel"])
+def test_json_has_all_of_it(run, tmp_path, kind):
+    scales = random_scales(kind)
+    scales.save_pretrained(tmp_path)
+    code, out, err = run("inspect", str(tmp_path), "--json")
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    assert said["format"] == "hf_fp8kv"
+    assert said["model_type"] == "llama"
+    assert said["num_layers"] == 3
+    assert (said["report"], said["warnings"], said["remarks"]) == (None, [], [])
+    for index, layer in scales.layers.items():
+        row = said["layers"][str(index)]
+        assert row["centered"] == kind.startswith("centred")
+        assert row["granularity"] == layer.granularity
+        for name, scale in (("k", layer.k), ("v", layer.v)):
+            side = row[name]
+            assert side["shape"] == list(scale.shape)
+            assert (side["min"], side["max"]) == (scale.min().item(), scale.max().item())
+            assert (side["amax"], side["amax_from"]) == (448 * side["max"], "scale")
+            assert ("values" in side) == (kind in ("tensor", "head"))
+            if "values" in side:
+                assert side["values"] == scale.flatten().tolist()
+
+
+def test_a_file_with_a_warning_of_its_reader(run):
+    path = next((DATA / "vllm-two-ranks").glob("*.json"))
+    code, out, err = run("inspect", str(path))
+    assert code == 0
+    assert err.startswith("warning: ")
+    assert "its 2 ranks differ" in err
+    assert "K and V have the same scale" in out
+
+
+def test_what_is_odd_is_said(run, tmp_path):
+    layer = LayerScales(torch.tensor(1.0), torch.tensor(1.0))
+    KVScales({0: layer, 3: layer}).save_pretrained(tmp_path)
+    code, out, _ = run("inspect", str(tmp_path))
+    assert code == 0
+    assert "exactly 1.0" in out
+    assert "no scales for layers 1, 2" in out
+    said = json.loads(run("inspect", str(tmp_path), "--json")[1])
+    assert len(said["remarks"]) == 2
+
+
+def test_missing_layers_are_shown_and_not_refused(run, tmp_path):
+    layers = random_scales("tensor").layers
+    KVScales({0: layers[0], 2: layers[2]}, model_type="llama").save_pretrained(
+        tmp_path, format="autofp8"
+    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    code, out, err = run("inspect", str(tmp_path))
+    assert code == 0
+    assert "warning: " in err
+    assert "layers without scales: 1" in err
+    assert "no scales for layer 1" in out
+
+
+def test_a_measurement_is_shown(run, tmp_path, model, measured):
+    scales = random_scales("head", layers=2)
+    scales.save_pretrained(tmp_path)
+    (text := tmp_path / "text.txt").write_text("the capital of London")
+    fixed = ["inspect", str(tmp_path), "--model", model, "--texts", str(text), "--device", "cpu"]
+    code, out, err = run(*fixed, "--max-tokens", "99", "--dtype", "fp8")
+    assert code == 0, err
+    (call,) = measured
+    assert call.pop("model").config.num_hidden_layers == 2
+    assert call.pop("tokenizer").vocab_size > 2
+    assert call.pop("scales").layers.keys() == {0, 1}
+    assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}
+    for part in ("7.25", "12.5 %", "6.25 %", "static fp8_e4m3", "1.23e-02", "96.00%"):
+        assert part in out
+    code, out, _ = run(*fixed, "--json")
+    said = json.loads(out)
+    assert said["layers"]["1"]["v"]["amax"] == 7.25
+    assert said["layers"]["1"]["v"]["amax_from"] == "text"
+    assert said["layers"]["1"]["k"]["saturated"] == 0.125
+    assert CalibrationReport.from_dict(said["report"], "it") == found(2)
+
+
+def test_the_documentation_of_python_stands_in_for_a_file(run, tmp_path, model, measured):
+    random_scales("head", layers=2).save_pretrained(tmp_path)
+    code, _, err = run("inspect", str(tmp_path), "--model", model, "--texts", "pydoc")
+    assert code == 0, err
+    texts = measured[0]["texts"]
+    assert len(texts) > 50
+    assert all(isinstance(text, str) for text in texts)
+
+
+def test_a_picture(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    random_scales("head").save_pretrained(tmp_path)
+    path = tmp_path / "scales.png"
+    code, out, err = run("inspect", str(tmp_path), "--plot", str(path))
+    assert code == 0, err
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert "per head" in out
+
+
+def test_a_picture_needs_matplotlib_before_anything_is_done(run, tmp_path, monkeypatch, measured):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name)
+    )
+    path = tmp_path / "scales.png"
+    code, out, err = run("inspect", "/no/such/scales", "--plot", str(path), "--texts", "pydoc")
+    assert (code, out, measured) == (2, "", [])
+    assert "pip install 'hf-fp8kv[plot]'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x"], "--texts"),
+        (["--dtype", "fp8_e5m2"], "--texts"),
+        (["--max-tokens", "9"], "--max-tokens"),
+        (["--texts", "x", "--dtype", "int8"], "fp8_e4m3, fp8_e4m3fnuz, fp8_e5m2, fp8_e3m4"),
+        (["--texts", "x", "--dtype", "auto"], "--dtype"),
+        (["--plot", "/no/such/folder/x.png"], "expected a file in a folder that exists"),
+        (["--plot", "scales.pdf"], ".png"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(run, tmp_path, arguments, message):
+    random_scales("tensor").save_pretrained(tmp_path)
+    code, out, err = run("inspect", str(tmp_path), *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["/no/such/folder"], ["HERE", "--texts", "/no/such/file.txt"]]
+)
+def test_what_is_not_there_is_named(run, tmp_path, measured, arguments):
+    random_scales("tensor").save_pretrained(tmp_path)
+    given = [a.replace("HERE", str(tmp_path)) for a in arguments]
+    code, out, err = run("inspect", *given)
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fp8kv: error: ")
+    assert arguments[-1] in err
+
+
+def test_a_report_beside_the_scales_is_shown(run, tmp_path, monkeypatch):
+    if "report" not in KVScales.__dataclass_fields__:
+        pytest.skip("scales carry no report yet")
+    scales = random_scales("head")
+    monkeypatch.setattr(
+        sys.modules["hf_fp8kv.scale_argument"],
+        "resolve",
+        lambda *_, **__: replace(scales, report=found(3)),
+    )
+    code, out, err = run("inspect", str(tmp_path))
+    assert code == 0, err
+    assert "12.5 %" in out
+    assert "centres: none helped" in out
