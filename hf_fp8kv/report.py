@@ -183,7 +183,7 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
         return _short(_LARGEST * float(scale.max()))
 
     if report is None:
-        title = f"{_LARGEST:g} ×"
+        title = f"{_LARGEST:g} x"
         amax = [
             _Column(f"{title}\nK scale", [reach(layer.k) for layer in layers]),
             _Column(f"{title}\nV scale", [reach(layer.v) for layer in layers]),
@@ -231,7 +231,7 @@ def _short(number: float) -> str:
 
 
 def _gain(gain: float | None) -> str:
-    return "" if gain is None else f"{_short(gain)} ×"
+    return "" if gain is None else f"{_short(gain)} x"
 
 
 def _share(share: float) -> str:

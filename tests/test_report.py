@@ -298,7 +298,7 @@ def test_a_table_of_what_was_measured():
         "saturated V": ["0.003 %"] * 2,
         "underflow K": ["12.5 %"] * 2,
         "underflow V": ["12.5 %"] * 2,
-        "gain of a centre": ["", "2.50 ×"],
+        "gain of a centre": ["", "2.50 x"],
         "source": ["layers.0", "layers.1"],
     }
     lines = text.splitlines()
@@ -323,8 +323,8 @@ def test_a_table_of_scales_alone_says_what_they_stand_for():
         "layer": ["0", "1"],
         "K scale": ["0.01562", "0.01562"],
         "V scale": ["1", "1"],
-        "448 × K scale": ["7.00", "7.00"],
-        "448 × V scale": ["448", "448"],
+        "448 x K scale": ["7.00", "7.00"],
+        "448 x V scale": ["448", "448"],
         "source": ["uniform", "uniform"],
     }
     assert text.splitlines()[0] == (
@@ -412,6 +412,18 @@ def test_magnitudes_are_read_at_a_glance(amax, text):
     scales = KVScales.uniform(1, k=0.5)
     report = replace(report, layers={0: replace(report.layers[0], k=k)})
     assert columns(shown(scales, report))["amax K"] == [text]
+
+
+def test_a_terminal_that_knows_only_ascii_gets_the_same_table():
+    report = found()
+    layers = {i: replace(layer, center_gain=1.25) for i, layer in report.layers.items()}
+    report = replace(report, layers=layers)
+    for measured in (report, None):
+        file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+        console = Console(width=200, file=file)
+        for part in inspect_table(scales_of(report), measured):
+            console.print(part)
+        file.flush()
 
 
 def test_markup_in_a_name_is_text():
