@@ -1,0 +1,156 @@
+"""The examples, run as a user runs them: what they print must be what they claim."""
+
+import ast
+import pydoc_data.topics
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "examples"
+# Small enough for a test, and the same way through the script.
+ARGUMENTS = {
+    "encoder_decoder.py": [],
+    "fork_chat.py": ["--characters", "1500"],
+    "long_context.py": ["--max-pages", "8", "--chunk", "128"],
+    "pipeline.py": ["--new-tokens", "4"],
+    "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
+}
+# Of SmolLM2-135M: layers, KV heads, head size; bytes of K and V of a token in bf16 and in pages.
+LAYERS, HEADS, DIM, PAGE = 30, 3, 64, 64
+BF16 = LAYERS * HEADS * 2 * DIM * 2
+STORED = LAYERS * HEADS * 2 * (DIM + 2)
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(demo_model_path: Path, monkeypatch, capsys) -> Run:
+    """Runs an example with its arguments, or with others, and returns what it printed."""
+
+    def run_one(name: str, *arguments: str) -> str:
+        argv = [str(FOLDER / name), *(arguments or ARGUMENTS[name])]
+        monkeypatch.setattr(sys, "argv", argv)
+        runpy.run_path(argv[0], run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_one
+
+
+def _numbers(pattern: str, text: str) -> tuple[float, ...]:
+    found = re.search(pattern, text)
+    assert found, f"{pattern!r} is not in:\n{text}"
+    return tuple(float(group.replace(",", "")) for group in found.groups())
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def test_every_example_is_short_explained_and_tested():
+    scripts = {path.name: path.read_text() for path in FOLDER.glob("*.py")}
+    assert sorted(scripts) == sorted(ARGUMENTS)
+    for name, text in scripts.items():
+        assert len(text.splitlines()) <= 60, name
+        explained = ast.get_docstring(ast.parse(text))
+        assert explained, name
+        assert f"\n    python examples/{name}\n" in explained, f"{name} does not say how to run it"
+        assert re.search(r'if __name__ == "__main__":\n    main\(\)\n\Z', text), name
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_help_says_what_an_example_shows(run, capsys, name):
+    with pytest.raises(SystemExit) as ended:
+        run(name, "--help")
+    assert not ended.value.code
+    printed = capsys.readouterr().out
+    assert "--model" in printed
+    assert "None" not in printed
+
+
+def test_quickstart_counts_both_caches(run):
+    printed = run("quickstart.py")
+    tokens, usual, total, share, used = _numbers(
+        r"tokens held: (\d+)\nDynamicCache: ([\d,]+) bytes\n"
+        r"FP8PagedCache: ([\d,]+) bytes, ([\d.]+) of it\n.* in use: ([\d,]+);",
+        printed,
+    )
+    assert tokens == 400 + 8 - 1  # the last new token is never put into a cache
+    assert usual == tokens * BF16
+    assert used == _pages(int(tokens)) * PAGE * STORED
+    assert used < total
+    assert share == pytest.approx(total / usual, abs=5e-4)
+    assert len(re.findall(r"^(?:DynamicCache|fp8_e4m3): '.+'$", printed, re.MULTILINE)) == 2
+
+
+def test_forks_answer_like_caches_of_their_own_and_share_their_pages(run):
+    printed = run("fork_chat.py")
+    assert "the same answers without forks: True" in printed
+    answers = re.findall(r"^What is a \w+\? '(.+)'$", printed, re.MULTILINE)
+    assert len(set(answers)) == 2
+    shared, pages = _numbers(r"shared: (\d+) tokens in (\d+) pages", printed)
+    forked, apart = _numbers(r"pages with forks: (\d+); apart: (\d+)", printed)
+    assert shared > 256
+    assert pages == _pages(int(shared))
+    # Each fork has a last page of its own, and one more at most for its question and answer.
+    assert pages + 2 <= forked <= pages + 4
+    assert apart >= 2 * pages
+    assert _numbers(r"seconds with forks: ([\d.]+); apart: ([\d.]+)", printed)
+
+
+def test_a_single_question_can_be_asked_of_a_fork(run):
+    printed = run("fork_chat.py", "--characters", "300", "--questions", "Who?")
+    assert "the same answers without forks: True" in printed
+
+
+def test_a_budget_that_is_used_up_shortens_the_text(run):
+    printed = run("long_context.py")
+    assert "out of pages: a chunk needs 2, 0 are left" in printed
+    read, whole = _numbers(r"read (\d+) of (\d+) tokens", printed)
+    assert 8 * PAGE - 40 < read < 8 * PAGE - 24 < whole
+    pages, total, share, dense = _numbers(
+        r"(\d+) pages: ([\d,]+) bytes, ([\d.]+) of ([\d,]+) unquantised", printed
+    )
+    assert pages == 8
+    assert dense == (8 * PAGE - 1) * BF16
+    assert share == pytest.approx(total / dense, abs=5e-4)
+    assert 0.515 < share < 0.52
+    assert re.search(r"answer: '.+'", printed)
+
+
+def test_a_text_that_fits_into_the_budget_is_read_whole(run, monkeypatch):
+    short = pydoc_data.topics.topics["string-methods"][:1000]
+    monkeypatch.setitem(pydoc_data.topics.topics, "string-methods", short)
+    printed = run("long_context.py")
+    assert "out of pages" not in printed
+    read, whole = _numbers(r"read (\d+) of (\d+) tokens", printed)
+    assert read == whole
+
+
+def test_an_encoder_decoder_says_the_same_and_takes_half(run):
+    printed = run("encoder_decoder.py")
+    assert "the same tokens with dtype='auto': True" in printed
+    tokens, different = _numbers(r"(\d+) tokens, (\d+) different ones", printed)
+    assert tokens == 251
+    assert different > 3
+    for part, length in (("self", 250), ("cross", 500)):
+        before, used, share = _numbers(
+            rf"{part}_attention_cache: ([\d,]+) bytes in bfloat16, ([\d,]+) in FP8 \(([\d.]+)",
+            printed,
+        )
+        assert before == 2 * 4 * length * 2 * 64 * 2
+        assert used == 2 * 4 * _pages(length) * PAGE * 2 * (64 + 2)
+        assert share == pytest.approx(used / before, abs=5e-4)
+
+
+def test_a_pipeline_is_switched_on_and_off(run):
+    first, *answers, last = run("pipeline.py").splitlines()
+    assert first == "after enable: FP8PagedCache under fp8_paged"
+    assert last == "after disable: DynamicCache under sdpa"
+    assert len(answers) == 3
+    assert answers[0] == "  'London is the capital of the United Kingdom.'"
+    assert answers[1].startswith("  'Water boils at ")
+    assert answers[2].startswith("  'The three primary colours are red, yellow and blue")
