@@ -1,6 +1,7 @@
 """The command line and the shell: completion, exit codes, interruptions, readers that go away."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from hf_fp8kv import cli
-from hf_fp8kv.environment import version
 from hf_fp8kv.kernel_check import TARGETS
 from hf_fp8kv.scales import CHECKPOINT_FORMATS
-
-ROOT = Path(__file__).parent.parent
+from tests import command_line
 
 
 @pytest.fixture
@@ -62,55 +61,59 @@ def test_zsh_completes_too(completed):
     assert '"quality"' in offered
 
 
-def _python(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+COMMAND = [sys.executable, "-m", "hf_fp8kv.cli"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
 def test_completion_of_a_process_of_its_own():
-    more = {"_HF_FP8KV_COMPLETE": "complete_bash", "COMP_WORDS": "hf-fp8kv bench --suite c"}
-    found = _python("-m", "hf_fp8kv.cli", COMP_CWORD="3", **more)
+    asked = {"COMP_WORDS": "hf-fp8kv bench --suite c", "COMP_CWORD": "3"}
+    environment = {**ENVIRONMENT, "_HF_FP8KV_COMPLETE": "complete_bash", **asked}
+    found = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "cpu\n", "")
 
 
-def test_the_script_for_completion_names_the_command():
-    found = _python(
-        "-m", "hf_fp8kv.cli", "--show-completion", "bash",
-        _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1",
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert "_HF_FP8KV_COMPLETE=complete_bash" in found.stdout
-    assert "hf-fp8kv" in found.stdout
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return command_line.runner(monkeypatch, capsys)
 
 
-def test_python_m_is_the_same_command():
-    found = _python("-m", "hf_fp8kv.cli", "--version")
-    assert (found.returncode, found.stdout) == (0, version("hf-fp8kv") + "\n")
-    assert "Usage: hf-fp8kv " in _python("-m", "hf_fp8kv.cli", "bench", "--help").stdout
+def test_the_script_for_completion_names_the_command(run, monkeypatch):
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    code, out, err = run("--show-completion", "bash")
+    assert code == 0, err
+    assert "_HF_FP8KV_COMPLETE=complete_bash" in out
+    assert "hf-fp8kv" in out
 
 
-def test_an_interruption_is_one_line(monkeypatch, capsys):
+def test_python_m_is_the_same_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/hf_fp8kv/cli/__main__.py", "bench", "--help"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("hf_fp8kv.cli", run_name="__main__")
+    assert not exit_.value.code
+    assert "Usage: hf-fp8kv bench " in capsys.readouterr().out
+    # What a benchmark writes down as its command.
+    assert sys.argv[0] == "hf-fp8kv"
+
+
+def test_an_interruption_is_one_line(run, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("hf_fp8kv.ops.available_backends", interrupt)
-    monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "check"])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert (exit_.value.code, out, err) == (130, "", "hf-fp8kv: interrupted\n")
+    assert run("check") == (130, "", "hf-fp8kv: interrupted\n")
 
 
-@pytest.mark.parametrize("arguments", [["check"], ["check", "--json"], ["--version"], ["--help"]])
+@pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
 def test_a_reader_that_goes_away_is_no_traceback(arguments):
     reading, writing = os.pipe()
     os.close(reading)
     found = subprocess.run(
-        [sys.executable, "-m", "hf_fp8kv.cli", *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=writing, stderr=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+        [*COMMAND, *arguments],
+        env=ENVIRONMENT,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     os.close(writing)
     assert (found.returncode, found.stderr) == (1, "")
