@@ -125,10 +125,20 @@ def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibratio
     assert "kv_scales.safetensors" in err
     assert "--overwrite" in err
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == other.layers[0].k
-    # Its own file is read first, whatever else is there.
+    # Its own file is read first: beside it, scales in another format would be lost.
     assert run("--format", "vllm-json")[0] == 1
+    code, _, err = run("--format", "vllm-json", "--overwrite")
+    assert (code, calibration.calls) == (1, [])
+    assert "read before all others" in err
     assert run("--overwrite")[0] == 0
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
+
+
+def test_scales_of_another_format_are_kept_too(run, calibration, tmp_path):
+    random_scales("tensor").save_pretrained(tmp_path / "out", format="vllm-json")
+    code, _, err = run()
+    assert (code, calibration.calls) == (1, [])
+    assert "kv_cache_scales.json" in err
 
 
 def test_a_folder_with_weights_takes_no_config(run, calibration, model, tmp_path):

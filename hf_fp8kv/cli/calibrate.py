@@ -138,21 +138,28 @@ def calibrate(
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """The folder can take the scales: known before minutes are spent."""
-    from ..export_files import scale_files
+    from ..export_files import SCALES_FILE, scale_files
     from ..own_file import OWN_FILE
     from ..scales import KVScales
+    from ..sources import JSON_FILE
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
     some = KVScales.uniform(1)
     names = {*scale_files(some, some.layers, format, 1)}
-    there = sorted(name for name in {*names, OWN_FILE} if (folder / name).exists())
+    scales = {OWN_FILE, JSON_FILE, SCALES_FILE, *names}
+    there = sorted(name for name in scales if (folder / name).exists())
     if there and not overwrite:
         raise ScaleError(
             f"{folder}: expected a folder without {', '.join(there)}, got one that has it; choose "
             "another --out, or pass --overwrite"
         )
-    weights = [p.name for p in folder.glob("*.safetensors") if p.name not in {*names, OWN_FILE}]
+    if OWN_FILE in there and OWN_FILE not in names:
+        raise ScaleError(
+            f"{folder}: expected a folder without {OWN_FILE}, got one that has it, and it is read "
+            "before all others; choose another --out"
+        )
+    weights = [p.name for p in folder.glob("*.safetensors") if p.name not in scales]
     if weights and "config.json" in names:
         raise ScaleError(
             f"{folder}: expected a folder without weights, got {', '.join(sorted(weights))}; "
