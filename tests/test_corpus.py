@@ -18,6 +18,7 @@ from hypothesis import given
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hf_fp8kv.calibration import text_files
 from hf_fp8kv.calibration.corpus import Corpus, read_corpus
 from hf_fp8kv.errors import ConfigError
 
@@ -166,9 +167,12 @@ def test_blank_texts_are_skipped():
     assert (ids(found), found.texts) == ([[A, B]], 1)
 
 
-def test_no_warning_about_the_length(capfd):
-    read(["a b c d " * 5, CHAT])
-    assert capfd.readouterr() == ("", "")
+def test_no_warning_about_the_length(tmp_path):
+    tokenizer = words()
+    (path := tmp_path / "x.txt").write_text("a b c d " * 5)
+    read(["a b c d " * 5, CHAT], tokenizer)
+    read(path, tokenizer)
+    assert not tokenizer.deprecation_warnings  # what the tokenizer has warned of
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -212,13 +216,24 @@ def test_a_text_file_is_cut_where_paragraphs_end(tmp_path, name, newline, bom):
     assert found.texts == 3
 
 
-def test_a_text_file_is_cut_at_lines_and_spaces(tmp_path):
-    (path := tmp_path / "x.txt").write_text("a a a a a a\nb b b b b b\n" + "c " * 50)
-    found = read(path, max_length=10, held_out=0)
-    assert [A] * 6 in ids(found)
-    assert [B] * 6 in ids(found)
-    assert sum(map(len, found.windows)) == 62
-    assert UNK not in itertools.chain(*ids(found))
+LONG = "b" * 15
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a a a a a a\n\nb b\nb b b", ["a a a a a a", "b b\nb b b"]),
+        # A paragraph that ends in the first half would leave a short piece.
+        ("a\n\nb b b\nb b b\nc c c", ["a\n\nb b b\nb b b", "c c c"]),
+        (f"a a a a a a\n{LONG} {LONG} {LONG} {LONG} {LONG}", ["a a a a a a", " ".join([LONG] * 5)]),
+        (" ".join([LONG] * 11), [" ".join([LONG] * 10), LONG]),
+        ("\n\n  a\n  b\n \n", ["  a\n  b"]),
+    ],
+)
+def test_where_a_text_file_is_cut(tmp_path, text, expected):
+    (path := tmp_path / "x.txt").write_text(text)
+    found = text_files.pieces(path, lambda units: [len(u.split()) for u in units], 10, 32)
+    assert list(found) == expected
 
 
 @given(
@@ -227,8 +242,6 @@ def test_a_text_file_is_cut_at_lines_and_spaces(tmp_path):
     chunk=st.integers(1, 50),
 )
 def test_a_text_file_keeps_all_of_its_words(tmp_path_factory, text, max_length, chunk):
-    from hf_fp8kv.calibration import text_files
-
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
 
@@ -282,6 +295,12 @@ def test_a_huge_text_is_tokenised_as_far_as_it_is_read():
     found = read(["a b c d " * 6_250_000], max_tokens=1000, max_length=128)
     assert time.perf_counter() - start < 2
     assert found.tokens == 1000
+
+
+@pytest.mark.parametrize("gap", [*range(1150, 1200), 5000, 100_000])
+def test_where_a_text_is_cut_for_the_tokenizer_does_not_show(gap):
+    found = read(["a " * 9 + " " * gap + "user" + " b" * 200], max_tokens=10)
+    assert ids(found) == [[A] * 9 + [USER]]
 
 
 def test_a_pipe_is_read(tmp_path):
@@ -497,7 +516,7 @@ def test_the_longest_windows_are_held_out():
 
 def test_a_text_stays_on_one_side():
     corpus = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
-    found = read(corpus, None, held_out=200, max_length=10)
+    found = read(corpus, None, held_out=190, max_length=10)
     texts = {window[0].item() // 40 for window in found.held_out}
     assert len(texts) == 5
     assert sum(map(len, found.held_out)) == 200
@@ -511,12 +530,15 @@ def test_of_a_long_text_single_windows_are_held_out():
 
 
 def test_a_window_shared_by_texts_is_not_held_out():
-    shared = [999] * 10
-    corpus = [shared + [i] * 10 for i in range(20)]
-    found = read(corpus, None, held_out=10, max_length=10)
-    assert len(found.held_out) == 1
-    assert found.held_out[0].tolist() != shared
-    assert len(found.windows) == 39
+    corpus = [[100 + i // 2] * 10 + [i] * 10 for i in range(40)]
+    found = read(corpus, None, held_out=100, max_length=10)
+    assert len(found.held_out) == 10
+    assert all(window[0] < 100 for window in found.held_out)
+
+
+def test_a_window_does_not_keep_its_text_in_memory():
+    for window in read([list(range(1000))], None, max_length=10, held_out=100).windows:
+        assert window.untyped_storage().nbytes() == 40
 
 
 @pytest.mark.parametrize(
