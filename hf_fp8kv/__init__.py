@@ -6,6 +6,7 @@ nothing else.
 
 from .attention import register
 from .cache import FP8PagedCache
+from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
 from .scales import KVScales, LayerScales
 from .support import ModelReport, check_model, disable, enable
@@ -20,6 +21,7 @@ __all__ = [
     "ModelReport",
     "OutOfPagesError",
     "ScaleError",
+    "calibrate",
     "check_model",
     "disable",
     "enable",

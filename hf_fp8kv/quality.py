@@ -1,6 +1,7 @@
 """How far a cache moves a model's predictions: KL and top-1 against the unquantised cache."""
 
 import datetime
+import inspect
 import pydoc_data.topics
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -9,16 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, QuantizedCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, QuantizedCache
 
 from .cache import FP8PagedCache
 from .environment import hardware, versions
 from .errors import ConfigError
+from .support import paged_attention
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["CACHES", "TEXTS", "Quality", "compare", "format_table", "run_quality_suite"]
+__all__ = [
+    "CACHES", "TEXTS", "UNQUANTISED", "Quality", "Scores", "compare", "format_table", "one_logit",
+    "run_quality_suite",
+]  # fmt: skip
 
 # The first ones of the topics of pydoc that are scored; then come the others, the longest first.
 TEXTS = ("objects", "execmodel", "import", "customization")
@@ -31,6 +36,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8_e4m3, scale 1.0": {"scales": 1.0},
 }
 STOCK = "QuantizedCache fp8"
+UNQUANTISED = "unquantised"
 # Texts in one call of the model: what 4 need fits into 4 GB.
 _BATCH = 4
 
@@ -43,13 +49,50 @@ class Quality:
         kl: mean KL divergence from the unquantised cache's next-token distribution, in nats.
         kl_max: the largest at one token.
         top1: share of tokens at which the most likely next token is the same.
+        perplexity: of the text itself; NaN where no token of it is known to follow a scored one.
         tokens: how many were scored.
     """
 
     kl: float
     kl_max: float
     top1: float
+    perplexity: float
     tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The same for each scored token, float64 on the CPU.
+
+    Attributes:
+        kl: `[n]`.
+        same: `[n]`: 1 where the most likely next token is the same, else 0.
+        surprise: `[m]`: minus the log-probability of the next token of the text, where one is.
+    """
+
+    kl: torch.Tensor
+    same: torch.Tensor
+    surprise: torch.Tensor
+
+    @property
+    def quality(self) -> Quality:
+        """What all tokens have in common."""
+        return Quality(
+            self.kl.mean().item(),
+            self.kl.max().item(),
+            self.same.mean().item(),
+            self.surprise.mean().exp().item(),
+            self.kl.numel(),
+        )
+
+    @classmethod
+    def together(cls, parts: Iterable["Scores"]) -> "Scores":
+        """The scores of several texts."""
+        return cls(*map(torch.cat, zip(*map(_fields, parts), strict=True)))
+
+
+def _fields(scores: Scores) -> tuple[torch.Tensor, ...]:
+    return scores.kl, scores.same, scores.surprise
 
 
 def compare(
@@ -59,44 +102,82 @@ def compare(
     *,
     prefill: int = 512,
     chunk: int = 32,
-) -> dict[str, Quality]:
+    after: Callable[[str, int], None] | None = None,
+) -> dict[str, Scores]:
     """Scores a text under several caches, and under `DynamicCache`, which is the yardstick.
 
     The first `prefill` tokens are one call on an empty cache; the rest is scored `chunk` tokens at
-    a call, each call reading what the cache stores.
+    a call, each call reading what the cache stores. The caches take turns, so that only the logits
+    of one chunk are held at a time.
 
     Args:
-        model: a causal language model, in the attention implementation to measure.
+        model: a language model, in the attention implementation to measure; an encoder-decoder
+            reads the whole text in its encoder.
         ids: `[B, N]`, the text, on the model's device; N is above `prefill`.
-        caches: name -> a function that makes an empty cache.
+        caches: name -> a function that makes an empty cache (for the decoder's own attention).
         prefill: tokens of the first call, not scored.
         chunk: tokens of each later call.
+        after: called after each call of the model, with the name of the cache and the tokens.
+
+    Returns:
+        The scores under each name, and those of the yardstick under `UNQUANTISED`.
     """
     if ids.ndim != 2 or ids.shape[1] <= prefill:
         raise ConfigError(
             f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}"
         )
-    expected = _log_probabilities(model, ids, DynamicCache(config=model.config), prefill, chunk)
-    found = {}
-    for name, make in caches.items():
-        got = _log_probabilities(model, ids, make(), prefill, chunk)
-        kl = (expected.exp() * (expected - got)).sum(-1)
-        same = (expected.argmax(-1) == got.argmax(-1)).double()
-        found[name] = Quality(kl.mean().item(), kl.max().item(), same.mean().item(), kl.numel())
-    return found
+    made: dict[str, Any] = {UNQUANTISED: DynamicCache(config=model.config)}
+    made |= {name: make() for name, make in caches.items()}
+    inputs: dict[str, Any] = {}
+    if model.config.is_encoder_decoder:
+        with torch.no_grad():
+            inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
+        made = {name: EncoderDecoderCache(cache, DynamicCache()) for name, cache in made.items()}
+    found: dict[str, list[Scores]] = {name: [] for name in made}
+    following = ids.roll(-1, dims=1)
+    start = 0
+    for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
+        stop = start + part.shape[1]
+        expected: torch.Tensor | None = None
+        for name, cache in made.items():
+            logits = _logits(model, part, cache, inputs, scored=start > 0)
+            if after is not None:
+                after(name, part.numel())
+            if start == 0:
+                continue
+            got = logits.double().log_softmax(-1)
+            expected = got if expected is None else expected
+            known = following[:, start : min(stop, ids.shape[1] - 1)]
+            found[name].append(_scores(expected, got, known))
+        start = stop
+    return {name: Scores.together(parts) for name, parts in found.items()}
 
 
 @torch.no_grad()
-def _log_probabilities(
-    model: PreTrainedModel, ids: torch.Tensor, cache: Any, prefill: int, chunk: int
+def _logits(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """`[B, N - prefill, vocabulary]`, float64: of the token after each scored one."""
-    model(input_ids=ids[:, :prefill], past_key_values=cache, logits_to_keep=1)
-    logits = [
-        model(input_ids=part, past_key_values=cache).logits
-        for part in ids[:, prefill:].split(chunk, dim=1)
-    ]
-    return torch.cat(logits, 1).double().log_softmax(-1)
+    """`[B, T, vocabulary]`, of the token after each; one token's alone unless they are scored."""
+    text = "decoder_input_ids" if inputs else "input_ids"
+    fewer = {} if scored else one_logit(model)
+    logits: torch.Tensor = model(
+        **{text: ids}, **inputs, past_key_values=cache, use_cache=True, **fewer
+    ).logits
+    return logits
+
+
+def _scores(expected: torch.Tensor, got: torch.Tensor, known: torch.Tensor) -> Scores:
+    """The scores of one chunk; `known` are the next tokens of the text, `[B, T or T - 1]`."""
+    of_text = got[:, : known.shape[1]].gather(-1, known[..., None])
+    kl = (expected.exp() * (expected - got)).sum(-1)
+    same = (expected.argmax(-1) == got.argmax(-1)).double()
+    return Scores(kl.flatten().cpu(), same.flatten().cpu(), -of_text.flatten().cpu())
+
+
+def one_logit(model: PreTrainedModel) -> dict[str, int]:
+    """The argument that spares the logits of all tokens but the last, where the model takes it."""
+    names = inspect.signature(type(model).forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in names else {}
 
 
 def run_quality_suite(
@@ -131,31 +212,19 @@ def run_quality_suite(
     """
     topics, ids = _texts(tokenizer, texts, prefill + score)
     caches = _caches(model)
-    batches = ids.to(model.device).split(_BATCH)
-    steps, done = len(batches) * (len(caches) + 1), 0
+    total, done = ids.numel() * (len(caches) + 1), 0
 
-    def announced(cache: str, make: Callable[[], Any]) -> Callable[[], Any]:
-        def start() -> Any:
-            nonlocal done
-            done += 1
-            if progress is not None:
-                progress(cache, done / steps)
-            return make()
+    def after(cache: str, tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if progress is not None:
+            progress(cache, done / total)
 
-        return start
-
-    before = model.config._attn_implementation
-    model.set_attn_implementation("fp8_paged")
-    found = []
-    try:
-        for batch in batches:
-            if progress is not None:
-                progress("the unquantised cache", done / steps)
-            told = {cache: announced(cache, make) for cache, make in caches.items()}
-            found.append(compare(model, batch, told, prefill=prefill, chunk=chunk))
-            done += 1
-    finally:
-        model.set_attn_implementation(before)
+    with paged_attention(model):
+        found = [
+            compare(model, batch, caches, prefill=prefill, chunk=chunk, after=after)
+            for batch in ids.to(model.device).split(_BATCH)
+        ]
     return {
         "suite": "quality",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -166,7 +235,7 @@ def run_quality_suite(
                      "attention": "fp8_paged", "texts": topics, "prefill": prefill, "score": score,
                      "chunk": chunk},
         "rows": [
-            {"cache": cache, **asdict(_together(batch[cache] for batch in found))}
+            {"cache": cache, **asdict(Scores.together(batch[cache] for batch in found).quality)}
             for cache in caches
         ],
     }  # fmt: skip
@@ -183,12 +252,12 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         f"{settings['prefill']}; {result['hardware']['cpu']}, {result['date']}",
     )
     table.add_column("cache")
-    for column in ("mean KL", "largest KL", "same top-1", "tokens"):
+    for column in ("mean KL", "largest KL", "same top-1", "perplexity", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
             row["cache"], f"{row['kl']:.2e}", f"{row['kl_max']:.2e}", f"{row['top1']:.2%}",
-            str(row["tokens"]),
+            f"{row['perplexity']:.2f}", str(row["tokens"]),
         )  # fmt: skip
     return table
 
@@ -226,15 +295,3 @@ def _caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     except ValueError:
         return caches
     return caches | {STOCK: stock}
-
-
-def _together(parts: Iterable[Quality]) -> Quality:
-    """The quality over all tokens of several texts."""
-    found = list(parts)
-    tokens = sum(part.tokens for part in found)
-    return Quality(
-        kl=sum(part.kl * part.tokens for part in found) / tokens,
-        kl_max=max(part.kl_max for part in found),
-        top1=sum(part.top1 * part.tokens for part in found) / tokens,
-        tokens=tokens,
-    )

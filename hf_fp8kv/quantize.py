@@ -17,7 +17,8 @@ import torch
 from .formats import MIN_SCALE, Format
 
 __all__ = [
-    "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit", "search_scale",
+    "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit", "rounded",
+    "search_scale",
 ]  # fmt: skip
 
 # Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. With
@@ -144,18 +145,28 @@ def error_unit(fmt: Format) -> float:
     return float(2.0 ** (9 - (top - fmt.mantissa_bits - 1)))
 
 
+def rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Returns `decode(encode(x, fmt), fmt)` for finite float32 `x`, much faster."""
+    # Clamped first, since a number that is far too large would not round to a finite one.
+    return _nearest(x.clamp(-fmt.max, fmt.max), fmt)
+
+
+def _nearest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Each number of `x`, float32, rounded to the format's step in its binade."""
+    drop = 23 - fmt.mantissa_bits
+    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
+    binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
+    large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
+    return (x + large) - large
+
+
 def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     first = dynamic_scale(x, fmt).float()
     steps = _octave(x.device)
     tried = (first[:, None] * steps).view(torch.int32)
     scales = ((tried + 0xFFFF) & -0x10000).view(torch.float32)
     scaled = x[:, None] * scales.reciprocal()[..., None]
-    drop = 23 - fmt.mantissa_bits
-    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
-    binade = (scaled.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
-    large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
-    rounded = (scaled + large) - large
-    error = ((rounded - scaled) * error_unit(fmt) + 0.5).floor_().int()
+    error = ((_nearest(scaled, fmt) - scaled) * error_unit(fmt) + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)

@@ -4,9 +4,10 @@ Their direction and their unit are those of `LayerScales`. A layer without a sca
 it is a `ScaleError`.
 """
 
+import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from .layer_scales import Granularity, LayerScales
 from .scale_checks import check_ranks, checked_constant, scalar, shortened
 
 if TYPE_CHECKING:
+    from .calibration.report import CalibrationReport
     from .export_checkpoint import Weights
 
 __all__ = [
@@ -49,12 +51,14 @@ class KVScales:
         format: what they were read from, one of `CHECKPOINT_FORMATS`.
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
+        report: what their calibration found, where it is known.
     """
 
     layers: dict[int, LayerScales]
     format: str = "hf_fp8kv"
     model_type: str | None = None
     origin: str = "memory"
+    report: "CalibrationReport | None" = None
 
     def __post_init__(self) -> None:
         if self.format not in CHECKPOINT_FORMATS:
@@ -89,6 +93,22 @@ class KVScales:
     def centered(self) -> bool:
         """Whether any layer carries a centre of K."""
         return any(layer.k_center is not None for layer in self.layers.values())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the numbers: of the shape and the bytes of every tensor, in hexadecimal."""
+        found = hashlib.sha256()
+        for index, layer in self.layers.items():
+            for name in ("k", "v", "k_center"):
+                tensor = getattr(layer, name)
+                if tensor is not None:
+                    found.update(f"{index}.{name}{list(tensor.shape)}".encode())
+                    found.update(tensor.numpy().astype("<f4").tobytes())
+        return found.hexdigest()
+
+    def with_report(self, report: "CalibrationReport") -> "KVScales":
+        """The same scales with the report of their calibration."""
+        return replace(self, report=report)
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":

@@ -3,6 +3,8 @@
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from .handle import PagedKV
 from .layer import PagedLayerBase
 from .models import config_field, refusal
 
-__all__ = ["LayerReport", "ModelReport", "check_model", "disable", "enable"]
+__all__ = ["LayerReport", "ModelReport", "check_model", "disable", "enable", "paged_attention"]
 
 logger = logging.getLogger(__name__)
 
@@ -204,6 +206,19 @@ def _implementations(model: PreTrainedModel) -> dict[str, Any]:
 
 def _restore(model: PreTrainedModel, before: dict[str, Any]) -> None:
     model.set_attn_implementation(before)
+
+
+@contextmanager
+def paged_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model uses the attention "fp8_paged", if it can use any but its own."""
+    before = _implementations(model)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        if model._can_set_attn_implementation():
+            _restore(model, before)
 
 
 # -- generate() without a keyword ----------------------------------------------------------------

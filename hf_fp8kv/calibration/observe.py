@@ -1,0 +1,183 @@
+"""What K and V a model hands to its cache: after RoPE, exactly the numbers that would be stored."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from ..cache import FP8PagedCache
+from ..errors import ConfigError
+from ..quality import one_logit
+
+__all__ = [
+    "Batch", "Parts", "Seen", "input_device", "merged", "observe", "paged_layers",
+    "range_of", "takes",
+]  # fmt: skip
+
+# Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
+Seen = Callable[[int, torch.Tensor, torch.Tensor], None]
+Parts = dict[str, torch.Tensor]
+
+
+class Batch:
+    """Windows of text, padded on the right to the longest: one call of the model.
+
+    Attributes:
+        ids: `[B, T]`, int64, on the CPU.
+        valid: `[B, T]`, bool: which are text; None: all.
+        tokens: how many are text.
+    """
+
+    def __init__(self, windows: tuple[torch.Tensor, ...]) -> None:
+        longest = max(len(window) for window in windows)
+        self.ids = torch.zeros((len(windows), longest), dtype=torch.int64)
+        valid = torch.zeros(self.ids.shape, dtype=torch.bool)
+        for row, window in enumerate(windows):
+            self.ids[row, : len(window)] = window
+            valid[row, : len(window)] = True
+        self.valid = None if valid.all() else valid
+        self.tokens = sum(len(window) for window in windows)
+
+
+class _ObservedCache(DynamicCache):
+    """transformers' own cache, which also shows K and V of some layers to a function."""
+
+    def __init__(self, config: Any, layers: frozenset[int], seen: Seen, valid: Any) -> None:
+        super().__init__(config=config)
+        self._observed, self._seen, self._valid = layers, seen, valid
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        if layer_idx in self._observed:
+            # [B, H, T, D] -> [N, H, D], without what is padding
+            rows = [states.detach().transpose(1, 2) for states in (key_states, value_states)]
+            if self._valid is None:
+                k, v = (row.flatten(0, 1) for row in rows)
+            else:
+                k, v = (row[self._valid.to(row.device)] for row in rows)
+            self._seen(layer_idx, k, v)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+
+def paged_layers(model: PreTrainedModel) -> frozenset[int]:
+    """The layers that `FP8PagedCache` stores in 8 bits, and that need scales.
+
+    Raises:
+        ConfigError: the model cannot use the cache, or none of its layers can.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
+    # A constant scale, since there is nothing to say of scales that the checkpoint declares.
+    layers = FP8PagedCache(model.config, scales=1.0, backend="torch").paged_layers
+    if not layers:
+        raise ConfigError(
+            f"model: expected a model with attention layers that can be stored in 8 bits, got "
+            f"{type(model).__name__} without any"
+        )
+    return frozenset(layer.index for layer in layers)
+
+
+def observe(
+    model: PreTrainedModel,
+    batch: Batch,
+    layers: frozenset[int],
+    seen: Seen,
+    *,
+    first_position: int | None = None,
+) -> None:
+    """One call of the model on an empty cache, during which `seen` is shown K and V.
+
+    An encoder-decoder reads the text on both sides; only its decoder's own attention is shown.
+
+    Args:
+        model: in eval mode.
+        batch: the text.
+        layers: which layers to show.
+        seen: what to call with each layer's K and V.
+        first_position: of the first token, for models that take `position_ids`; None: as always.
+    """
+    device = input_device(model)
+    ids = batch.ids.to(device)
+    valid = None if batch.valid is None else batch.valid.to(device)
+    cache: Any = _ObservedCache(model.config, layers, seen, valid)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if valid is not None:
+        inputs["attention_mask"] = valid.long()
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, DynamicCache())
+        inputs["decoder_input_ids"] = ids
+        if valid is not None:
+            inputs["decoder_attention_mask"] = valid.long()
+    if first_position is not None:
+        positions = torch.arange(first_position, first_position + ids.shape[1], device=device)
+        inputs["position_ids"] = positions.expand(ids.shape)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache, use_cache=True, **one_logit(model))
+
+
+def takes(model: PreTrainedModel, argument: str) -> bool:
+    """Whether the model's forward names this argument."""
+    return argument in inspect.signature(type(model).forward).parameters
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where token ids go: with parts on other devices or on disk, to the embedding."""
+    hook = getattr(model, "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    if device is not None:
+        return torch.device(device)
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def range_of(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_partner: torch.Tensor | None,
+    v_partner: torch.Tensor | None,
+) -> Parts:
+    """The range of `[N, Hkv, D]` keys and values of one layer.
+
+    Args:
+        k: the keys.
+        v: the values.
+        k_partner: `[Dk]`, int64: the channel that each channel of K is rotated with, or itself;
+            None: not known.
+        v_partner: the same for V.
+
+    Returns:
+        `k_max`, `k_min`, `v_max`, `v_min`: `[Hkv, D]`, float32; `k_pair`, `v_pair`: the largest
+        norm of the pair of channels that is rotated; `k_sum`: float64, the sum of K; `count`:
+        int64, tokens.
+    """
+    k, v = k.float(), v.float()
+    parts = {"count": torch.tensor(k.shape[0])}
+    for side, x, partner in (("k", k, k_partner), ("v", v, v_partner)):
+        parts[f"{side}_max"], parts[f"{side}_min"] = x.amax(0), x.amin(0)
+        norms = x.abs() if partner is None else _pair_norm(x, partner.to(x.device))
+        parts[f"{side}_pair"] = norms.amax(0)
+    parts["k_sum"] = k.sum(0, dtype=torch.float64)
+    return parts
+
+
+def merged(one: Parts, other: Parts) -> Parts:
+    """The range over the tokens of both, on the devices of `one`."""
+    result = {}
+    for name, part in one.items():
+        more = other[name].to(part.device)
+        kind = name.rpartition(".")[2]
+        if kind in ("count", "k_sum"):
+            result[name] = part + more
+        else:
+            result[name] = (torch.minimum if kind.endswith("min") else torch.maximum)(part, more)
+    return result
+
+
+def _pair_norm(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
+    """The norm of each channel together with its partner's; of one without a partner, its own."""
+    alone = partner == torch.arange(len(partner), device=x.device)
+    return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())

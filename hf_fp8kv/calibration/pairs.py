@@ -1,0 +1,133 @@
+"""Which channels of K a model rotates together (RoPE), measured instead of assumed.
+
+At another position RoPE turns a pair of channels by an angle: each of the two changes, and the norm
+of the pair does not. A model whose attention depends on distances only computes the same K at
+shifted positions, but for that turn. So the text is run twice, at two first positions, and the
+pairs are those whose changes of the squares cancel. It finds halves (Llama), neighbours (GPT-J,
+Cohere), partial rotation, layers without any, and what an MLA model keeps in V.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..models import config_field
+from .observe import Batch, observe, takes
+
+__all__ = ["Partners", "measure_pairs", "partners_of"]
+
+logger = logging.getLogger(__name__)
+
+TOKENS = 128
+# The share by which a channel's squares must change (RMS) before it counts as rotated: 16-bit
+# rounding through many layers changes them by about one hundredth.
+_MOVED = 0.1
+# The correlation of the changes of the two squares; of a true pair it is -1.
+_CANCELLED = -0.8
+
+
+@dataclass(frozen=True)
+class Partners:
+    """For each channel of a layer the one it is rotated with, or itself: `[D]`, int64, on the CPU.
+
+    None: not known, since the model takes no `position_ids`.
+    """
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+
+
+def measure_pairs(
+    model: PreTrainedModel, window: torch.Tensor, layers: frozenset[int]
+) -> dict[int, Partners]:
+    """The partners of every layer.
+
+    Args:
+        model: in eval mode.
+        window: `[T]`, token ids to run; the first `TOKENS` of them are.
+        layers: which layers to look at.
+    """
+    unknown = dict.fromkeys(layers, Partners(None, None))
+    if not takes(model, "position_ids") or model.config.is_encoder_decoder:
+        return unknown
+    room = _positions(model)
+    batch = Batch((window[: min(TOKENS, max(room // 4, 2))],))
+    try:
+        here, there = (_shown(model, batch, layers, first) for first in (0, room // 2))
+    except Exception as error:  # whatever a model does with positions that it does not expect
+        logger.info("%s cannot be run at other positions: %s", type(model).__name__, error)
+        return unknown
+    return {
+        index: Partners(partners_of(k, there[index][0]), partners_of(v, there[index][1]))
+        for index, (k, v) in here.items()
+    }
+
+
+def _shown(
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], first: int
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        found[index] = (k.double().cpu(), v.double().cpu())
+
+    observe(model, batch, layers, keep, first_position=first)
+    return found
+
+
+def partners_of(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """For each channel the one whose square changes against its own, or itself: `[D]`, int64.
+
+    Args:
+        here: `[N, H, D]`, float64: K of some tokens.
+        there: K of the same tokens at other positions.
+    """
+    before, after = (x.flatten(0, 1).square() for x in (here, there))
+    change = after - before
+    energy = change.square().sum(0)
+    moved = energy > _MOVED**2 * (before.square().sum(0) + after.square().sum(0))
+    size = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    correlation = (change / size).T @ (change / size)
+    best = correlation.argmin(0)
+    alone = torch.arange(len(best))
+    sure = moved & moved[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
+    partner = torch.where(sure, best, alone)
+    return _completed(partner)
+
+
+def _completed(partner: torch.Tensor) -> torch.Tensor:
+    """The same with the channels that turn too slowly to be seen, by the pattern of the others.
+
+    The pairs start with the fastest one, so what is missing comes after those that were seen.
+    """
+    alone = torch.arange(len(partner))
+    distance = (partner - alone)[partner > alone]
+    if not len(distance):
+        return partner
+    step = int(distance.mode().values)
+    first = int(alone[partner != alone].min())
+    size = len(partner)
+    if step == 1:  # neighbours, up to the last channel
+        low = torch.arange(first, size - 1, 2)
+    else:  # two halves of a block of 2 * step channels
+        low = torch.arange(first, min(first + step, size - step))
+    guess = alone.clone()
+    guess[low], guess[low + step] = low + step, low
+    seen = partner != alone
+    if (guess[seen] != partner[seen]).any():
+        return partner  # another pattern: what was seen is all that is known
+    return guess
+
+
+def _positions(model: PreTrainedModel) -> int:
+    """How many positions the model was trained for, in tokens, before any scaling of RoPE."""
+    config = model.config.get_text_config(decoder=True)
+    rope = config_field(config, "rope_parameters")
+    # By layer type in some models; then any of them.
+    ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+    found = [r.get("original_max_position_embeddings") for r in ropes if isinstance(r, dict)]
+    found += [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
+    limits = [int(n) for n in found if isinstance(n, int | float) and n > 0]
+    return min(limits, default=2048)

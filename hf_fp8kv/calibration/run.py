@@ -1,0 +1,325 @@
+"""`calibrate`: static scales for a model from texts; `measure`: how good given ones are."""
+
+import datetime
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedModel
+
+from ..cache import FP8PagedCache
+from ..environment import hardware, version, versions
+from ..errors import ConfigError
+from ..formats import AUTO, FORMATS, Format, parse_dtype
+from ..layer_scales import Granularity, LayerScales
+from ..models import config_field
+from ..quality import UNQUANTISED, Quality
+from ..scale_checks import shortened, shown
+from ..scales import KVScales
+from . import stages
+from .corpus import Corpus, read_corpus
+from .observe import Batch, paged_layers
+from .report import CalibrationReport, LayerStatistics, QualityRow
+from .state import State, digest_of
+from .statistics import amax_of, statistics
+
+__all__ = ["calibrate", "measure"]
+
+logger = logging.getLogger(__name__)
+
+# What the report compares with the unquantised cache.
+_CACHES = ("static", "dynamic", "scale 1.0")
+# Texts that `measure` scores, in tokens.
+_SCORED = 4096
+
+
+def calibrate(
+    model: PreTrainedModel,
+    texts: Any,
+    *,
+    tokenizer: Any = None,
+    granularity: Granularity = "head",
+    center: bool = True,
+    dtype: str | torch.dtype = "fp8_e4m3",
+    margin: float = 1.0,
+    max_tokens: int = 2**18,
+    max_length: int = 1024,
+    batch_size: int = 1,
+    text_column: str = "text",
+    chat_template: bool | None = None,
+    held_out: int = 4096,
+    state: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> KVScales:
+    """Returns static scales for the model, made on the texts; `.report` says how good they are.
+
+    The model reads the texts, and K (after RoPE) and V are looked at where they would be stored.
+    A scale covers the largest magnitude seen, see `calibration.choose`. The result does not depend
+    on the order of the texts, nor on whether the run was interrupted.
+
+    Args:
+        model: a language model, on any device or devices.
+        texts: a text file, a file of JSON lines, or an iterable (a list, a `datasets` dataset) of
+            texts, conversations or token ids; see `read_corpus`.
+        tokenizer: the model's; None: loaded from where the model came from.
+        granularity: a scale for each layer and side ("tensor"), each KV head ("head"), or each head
+            and channel ("channel").
+        center: also try to store K minus its mean, and do so where it helps. Only the format
+            "hf_fp8kv" can hold a centre.
+        dtype: the format that scales are chosen for; they can be used for any.
+        margin: times the largest magnitude; 1.1 leaves a tenth for what the texts did not have.
+        max_tokens: reading stops there.
+        max_length: tokens of the longest piece that the model reads at a time.
+        batch_size: pieces that it reads at a time.
+        text_column: the column of a row that holds the text.
+        chat_template: None: conversations go through the tokenizer's chat template; True: plain
+            texts too, as a user's turn; False: conversations are an error.
+        held_out: tokens that no scale is made on, for the report; 0: no report on quality.
+        state: a file that lets a calibration that was killed go on; gone when it is done.
+        progress: draw a bar with tokens per second on stderr.
+
+    Raises:
+        ConfigError: an argument, a text, or the model cannot be used. ScaleError: never for text.
+    """
+    options = _options(granularity, center, dtype, margin)
+    _check_count("batch_size", batch_size)
+    layers = paged_layers(model)
+    length = _longest(model, max_length)
+    corpus = read_corpus(
+        texts, _tokenizer(model, tokenizer), max_tokens=max_tokens, max_length=length,
+        held_out=held_out, text_column=text_column, chat_template=chat_template,
+    )  # fmt: skip
+    facts = (granularity, center, options.fmt.name, margin, batch_size)
+    path = None if state is None else Path(state)
+    identity = "" if path is None else _identity(model, corpus, facts)
+    kept = State(path, identity)
+    batches = stages.batches_of(corpus.windows, batch_size)
+    held = stages.batches_of(corpus.held_out, 1)
+    total = corpus.tokens + stages.other_tokens(corpus, len(_CACHES), options)
+    with _at_work(model, layers, kept, total, progress) as job:
+        partners = stages.pairs(job, corpus.windows[0])
+        ranges = stages.observed(job, "text", batches, partners)
+        _check_reached(layers, ranges)
+        choices = stages.chosen(job, corpus.windows, ranges, partners, options)
+        source = f"calibrated on {corpus.tokens} tokens"
+
+        def made(found: dict[int, LayerScales]) -> KVScales:
+            found = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in found.items()}
+            return KVScales(found, model_type=model.config.model_type, origin=source)
+
+        scales, centers = stages.with_centers(job, corpus.windows, choices, made, options)
+        gains = {index: choice.gain for index, choice in choices.items()}
+        amax = {index: amax_of(parts) for index, parts in ranges.items()}
+        found = statistics(job, held, scales.layers, amax, gains, options.fmt)
+        rows = _quality(job, held, scales, options.fmt)
+    report = _report(
+        model, scales, options.fmt, margin, kept.seconds, found, rows, centers,
+        texts=corpus.texts, tokens=corpus.tokens, held_out=sum(b.tokens for b in held),
+    )  # fmt: skip
+    kept.remove()
+    return scales.with_report(report)
+
+
+def measure(
+    model: PreTrainedModel,
+    scales: KVScales,
+    texts: Any,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype = "fp8_e4m3",
+    max_tokens: int = 16384,
+    max_length: int = 1024,
+    text_column: str = "text",
+    chat_template: bool | None = None,
+    progress: bool = True,
+) -> CalibrationReport:
+    """Returns how good the scales are for the model on the texts: what `calibrate` reports.
+
+    Args:
+        model, texts, tokenizer, max_tokens, max_length, text_column, chat_template, progress: as in
+            `calibrate`.
+        scales: from any source.
+        dtype: the format to store in.
+
+    Raises:
+        ConfigError: as `calibrate`. ScaleError: the scales are not of this model.
+    """
+    options = _options("head", False, dtype, 1.0)
+    layers = paged_layers(model)
+    FP8PagedCache(model.config, dtype=options.fmt.name, scales=scales)  # layers that are missing
+    corpus = read_corpus(
+        texts, _tokenizer(model, tokenizer), max_tokens=max_tokens,
+        max_length=_longest(model, max_length), held_out=0, text_column=text_column,
+        chat_template=chat_template,
+    )  # fmt: skip
+    batches = stages.batches_of(corpus.windows, 1)
+    few: list[Batch] = []
+    for batch in batches:
+        if sum(b.tokens for b in few) < _SCORED:
+            few.append(batch)
+    total = 2 * corpus.tokens + (1 + len(_CACHES)) * sum(b.tokens for b in few)
+    with _at_work(model, layers, State(None, ""), total, progress) as job:
+        partners = stages.pairs(job, corpus.windows[0])
+        ranges = stages.observed(job, "text", batches, partners)
+        amax = {index: amax_of(parts) for index, parts in ranges.items()}
+        here = {i: layer for i, layer in scales.layers.items() if i in ranges}
+        found = statistics(job, batches, here, amax, {}, options.fmt)
+        rows = _quality(job, few, scales, options.fmt)
+    return _report(
+        model, scales, options.fmt, 1.0, job.state.seconds, found, rows,
+        "Centres were not tried: the scales were given.", texts=0, tokens=0,
+        held_out=corpus.tokens,
+    )  # fmt: skip
+
+
+def _options(granularity: object, center: object, dtype: Any, margin: object) -> stages.Options:
+    if granularity not in get_args(Granularity):
+        raise ConfigError(
+            f"granularity: expected one of {', '.join(get_args(Granularity))}, got {granularity!r}"
+        )
+    if not isinstance(center, bool):
+        raise ConfigError(f"center: expected True or False, got {center!r}")
+    name = parse_dtype(dtype)
+    if name == AUTO:
+        raise ConfigError("dtype: expected an 8-bit format, got 'auto', which needs no scales")
+    number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
+        raise ConfigError(
+            f"margin: expected a factor from 1 to 16, got {shown(margin)}; less than 1 would "
+            "saturate what was seen"
+        )
+    return stages.Options(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: expected a whole number above 0, got {shown(value)}")
+
+
+def _longest(model: PreTrainedModel, max_length: int) -> int:
+    """`max_length`, or less where the model has fewer positions."""
+    _check_count("max_length", max_length)
+    config = model.config.get_text_config(decoder=True)
+    limits = [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
+    return min([max_length, *(n for n in limits if isinstance(n, int) and n > 1)])
+
+
+def _tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
+    name = getattr(model, "name_or_path", "")
+    if tokenizer is not None or not name:
+        return tokenizer
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        # Token ids need none; for anything else, the corpus asks for one.
+        logger.info("no tokenizer in %s: %s", name, error)
+        return None
+
+
+def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...]) -> str:
+    """A digest of all that the scales depend on; of each weight, of its first numbers."""
+    weights = [
+        (name, list(p.shape), str(p.dtype), [] if p.is_meta else p.detach().flatten()[:16].tolist())
+        for name, p in model.named_parameters()
+    ]
+    packages = {name: version(name) for name in ("hf-fp8kv", "torch", "transformers")}
+    config = model.config.to_dict()
+    config.pop("transformers_version", None)
+    return digest_of(packages, config, weights, corpus.digest, facts)
+
+
+def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
+    missing = sorted(layers - set(ranges))
+    if missing:
+        logger.warning(
+            "layers %s stored nothing while the model read the texts, and have no scales; a cache "
+            "with these scales needs skip_layers=%s",
+            shortened(missing),
+            missing,
+        )
+
+
+@contextmanager
+def _at_work(
+    model: PreTrainedModel, layers: frozenset[int], state: State, total: int, progress: bool
+) -> Iterator[stages.Job]:
+    """Inside, the model is in eval mode, and a bar is drawn."""
+    training = model.training
+    model.eval()
+    with tqdm(
+        total=total, disable=not progress, unit="tok", unit_scale=True, dynamic_ncols=True
+    ) as bar:
+
+        def told(stage: str, tokens: int, again: bool) -> None:
+            bar.set_description(stage, refresh=False)
+            if again:
+                bar.initial += tokens
+            bar.update(tokens)
+
+        try:
+            yield stages.Job(model, layers, state, told)
+            # What was not needed after all.
+            bar.total = bar.n
+            bar.set_description("done")
+        finally:
+            model.train(training)
+
+
+def _quality(
+    job: stages.Job, batches: list[Batch], scales: KVScales, fmt: Format
+) -> dict[str, Quality]:
+    """How far caches move the model's predictions; nothing where there is nothing to score."""
+    batches = [batch for batch in batches if batch.ids.shape[1] >= 4]
+    if not batches or not stages.gives_logits(job.model):
+        return {}
+
+    def paged(given: Any) -> Callable[[], Any]:
+        return lambda: FP8PagedCache(job.model.config, dtype=fmt.name, scales=given)
+
+    compared = zip(_CACHES, (scales, None, 1.0), strict=True)
+    caches = {f"{kind} {fmt.name}": paged(given) for kind, given in compared}
+    found = stages.scored(job, "quality", batches, caches)
+    return {name: found[name].quality for name in (UNQUANTISED, *caches)}
+
+
+def _report(
+    model: PreTrainedModel,
+    scales: KVScales,
+    fmt: Format,
+    margin: float,
+    seconds: float,
+    layers: dict[int, LayerStatistics],
+    rows: dict[str, Quality],
+    centers: str,
+    *,
+    texts: int,
+    tokens: int,
+    held_out: int,
+) -> CalibrationReport:
+    kinds = dict.fromkeys(layer.granularity for layer in scales.layers.values())
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    return CalibrationReport(
+        model=name,
+        dtype=fmt.name,
+        granularity="/".join(kinds),
+        margin=margin,
+        texts=texts,
+        tokens=tokens,
+        held_out_tokens=held_out,
+        seconds=seconds,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=versions(),
+        hardware=hardware() | {"device": str(model.device)},
+        scales_digest=scales.digest,
+        centers=centers,
+        layers=layers,
+        quality=tuple(
+            QualityRow(name, q.kl, q.kl_max, q.top1, q.perplexity, q.tokens)
+            for name, q in rows.items()
+        ),
+    )

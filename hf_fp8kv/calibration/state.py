@@ -1,0 +1,143 @@
+"""What a calibration has done so far, in a file from which a killed one goes on.
+
+All the work is a row of folds: over some items, in a fixed order, each adds to a dict of tensors.
+The file holds the dict of every fold and how many items it has taken, whole at any time.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from safetensors import safe_open
+from safetensors.torch import save
+
+from ..errors import ConfigError, ScaleError
+from ..files import wrapped, write_all
+from .observe import Parts
+
+__all__ = ["State", "digest_of"]
+
+_Item = TypeVar("_Item")
+_VERSION = "1"
+# Writing the file costs little, but not nothing.
+_SECONDS = 2.0
+
+
+class State:
+    """The folds of one calibration, kept in memory, and in a file where one is named."""
+
+    def __init__(self, path: Path | None, identity: str) -> None:
+        """Reads the file if it is there.
+
+        Args:
+            path: the file; None: an interruption loses everything.
+            identity: a digest of all that the result depends on.
+
+        Raises:
+            ConfigError: the file is not a state, or that of another calibration, or there is no
+                folder to write it to.
+        """
+        self.path, self.identity = path, identity
+        self.parts: dict[str, Parts] = {}
+        self.done: dict[str, int] = {}
+        self._before = 0.0
+        self._started = self._saved = time.monotonic()
+        if path is None:
+            return
+        if not path.parent.is_dir() or path.is_dir():
+            raise ConfigError(f"state: expected a file in a folder that exists, got {path}")
+        if path.exists():
+            self._read(path)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether anything was done before."""
+        return bool(self.done)
+
+    @property
+    def seconds(self) -> float:
+        """How long all runs took together, but for what a killed one had not saved."""
+        return self._before + time.monotonic() - self._started
+
+    def fold(
+        self,
+        name: str,
+        items: Sequence[_Item],
+        step: Callable[[Parts, _Item], Parts],
+        after: Callable[[_Item, bool], None] = lambda item, again: None,
+    ) -> Parts:
+        """What the items add up to; those that the file has are not gone through again.
+
+        Args:
+            name: of the fold.
+            items: in the order of every run.
+            step: what follows from what there is (at first nothing) and an item.
+            after: called after each item with True if it was done before, by a run that ended.
+        """
+        parts, done = self.parts.get(name, {}), self.done.get(name, 0)
+        for number, item in enumerate(items):
+            if number >= done:
+                parts = step(parts, item)
+                self.parts[name], self.done[name] = parts, number + 1
+                self._save(last=number + 1 == len(items))
+            after(item, number < done)
+        return parts
+
+    def remove(self) -> None:
+        """The file is gone."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _save(self, *, last: bool) -> None:
+        if self.path is None or not (last or time.monotonic() - self._saved > _SECONDS):
+            return
+        tensors = {
+            f"{fold}/{name}": tensor.detach().cpu().contiguous()
+            for fold, parts in self.parts.items()
+            for name, tensor in parts.items()
+        }
+        done = json.dumps({"folds": self.done, "seconds": self.seconds})
+        about = {"hf_fp8kv_state": _VERSION, "of": self.identity, "done": done}
+        try:
+            write_all({self.path: save(tensors, about)})
+        except OSError as error:
+            raise ConfigError(
+                f"state: expected a file that can be written, got {error}; name another"
+            ) from error
+        self._saved = time.monotonic()
+
+    def _read(self, path: Path) -> None:
+        try:
+            with wrapped(path, "the state of a calibration"), safe_open(path, "pt") as file:
+                about = dict(file.metadata() or {})
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            done = json.loads(about.get("done", "null"))
+        except (ScaleError, ValueError) as error:
+            raise ConfigError(
+                f"state: expected the state of a calibration in {path}, got: {error}; delete it to "
+                "start anew"
+            ) from error
+        if about.get("hf_fp8kv_state") != _VERSION or not isinstance(done, dict):
+            raise ConfigError(
+                f"state: expected the state of a calibration, got another file, {path}; name a "
+                "file that is not there yet"
+            )
+        if about.get("of") != self.identity:
+            raise ConfigError(
+                f"state: expected the state of this calibration, got {path} of one with another "
+                "model, other texts, options or versions; repeat those, or delete it to start anew"
+            )
+        self.done = {str(name): int(count) for name, count in done["folds"].items()}
+        self._before = float(done["seconds"])
+        self.parts = {name: {} for name in self.done}
+        for name, tensor in tensors.items():
+            fold, part = name.split("/", 1)
+            self.parts[fold][part] = tensor
+
+
+def digest_of(*facts: object) -> str:
+    """A digest of facts that JSON can hold."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,0 +1,136 @@
+"""What scales do to K and V of a text: what saturates, what vanishes, and the error per format."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..formats import FORMATS, Format
+from ..layer_scales import LayerScales
+from ..quantize import dynamic_scale, rounded, search_scale
+from .observe import Batch, Parts, observe
+from .report import DYNAMIC, LayerStatistics, SideStatistics
+from .stages import Job
+
+__all__ = ["amax_of", "statistics"]
+
+# The formats that errors are measured for; FNUZ has E4M3's.
+_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_e3m4")
+# Tokens that errors are measured on; shares are of all tokens.
+_ERROR_TOKENS = 1024
+# One row of counts for each side: these, then an error for each format, static and dynamic.
+_COUNTS = ("numbers", "saturated", "not_zero", "vanished", "energy")
+
+
+def amax_of(parts: Parts) -> dict[str, tuple[float, ...]]:
+    """The largest magnitude of each KV head, of K and V."""
+    found = {}
+    for side in "kv":
+        largest = torch.maximum(parts[f"{side}_max"].abs(), parts[f"{side}_min"].abs())
+        found[side] = tuple(largest.amax(-1).tolist())
+    return found
+
+
+def statistics(
+    job: Job,
+    batches: Sequence[Batch],
+    layers: Mapping[int, LayerScales],
+    amax: Mapping[int, Mapping[str, tuple[float, ...]]],
+    gains: Mapping[int, float | None],
+    fmt: Format,
+) -> dict[int, LayerStatistics]:
+    """The statistics of every layer.
+
+    Args:
+        job: see `Job`.
+        batches: the text.
+        layers: the scales, in the unit of E4M3.
+        amax: of each layer, what was seen where they were made.
+        gains: what a centre gains in each layer, see `LayerStatistics`.
+        fmt: the format that saturation and underflow are counted in.
+    """
+    tokens = sum(batch.tokens for batch in batches)
+    formats = [FORMATS[name] for name in dict.fromkeys((*_FORMATS, fmt.name))]
+    every = max(1, -(-tokens // _ERROR_TOKENS))
+
+    def step(parts: Parts, batch: Batch) -> Parts:
+        new: Parts = {}
+
+        def seen(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            rows = [
+                _side(x.float(), layers[index], side, fmt, formats, every)
+                for side, x in (("k", k), ("v", v))
+            ]
+            new[str(index)] = torch.stack(rows).cpu()
+
+        observe(job.model, batch, job.layers, seen)
+        return {name: parts[name] + part for name, part in new.items()} if parts else new
+
+    sums = job.over("statistics", batches, step)
+    found = {}
+    for index in sorted(layers):
+        rows = sums[str(index)] if sums else torch.zeros(2, len(_COUNTS) + 2 * len(formats))
+        k, v = (
+            _summary(row.tolist(), amax[index][side], formats)
+            for side, row in zip("kv", rows, strict=True)
+        )
+        centered = layers[index].k_center is not None
+        found[index] = LayerStatistics(k, v, centered, gains.get(index))
+    return found
+
+
+def _side(
+    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format], every: int
+) -> torch.Tensor:
+    """One row of counts, float64, of `[N, Hkv, D]`, float32."""
+    spread = scales.spread(
+        "here", num_kv_heads=x.shape[1], k_head_dim=x.shape[2], v_head_dim=x.shape[2]
+    )
+    scale = (spread.k if side == "k" else spread.v).to(x.device)
+    center = spread.k_center if side == "k" else None
+    stored = x if center is None else x - center.to(x.device)
+    scaled = stored / (scale * fmt.scale_from_e4m3)
+    zero = stored == 0
+    counts = [
+        torch.tensor(x.numel(), device=x.device),
+        (scaled.abs() > fmt.max).sum(),
+        (~zero).sum(),
+        ((rounded(scaled, fmt) == 0) & ~zero).sum(),
+    ]
+    x, stored = x[::every], stored[::every]
+    counts.append(x.square().sum(dtype=torch.float64))
+    for one in formats:
+        unit = scale * one.scale_from_e4m3
+        counts.append(
+            (rounded(stored / unit, one) * unit - stored).square().sum(dtype=torch.float64)
+        )
+    for one in formats:
+        unit = (search_scale if side == "k" else dynamic_scale)(x, one).float()[..., None]
+        counts.append(_lost(x, unit, one))
+    return torch.stack([count.double() for count in counts])
+
+
+def _lost(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The squared error of `x` under a scale in the unit of `fmt`, float64."""
+    return (rounded(x / scale, fmt) * scale - x).square().sum(dtype=torch.float64)
+
+
+def _one_sided(scales: LayerScales, side: str) -> LayerScales:
+    """The scales of one side for both, since the head sizes of K and V may differ."""
+    if side == "k":
+        return LayerScales(scales.k, scales.k, scales.k_center)
+    return LayerScales(scales.v, scales.v)
+
+
+def _summary(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
+    numbers, saturated, not_zero, vanished, energy = row[: len(_COUNTS)]
+    names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
+    errors = row[len(_COUNTS) :]
+    return SideStatistics(
+        amax,
+        saturated / max(numbers, 1.0),
+        vanished / max(not_zero, 1.0),
+        {
+            name: (e / energy) ** 0.5 if energy else 0.0
+            for name, e in zip(names, errors, strict=True)
+        },
+    )
