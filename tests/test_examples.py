@@ -13,6 +13,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 # Small enough for a test, and the same way through the script.
 ARGUMENTS = {
+    "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],
     "long_context.py": ["--max-pages", "8", "--chunk", "128"],
@@ -154,3 +155,25 @@ def test_a_pipeline_is_switched_on_and_off(run):
     assert answers[0] == "  'London is the capital of the United Kingdom.'"
     assert answers[1].startswith("  'Water boils at ")
     assert answers[2].startswith("  'The three primary colours are red, yellow and blue")
+
+
+def test_calibrated_scales_are_written_and_read_back(run, tmp_path):
+    out = tmp_path / "scales"
+    printed = run(
+        "calibrate_and_export.py", *ARGUMENTS["calibrate_and_export.py"], "--out", str(out)
+    )
+    assert re.search(
+        r"^KVScales\(30 layers, per tensor, .*from \d+ tokens in \d+ s$", printed, re.M
+    )
+    kl = dict(
+        re.findall(r"^(\w.+): KL ([\d.e+-]+), same top-1 [\d.]+%, over \d+ tokens$", printed, re.M)
+    )
+    assert {"static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"} <= kl.keys()
+    assert 0 < float(kl["static fp8_e4m3"]) < 0.1
+    shared = _numbers(r"json: vllm-json, layer 0: K ([\d.]+), V ([\d.]+)", printed)
+    k, v = _numbers(r"copy: compressed-tensors, layer 0: K ([\d.]+), V ([\d.]+)", printed)
+    assert shared == (max(k, v), max(k, v))
+    assert k != v
+    assert "London is the capital of" in printed.splitlines()[-1]
+    weights = [path.stat().st_size for path in (out / "copy").glob("*.safetensors")]
+    assert sum(weights) > 2 * 134_515_008  # a whole checkpoint, and the scales

@@ -1,0 +1,56 @@
+"""Calibrate a model's KV scales, look at what they cost, and write them for other servers.
+
+    python examples/calibrate_and_export.py
+    python examples/calibrate_and_export.py --model path/to/folder --max-tokens 262144 --out scales
+
+The texts are pages of Python's documentation, and few: enough to see how it works, not for scales
+to keep. --model must be a folder, since one of the two formats is written into a copy of it.
+"""
+
+import argparse
+import pydoc_data.topics
+import tempfile
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_fp8kv import FP8PagedCache, KVScales, calibrate
+from hf_fp8kv.demo import model_path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, help="a folder; without: the demo's model")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="to calibrate on")
+    parser.add_argument("--held-out", type=int, default=512, help="tokens to measure on")
+    parser.add_argument("--out", type=Path, help="a new folder; without: a temporary one")
+    args = parser.parse_args()
+    folder = args.model or model_path()
+    out = args.out or Path(tempfile.mkdtemp(prefix="hf_fp8kv-"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fp8_paged")
+
+    texts = list(pydoc_data.topics.topics.values())
+    # What other servers can hold: one number for K of a layer and one for V, and no centres.
+    simple = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
+    limits = {"max_tokens": args.max_tokens, "held_out": args.held_out}
+    scales = calibrate(model, texts, **simple, **limits)
+    print(f"{scales}, from {scales.report.tokens} tokens in {scales.report.seconds:.0f} s")
+    for row in scales.report.quality:
+        print(f"{row.cache}: KL {row.kl:.1e}, same top-1 {row.top1:.1%}, over {row.tokens} tokens")
+
+    # A warning says what a format cannot hold: this one has a single number for K and V together.
+    scales.save_pretrained(out / "json", format="vllm-json")
+    scales.save_pretrained(out / "copy", format="compressed-tensors", checkpoint=folder)
+    for part in ("json", "copy"):
+        read = KVScales.from_pretrained(out / part)
+        k, v = read.layers[0].k.item(), read.layers[0].v.item()
+        print(f"{out / part}: {read.format}, layer 0: K {k:.4f}, V {v:.4f}")
+    inputs = tokenizer("London is the capital of", return_tensors="pt")
+    cache = FP8PagedCache(model.config, scales=out / "copy")
+    answer = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    print(repr(tokenizer.decode(answer[0])))
+
+
+if __name__ == "__main__":
+    main()
