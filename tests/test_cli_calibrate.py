@@ -235,3 +235,26 @@ def test_a_scale_error_is_one_message(run, calibration):
     code, _, err = run()
     assert code == 1
     assert err.splitlines()[-1].startswith("hf-fp8kv: error: layer 1: ")
+
+
+def test_for_real(run, tmp_path, model, text, monkeypatch, capsys):
+    options = ["--max-length", "64", "--max-tokens", "160", "--held-out", "40"]
+    code, out, err = run(*options, "--granularity", "tensor")
+    assert code == 0, err
+    for part in ("unquantised", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):
+        assert part in out
+    scales = KVScales.from_pretrained(tmp_path / "out")
+    assert {layer.granularity for layer in scales.layers.values()} == {"tensor"}
+    assert not (tmp_path / "out" / ".calibration-state").exists()
+    call = command_line.runner(monkeypatch, capsys)
+    fixed = ("inspect", str(tmp_path / "out"), "--model", model, "--texts", str(text))
+    code, out, err = call(*fixed, "--max-tokens", "100", "--device", "cpu", "--json")
+    assert code == 0, err
+    said = json.loads(out)
+    for index, layer in scales.layers.items():
+        side = said["layers"][str(index)]["v"]
+        assert side["amax_from"] == "text"
+        assert side["amax"] <= 448 * layer.v.item() * 1.001
+        assert side["saturated"] == 0
+    caches = {row["cache"]: row for row in said["report"]["quality"]}
+    assert 0 <= caches["static fp8_e4m3"]["kl"] < 0.1

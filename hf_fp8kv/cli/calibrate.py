@@ -3,7 +3,6 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +65,7 @@ def calibrate(
     dtype: Dtype = None,
     margin: Annotated[
         float | None,
-        typer.Option(help="Scales hold so many times what was seen. Default: 1.0."),
+        typer.Option(min=1, max=16, help="Scales hold so many times what was seen. Default: 1.0."),
     ] = None,
     to: Annotated[
         str,
@@ -224,5 +223,12 @@ def _print_result(
         print(json.dumps(facts(scales) | {"files": files, "warnings": warnings, "report": found}))
         return
     if report is not None and report.quality:
-        show([rows_table([asdict(row) for row in report.quality])], piped_width=120)
+        rows = [
+            {
+                "cache": row.cache, "mean KL": row.kl, "largest KL": row.kl_max,
+                "same top-1": f"{row.top1:.2%}", "perplexity": row.perplexity, "tokens": row.tokens,
+            }
+            for row in report.quality
+        ]  # fmt: skip
+        show([rows_table(rows)], piped_width=120)
     print("\n".join(map(str, paths)))
