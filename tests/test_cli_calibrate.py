@@ -134,11 +134,13 @@ def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibratio
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
 
 
-def test_scales_of_another_format_are_kept_too(run, calibration, tmp_path):
-    random_scales("tensor").save_pretrained(tmp_path / "out", format="vllm-json")
+@pytest.mark.parametrize("file", ["kv_cache_scales.json", "kv_calibration.json"])
+def test_scales_of_another_format_and_reports_are_kept_too(run, calibration, tmp_path, file):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / file).write_text("{}")
     code, _, err = run()
     assert (code, calibration.calls) == (1, [])
-    assert "kv_cache_scales.json" in err
+    assert file in err
 
 
 def test_a_folder_with_weights_takes_no_config(run, calibration, model, tmp_path):

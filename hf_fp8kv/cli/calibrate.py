@@ -137,6 +137,7 @@ def calibrate(
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """The folder can take the scales: known before minutes are spent."""
+    from ..calibration.report import REPORT_FILE
     from ..export_files import SCALES_FILE, scale_files
     from ..own_file import OWN_FILE
     from ..scales import KVScales
@@ -146,7 +147,7 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
     some = KVScales.uniform(1)
     names = {*scale_files(some, some.layers, format, 1)}
-    scales = {OWN_FILE, JSON_FILE, SCALES_FILE, *names}
+    scales = {OWN_FILE, REPORT_FILE, JSON_FILE, SCALES_FILE, *names}
     there = sorted(name for name in scales if (folder / name).exists())
     if there and not overwrite:
         raise ScaleError(
