@@ -224,6 +224,8 @@ def _print_result(
         print(json.dumps(facts(scales) | {"files": files, "warnings": warnings, "report": found}))
         return
     if report is not None and report.quality:
+        from rich.text import Text
+
         rows = [
             {
                 "cache": row.cache, "mean KL": row.kl, "largest KL": row.kl_max,
@@ -231,5 +233,5 @@ def _print_result(
             }
             for row in report.quality
         ]  # fmt: skip
-        show([rows_table(rows)], piped_width=120)
+        show([rows_table(rows), Text(report.centers)], piped_width=120)
     print("\n".join(map(str, paths)))
