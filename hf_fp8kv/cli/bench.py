@@ -17,6 +17,7 @@ _SUITES = {
     "cpu": ("hf_fp8kv.bench", "run_cpu_suite"),
     "gpu": ("hf_fp8kv.bench_gpu", "run_gpu_suite"),
     "quality": ("hf_fp8kv.quality", "run_quality_suite"),
+    "accuracy": ("hf_fp8kv.accuracy", "run_accuracy_suite"),
 }
 
 
@@ -24,13 +25,19 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="cpu, gpu: speed and memory. quality: a model's predictions.",
+            help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
+            "by format, kind of scales and centre (minutes).",
             autocompletion=completing(lambda: _SUITES),
         ),
     ] = "cpu",
     model: Model = None,
     device: Device = "auto",
-    texts: Annotated[int, typer.Option(min=1, help="How many texts to score.")] = 4,
+    texts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="How many texts to score; quality: 4, accuracy: 8.", show_default=False
+        ),
+    ] = None,
     experiments: Annotated[
         bool, typer.Option("--experiments", help="gpu: try other launch parameters instead.")
     ] = False,
@@ -52,7 +59,7 @@ def bench(
         typer.Option("--json", metavar="PATH", help="Write JSON too; - prints it and no table."),
     ] = None,
 ) -> None:
-    """Measure against transformers' own caches; --model and --texts are for quality."""
+    """Measure against transformers' own caches; quality, accuracy: --model and --texts."""
     one_of(suite, _SUITES, "--suite")
     check_writable(json_path, "--json")
     check_plot(plot_path)
@@ -68,9 +75,11 @@ def bench(
         arguments = {"dry": dry, "seconds": seconds, "save": saved, **_gpu_arguments(device, dry)}
         if experiments:
             arguments["sections"] = ("ceilings", "experiments")
-    if suite == "quality":
+    if suite in ("quality", "accuracy"):
         loaded, tokenizer = load(model, device, "float32")
-        arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO, "texts": texts}
+        arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO}
+        if texts is not None:
+            arguments["texts"] = texts
     if shown is not None:
         result = _stored(shown)
     else:
