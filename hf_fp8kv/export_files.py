@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from safetensors.torch import save as to_safetensors
 
+from .calibration.report import REPORT_FILE
 from .errors import ScaleError
 from .export_config import HF_QUANT_CONFIG, declared, declared_beside
 from .formats import FORMATS
@@ -168,7 +169,9 @@ def scale_files(
     """The files of the scales alone, by their names; what a reader looks for first comes last."""
     if format == "hf_fp8kv":
         about: dict[str, object] = {"model_type": scales.model_type, "origin": scales.origin}
-        return own_files(layers, {**about, "read_as": scales.format})
+        # The report comes first: what is read comes last.
+        report = {} if scales.report is None else {REPORT_FILE: as_json(scales.report.to_dict())}
+        return report | own_files(layers, {**about, "read_as": scales.format})
     if format == "vllm-json":
         return vllm_json(layers, scales.model_type, tp_size)
     tensors = tensors_of(layers, format)

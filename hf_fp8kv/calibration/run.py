@@ -257,7 +257,7 @@ def _at_work(
 
         def told(stage: str, tokens: int, again: bool) -> None:
             bar.set_description(stage, refresh=False)
-            if again:
+            if again and not bar.disable:  # not part of the speed
                 bar.initial += tokens
             bar.update(tokens)
 

@@ -82,11 +82,9 @@ def _side(
     x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format], every: int
 ) -> torch.Tensor:
     """One row of counts, float64, of `[N, Hkv, D]`, float32."""
-    spread = scales.spread(
-        "here", num_kv_heads=x.shape[1], k_head_dim=x.shape[2], v_head_dim=x.shape[2]
-    )
-    scale = (spread.k if side == "k" else spread.v).to(x.device)
-    center = spread.k_center if side == "k" else None
+    dims = {"num_kv_heads": x.shape[1], "k_head_dim": x.shape[2], "v_head_dim": x.shape[2]}
+    spread = _one_sided(scales, side).spread("here", **dims)
+    scale, center = spread.k.to(x.device), spread.k_center
     stored = x if center is None else x - center.to(x.device)
     scaled = stored / (scale * fmt.scale_from_e4m3)
     zero = stored == 0

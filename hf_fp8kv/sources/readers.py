@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from ..calibration.report import REPORT_FILE, CalibrationReport
 from ..errors import ScaleError
 from ..files import PICKLES, read_header, read_json, read_weight_map
 from ..own_file import OWN_FILE, read_own
@@ -53,7 +54,23 @@ def _read_own(path: Path, names: list[str], about: str, want: Request) -> KVScal
     check_model_type(path, model_type, want.model_type, want)
     expected = range(want.num_layers) if want.num_layers else sorted(layers)
     layers = complete(layers, expected, want, str(path))
-    return KVScales(layers, "hf_fp8kv", model_type, str(path))
+    scales = KVScales(layers, "hf_fp8kv", model_type, str(path))
+    return _reported(scales, path.with_name(REPORT_FILE))
+
+
+def _reported(scales: KVScales, path: Path) -> KVScales:
+    """The scales with the report beside them, if it is theirs; they are good without it."""
+    if not path.is_file():
+        return scales
+    try:
+        report = CalibrationReport.from_dict(read_json(path), str(path))
+    except ScaleError as error:
+        logger.warning("the report of the calibration is left out: %s", error)
+        return scales
+    if report.scales_digest != scales.digest:
+        logger.warning("%s: is about other scales than those beside it, and left out", path)
+        return scales
+    return scales.with_report(report)
 
 
 def _read_beside(path: Path, files: dict[str, str], want: Request) -> KVScales:
@@ -93,6 +110,7 @@ def _read_folder(folder: Folder, want: Request) -> KVScales:
     """Our own file, else the tensors of the checkpoint, else the JSON beside them."""
     own = folder.path(OWN_FILE)
     if own is not None:
+        folder.path(REPORT_FILE)  # fetched to lie beside it
         return read_file(own, want)
     declared, config = _declared(folder)
     files = _indexed(folder)

@@ -1,0 +1,489 @@
+"""Calibration: what is observed, which scales follow, and what an interruption may change."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache
+
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
+from hf_fp8kv.calibration import measure, stages
+from hf_fp8kv.calibration.report import REPORT_FILE
+from hf_fp8kv.formats import FORMATS
+from tests.tiny_models import VOCAB, tiny
+
+QUIET = {"max_length": 24, "held_out": 100, "progress": False}
+
+
+def texts(count: int = 24, seed: int = 0) -> list[torch.Tensor]:
+    """Token ids, 8 to 40 of them: some texts are cut into two windows."""
+    chance = torch.Generator().manual_seed(seed)
+    # None of 25: a window of one token is left out.
+    lengths = [n + (n == 25) for n in torch.randint(8, 41, (count,), generator=chance).tolist()]
+    return [torch.randint(3, VOCAB, (length,), generator=chance) for length in lengths]
+
+
+def seen(model, windows) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """K and V `[N, H, D]` of every layer, float32, from a cache of transformers' own."""
+    found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for window in windows:
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=window[None].long(), past_key_values=cache)
+        for index, layer in enumerate(cache.layers):
+            pair = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
+            found.setdefault(index, []).append(pair)
+    return {
+        i: (torch.cat([k for k, _ in ps]).float(), torch.cat([v for _, v in ps]).float())
+        for i, ps in found.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama", num_hidden_layers=3)[0]
+
+
+@pytest.fixture(scope="module")
+def biased():
+    return tiny("qwen2", key_bias=30.0)[0]
+
+
+# -- the scales ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e3m4"])
+def test_scales_cover_what_was_seen_and_little_more(llama, granularity, dtype):
+    windows = [t[:24] for t in texts()]
+    scales = calibrate(
+        llama, windows, granularity=granularity, center=False, dtype=dtype, **QUIET | {"held_out": 0}
+    )  # fmt: skip
+    over = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}[granularity]
+    shape = {"tensor": (), "head": (2, 1), "channel": (2, 16)}[granularity]
+    for index, (k, v) in seen(llama, windows).items():
+        layer = scales.layers[index]
+        # An octave up the scale repeats itself; K also has room for what RoPE may make of it.
+        for side, x, most in (("k", k, 2 * 2**0.5 * 2), ("v", v, 2)):
+            scale = getattr(layer, side)
+            assert scale.shape == shape
+            amax = x.abs().amax(over, keepdim=True)[0].reshape(shape)
+            reach = scale * 448 / amax
+            assert (reach >= 1 - 1e-5).all(), (index, side, reach)
+            if side == "v" or granularity != "channel":
+                assert (reach <= most + 1e-5).all(), (index, side, reach)
+
+
+def test_k_and_v_and_the_heads_have_scales_of_their_own(llama):
+    layer = calibrate(llama, texts(), **QUIET).layers[1]
+    values = [*layer.k.flatten().tolist(), *layer.v.flatten().tolist()]
+    assert len(set(values)) == 4
+
+
+def test_a_margin_multiplies(llama):
+    one, two = (
+        calibrate(llama, texts(), margin=m, granularity="tensor", center=False, **QUIET)
+        for m in (1.0, 2.0)
+    )
+    for index in one.layers:
+        torch.testing.assert_close(two.layers[index].v, 2 * one.layers[index].v)
+
+
+def test_k_per_channel_has_room_for_other_positions(llama):
+    """Pairs are rotated: what one channel has at a position, its partner has at another."""
+    near = calibrate(llama, texts(), granularity="channel", center=False, **QUIET)
+    far: dict[int, torch.Tensor] = {}
+    for first in range(0, 231, 7):
+        for text in texts(6):
+            ids = text[None, :24]
+            cache = DynamicCache(config=llama.config)
+            with torch.no_grad():
+                positions = torch.arange(first, first + ids.shape[1])[None]
+                llama(input_ids=ids, position_ids=positions, past_key_values=cache)
+            for index, layer in enumerate(cache.layers):
+                amax = layer.keys[0].abs().amax(1)
+                far[index] = torch.maximum(far.get(index, amax), amax)
+    for index, amax in far.items():
+        assert (near.layers[index].k * 448 >= amax * (1 - 1e-4)).all()
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_head_of_zeros_gets_the_scale_of_its_neighbours(side):
+    model = tiny("llama")[0]
+    with torch.no_grad():
+        getattr(model.model.layers[0].self_attn, f"{side}_proj").weight[:16] = 0
+        getattr(model.model.layers[1].self_attn, f"{side}_proj").weight[:] = 0
+    scales = calibrate(model, texts(), **QUIET)
+    found = getattr(scales.layers[0], side)
+    assert (found[1] / 16 <= found[0]).all()
+    assert (getattr(scales.layers[1], side) * 448 >= 1).all()
+    FP8PagedCache(model.config, scales=scales)
+
+
+# -- centres ---------------------------------------------------------------------------------------
+
+
+def test_centres_where_k_is_biased_and_not_elsewhere(biased, llama):
+    with_bias = calibrate(biased, texts(), **QUIET)
+    assert with_bias.centered
+    assert with_bias.report.centers.startswith("Centres in ")
+    k, _ = seen(biased, [t[:24] for t in texts()])[0]
+    center = with_bias.layers[0].k_center
+    assert (center - k.mean(0)).abs().max() < 0.1 * k.mean(0).abs().max()
+    rows = {row.cache: row for row in with_bias.report.quality}
+    plain = calibrate(biased, texts(), center=False, **QUIET)
+    assert not plain.centered
+    bare = {row.cache: row for row in plain.report.quality}
+    assert rows["static fp8_e4m3"].kl < bare["static fp8_e4m3"].kl / 2
+
+    without = calibrate(llama, texts(), **QUIET)
+    assert not without.centered
+    assert without.report.centers.startswith("No centres: ")
+
+
+# -- the same for any order ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_any_order_of_texts_gives_the_same_scales(biased, batch_size):
+    one = calibrate(biased, texts(), batch_size=batch_size, **QUIET)
+    for seed in (1, 2):
+        other = texts()
+        random.Random(seed).shuffle(other)
+        again = calibrate(biased, other, batch_size=batch_size, **QUIET)
+        assert again.digest == one.digest
+        assert again.report.quality == one.report.quality
+
+
+def test_padding_is_not_looked_at():
+    """Token 0 fills up a batch; here it is far larger than any other."""
+    model = tiny("llama")[0]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 1e4 * torch.randn(64)
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.fill_(1.0)
+            layer.input_layernorm.variance_epsilon = 1e12  # no longer made small again
+    one, five = (calibrate(model, texts(), batch_size=size, **QUIET) for size in (1, 5))
+    for index in one.layers:
+        for side in ("k", "v"):
+            torch.testing.assert_close(
+                getattr(five.layers[index], side), getattr(one.layers[index], side),
+                rtol=0.05, atol=0,
+            )  # fmt: skip
+
+
+# -- interruptions ---------------------------------------------------------------------------------
+
+
+def test_killed_twenty_times_and_the_same_scales(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), "20", "3"]
+    root = Path(__file__).parents[1]
+    found = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    result = json.loads(found.stdout)
+    assert len(result["left"]) == 20
+    assert result["found"] == result["expected"]
+    assert not result["state"]
+    # Something was lost by none of them, and they fell into several stages.
+    amounts = [sum(left.values()) for left in result["left"]]
+    assert amounts == sorted(amounts)
+    assert len({tuple(left) for left in result["left"]}) >= 3
+
+
+class Stopped(Exception):
+    """An interruption."""
+
+
+def stop_after(model, calls: int):
+    """The model raises at that call."""
+    left = calls
+
+    def called(*_):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Stopped
+
+    return model.register_forward_pre_hook(called)
+
+
+def test_what_was_done_is_not_done_again(biased, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_fp8kv.calibration.state._SECONDS", 0.0)
+    state = tmp_path / "state"
+    calls = 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+
+    hook = biased.register_forward_pre_hook(count)
+    expected = calibrate(biased, texts(), **QUIET)
+    whole, calls = calls, 0
+    with pytest.raises(Stopped):
+        stop = stop_after(biased, 20)
+        try:
+            calibrate(biased, texts(), state=state, **QUIET)
+        finally:
+            stop.remove()
+    assert state.is_file()
+    before, calls = calls, 0
+    found = calibrate(biased, texts(), state=state, **QUIET)
+    hook.remove()
+    assert found.digest == expected.digest
+    assert found.report.quality == expected.report.quality
+    # The interrupted call itself is made again.
+    assert before + calls == whole + 1
+    assert not state.exists()
+
+
+def test_the_state_of_another_calibration_is_refused(biased, llama, tmp_path):
+    state = tmp_path / "state"
+    with pytest.raises(Stopped):
+        stop = stop_after(biased, 4)
+        try:
+            calibrate(biased, texts(), state=state, **QUIET)
+        finally:
+            stop.remove()
+    before = state.read_bytes()
+    others = [
+        (llama, texts(), {}),
+        (biased, texts(seed=1), {}),
+        (biased, texts(), {"granularity": "tensor"}),
+        (biased, texts(), {"margin": 1.5}),
+        (biased, texts(), {"center": False}),
+        (tiny("qwen2", key_bias=31.0)[0], texts(), {}),
+    ]
+    for model, other, more in others:
+        with pytest.raises(ConfigError, match="expected the state of this calibration"):
+            calibrate(model, other, state=state, **QUIET, **more)
+        assert state.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64], ids=["empty", "json", "zeros"])
+def test_a_file_that_is_no_state_is_refused_and_kept(llama, tmp_path, content):
+    state = tmp_path / "state"
+    state.write_bytes(content)
+    with pytest.raises(ConfigError, match="expected the state of a calibration"):
+        calibrate(llama, texts(), state=state, **QUIET)
+    assert state.read_bytes() == content
+
+
+def test_a_state_needs_a_folder(llama, tmp_path):
+    with pytest.raises(ConfigError, match="a file in a folder that exists"):
+        calibrate(llama, texts(), state=tmp_path / "none" / "state", **QUIET)
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def test_the_report(llama):
+    scales = calibrate(llama, texts(), granularity="head", **QUIET)
+    report = scales.report
+    assert report.scales_digest == scales.digest
+    assert (report.dtype, report.granularity, report.texts) == ("fp8_e4m3", "head", 24)
+    assert report.tokens + report.held_out_tokens == sum(map(len, texts()))
+    assert 50 <= report.held_out_tokens <= 200
+    names = [row.cache for row in report.quality]
+    assert names == [
+        "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3"
+    ]  # fmt: skip
+    plain, *others = report.quality
+    assert plain.kl == 0.0
+    assert plain.top1 == 1.0
+    assert all(0 < row.kl < 0.5 and row.tokens == plain.tokens for row in others)
+    for index, layer in report.layers.items():
+        for side in (layer.k, layer.v):
+            assert len(side.amax) == 2
+            assert 0.01 < side.error["fp8_e4m3"] < 0.04
+            assert side.error["fp8_e3m4"] < 0.6 * side.error["fp8_e4m3"]
+            assert side.error["fp8_e5m2"] > 1.7 * side.error["fp8_e4m3"]
+        k, _ = seen(llama, [t[:24] for t in texts()])[index]
+        assert max(layer.k.amax) <= k.abs().max() * 1.001
+
+
+def test_without_text_held_out_there_is_no_quality(llama):
+    report = calibrate(llama, texts(), **QUIET | {"held_out": 0}).report
+    assert report.quality == ()
+    assert report.held_out_tokens == 0
+
+
+def test_it_lies_beside_the_scales_and_is_read_with_them(llama, tmp_path, caplog):
+    scales = calibrate(llama, texts(), **QUIET)
+    paths = scales.save_pretrained(tmp_path)
+    assert tmp_path / REPORT_FILE in paths
+    assert KVScales.from_pretrained(tmp_path).report == scales.report
+    assert KVScales.from_file(tmp_path / "kv_scales.safetensors").report == scales.report
+    assert "report" not in caplog.text
+    calibrate(llama, texts(seed=5), **QUIET).save_pretrained(tmp_path / "other")
+    (tmp_path / REPORT_FILE).write_bytes((tmp_path / "other" / REPORT_FILE).read_bytes())
+    assert KVScales.from_pretrained(tmp_path).report is None
+    assert "other scales" in caplog.text
+    (tmp_path / REPORT_FILE).write_text('{"model": 1}')
+    assert KVScales.from_pretrained(tmp_path).report is None
+    assert "left out" in caplog.text
+
+
+def test_measure_sees_scales_that_are_wrong(llama):
+    scales = calibrate(llama, texts(), center=False, **QUIET)
+    other = texts(seed=9)
+    good = measure(llama, scales, other, max_length=24, progress=False)
+    assert good.scales_digest == scales.digest
+    assert (good.texts, good.tokens, good.held_out_tokens) == (0, 0, sum(map(len, other)))
+    small = KVScales({i: type(s)(s.k / 8, s.v) for i, s in scales.layers.items()})
+    bad = measure(llama, small, other, max_length=24, progress=False)
+    for index in scales.layers:
+        assert bad.layers[index].k.saturated > 0.05
+        assert bad.layers[index].k.error["fp8_e4m3"] > 4 * good.layers[index].k.error["fp8_e4m3"]
+        assert bad.layers[index].v == good.layers[index].v
+    large = KVScales({i: type(s)(s.k, s.v * 2.0**12) for i, s in scales.layers.items()})
+    coarse = measure(llama, large, other, max_length=24, progress=False)
+    assert coarse.layers[0].v.underflow > 0.02
+    assert coarse.quality[1].kl > 1.2 * good.quality[1].kl
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "bloom", "cohere2", "deepseek_v3"])
+@pytest.mark.parametrize("granularity", ["head", "channel"])
+def test_other_architectures(name, granularity):
+    """Sliding windows, learned positions, ALiBi, layers without RoPE, a latent."""
+    model, inputs = tiny(name)
+    scales = calibrate(model, texts(), granularity=granularity, **QUIET)
+    cache = FP8PagedCache(model.config, scales=scales)
+    assert set(scales.layers) == {layer.index for layer in cache.paged_layers}
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert scales.report.quality[1].kl < 0.2
+
+
+def test_layers_that_are_not_attention_need_no_scales():
+    model = tiny("qwen3_next")[0]
+    scales = calibrate(model, texts(), **QUIET)
+    paged = {x.index for x in FP8PagedCache(model.config).paged_layers}
+    assert set(scales.layers) == paged < set(range(2))
+
+
+@pytest.mark.parametrize("name", ["seq2seq/bart", "seq2seq/t5"])
+def test_the_decoder_of_an_encoder_decoder(name):
+    model, inputs = tiny(name)
+    scales = calibrate(model, texts(), **QUIET)
+    assert scales.report.quality[1].kl > 0
+    cache = EncoderDecoderCache(FP8PagedCache(model.config, scales=scales), FP8PagedCache())
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+
+
+def test_parts_of_the_model_on_disk(tmp_path):
+    from accelerate import cpu_offload
+
+    expected = calibrate(tiny("llama")[0], texts(), **QUIET)
+    model = cpu_offload(tiny("llama")[0], execution_device=torch.device("cpu"))
+    found = calibrate(model, texts(), **QUIET, state=tmp_path / "state")
+    assert found.digest == expected.digest
+
+
+def test_the_model_is_left_as_it_was(biased):
+    biased.train()
+    biased.set_attn_implementation("eager")
+    try:
+        calibrate(biased, texts(), **QUIET)
+        assert biased.training
+        assert biased.config._attn_implementation == "eager"
+    finally:
+        biased.eval()
+        biased.set_attn_implementation("sdpa")
+
+
+def test_nan_is_an_error_that_names_the_layer():
+    model = tiny("llama")[0]
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match="layer 1: expected finite V, got NaN"):
+        calibrate(model, texts(), **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"granularity": "token"}, "granularity: expected one of tensor, head, channel"),
+        ({"center": "yes"}, "center: expected True or False"),
+        ({"dtype": "auto"}, "dtype: expected an 8-bit format"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"margin": 0.5}, "margin: expected a factor from 1 to 16"),
+        ({"margin": float("nan")}, "margin: expected a factor"),
+        ({"batch_size": 0}, "batch_size: expected a whole number"),
+        ({"max_length": 0}, "max_length"),
+        ({"max_tokens": 1}, "max_tokens"),
+        ({"held_out": -1}, "held_out"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_be(llama, more, message):
+    with pytest.raises(ConfigError, match=message):
+        calibrate(llama, texts(), **QUIET | more)
+
+
+def test_things_that_are_no_model_or_have_no_cache(llama):
+    with pytest.raises(ConfigError, match="expected a PreTrainedModel"):
+        calibrate("llama", texts())
+    with pytest.raises(ConfigError, match="expected the config of a model that can use this"):
+        calibrate(_mamba(), texts(), **QUIET)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        calibrate(llama, ["a text"], **QUIET)
+
+
+def _mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB, "state_size": 4}
+    return MambaForCausalLM(MambaConfig(**sizes))
+
+
+def test_measure_needs_scales_of_the_model(llama):
+    with pytest.raises(ScaleError, match="expected scales for every paged layer"):
+        measure(llama, KVScales.uniform(2), texts(), progress=False)
+
+
+def test_a_real_model(demo_model_path):
+    """Static scales per head, e4m3, with centres: KL on text of other topics, in float32."""
+    from pydoc_data.topics import topics
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_fp8kv.quality import TEXTS, Scores, compare
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
+    model = AutoModelForCausalLM.from_pretrained(demo_model_path)
+    others = [topics[name] for name in sorted(topics) if name not in TEXTS]
+    scales = calibrate(model, others, max_tokens=12288, max_length=512, held_out=0, progress=False)
+    assert scales.centered
+    # E4M3 is enough for it: nothing that was seen saturates.
+    assert all(s.k.amax() * FORMATS["fp8_e4m3"].max < 448 for s in scales.layers.values())
+    model = model.float()
+    model.set_attn_implementation("fp8_paged")
+    found = []
+    for name in TEXTS:
+        ids = tokenizer(topics[name], return_tensors="pt").input_ids[:, :640]
+        caches = {"static": lambda: FP8PagedCache(model.config, scales=scales)}
+        found.append(compare(model, ids, caches, prefill=512, chunk=128)["static"])
+    quality = Scores.together(found).quality
+    assert quality.kl <= 9e-3, quality
+    assert quality.top1 > 0.93
+
+
+def test_batches_and_samples():
+    windows = [torch.arange(n) for n in (9, 7, 5, 3)]
+    first, last = stages.batches_of(windows, 3)
+    assert (first.ids.shape, first.tokens, last.tokens) == ((3, 9), 21, 3)
+    assert first.valid.sum(1).tolist() == [9, 7, 5]
+    assert last.valid is None
+    x = torch.arange(10)
+    assert stages.thinned(x, 4).tolist() == [0, 3, 6, 9]
+    assert stages.thinned(x, 100).tolist() == x.tolist()

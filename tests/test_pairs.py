@@ -1,0 +1,84 @@
+"""Which channels RoPE rotates together: measured, and compared with what each model's code does."""
+
+import pytest
+import torch
+
+from hf_fp8kv.calibration.observe import paged_layers
+from hf_fp8kv.calibration.pairs import measure_pairs, partners_of
+from tests.tiny_models import VOCAB, tiny
+
+
+def halves(size: int, block: int | None = None, start: int = 0) -> list[int]:
+    block = block or size
+    partner = list(range(size))
+    for i in range(start, start + block // 2):
+        partner[i], partner[i + block // 2] = i + block // 2, i
+    return partner
+
+
+def neighbours(size: int) -> list[int]:
+    return [i ^ 1 for i in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("llama", {}, [halves(16)] * 2),
+        ("cohere2", {}, [neighbours(16), list(range(16))]),
+        ("gpt_neox", {}, [halves(16, 4)] * 2),
+        ("gpt2", {}, [list(range(16))] * 2),
+        ("gemma3_text", {}, [halves(16)] * 2),
+    ],
+    ids=["halves", "neighbours-and-none", "a-quarter", "learned-positions", "two-thetas"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_of_a_model(name, more, expected, dtype):
+    model = tiny(name, **more)[0].to(dtype)
+    window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
+    found = measure_pairs(model, window, paged_layers(model))
+    assert [found[i].k.tolist() for i in sorted(found)] == expected
+    assert all(f.v.tolist() == list(range(len(f.v))) for f in found.values())
+
+
+def test_what_a_latent_model_rotates_lies_in_v():
+    model = tiny("deepseek_v3")[0]
+    window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
+    found = measure_pairs(model, window, paged_layers(model))
+    for partners in found.values():
+        assert partners.k.tolist() == list(range(len(partners.k)))
+        assert partners.v.tolist() != list(range(len(partners.v)))
+
+
+def test_a_model_without_positions_is_not_known():
+    model = tiny("bloom")[0]
+    found = measure_pairs(model, torch.arange(3, 60), paged_layers(model))
+    assert {(f.k, f.v) for f in found.values()} == {(None, None)}
+
+
+def rotated(x: torch.Tensor, at: int, base: float, partner: list[int]) -> torch.Tensor:
+    """RoPE of pairs, each slower than the one before it."""
+    out = x.clone()
+    pairs = [(i, j) for i, j in enumerate(partner) if i < j]
+    for number, (i, j) in enumerate(pairs):
+        angle = torch.tensor(at * base ** (-number / len(pairs)), dtype=torch.float64)
+        out[..., i] = x[..., i] * angle.cos() - x[..., j] * angle.sin()
+        out[..., j] = x[..., i] * angle.sin() + x[..., j] * angle.cos()
+    return out
+
+
+@pytest.mark.parametrize(
+    "partner",
+    [halves(64), neighbours(64), halves(64, 32), halves(64, 32, 32), list(range(64))],
+    ids=["halves", "neighbours", "first-half", "second-half", "none"],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.01], ids=["exact", "rounded"])
+@pytest.mark.parametrize("base", [1e4, 1e6])
+def test_of_numbers(partner, noise, base):
+    """Also the pairs that turn too slowly to be seen, and numbers that 16 bits have rounded."""
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(128, 2, 64, generator=chance, dtype=torch.float64)
+    x *= torch.logspace(-1, 1, 64)[torch.randperm(64, generator=chance)]
+    x[..., 5] += 30.0  # a channel with a bias
+    far = rotated(x, 2000, base, partner)
+    far = far * (1 + noise * torch.randn(far.shape, generator=chance, dtype=torch.float64))
+    assert partners_of(x, far).tolist() == partner
