@@ -6,6 +6,7 @@ import pydoc_data.topics
 import statistics
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -226,3 +227,25 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     assert "static per channel" in out
     assert "±" not in out.splitlines()[5]
     assert "100 %: text 1 of 1" in err
+
+
+def test_the_tables_of_the_docs_are_those_of_the_run():
+    docs = Path(__file__).parent.parent / "docs"
+    result = json.loads((docs / "benchmarks" / "2026-11-21-accuracy.json").read_text())
+    rows = {(row["format"], row["scales"], row["centered"]): row for row in result["rows"]}
+    text = (docs / "accuracy.md").read_text()
+
+    def kl(row: dict[str, Any]) -> str:
+        return f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
+
+    def top1(row: dict[str, Any]) -> str:
+        return f"{100 * row['top1']:.1f} %"
+
+    for scales, said in product(SCALES, (kl, top1)):
+        cells = [said(rows[fmt, scales, c]) for fmt, c in product(MEASURED, (False, True))]
+        assert f"\n| {scales} | {' | '.join(cells)} |\n" in text
+    for row in list(rows.values())[-2:]:
+        assert f" | {kl(row)} | {top1(row)} |\n" in text
+    sizes = {f"{row['bytes_per_token']:,.0f}" for row in rows.values()}
+    assert sizes == {"11,520", "11,880", "17,460"}
+    assert all(size in text for size in sizes)
