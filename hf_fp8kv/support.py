@@ -3,7 +3,7 @@
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,15 @@ from .handle import PagedKV
 from .layer import PagedLayerBase
 from .models import config_field, refusal
 
-__all__ = ["LayerReport", "ModelReport", "check_model", "disable", "enable", "paged_attention"]
+__all__ = [
+    "LayerReport",
+    "ModelReport",
+    "check_model",
+    "disable",
+    "enable",
+    "paged_attention",
+    "watched_attention",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -163,23 +171,17 @@ def _report(
 def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | None:
     """Runs two tokens and one more; returns for each layer whether attention was given handles."""
     fed: dict[int, bool] = {}
-    name = f"{NAME}_probe"
 
-    def watch(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        index = getattr(module, "layer_idx", None)
-        if index is not None:
-            handles = isinstance(key, PagedKV) and isinstance(value, PagedKV)
-            fed[index] = fed.get(index, True) and handles
-        return fp8_paged_attention(module, query, key, value, *args, **kwargs)
+    def saw(index: int, query: Any, key: Any, value: Any, more: dict[str, Any]) -> None:
+        fed[index] = (
+            fed.get(index, True) and isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        )
 
-    AttentionInterface.register(name, watch)
-    AttentionMaskInterface.register(name, fp8_paged_mask)
-    before, training = _implementations(model), model.training
+    training = model.training
     try:
         model.eval()
-        model.set_attn_implementation(name)
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
-        with torch.no_grad():
+        with torch.no_grad(), watched_attention(model, saw):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             fed.clear()
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
@@ -187,11 +189,38 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | No
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None
     finally:
-        _restore(model, before)
         model.train(training)
+    return fed
+
+
+@contextmanager
+def watched_attention(
+    model: PreTrainedModel, saw: Callable[[int, Any, Any, Any, dict[str, Any]], None]
+) -> Iterator[None]:
+    """Inside, the attention "fp8_paged" also shows what it is given.
+
+    Args:
+        model: one that looks its attention up.
+        saw: called with a layer's number, query, key, value and the keyword arguments.
+    """
+    name = f"{NAME}_watched"
+
+    def watch(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        index = getattr(module, "layer_idx", None)
+        if index is not None:
+            saw(index, query, key, value, kwargs)
+        return fp8_paged_attention(module, query, key, value, *args, **kwargs)
+
+    before = _implementations(model)
+    AttentionInterface.register(name, watch)
+    AttentionMaskInterface.register(name, fp8_paged_mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        _restore(model, before)
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
-    return fed
 
 
 def _implementations(model: PreTrainedModel) -> dict[str, Any]:

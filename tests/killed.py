@@ -63,7 +63,7 @@ def main() -> None:
     if not result.exists():
         assert _forked(state, result, None) == 0
     found = {"expected": expected, "found": result.read_text(), "left": left}
-    print(json.dumps(found | {"state": state.exists()}))
+    sys.stdout.write(json.dumps(found | {"state": state.exists()}))
 
 
 def _forked(state: Path | None, result: Path, chance: random.Random | None) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,8 @@ from ..formats import Format
 from ..layer_scales import Granularity, LayerScales
 from ..quality import Scores, compare
 from ..scales import KVScales
-from ..support import paged_attention
-from .choose import Choice, choose
+from ..support import paged_attention, watched_attention
+from .choose import Choice, Queries, chosen_scales, costs, trials
 from .corpus import Corpus
 from .observe import Batch, Parts, input_device, merged, observe, range_of
 from .pairs import TOKENS, Partners, measure_pairs
@@ -30,17 +31,15 @@ __all__ = [
     "observed",
     "pairs",
     "scored",
-    "thinned",
     "with_centers",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
-# Tokens on which scales are tried, and the most bytes of K and V to hold for it.
-SAMPLE_TOKENS = 1024
+# Windows on which scales are tried, and queries of each.
 _SAMPLE_WINDOWS = 4
-_SAMPLE_BYTES = 2**29
-# A centre is tried where it makes K's squared error this much smaller.
+_QUERIES = 64
+# A centre is tried where it makes what K's errors cost this much smaller.
 _GAIN = 1.05
 # Tokens scored to see whether centres help.
 _TRIAL_TOKENS = 1024
@@ -167,61 +166,75 @@ def chosen(
     options: Options,
 ) -> dict[int, Choice]:
     """The scales of each layer, with and without centres, tried on some of the windows."""
-    tried = [Batch((window,)) for window in _spread(windows, _SAMPLE_WINDOWS)]
-
-    def work() -> Parts:
-        parts: Parts = {}
-        for index, (k, v) in _sampled(job, tried, ranges).items():
-            choice = choose(
-                ranges[index], k, v, partners[index],
-                granularity=options.granularity, fmt=options.fmt, margin=options.margin,
-                center=options.center,
-            )  # fmt: skip
-            found = {"k": choice.k, "v": choice.v}
-            if choice.k_centered is not None and choice.k_center is not None:
-                found |= {"k_centered": choice.k_centered, "k_center": choice.k_center}
-                found["gain"] = torch.tensor(choice.gain, dtype=torch.float64)
-            parts |= {f"{index}.{name}": part for name, part in found.items()}
-        return parts
-
-    choices = {}
-    for index, part in _by_layer(job.once("scales", work)).items():
-        gain = part["gain"].item() if "gain" in part else None
-        choices[index] = Choice(
-            part["k"], part["v"], part.get("k_centered"), part.get("k_center"), gain
+    tried = {
+        index: trials(
+            parts, partners[index], granularity=options.granularity, fmt=options.fmt,
+            margin=options.margin, center=options.center,
         )
+        for index, parts in ranges.items()
+    }  # fmt: skip
+
+    def step(parts: Parts, batch: Batch) -> Parts:
+        new: Parts = {}
+        stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def seen(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            stored[index] = (k, v)
+
+        def count(index: int, queries: Queries | None) -> None:
+            k, v = stored.pop(index)
+            for name, trial in tried[index].items():
+                x = v if trial.side == "v" else k
+                found = costs(trial, x, queries, options.fmt)
+                new.update({f"{index}.{name}.{what}": part for what, part in found.items()})
+
+        def saw(index: int, query: torch.Tensor, *_: Any, more: dict[str, Any]) -> None:
+            if index in stored:
+                count(index, _queries(query, stored[index][0], more))
+
+        with _watched(job.model, lambda i, q, k, v, more: saw(i, q, more=more)):
+            observe(job.model, batch, job.layers, seen)
+        for index in sorted(stored):  # those whose attention does not show its queries
+            count(index, None)
+        return {name: parts[name] + part for name, part in new.items()} if parts else new
+
+    batches = [Batch((window,)) for window in _spread(windows, _SAMPLE_WINDOWS)]
+    parts = job.over("scales", batches, step)
+    choices = {}
+    for index, of in tried.items():
+        found = {
+            name: {what: parts[f"{index}.{name}.{what}"] for what in ("cost", "room")}
+            for name in of
+        }
+        choices[index] = chosen_scales(of, found, options.fmt)
     return choices
+
+
+def _watched(model: PreTrainedModel, saw: Any) -> AbstractContextManager[None]:
+    """Shows queries where the model looks its attention up and its K are those of the text."""
+    if model.config.is_encoder_decoder or not model._can_set_attn_implementation():
+        return nullcontext()
+    return watched_attention(model, saw)
+
+
+def _queries(query: torch.Tensor, k: torch.Tensor, more: dict[str, Any]) -> Queries | None:
+    """Some of the queries `[1, Hq, N, D]` of one window, from all over its last three quarters."""
+    tokens = query.shape[2]
+    if query.shape[0] != 1 or tokens != len(k):
+        return None
+    at = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens), device=query.device).long()
+    scaling = more.get("scaling")
+    window = more.get("sliding_window")
+    return Queries.of(
+        query[0, :, at], k, at,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        None if window is None else int(window),
+    )  # fmt: skip
 
 
 def _spread(windows: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
     """Some of the windows, from all over the list: of every length."""
     return list(windows[:: max(1, len(windows) // count)][:count])
-
-
-def _sampled(
-    job: Job, batches: Sequence[Batch], ranges: Mapping[int, Parts]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """K and V of some tokens of the batches, `[N, Hkv, D]`, by layer."""
-    per_token = sum(4 * (p["k_max"].numel() + p["v_max"].numel()) for p in ranges.values())
-    tokens = max(1, min(SAMPLE_TOKENS, _SAMPLE_BYTES // per_token))
-    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {index: [] for index in ranges}
-    each = max(1, tokens // len(batches))
-    for batch in batches:
-
-        def seen(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            kept[index].append((thinned(k, each).clone(), thinned(v, each).clone()))
-
-        observe(job.model, batch, job.layers, seen)
-        job.told("scales", batch.tokens, False)
-    return {
-        index: (torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts]))
-        for index, parts in kept.items()
-    }
-
-
-def thinned(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Every so many of the rows of `x`, at most `count`."""
-    return x[:: -(-len(x) // count)]
 
 
 def with_centers(
