@@ -37,7 +37,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # Windows on which scales are tried, and queries of each.
-_SAMPLE_WINDOWS = 4
+_SAMPLE_WINDOWS = 8
 _QUERIES = 64
 # A centre is tried where it makes what K's errors cost this much smaller.
 _GAIN = 1.05
