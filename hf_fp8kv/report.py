@@ -198,8 +198,13 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
         _Column("V scale", [_range(layer.v) for layer in layers]),
         *amax,
     ]
+    gains = measured(lambda layer: _gain(layer.center_gain))
     centered = ["no" if layer.k_center is None else "yes" for layer in layers]
-    yield [_Column("centred", centered if scales.centered else [""] * len(layers))]
+    if any(gains):
+        both = [", ".join(filter(None, pair)) for pair in zip(centered, gains, strict=True)]
+        yield [_Column("centred,\ngain", both)]
+    elif scales.centered:
+        yield [_Column("centred", centered)]
     if report is not None and report.held_out_tokens:
         yield [
             _Column("saturated\nK", measured(lambda layer: _share(layer.k.saturated))),
@@ -207,8 +212,6 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
             _Column("underflow\nK", measured(lambda layer: _share(layer.k.underflow))),
             _Column("underflow\nV", measured(lambda layer: _share(layer.v.underflow))),
         ]
-    gains = measured(lambda layer: _gain(layer.center_gain))
-    yield [_Column("gain of\na centre", gains)]
 
 
 def _tensors(source: str) -> str:

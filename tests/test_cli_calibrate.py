@@ -107,6 +107,22 @@ def test_every_format(run, calibration, tmp_path, format):
     assert KVScales.from_pretrained(tmp_path / "out").format == format
 
 
+@pytest.mark.parametrize(
+    ("format", "more", "expected"),
+    [
+        ("hf_fp8kv", [], {}),
+        ("vllm-json", [], {"granularity": "tensor", "center": False}),
+        ("compressed-tensors", [], {"granularity": "head", "center": False}),
+        ("modelopt", ["--granularity", "head", "--center"], {"granularity": "head", "center": True}),
+    ],
+    ids=["own", "one-number", "per-head", "said"],
+)
+def test_scales_are_made_for_what_the_format_holds(run, calibration, format, more, expected):
+    assert run("--format", format, *more)[0] == 0
+    call = calibration.calls[0]
+    assert {n: call[n] for n in ("granularity", "center") if n in call} == expected
+
+
 def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
     code, out, err = run("--checkpoint", model, "--format", "compressed-tensors")
     assert code == 0, err

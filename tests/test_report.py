@@ -293,12 +293,11 @@ def test_a_table_of_what_was_measured():
         "V scale": ["0.00223 .. 0.00279", "0.00446 .. 0.00502"],
         "amax K": ["10.2", "11.2"],
         "amax V": ["1.25", "2.25"],
-        "centred": ["no", "yes"],
+        "centred, gain": ["no", "yes, 2.50 x"],
         "saturated K": ["0.003 %"] * 2,
         "saturated V": ["0.003 %"] * 2,
         "underflow K": ["12.5 %"] * 2,
         "underflow V": ["12.5 %"] * 2,
-        "gain of a centre": ["", "2.50 x"],
         "source": ["layers.0", "layers.1"],
     }
     lines = text.splitlines()

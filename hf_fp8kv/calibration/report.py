@@ -36,7 +36,8 @@ class SideStatistics:
 
     Attributes:
         amax: per KV head: the largest magnitude in the text that was calibrated on.
-        saturated: share of the numbers of held-out text that saturate under the scales.
+        saturated: share of the numbers of held-out text that saturate under the scales: that are
+            beyond what rounds to the largest code.
         underflow: share of its numbers that are not 0 and become 0.
         error: relative RMS error of held-out text: a key of `FORMATS` is that format under these
             scales, and the same key after `DYNAMIC` is that format under dynamic scales.

@@ -1,5 +1,6 @@
 """What scales do to K and V of a text: what saturates, what vanishes, and the error per format."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -90,7 +91,7 @@ def _side(
     zero = stored == 0
     counts = [
         torch.tensor(x.numel(), device=x.device),
-        (scaled.abs() > fmt.max).sum(),
+        (scaled.abs() > _largest(fmt)).sum(),
         (~zero).sum(),
         ((rounded(scaled, fmt) == 0) & ~zero).sum(),
     ]
@@ -105,6 +106,12 @@ def _side(
         unit = (search_scale if side == "k" else dynamic_scale)(x, one).float()[..., None]
         counts.append(_lost(x, unit, one))
     return torch.stack([count.double() for count in counts])
+
+
+def _largest(fmt: Format) -> float:
+    """What just rounds to the format's largest number; only more than that saturates."""
+    step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)
+    return fmt.max + step / 2
 
 
 def _lost(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -51,7 +51,8 @@ def calibrate(
     granularity: Annotated[
         str | None,
         typer.Option(
-            help="A scale for each layer (tensor), head or channel. Default: head.",
+            help="A scale for each layer (tensor), head or channel. Default: head, or what --format "
+            "holds.",
             autocompletion=completing(granularities),
         ),
     ] = None,
@@ -59,7 +60,8 @@ def calibrate(
         bool | None,
         typer.Option(
             "--center/--no-center",
-            help="Try centres of K, and keep those that help. Default: on.",
+            help="Try centres of K, and keep those that help. Default: on for hf_fp8kv, which alone "
+            "holds them.",
         ),
     ] = None,
     dtype: Dtype = None,
@@ -116,6 +118,7 @@ def calibrate(
         held_out=held_out,
     )
     one_of(to, formats(), "--format")
+    options = _fitting(to) | options
     one_of(model_dtype, model_dtypes(), "--model-dtype")
     folder = Path(out)
     with spoken() as warnings:
@@ -133,6 +136,14 @@ def calibrate(
             tell(f"{folder}: the scales; now the copy of {checkpoint}")
             paths += scales.save_pretrained(folder / COPY, format=to, checkpoint=checkpoint)
     _print_result(scales, paths, warnings, as_json)
+
+
+def _fitting(format: str) -> dict[str, object]:
+    """Returns the finest that the format holds: scales are chosen for what is written."""
+    if format == "hf_fp8kv":
+        return {}
+    per_head = format == "compressed-tensors"
+    return {"center": False, "granularity": "head" if per_head else "tensor"}
 
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
