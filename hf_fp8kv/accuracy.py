@@ -32,17 +32,28 @@ from .support import paged_attention
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["CONSTANT", "DYNAMIC", "MEASURED", "STATIC", "format_table", "run_accuracy_suite"]
+__all__ = [
+    "AMAX",
+    "CONSTANT",
+    "DYNAMIC",
+    "MEASURED",
+    "STATIC",
+    "format_table",
+    "run_accuracy_suite",
+]
 
 MEASURED = ("fp8_e4m3", "fp8_e3m4", "fp8_e5m2")
 CONSTANT, DYNAMIC = "constant 1.0", "dynamic"
+# What other tools write: nothing is chosen. For the first format only.
+AMAX = "amax / 448 per head"
 STATIC: dict[str, Granularity] = {f"static per {kind}": kind for kind in get_args(Granularity)}
 
+_FINEST = next(name for name, kind in STATIC.items() if kind == "channel")
 # Two topics with the same paragraph of so many characters are one text to the calibration.
 _PARAGRAPH = 80
 
-# By format and granularity: the scales of each layer.
-_Choices = Mapping[tuple[str, Granularity], Mapping[int, Choice]]
+# By format and kind of scales: the scales of each layer.
+_Choices = Mapping[tuple[str, str], Mapping[int, Choice]]
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ def run_accuracy_suite(
         list(others.values()), tokenizer, max_tokens=calibrated, max_length=length, held_out=0
     )
     last = _last_rows(model)
-    caches = len(MEASURED) * (len(STATIC) + 2) * 2 + len(last)
+    caches = 2 * sum(len(_kinds(fmt)) for fmt in MEASURED) + len(last)
     total, done = corpus.tokens + texts * length * (caches + 1), 0
 
     def tell(what: str, tokens: int) -> None:
@@ -132,7 +143,7 @@ def run_accuracy_suite(
         for ids in scored.values():
             ids = ids.to(model.device)
             found.append(compare(model, ids, makers, prefill=prefill, chunk=chunk, after=after))
-    per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], "channel"].values())
+    per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
         "suite": "accuracy",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -234,25 +245,46 @@ def _calibrate(job: stages.Job, corpus: Corpus) -> tuple[dict[int, Parts], _Choi
     partners = stages.pairs(job, corpus.windows[0])
     ranges = stages.observed(job, "text", stages.batches_of(corpus.windows, 1), partners)
     choices = {}
-    for fmt, kind in product(MEASURED, STATIC.values()):
+    for fmt, (name, kind) in product(MEASURED, STATIC.items()):
         options = stages.Options(kind, FORMATS[fmt], margin=1.0, center=True)
         # A state keeps the first choice that it is asked for.
         fresh = replace(job, state=State(None, ""))
-        choices[fmt, kind] = stages.chosen(fresh, corpus.windows, ranges, partners, options)
+        choices[fmt, name] = stages.chosen(fresh, corpus.windows, ranges, partners, options)
+    choices[MEASURED[0], AMAX] = {index: _smallest(parts) for index, parts in ranges.items()}
     return ranges, choices
+
+
+def _smallest(parts: Parts) -> Choice:
+    """The smallest scales per head that nothing saturates under."""
+    mean = (parts["k_sum"] / parts["count"]).float()
+
+    def scale(side: str, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
+        high, low = parts[f"{side}_max"] - shift, parts[f"{side}_min"] - shift
+        amax = torch.maximum(high.abs(), low.abs()).amax(1, keepdim=True).cpu()
+        return amax.clamp(min=torch.finfo(amax.dtype).tiny) / FORMATS["fp8_e4m3"].max
+
+    return Choice(scale("k"), scale("v"), scale("k", mean), mean.cpu())
+
+
+def _kinds(fmt: str) -> tuple[str, ...]:
+    """The kinds of scales to measure a format with."""
+    amax = (AMAX,) if fmt == MEASURED[0] else ()
+    return (CONSTANT, *amax, *STATIC, DYNAMIC)
 
 
 def _rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     """Every format, with every kind of scales, without a centre and with one."""
     rows = []
-    for fmt, scales, centered in product(MEASURED, (CONSTANT, *STATIC, DYNAMIC), (False, True)):
-        options: dict[str, Any] = {"dtype": fmt}
-        if scales in STATIC:
-            options["scales"] = _static(choices[fmt, STATIC[scales]], centered)
-        else:
-            options["scales"] = 1.0 if scales == CONSTANT else None
-            options["center_keys"] = centered
-        rows.append(_Row(fmt, scales, centered, partial(FP8PagedCache, model.config, **options)))
+    for fmt in MEASURED:
+        for scales, centered in product(_kinds(fmt), (False, True)):
+            options: dict[str, Any] = {"dtype": fmt}
+            if (fmt, scales) in choices:
+                options["scales"] = _static(choices[fmt, scales], centered)
+            else:
+                options["scales"] = 1.0 if scales == CONSTANT else None
+                options["center_keys"] = centered
+            make = partial(FP8PagedCache, model.config, **options)
+            rows.append(_Row(fmt, scales, centered, make))
     return rows
 
 

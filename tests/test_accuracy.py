@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from hf_fp8kv import accuracy
-from hf_fp8kv.accuracy import CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
+from hf_fp8kv.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.quality import CACHES, STOCK
@@ -26,6 +26,12 @@ SMALL: dict[str, Any] = {
     "prefill": PREFILL, "score": SCORED, "chunk": 8, "calibrated": CALIBRATED
 }  # fmt: skip
 SCALES = (CONSTANT, *STATIC, DYNAMIC)
+ALL = [
+    (fmt, scales, centered)
+    for fmt in MEASURED
+    for scales in (CONSTANT, *([AMAX] if fmt == "fp8_e4m3" else []), *STATIC, DYNAMIC)
+    for centered in (False, True)
+]
 Key = tuple[str, str, bool]
 
 
@@ -74,7 +80,7 @@ def run(folder) -> Run:
 
 
 def test_every_row_is_there(run):
-    expected = [*product(MEASURED, SCALES, (False, True)), ("K auto, V fp8_e4m3", DYNAMIC, False)]
+    expected = [*ALL, ("K auto, V fp8_e4m3", DYNAMIC, False)]
     assert list(run.rows)[: len(expected)] == expected
     assert [fmt for fmt, _, _ in list(run.rows)[len(expected) :]] in ([], [STOCK])
     assert len(run.makers) == len(run.rows) == len(run.result["rows"])
@@ -126,6 +132,22 @@ def test_static_centres_are_the_mean_of_the_text(run):
     for fmt, scales in product(MEASURED, STATIC):
         layer = run.cache(fmt, scales, True).options.scales.layers[1]
         torch.testing.assert_close(layer.k_center, (total / read).float())
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_the_row_of_the_smallest_scales(run, centered):
+    """Under them the largest number is stored as the largest code, and nothing was chosen."""
+    found = run.cache("fp8_e4m3", AMAX, centered).options.scales
+    chosen = run.cache("fp8_e4m3", "static per head", centered).options.scales
+    for index, layer in found.layers.items():
+        assert layer.granularity == "head"
+        for side in ("k", "v"):
+            ratio = getattr(chosen.layers[index], side) / getattr(layer, side)
+            assert (ratio >= 1 - 1e-5).all()
+            # Among 16 in an octave, then whole octaves up.
+            steps = 16 * ratio.log2()
+            assert (steps - steps.round()).abs().max() < 1e-3
+        assert (layer.k_center is not None) == centered
 
 
 @pytest.mark.parametrize(("fmt", "centered"), [*product(MEASURED, (False, True))])
@@ -244,6 +266,9 @@ def test_the_tables_of_the_docs_are_those_of_the_run():
     for scales, said in product(SCALES, (kl, top1)):
         cells = [said(rows[fmt, scales, c]) for fmt, c in product(MEASURED, (False, True))]
         assert f"\n| {scales} | {' | '.join(cells)} |\n" in text
+    amax = [said(rows["fp8_e4m3", AMAX, c]) for said in (kl, top1) for c in (False, True)]
+    for cells in (amax[:2], amax[2:]):
+        assert f"\n| {AMAX} | {' | '.join(cells)} | | | | |\n" in text
     for row in list(rows.values())[-2:]:
         assert f" | {kl(row)} | {top1(row)} |\n" in text
     sizes = {f"{row['bytes_per_token']:,.0f}" for row in rows.values()}

@@ -113,7 +113,11 @@ def test_every_format(run, calibration, tmp_path, format):
         ("hf_fp8kv", [], {}),
         ("vllm-json", [], {"granularity": "tensor", "center": False}),
         ("compressed-tensors", [], {"granularity": "head", "center": False}),
-        ("modelopt", ["--granularity", "head", "--center"], {"granularity": "head", "center": True}),
+        (
+            "modelopt",
+            ["--granularity", "head", "--center"],
+            {"granularity": "head", "center": True},
+        ),
     ],
     ids=["own", "one-number", "per-head", "said"],
 )

@@ -4,7 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -51,8 +51,8 @@ def calibrate(
     granularity: Annotated[
         str | None,
         typer.Option(
-            help="A scale for each layer (tensor), head or channel. Default: head, or what --format "
-            "holds.",
+            help="A scale for each layer (tensor), head or channel. "
+            "Default: head, or what --format holds.",
             autocompletion=completing(granularities),
         ),
     ] = None,
@@ -60,8 +60,8 @@ def calibrate(
         bool | None,
         typer.Option(
             "--center/--no-center",
-            help="Try centres of K, and keep those that help. Default: on for hf_fp8kv, which alone "
-            "holds them.",
+            help="Try centres of K, and keep those that help. "
+            "Default: on for hf_fp8kv, which alone holds them.",
         ),
     ] = None,
     dtype: Dtype = None,
@@ -138,7 +138,7 @@ def calibrate(
     _print_result(scales, paths, warnings, as_json)
 
 
-def _fitting(format: str) -> dict[str, object]:
+def _fitting(format: str) -> dict[str, Any]:
     """Returns the finest that the format holds: scales are chosen for what is written."""
     if format == "hf_fp8kv":
         return {}
