@@ -16,7 +16,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
 
 OLDEST_TRANSFORMERS := 5.17.0
-OLDEST_TESTS ?= $(wildcard tests/test_generate.py tests/test_cache.py)
+OLDEST_TESTS ?= $(wildcard tests/test_generate.py tests/test_cache.py tests/test_calibrate.py)
 
 GPU_PYTHON ?=
 GPU_OUT ?= $(or $(OUT),build/gpu)

@@ -54,7 +54,11 @@ class _ObservedCache(DynamicCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         if layer_idx in self._observed:
             # [B, H, T, D] -> [N, H, D], without what is padding
-            rows = [states.detach().transpose(1, 2) for states in (key_states, value_states)]
+            rows = [
+                # mps has no float64, which sums are made in.
+                (states.cpu() if states.device.type == "mps" else states).detach().transpose(1, 2)
+                for states in (key_states, value_states)
+            ]
             if self._valid is None:
                 k, v = (row.flatten(0, 1) for row in rows)
             else:

@@ -222,11 +222,11 @@ def _queries(query: torch.Tensor, k: torch.Tensor, more: dict[str, Any]) -> Quer
     tokens = query.shape[2]
     if query.shape[0] != 1 or tokens != len(k):
         return None
-    at = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens), device=query.device).long()
+    at = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens)).long()
     scaling = more.get("scaling")
     window = more.get("sliding_window")
     return Queries.of(
-        query[0, :, at], k, at,
+        query[0, :, at.to(query.device)].to(k.device), k, at.to(k.device),
         query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         None if window is None else int(window),
     )  # fmt: skip

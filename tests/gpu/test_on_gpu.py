@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention import fp8_paged_attention
 from hf_fp8kv.bench import _Module
 from hf_fp8kv.bench_gpu.decode import _attend, _planned, _query
@@ -417,3 +417,34 @@ def test_no_dense_copy_is_made(tokens):
     grown = torch.cuda.max_memory_allocated() - held
     # Partial sums of a split sequence are what it may need; K and V in bf16 are 246 MB.
     assert grown < out.numel() * out.element_size() + (2**23 if tokens == 1 else 2**27)
+
+
+# -- calibration -----------------------------------------------------------------------------------
+
+
+def test_a_calibration_there_and_on_the_cpu():
+    """The model rounds a little otherwise; the range is the same, and so nearly is the scale."""
+    chance = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 99, (40,), generator=chance) for _ in range(12)]
+    found = {
+        device: calibrate(
+            tiny("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
+            center=False, progress=False,
+        )
+        for device in ("cpu", HERE)
+    }  # fmt: skip
+    here, there = found[HERE], found["cpu"]
+    for index, layer in here.layers.items():
+        for side in ("k", "v"):
+            seen = (getattr(r.report.layers[index], side).amax for r in (here, there))
+            assert list(next(seen)) == pytest.approx(next(seen), rel=0.02)
+            ratio = getattr(layer, side) / getattr(there.layers[index], side)
+            assert ((ratio > 0.45) & (ratio < 2.2)).all()  # another scale of the same octave
+    model, inputs = tiny("llama")
+    model = model.to(DEVICE)
+    cache = FP8PagedCache(model.config, scales=here)
+    out = model.generate(
+        **{name: part.to(DEVICE) for name, part in inputs.items()},
+        past_key_values=cache, max_new_tokens=4, **GREEDY,
+    )  # fmt: skip
+    assert out.shape[1] == inputs["input_ids"].shape[1] + 4
