@@ -1,14 +1,11 @@
 """Formats by kinds of scales, centred or not: how far each moves a model's predictions."""
 
-import datetime
 import pydoc_data.topics
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -18,9 +15,10 @@ from .cache import FP8PagedCache
 from .calibration import stages
 from .calibration.choose import Choice
 from .calibration.corpus import Corpus, read_corpus
+from .calibration.job import Job, Options, batches_of
 from .calibration.observe import Parts, paged_layers
 from .calibration.state import State
-from .environment import hardware, versions
+from .environment import circumstances
 from .errors import ConfigError
 from .formats import FORMATS
 from .layer_scales import Granularity, LayerScales
@@ -131,7 +129,7 @@ def run_accuracy_suite(
         # What is read once more, to choose, is little, and not in the total.
         tell("calibrating", tokens if stage == "text" else 0)
 
-    ranges, choices = _calibrate(stages.Job(model, layers, State(None, ""), told), corpus)
+    ranges, choices = _calibrate(Job(model, layers, State(None, ""), told), corpus)
     rows = [*_rows(model, choices), *last]
     makers = {row.name: row.make for row in rows}
     found: list[dict[str, Scores]] = []
@@ -145,11 +143,7 @@ def run_accuracy_suite(
             found.append(compare(model, ids, makers, prefill=prefill, chunk=chunk, after=after))
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
-        "suite": "accuracy",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": versions(),
-        "hardware": hardware() | {"device": str(model.device)},
+        **circumstances("accuracy", device=str(model.device)),
         "settings": {
             "model": name, "dtype": str(model.dtype).removeprefix("torch."),
             "attention": "fp8_paged", "texts": list(scored), "prefill": prefill, "score": score,
@@ -240,13 +234,13 @@ def _paragraphs(text: str) -> set[str]:
     return {part for part in parts if len(part) >= _PARAGRAPH}
 
 
-def _calibrate(job: stages.Job, corpus: Corpus) -> tuple[dict[int, Parts], _Choices]:
+def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, Parts], _Choices]:
     """The ranges of K and V, and scales for each format and granularity."""
     partners = stages.pairs(job, corpus.windows[0])
-    ranges = stages.observed(job, "text", stages.batches_of(corpus.windows, 1), partners)
+    ranges = stages.observed(job, "text", batches_of(corpus.windows, 1), partners)
     choices = {}
     for fmt, (name, kind) in product(MEASURED, STATIC.items()):
-        options = stages.Options(kind, FORMATS[fmt], margin=1.0, center=True)
+        options = Options(kind, FORMATS[fmt], margin=1.0, center=True)
         # A state keeps the first choice that it is asked for.
         fresh = replace(job, state=State(None, ""))
         choices[fmt, name] = stages.chosen(fresh, corpus.windows, ranges, partners, options)

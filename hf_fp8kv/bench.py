@@ -5,7 +5,6 @@ them. Contenders take turns, so that a busy machine slows all of them down, and 
 median of the ratios within a turn. Contexts are random numbers; speed does not depend on them.
 """
 
-import datetime
 import functools
 import json
 import os
@@ -24,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .attention import fp8_paged_attention
 from .cache import FP8PagedCache
-from .environment import hardware, versions
+from .environment import circumstances
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,11 +99,7 @@ def run_cpu_suite(
         say("memory of processes")
         rows += _process_rows(memory_tokens, heads, backend)
     return {
-        "suite": "cpu",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": versions(),
-        "hardware": hardware(),
+        **circumstances("cpu"),
         "settings": {"context": list(context), "heads": list(heads), "pairs": pairs,
                      "backend": backend, "batch": 1},
         "rows": rows,

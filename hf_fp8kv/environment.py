@@ -1,11 +1,13 @@
 """Where a measurement was taken: versions and hardware."""
 
+import datetime
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["hardware", "version", "versions"]
+__all__ = ["circumstances", "hardware", "today", "version", "versions"]
 
 PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
 
@@ -32,6 +34,27 @@ def hardware() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def today() -> str:
+    """Returns the date and the time in UTC, as ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def circumstances(suite: str, **more: object) -> dict[str, object]:
+    """Returns what the result of every suite begins with.
+
+    Args:
+        suite: its name.
+        more: what else to say of the hardware.
+    """
+    return {
+        "suite": suite,
+        "date": today(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "versions": versions(),
+        "hardware": hardware() | more,
     }
 
 

@@ -1,19 +1,16 @@
 """How far a cache moves a model's predictions: KL and top-1 against the unquantised cache."""
 
-import datetime
 import inspect
 import pydoc_data.topics
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, QuantizedCache
 
 from .cache import FP8PagedCache
-from .environment import hardware, versions
+from .environment import circumstances
 from .errors import ConfigError
 from .support import paged_attention
 
@@ -226,11 +223,7 @@ def run_quality_suite(
             for batch in ids.to(model.device).split(_BATCH)
         ]
     return {
-        "suite": "quality",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": versions(),
-        "hardware": hardware() | {"device": str(model.device)},
+        **circumstances("quality", device=str(model.device)),
         "settings": {"model": name, "dtype": str(model.dtype).removeprefix("torch."),
                      "attention": "fp8_paged", "texts": topics, "prefill": prefill, "score": score,
                      "chunk": chunk},

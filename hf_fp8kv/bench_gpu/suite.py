@@ -1,6 +1,5 @@
 """`run_gpu_suite`: the sections, each with its share of the time, and what they found."""
 
-import datetime
 import functools
 import json
 import subprocess
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..environment import hardware, versions
+from ..environment import circumstances
 from ..errors import ConfigError
 from . import ceilings, decode, end_to_end, experiments, write
 from .record import DeviceLost, Record
@@ -74,12 +73,8 @@ def run_gpu_suite(
             f"the suite 'gpu' expected a CUDA or ROCm device, got {device!r}, and torch "
             f"{'finds one' if torch.cuda.is_available() else 'finds none'}"
         )
-    result = {
-        "suite": "gpu",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "versions": versions(),
-        "hardware": hardware() | _gpu(stage),
+    result: dict[str, Any] = {
+        **circumstances("gpu", **_gpu(stage)),
         "settings": {
             "device": str(stage.device), "backend": backend, "dry": dry, "seconds": seconds
         },

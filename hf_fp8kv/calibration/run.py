@@ -1,6 +1,5 @@
 """`calibrate`: static scales for a model from texts; `measure`: how good given ones are."""
 
-import datetime
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..cache import FP8PagedCache
-from ..environment import hardware, version, versions
+from ..environment import hardware, today, version, versions
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, Format, parse_dtype
 from ..layer_scales import Granularity, LayerScales
@@ -21,8 +20,9 @@ from ..models import config_field
 from ..quality import UNQUANTISED, Quality
 from ..scale_checks import shortened, shown
 from ..scales import KVScales
-from . import stages
+from . import scoring, stages
 from .corpus import Corpus, read_corpus
+from .job import Job, Options, batches_of
 from .observe import Batch, paged_layers
 from .report import CalibrationReport, LayerStatistics, QualityRow
 from .state import State, digest_of
@@ -98,9 +98,9 @@ def calibrate(
     path = None if state is None else Path(state)
     identity = "" if path is None else _identity(model, corpus, facts)
     kept = State(path, identity)
-    batches = stages.batches_of(corpus.windows, batch_size)
-    held = stages.batches_of(corpus.held_out, 1)
-    total = corpus.tokens + stages.other_tokens(corpus, len(_CACHES), options)
+    batches = batches_of(corpus.windows, batch_size)
+    held = batches_of(corpus.held_out, 1)
+    total = corpus.tokens + scoring.other_tokens(corpus, len(_CACHES), options)
     with _at_work(model, layers, kept, total, progress) as job:
         partners = stages.pairs(job, corpus.windows[0])
         ranges = stages.observed(job, "text", batches, partners)
@@ -112,7 +112,7 @@ def calibrate(
             found = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in found.items()}
             return KVScales(found, model_type=model.config.model_type, origin=source)
 
-        scales, centers = stages.with_centers(job, corpus.windows, choices, made, options)
+        scales, centers = scoring.with_centers(job, corpus.windows, choices, made, options)
         gains = {index: choice.gain for index, choice in choices.items()}
         amax = {index: amax_of(parts) for index, parts in ranges.items()}
         found = statistics(job, held, scales.layers, amax, gains, options.fmt)
@@ -157,7 +157,7 @@ def measure(
         max_length=_longest(model, max_length), held_out=0, text_column=text_column,
         chat_template=chat_template,
     )  # fmt: skip
-    batches = stages.batches_of(corpus.windows, 1)
+    batches = batches_of(corpus.windows, 1)
     few: list[Batch] = []
     for batch in batches:
         if sum(b.tokens for b in few) < _SCORED:
@@ -177,7 +177,7 @@ def measure(
     )  # fmt: skip
 
 
-def _options(granularity: object, center: object, dtype: Any, margin: object) -> stages.Options:
+def _options(granularity: object, center: object, dtype: Any, margin: object) -> Options:
     if granularity not in get_args(Granularity):
         raise ConfigError(
             f"granularity: expected one of {', '.join(get_args(Granularity))}, got {granularity!r}"
@@ -193,7 +193,7 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
             f"margin: expected a factor from 1 to 16, got {shown(margin)}; less than 1 would "
             "saturate what was seen"
         )
-    return stages.Options(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
+    return Options(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
 
 
 def _check_count(name: str, value: object) -> None:
@@ -247,7 +247,7 @@ def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
 @contextmanager
 def _at_work(
     model: PreTrainedModel, layers: frozenset[int], state: State, total: int, progress: bool
-) -> Iterator[stages.Job]:
+) -> Iterator[Job]:
     """Inside, the model is in eval mode, and a bar is drawn."""
     training = model.training
     model.eval()
@@ -262,7 +262,7 @@ def _at_work(
             bar.update(tokens)
 
         try:
-            yield stages.Job(model, layers, state, told)
+            yield Job(model, layers, state, told)
             # What was not needed after all.
             bar.total = bar.n
             bar.set_description("done")
@@ -270,12 +270,10 @@ def _at_work(
             model.train(training)
 
 
-def _quality(
-    job: stages.Job, batches: list[Batch], scales: KVScales, fmt: Format
-) -> dict[str, Quality]:
+def _quality(job: Job, batches: list[Batch], scales: KVScales, fmt: Format) -> dict[str, Quality]:
     """How far caches move the model's predictions; nothing where there is nothing to score."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= 4]
-    if not batches or not stages.gives_logits(job.model):
+    if not batches or not scoring.gives_logits(job.model):
         return {}
 
     def paged(given: Any) -> Callable[[], Any]:
@@ -283,7 +281,7 @@ def _quality(
 
     compared = zip(_CACHES, (scales, None, 1.0), strict=True)
     caches = {f"{kind} {fmt.name}": paged(given) for kind, given in compared}
-    found = stages.scored(job, "quality", batches, caches)
+    found = scoring.scored(job, "quality", batches, caches)
     return {name: found[name].quality for name in (UNQUANTISED, *caches)}
 
 
@@ -312,7 +310,7 @@ def _report(
         tokens=tokens,
         held_out_tokens=held_out,
         seconds=seconds,
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        date=today(),
         versions=versions(),
         hardware=hardware() | {"device": str(model.device)},
         scales_digest=scales.digest,

@@ -8,9 +8,9 @@ import torch
 from ..formats import FORMATS, Format
 from ..layer_scales import LayerScales
 from ..quantize import dynamic_scale, rounded, search_scale
+from .job import Job
 from .observe import Batch, Parts, observe
 from .report import DYNAMIC, LayerStatistics, SideStatistics
-from .stages import Job
 
 __all__ = ["amax_of", "statistics"]
 

@@ -1,0 +1,131 @@
+"""How good scales are for the model's predictions; and so, whether centres help."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache import FP8PagedCache
+from ..layer_scales import LayerScales
+from ..quality import Scores, compare
+from ..scales import KVScales
+from ..support import paged_attention
+from .choose import Choice
+from .corpus import Corpus
+from .job import Job, Options
+from .observe import Batch, Parts, input_device
+from .pairs import TOKENS
+from .stages import SAMPLE_WINDOWS, spread
+
+__all__ = ["gives_logits", "other_tokens", "scored", "with_centers"]
+
+# A centre is tried where it makes what K's errors cost this much smaller.
+_GAIN = 1.05
+# Tokens scored to see whether centres help.
+_TRIAL_TOKENS = 1024
+# Tokens of a later call when a text is scored.
+_CHUNK = 128
+
+
+def with_centers(
+    job: Job,
+    windows: Sequence[torch.Tensor],
+    choices: Mapping[int, Choice],
+    made: Callable[[dict[int, LayerScales]], KVScales],
+    options: Options,
+) -> tuple[KVScales, str]:
+    """The scales, with centres where they help, and a sentence that says so.
+
+    Args:
+        job: see `Job`.
+        windows: text to try both on; not the held-out one.
+        choices: the scales of each layer.
+        made: makes `KVScales` of layers.
+        options: what the user chose.
+    """
+    plain = {index: LayerScales(choice.k, choice.v) for index, choice in choices.items()}
+    if not options.center:
+        return made(plain), "Centres of K were not asked for."
+    helped = [index for index, choice in choices.items() if (choice.gain or 0.0) > _GAIN]
+    if not helped:
+        return made(plain), "No centres: in no layer do they make the error of K much smaller."
+    layers = dict(plain)
+    for index in helped:
+        choice = choices[index]
+        assert choice.k_centered is not None
+        layers[index] = LayerScales(choice.k_centered, choice.v, choice.k_center)
+    where = f"{len(helped)} of {len(choices)} layers"
+    centered = made(layers)
+    if not gives_logits(job.model):
+        return centered, f"Centres in {where}, by the error of K: the model gives no logits."
+    caches = {
+        "without": _static(job, made(plain), options),
+        "with": _static(job, centered, options),
+    }
+    trial = _trial(windows)
+    found = scored(job, "centres", [Batch((window,)) for window in trial], caches)
+    less = found["without"].kl - found["with"].kl
+    error = less.std().item() / len(less) ** 0.5 if len(less) > 1 else float("inf")
+    kl = f"KL {found['without'].quality.kl:.2e} without, {found['with'].quality.kl:.2e} with"
+    if less.mean().item() > 2 * error:
+        return centered, f"Centres in {where}: {kl}, on {len(less)} tokens."
+    return made(plain), f"No centres: in {where} they do not help for certain: {kl}."
+
+
+def _static(job: Job, scales: KVScales, options: Options) -> Callable[[], Any]:
+    return lambda: FP8PagedCache(job.model.config, dtype=options.fmt.name, scales=scales)
+
+
+def _trial(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first windows, whose second halves hold about `_TRIAL_TOKENS`."""
+    found: list[torch.Tensor] = []
+    for window in windows:
+        if len(window) < 4 or sum(len(w) for w in found) >= 2 * _TRIAL_TOKENS:
+            break
+        found.append(window)
+    return found
+
+
+def gives_logits(model: PreTrainedModel) -> bool:
+    """Whether the model predicts tokens."""
+    return model.get_output_embeddings() is not None
+
+
+def scored(
+    job: Job, name: str, batches: Sequence[Batch], caches: Mapping[str, Callable[[], Any]]
+) -> dict[str, Scores]:
+    """The scores of the second half of each window, after a prefill on the first half."""
+
+    def step(parts: Parts, batch: Batch) -> Parts:
+        ids = batch.ids.to(input_device(job.model))
+        with paged_attention(job.model):
+            found = compare(
+                job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=_CHUNK,
+                after=lambda cache, tokens: job.told(f"{name}: {cache}", tokens, False),
+            )  # fmt: skip
+        new = {
+            f"{cache}.{what}": getattr(scores, what)
+            for cache, scores in found.items()
+            for what in ("kl", "same", "surprise")
+        }
+        return {key: torch.cat([parts[key], part]) if parts else part for key, part in new.items()}
+
+    def after(batch: Batch, again: bool) -> None:
+        if again:
+            job.told(name, batch.ids.numel() * (len(caches) + 1), True)
+
+    parts = job.state.fold(name, batches, step, after)
+    caches_too = {key.rpartition(".")[0] for key in parts}
+    return {
+        cache: Scores(*(parts[f"{cache}.{what}"] for what in ("kl", "same", "surprise")))
+        for cache in caches_too
+    }
+
+
+def other_tokens(corpus: Corpus, caches: int, options: Options) -> int:
+    """About how many tokens the model reads besides `observed`, for a bar."""
+    held = sum(map(len, corpus.held_out))
+    tried = sum(map(len, spread(corpus.windows, SAMPLE_WINDOWS)))
+    trial = 3 * sum(map(len, _trial(corpus.windows))) if options.center else 0
+    return 2 * TOKENS + tried + trial + held * (2 + caches)
