@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from .calibration.report import REPORT_FILE
 from .errors import ScaleError
 from .export_checkpoint import Weights, write_checkpoint
 from .export_files import reduced, scale_files
@@ -62,6 +63,11 @@ def _write(folder: Path, files: Mapping[str, bytes], overwrite: bool) -> list[Pa
                 f"{folder}: expected a folder without {shortened(there)}, got one that has it; "
                 "choose another, or pass overwrite=True"
             )
+        if OWN_FILE not in files and (folder / OWN_FILE).exists():
+            raise ScaleError(
+                f"{folder}: expected a folder without {OWN_FILE}, which is read before all others, "
+                "got one that has it; choose another, or delete it"
+            )
         weights = [p.name for p in folder.glob("*.safetensors") if p.name not in (*files, OWN_FILE)]
         if "config.json" in files and weights:
             raise ScaleError(
@@ -70,6 +76,8 @@ def _write(folder: Path, files: Mapping[str, bytes], overwrite: bool) -> list[Pa
             )
         folder.mkdir(parents=True, exist_ok=True)
         write_all(paths)
+        if OWN_FILE in files and REPORT_FILE not in files:
+            (folder / REPORT_FILE).unlink(missing_ok=True)  # it was about other scales
     except OSError as error:
         raise ScaleError(
             f"{folder}: expected a folder that can be written, got {error}; choose another"

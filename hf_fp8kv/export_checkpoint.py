@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from safetensors.torch import save as to_safetensors
 
+from .calibration.report import REPORT_FILE
 from .errors import ScaleError
 from .export_config import HF_QUANT_CONFIG, METHODS, declared, declared_beside
 from .export_files import (
@@ -218,7 +219,7 @@ def _transfer(
     source: Path, staging: Path, new: Iterable[str], weights: Weights, *, renamed: bool
 ) -> None:
     """Links or copies everything but hidden files and what is written anew."""
-    left_out = {*new, OWN_FILE, OWN_SUMMARY, JSON_FILE}
+    left_out = {*new, OWN_FILE, OWN_SUMMARY, JSON_FILE, REPORT_FILE}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if any(part.startswith(".") for part in relative.parts) or not path.is_file():

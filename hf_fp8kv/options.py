@@ -133,8 +133,9 @@ class CacheOptions:
             v = layer.v * FORMATS[self.value_format].scale_from_e4m3 if self._eight("v") else None
             center = layer.k_center if self.center_keys is not False and self._eight("k") else None
             return k, v, center
-        k = torch.full((heads, k_dim), self.scales) if self._eight("k") else None
-        v = torch.full((heads, v_dim), self.scales) if self._eight("v") else None
+        constant = torch.tensor(self.scales, dtype=torch.float32)
+        k = constant.repeat(heads, k_dim) if self._eight("k") else None
+        v = constant.repeat(heads, v_dim) if self._eight("v") else None
         return k, v, None
 
     def _eight(self, side: str) -> bool:

@@ -142,7 +142,7 @@ def compare(
                 after(name, part.numel())
             if start == 0:
                 continue
-            got = logits.double().log_softmax(-1)
+            got = _float64(logits).log_softmax(-1)
             expected = got if expected is None else expected
             known = following[:, start : min(stop, ids.shape[1] - 1)]
             found[name].append(_scores(expected, got, known))
@@ -160,13 +160,24 @@ def _logits(
     logits: torch.Tensor = model(
         **{text: ids}, **inputs, past_key_values=cache, use_cache=True, **fewer
     ).logits
+    if scored and logits.shape[1] != ids.shape[1]:
+        raise ConfigError(
+            f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
+            f"{type(model).__name__}; its predictions cannot be compared"
+        )
     return logits
+
+
+def _float64(x: torch.Tensor) -> torch.Tensor:
+    return (x.cpu() if x.device.type == "mps" else x).double()  # which mps has not
 
 
 def _scores(expected: torch.Tensor, got: torch.Tensor, known: torch.Tensor) -> Scores:
     """The scores of one chunk; `known` are the next tokens of the text, `[B, T or T - 1]`."""
-    of_text = got[:, : known.shape[1]].gather(-1, known[..., None])
-    kl = (expected.exp() * (expected - got)).sum(-1)
+    of_text = got[:, : known.shape[1]].gather(-1, known[..., None].to(got.device))
+    share = expected.exp()
+    # What cannot follow, with a logit of -inf, counts nothing.
+    kl = torch.where(share > 0, share * (expected - got), 0.0).sum(-1)
     same = (expected.argmax(-1) == got.argmax(-1)).double()
     return Scores(kl.flatten().cpu(), same.flatten().cpu(), -of_text.flatten().cpu())
 

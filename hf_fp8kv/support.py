@@ -177,19 +177,15 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | No
             fed.get(index, True) and isinstance(key, PagedKV) and isinstance(value, PagedKV)
         )
 
-    training = model.training
     try:
-        model.eval()
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
-        with torch.no_grad(), watched_attention(model, saw):
+        with torch.no_grad(), in_eval_mode(model), watched_attention(model, saw):
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             fed.clear()
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
     except Exception as error:
         logger.info("%s could not be probed: %s", type(model).__name__, error)
         return None
-    finally:
-        model.train(training)
     return fed
 
 
@@ -218,9 +214,9 @@ def watched_attention(
         model.set_attn_implementation(name)
         yield
     finally:
-        _restore(model, before)
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
+        _restore(model, before)
 
 
 def _implementations(model: PreTrainedModel) -> dict[str, Any]:
@@ -234,7 +230,23 @@ def _implementations(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _restore(model: PreTrainedModel, before: dict[str, Any]) -> None:
-    model.set_attn_implementation(before)
+    model.set_attn_implementation({part: name for part, name in before.items() if name is not None})
+    for part, name in before.items():
+        if name is None:  # which is no name that can be set
+            config = getattr(model.config, part) if part else model.config
+            config._attn_implementation_internal = None
+
+
+@contextmanager
+def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model and all of its parts are in eval mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def main() -> None:
     if not result.exists():
         assert _forked(state, result, None) == 0
     found = {"expected": expected, "found": result.read_text(), "left": left}
-    sys.stdout.write(json.dumps(found | {"state": state.exists()}))
+    files = sorted(path.name for path in folder.iterdir())
+    sys.stdout.write(json.dumps(found | {"files": files}))
 
 
 def _forked(state: Path | None, result: Path, chance: random.Random | None) -> int:

@@ -195,8 +195,11 @@ def test_killed_twenty_times_and_the_same_scales(tmp_path):
     result = json.loads(found.stdout)
     assert len(result["left"]) == 20
     assert result["found"] == result["expected"]
-    assert not result["state"]
+    assert result["files"] == ["digest", "state"]
     # Something was lost by none of them, and they fell into several stages.
+    for left in result["left"]:
+        if left.get("chosen"):  # in place of what it was chosen from
+            left["scales"] = 99
     amounts = [sum(left.values()) for left in result["left"]]
     assert amounts == sorted(amounts)
     assert len({tuple(left) for left in result["left"]}) >= 3
@@ -245,7 +248,13 @@ def test_what_was_done_is_not_done_again(biased, tmp_path, monkeypatch):
     assert found.report.quality == expected.report.quality
     # The interrupted call itself is made again.
     assert before + calls == whole + 1
-    assert not state.exists()
+    # It is left behind, so that scales that could not be saved are made again at once.
+    assert state.exists()
+    calls = 0
+    hook = biased.register_forward_pre_hook(count)
+    assert calibrate(biased, texts(), state=state, **QUIET).digest == expected.digest
+    hook.remove()
+    assert calls == 0
 
 
 def test_the_state_of_another_calibration_is_refused(biased, llama, tmp_path):
@@ -390,10 +399,13 @@ def test_parts_of_the_model_on_disk(tmp_path):
 
 def test_the_model_is_left_as_it_was(biased):
     biased.train()
+    biased.model.layers[0].eval()
     biased.set_attn_implementation("eager")
     try:
         calibrate(biased, texts(), **QUIET)
         assert biased.training
+        assert biased.model.layers[1].training
+        assert not biased.model.layers[0].training
         assert biased.config._attn_implementation == "eager"
     finally:
         biased.eval()
@@ -427,6 +439,74 @@ def test_nan_is_an_error_that_names_the_layer():
 def test_arguments_that_cannot_be(llama, more, message):
     with pytest.raises(ConfigError, match=message):
         calibrate(llama, texts(), **QUIET | more)
+
+
+def test_parts_without_an_attention_implementation(capsys):
+    """dbrx has a sub-config that names none, which transformers will not set again."""
+    model = tiny("dbrx")[0]
+    before = model.config.attn_config._attn_implementation
+    assert calibrate(model, texts(), **QUIET).report.quality
+    assert model.config.attn_config._attn_implementation == before
+
+
+def test_texts_that_are_too_short_to_try_centres_on(biased):
+    scales = calibrate(biased, [[5, 6, 7], [8, 9]], progress=False)
+    assert not scales.centered
+    assert "too short" in scales.report.centers
+    assert scales.report.quality == ()
+
+
+def test_a_layer_that_is_never_reached(caplog):
+    config = tiny("llama")[0].config
+    config.num_hidden_layers = 3
+    model = tiny("llama")[0]
+    model.config.num_hidden_layers = 3
+    scales = calibrate(model, texts(), **QUIET)
+    assert "skip_layers=[2]" in caplog.text
+    assert set(scales.layers) == {0, 1}
+    assert scales.report.quality
+    FP8PagedCache(model.config, scales=scales, skip_layers=[2])
+
+
+def test_token_ids_that_the_model_does_not_know(llama):
+    with pytest.raises(ConfigError, match=f"expected token ids below {VOCAB}.*got 500"):
+        calibrate(llama, [[1, 2, 500]], **QUIET)
+
+
+def test_a_model_that_does_not_read_text():
+    with pytest.raises(ConfigError, match="expected a model that reads text, got Whisper"):
+        calibrate(tiny("seq2seq/whisper")[0], texts(), **QUIET)
+
+
+def test_a_model_that_takes_one_token_at_a_time(caplog):
+    """It cannot be scored; its scales are made all the same, and a warning says so."""
+    scales = calibrate(tiny("prophetnet")[0], texts(), **QUIET)
+    assert scales.report.quality == ()
+    assert not scales.centered
+    assert "the predictions are not compared" in caplog.text
+
+
+def test_scales_per_channel_with_a_centre_hold_at_other_positions(biased):
+    known = texts()[:6]
+    scales = calibrate(biased, known, granularity="channel", **QUIET | {"held_out": 0})
+    assert scales.centered
+    for first in range(0, 231, 11):
+        for text in known:
+            ids = text[None, :24]
+            cache = DynamicCache(config=biased.config)
+            with torch.no_grad():
+                positions = torch.arange(first, first + ids.shape[1])[None]
+                biased(input_ids=ids, position_ids=positions, past_key_values=cache)
+            for index, layer in scales.layers.items():
+                stored = cache.layers[index].keys[0] - layer.k_center[:, None]
+                assert (stored.abs().amax(1) <= 448 * layer.k * (1 + 1e-4)).all()
+
+
+def test_measure_takes_a_path_and_no_number(llama, tmp_path):
+    calibrate(llama, texts(), **QUIET).save_pretrained(tmp_path)
+    assert measure(llama, tmp_path, texts(), progress=False, max_length=24).quality
+    with pytest.raises(ConfigError, match="scales: expected KVScales, a path"):
+        measure(llama, 1.0, texts(), progress=False)
 
 
 def test_things_that_are_no_model_or_have_no_cache(llama):

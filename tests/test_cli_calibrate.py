@@ -193,7 +193,7 @@ def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
     calibration.fails = None
     code, _, err = run()
     assert code == 0, err
-    assert f"{tmp_path / 'out' / '.calibration-state'}: going on" in err
+    assert f"{tmp_path / 'out' / '.calibration-state'}: found what" in err
     assert calibration.calls[0]["state"] == calibration.calls[1]["state"]
 
 

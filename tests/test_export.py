@@ -410,10 +410,12 @@ def test_linked_weights_are_the_same_file(tmp_path, model, format):
 
 def test_old_scale_files_do_not_come_along(tmp_path, model):
     source = Path(shutil.copytree(model, tmp_path / "source"))
-    KVScales.uniform(LAYERS, k=8.0).save_pretrained(source)
     KVScales.uniform(LAYERS, k=8.0).save_pretrained(source, format="vllm-json")
+    KVScales.uniform(LAYERS, k=8.0).save_pretrained(source)
+    (source / "kv_calibration.json").write_text("{}")
     copy = patched(source, tmp_path / "copy", "autofp8")
     assert KVScales.from_pretrained(copy).format == "autofp8"
+    assert not (copy / "kv_calibration.json").exists()
 
 
 QUANTIZED = {
@@ -819,3 +821,14 @@ def test_the_rules_refuse_what_the_servers_refuse(tmp_path, model):
         save_file(spoiled, copy / "model-kv-scales.safetensors")
         with pytest.raises(Refused, match="layer 1"):
             server_rules.vllm(copy)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_would_be_read_instead_is_not_written_beside(tmp_path, overwrite):
+    """Our own file is read before all others: beside it, other scales would never be seen."""
+    KVScales.uniform(2, 0.5).save_pretrained(tmp_path)
+    for format in ("tgi", "vllm-json", "compressed-tensors", "trtllm"):
+        with pytest.raises(ScaleError, match="read before all others"):
+            KVScales.uniform(2, 0.1).save_pretrained(tmp_path, format=format, overwrite=overwrite)
+    assert KVScales.from_pretrained(tmp_path).layers[0].k == 0.5
+    assert len(list(tmp_path.iterdir())) == 2

@@ -16,7 +16,7 @@ often as better.
 
 Then there is room: where a scale that is larger by whole octaves loses next to nothing, it is
 taken, up to the norm of the pairs that RoPE rotates, which K can reach at positions that the text
-did not have.
+did not have. A scale per channel always covers that norm.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ _ROOM_TOKENS = 128
 
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a text, and what they attend to.
+    """Some queries of a text, and what they attend to (softcaps and sinks are left out).
 
     Attributes:
         q: `[Hkv, G, Q, Dk]`, float32, scaled: `G` query heads for each KV head.
@@ -149,11 +149,16 @@ def _trial(
     fmt: Format,
     margin: float,
 ) -> Trial:
-    high, low, reach = (parts[f"{side}_{name}"] for name in ("max", "min", "pair"))
+    # On the CPU, as after an interruption: GPUs divide a little otherwise.
+    high, low, reach = (parts[f"{side}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
+        center = center.cpu()
         high, low, reach = high - center, low - center, reach + center.abs()
-    amax = torch.maximum(high.abs(), low.abs()) * margin
     reach = reach * margin
+    # A channel on its own says little of other positions; over a head, its fastest pairs have been
+    # everywhere.
+    alone = granularity == "channel"
+    amax = reach if alone else torch.maximum(high.abs(), low.abs()) * margin
     if over := _OVER[granularity]:
         amax, reach = amax.amax(over, keepdim=True), reach.amax(over, keepdim=True)
     return Trial(side, _without_zeros(amax) / fmt.max, reach / fmt.max, center, granularity)
@@ -239,6 +244,21 @@ class Choice:
     k_center: torch.Tensor | None = None
     gain: float | None = None
 
+    @property
+    def parts(self) -> Parts:
+        """The same as tensors, for a file."""
+        found: Parts = {"k": self.k, "v": self.v}
+        if self.k_centered is not None and self.k_center is not None:
+            found |= {"k_centered": self.k_centered, "k_center": self.k_center}
+            found["gain"] = torch.tensor(self.gain, dtype=torch.float64, device="cpu")
+        return found
+
+    @classmethod
+    def of(cls, parts: Parts) -> "Choice":
+        """What `parts` gave."""
+        gain = parts["gain"].item() if "gain" in parts else None
+        return cls(parts["k"], parts["v"], parts.get("k_centered"), parts.get("k_center"), gain)
+
 
 def chosen_scales(tried: Mapping[str, Trial], found: Mapping[str, Parts], fmt: Format) -> Choice:
     """The scales that cost least.
@@ -264,7 +284,9 @@ def _best(trial: Trial, found: Parts, fmt: Format) -> tuple[torch.Tensor, float]
     first, reach = trial.first.cpu(), trial.reach.cpu()
     step = cost.argmin(0, keepdim=True)  # the first of equals
     rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]
-    scale = first * torch.tensor(2.0, dtype=torch.float32) ** (step[0].float() / SEARCH_STEPS)
+    scale = first * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (
+        step[0].float() / SEARCH_STEPS
+    )
     kept = scale
     for octave in range(1, _ROOM_OCTAVES + 1):
         larger = scale * 2.0**octave

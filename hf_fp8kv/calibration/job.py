@@ -1,6 +1,6 @@
 """What all stages of a calibration share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,10 @@ class Job:
     layers: frozenset[int]
     state: State
     told: Callable[[str, int, bool], None]
+
+    def without(self, scales: Collection[int]) -> tuple[int, ...]:
+        """The layers that a cache must leave out, since there are scales for these only."""
+        return tuple(sorted(self.layers.difference(scales)))
 
     def over(
         self, name: str, batches: Sequence[Batch], step: Callable[[Parts, Batch], Parts]

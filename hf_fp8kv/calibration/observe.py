@@ -8,17 +8,19 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache import FP8PagedCache
-from ..errors import ConfigError
+from ..errors import ConfigError, Fp8KVError
 from ..quality import one_logit
 
 __all__ = [
-    "Batch", "Parts", "Seen", "input_device", "merged", "observe", "paged_layers",
+    "MODEL_ERRORS", "Batch", "Parts", "Seen", "input_device", "merged", "observe", "paged_layers",
     "range_of", "takes",
 ]  # fmt: skip
 
 # Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
 Seen = Callable[[int, torch.Tensor, torch.Tensor], None]
 Parts = dict[str, torch.Tensor]
+# How a model's own code ends when it is called in a way that it does not expect.
+MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 
 class Batch:
@@ -32,8 +34,8 @@ class Batch:
 
     def __init__(self, windows: tuple[torch.Tensor, ...]) -> None:
         longest = max(len(window) for window in windows)
-        self.ids = torch.zeros((len(windows), longest), dtype=torch.int64)
-        valid = torch.zeros(self.ids.shape, dtype=torch.bool)
+        self.ids = torch.zeros((len(windows), longest), dtype=torch.int64, device="cpu")
+        valid = torch.zeros(self.ids.shape, dtype=torch.bool, device="cpu")
         for row, window in enumerate(windows):
             self.ids[row, : len(window)] = window
             valid[row, : len(window)] = True
@@ -75,7 +77,15 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
         ConfigError: the model cannot use the cache, or none of its layers can.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
+        raise ConfigError(
+            f"model: expected a PreTrainedModel, got {type(model).__name__}; of a model that is "
+            "compiled or wrapped, pass the model inside (model._orig_mod, model.module)"
+        )
+    if model.main_input_name != "input_ids":
+        raise ConfigError(
+            f"model: expected a model that reads text, got {type(model).__name__}, which reads "
+            f"{model.main_input_name}; use dynamic scales, which need no calibration"
+        )
     # A constant scale, since there is nothing to say of scales that the checkpoint declares.
     layers = FP8PagedCache(model.config, scales=1.0, backend="torch").paged_layers
     if not layers:
@@ -120,8 +130,17 @@ def observe(
     if first_position is not None:
         positions = torch.arange(first_position, first_position + ids.shape[1], device=device)
         inputs["position_ids"] = positions.expand(ids.shape)
-    with torch.no_grad():
-        model(**inputs, past_key_values=cache, use_cache=True, **one_logit(model))
+    try:
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache, use_cache=True, **one_logit(model))
+    except Fp8KVError:
+        raise
+    except MODEL_ERRORS as error:
+        raise ConfigError(
+            f"model: expected a model that reads token ids into a cache, got "
+            f"{type(model).__name__}: {type(error).__name__}: {error}; use dynamic scales, which "
+            "need no calibration"
+        ) from error
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
@@ -159,7 +178,7 @@ def range_of(
         int64, tokens.
     """
     k, v = k.float(), v.float()
-    parts = {"count": torch.tensor(k.shape[0])}
+    parts = {"count": torch.tensor(k.shape[0], device="cpu")}
     for side, x, partner in (("k", k, k_partner), ("v", v, v_partner)):
         parts[f"{side}_max"], parts[f"{side}_min"] = x.amax(0), x.amin(0)
         norms = x.abs() if partner is None else _pair_norm(x, partner.to(x.device))

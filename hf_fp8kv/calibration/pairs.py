@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from ..errors import ConfigError
 from ..models import config_field
 from .observe import Batch, observe, takes
 
@@ -56,7 +57,9 @@ def measure_pairs(
     batch = Batch((window[: min(TOKENS, max(room // 4, 2))],))
     try:
         here, there = (_shown(model, batch, layers, first) for first in (0, room // 2))
-    except Exception as error:  # whatever a model does with positions that it does not expect
+    except torch.OutOfMemoryError:
+        raise
+    except (ConfigError, RuntimeError) as error:  # it does not expect such positions
         logger.info("%s cannot be run at other positions: %s", type(model).__name__, error)
         return unknown
     return {
@@ -91,7 +94,7 @@ def partners_of(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     size = energy.sqrt().clamp(min=torch.finfo(torch.float64).tiny)
     correlation = (change / size).T @ (change / size)
     best = correlation.argmin(0)
-    alone = torch.arange(len(best))
+    alone = torch.arange(len(best), device=best.device)
     sure = moved & moved[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
     partner = torch.where(sure, best, alone)
     return _completed(partner)
@@ -102,7 +105,7 @@ def _completed(partner: torch.Tensor) -> torch.Tensor:
 
     The pairs start with the fastest one, so what is missing comes after those that were seen.
     """
-    alone = torch.arange(len(partner))
+    alone = torch.arange(len(partner), device=partner.device)
     distance = (partner - alone)[partner > alone]
     if not len(distance):
         return partner
@@ -110,9 +113,9 @@ def _completed(partner: torch.Tensor) -> torch.Tensor:
     first = int(alone[partner != alone].min())
     size = len(partner)
     if step == 1:  # neighbours, up to the last channel
-        low = torch.arange(first, size - 1, 2)
+        low = torch.arange(first, size - 1, 2, device=partner.device)
     else:  # two halves of a block of 2 * step channels
-        low = torch.arange(first, min(first + step, size - step))
+        low = torch.arange(first, min(first + step, size - step), device=partner.device)
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
     seen = partner != alone

@@ -35,7 +35,7 @@ class SideStatistics:
     """K or V of one layer.
 
     Attributes:
-        amax: per KV head: the largest magnitude in the text that was calibrated on.
+        amax: per KV head: the largest magnitude in the text that was calibrated on, or measured.
         saturated: share of the numbers of held-out text that saturate under the scales: that are
             beyond what rounds to the largest code.
         underflow: share of its numbers that are not 0 and become 0.
@@ -57,8 +57,8 @@ class LayerStatistics:
         k: the keys.
         v: the values.
         centered: whether the scales carry a centre of K.
-        center_gain: squared error of K without a centre over that with one: above 1, it helps.
-            None: not tried.
+        center_gain: what K's errors cost (see `calibration.choose`) without a centre, over that
+            with one: above 1, it helps. None: not tried.
     """
 
     k: SideStatistics

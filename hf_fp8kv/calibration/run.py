@@ -1,6 +1,7 @@
 """`calibrate`: static scales for a model from texts; `measure`: how good given ones are."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,12 +19,15 @@ from ..formats import AUTO, FORMATS, Format, parse_dtype
 from ..layer_scales import Granularity, LayerScales
 from ..models import config_field
 from ..quality import UNQUANTISED, Quality
+from ..scale_argument import resolve
 from ..scale_checks import shortened, shown
 from ..scales import KVScales
+from ..support import in_eval_mode
 from . import scoring, stages
 from .corpus import Corpus, read_corpus
 from .job import Job, Options, batches_of
 from .observe import Batch, paged_layers
+from .pairs import Partners
 from .report import CalibrationReport, LayerStatistics, QualityRow
 from .state import State, digest_of
 from .statistics import amax_of, statistics
@@ -60,7 +64,7 @@ def calibrate(
 
     The model reads the texts, and K (after RoPE) and V are looked at where they would be stored.
     A scale covers the largest magnitude seen, see `calibration.choose`. The result does not depend
-    on the order of the texts, nor on whether the run was interrupted.
+    on the order of the texts (unless reading stops at `max_tokens`), nor on interruptions.
 
     Args:
         model: a language model, on any device or devices.
@@ -80,7 +84,8 @@ def calibrate(
         chat_template: None: conversations go through the tokenizer's chat template; True: plain
             texts too, as a user's turn; False: conversations are an error.
         held_out: tokens that no scale is made on, for the report; 0: no report on quality.
-        state: a file that lets a calibration that was killed go on; gone when it is done.
+        state: a file that lets a calibration that was killed go on. It is left behind, so that
+            nothing is lost before the scales are saved: delete it then.
         progress: draw a bar with tokens per second on stderr.
 
     Raises:
@@ -94,6 +99,7 @@ def calibrate(
         texts, _tokenizer(model, tokenizer), max_tokens=max_tokens, max_length=length,
         held_out=held_out, text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
+    _check_tokens(model, corpus)
     facts = (granularity, center, options.fmt.name, margin, batch_size)
     path = None if state is None else Path(state)
     identity = "" if path is None else _identity(model, corpus, facts)
@@ -105,6 +111,7 @@ def calibrate(
         partners = stages.pairs(job, corpus.windows[0])
         ranges = stages.observed(job, "text", batches, partners)
         _check_reached(layers, ranges)
+        _tell_unknown(partners, options)
         choices = stages.chosen(job, corpus.windows, ranges, partners, options)
         source = f"calibrated on {corpus.tokens} tokens"
 
@@ -121,13 +128,12 @@ def calibrate(
         model, scales, options.fmt, margin, kept.seconds, found, rows, centers,
         texts=corpus.texts, tokens=corpus.tokens, held_out=sum(b.tokens for b in held),
     )  # fmt: skip
-    kept.remove()
     return scales.with_report(report)
 
 
 def measure(
     model: PreTrainedModel,
-    scales: KVScales,
+    scales: KVScales | str | os.PathLike[str],
     texts: Any,
     *,
     tokenizer: Any = None,
@@ -143,7 +149,7 @@ def measure(
     Args:
         model, texts, tokenizer, max_tokens, max_length, text_column, chat_template, progress: as in
             `calibrate`.
-        scales: from any source.
+        scales: from any source; also a path, a folder or a repository of the Hub.
         dtype: the format to store in.
 
     Raises:
@@ -151,12 +157,20 @@ def measure(
     """
     options = _options("head", False, dtype, 1.0)
     layers = paged_layers(model)
+    found_scales = resolve(scales)
+    if not isinstance(found_scales, KVScales):
+        raise ConfigError(
+            f"scales: expected KVScales, a path or a repository id, got {scales!r}; "
+            "KVScales.uniform(num_layers) has a constant for each layer"
+        )
+    scales = found_scales
     FP8PagedCache(model.config, dtype=options.fmt.name, scales=scales)  # layers that are missing
     corpus = read_corpus(
         texts, _tokenizer(model, tokenizer), max_tokens=max_tokens,
         max_length=_longest(model, max_length), held_out=0, text_column=text_column,
         chat_template=chat_template,
     )  # fmt: skip
+    _check_tokens(model, corpus)
     batches = batches_of(corpus.windows, 1)
     few: list[Batch] = []
     for batch in batches:
@@ -222,15 +236,35 @@ def _tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
 
 
 def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...]) -> str:
-    """A digest of all that the scales depend on; of each weight, of its first numbers."""
+    """A digest of all that the scales depend on; of each weight, of some numbers all over it."""
     weights = [
-        (name, list(p.shape), str(p.dtype), [] if p.is_meta else p.detach().flatten()[:16].tolist())
-        for name, p in model.named_parameters()
+        (name, list(p.shape), str(p.dtype), _some_of(p)) for name, p in model.named_parameters()
     ]
+    # Of weights that are on disk, it is only known where they are from.
+    origin = getattr(model, "name_or_path", "") if any(not w for *_, w in weights) else ""
     packages = {name: version(name) for name in ("hf-fp8kv", "torch", "transformers")}
     config = model.config.to_dict()
     config.pop("transformers_version", None)
-    return digest_of(packages, config, weights, corpus.digest, facts)
+    where = (model.device.type, model.config._attn_implementation)
+    return digest_of(packages, config, origin, where, weights, corpus.digest, facts)
+
+
+def _some_of(weight: torch.Tensor) -> list[float]:
+    if weight.is_meta or not weight.numel():
+        return []
+    flat = weight.detach().flatten()
+    return flat[:: max(1, len(flat) // 61)].tolist()
+
+
+def _check_tokens(model: PreTrainedModel, corpus: Corpus) -> None:
+    """Raises ConfigError for token ids that the model has no embedding for."""
+    known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
+    if known is not None and largest >= known:
+        raise ConfigError(
+            f"texts: expected token ids below {known}, which the model knows, got {largest}; use "
+            "the tokenizer of this very model"
+        )
 
 
 def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
@@ -244,16 +278,23 @@ def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
         )
 
 
+def _tell_unknown(partners: Mapping[int, Partners], options: Options) -> None:
+    unknown = sorted(index for index, of in partners.items() if of.k is None)
+    if unknown and options.granularity == "channel":
+        logger.warning(
+            "layers %s: K has a scale for each head, not for each channel, since it is not known "
+            "which channels are rotated together: the model takes no position_ids",
+            shortened(unknown),
+        )
+
+
 @contextmanager
 def _at_work(
     model: PreTrainedModel, layers: frozenset[int], state: State, total: int, progress: bool
 ) -> Iterator[Job]:
     """Inside, the model is in eval mode, and a bar is drawn."""
-    training = model.training
-    model.eval()
-    with tqdm(
-        total=total, disable=not progress, unit="tok", unit_scale=True, dynamic_ncols=True
-    ) as bar:
+    shown = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True}
+    with in_eval_mode(model), tqdm(total=total, disable=not progress, **shown) as bar:
 
         def told(stage: str, tokens: int, again: bool) -> None:
             bar.set_description(stage, refresh=False)
@@ -261,28 +302,39 @@ def _at_work(
                 bar.initial += tokens
             bar.update(tokens)
 
-        try:
-            yield Job(model, layers, state, told)
-            # What was not needed after all.
-            bar.total = bar.n
-            bar.set_description("done")
-        finally:
-            model.train(training)
+        yield Job(model, layers, state, told)
+        # What was not needed after all.
+        bar.total = bar.n
+        bar.set_description("done")
 
 
 def _quality(job: Job, batches: list[Batch], scales: KVScales, fmt: Format) -> dict[str, Quality]:
     """How far caches move the model's predictions; nothing where there is nothing to score."""
-    batches = [batch for batch in batches if batch.ids.shape[1] >= 4]
+    batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
     if not batches or not scoring.gives_logits(job.model):
+        why = "there is no text for it that is long enough" if not batches else "it has no logits"
+        logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
         return {}
 
     def paged(given: Any) -> Callable[[], Any]:
-        return lambda: FP8PagedCache(job.model.config, dtype=fmt.name, scales=given)
+        return lambda: FP8PagedCache(
+            job.model.config, dtype=fmt.name, scales=given, skip_layers=without
+        )
 
+    without = job.without(scales.layers)
     compared = zip(_CACHES, (scales, None, 1.0), strict=True)
     caches = {f"{kind} {fmt.name}": paged(given) for kind, given in compared}
-    found = scoring.scored(job, "quality", batches, caches)
-    return {name: found[name].quality for name in (UNQUANTISED, *caches)}
+    try:
+        found = scoring.scored(job, "quality", batches, caches)
+    except ConfigError as error:
+        logger.warning("the predictions are not compared: %s", error)
+        return {}
+    rows = {name: found[name].quality for name in (UNQUANTISED, *caches)}
+    known = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
+    if len(known) < len(rows):
+        lost = ", ".join(sorted(rows.keys() - known))
+        logger.warning("the model gives logits that are not finite: %s not compared", lost)
+    return known
 
 
 def _report(

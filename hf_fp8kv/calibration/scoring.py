@@ -1,5 +1,6 @@
 """How good scales are for the model's predictions; and so, whether centres help."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import FP8PagedCache
+from ..errors import ConfigError, Fp8KVError
 from ..layer_scales import LayerScales
 from ..quality import Scores, compare
 from ..scales import KVScales
@@ -14,18 +16,23 @@ from ..support import paged_attention
 from .choose import Choice
 from .corpus import Corpus
 from .job import Job, Options
-from .observe import Batch, Parts, input_device
+from .observe import MODEL_ERRORS, Batch, Parts, input_device
 from .pairs import TOKENS
 from .stages import SAMPLE_WINDOWS, spread
 
-__all__ = ["gives_logits", "other_tokens", "scored", "with_centers"]
+__all__ = ["SHORTEST", "gives_logits", "other_tokens", "scored", "with_centers"]
 
+logger = logging.getLogger(__name__)
+
+# Tokens of a window: two to read first, and two to score.
+SHORTEST = 4
 # A centre is tried where it makes what K's errors cost this much smaller.
 _GAIN = 1.05
 # Tokens scored to see whether centres help.
 _TRIAL_TOKENS = 1024
-# Tokens of a later call when a text is scored.
+# Tokens of a later call when a text is scored, and the most logits that it may have.
 _CHUNK = 128
+_LOGITS = 2**23
 
 
 def with_centers(
@@ -59,29 +66,38 @@ def with_centers(
     centered = made(layers)
     if not gives_logits(job.model):
         return centered, f"Centres in {where}, by the error of K: the model gives no logits."
+    trial = _trial(windows)
+    if not trial:
+        return made(plain), "No centres: the texts are too short to try them on."
     caches = {
         "without": _static(job, made(plain), options),
         "with": _static(job, centered, options),
     }
-    trial = _trial(windows)
-    found = scored(job, "centres", [Batch((window,)) for window in trial], caches)
+    try:
+        found = scored(job, "centres", [Batch((window,)) for window in trial], caches)
+    except ConfigError as error:
+        logger.warning("centres are not tried: %s", error)
+        return made(plain), "No centres: the model's predictions could not be compared."
     less = found["without"].kl - found["with"].kl
-    error = less.std().item() / len(less) ** 0.5 if len(less) > 1 else float("inf")
+    deviation = less.std().item() / len(less) ** 0.5 if len(less) > 1 else float("inf")
     kl = f"KL {found['without'].quality.kl:.2e} without, {found['with'].quality.kl:.2e} with"
-    if less.mean().item() > 2 * error:
+    if less.mean().item() > 2 * deviation:
         return centered, f"Centres in {where}: {kl}, on {len(less)} tokens."
     return made(plain), f"No centres: in {where} they do not help for certain: {kl}."
 
 
 def _static(job: Job, scales: KVScales, options: Options) -> Callable[[], Any]:
-    return lambda: FP8PagedCache(job.model.config, dtype=options.fmt.name, scales=scales)
+    without = job.without(scales.layers)
+    return lambda: FP8PagedCache(
+        job.model.config, dtype=options.fmt.name, scales=scales, skip_layers=without
+    )
 
 
 def _trial(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The first windows, whose second halves hold about `_TRIAL_TOKENS`."""
     found: list[torch.Tensor] = []
     for window in windows:
-        if len(window) < 4 or sum(len(w) for w in found) >= 2 * _TRIAL_TOKENS:
+        if len(window) < SHORTEST or sum(len(w) for w in found) >= 2 * _TRIAL_TOKENS:
             break
         found.append(window)
     return found
@@ -97,13 +113,24 @@ def scored(
 ) -> dict[str, Scores]:
     """The scores of the second half of each window, after a prefill on the first half."""
 
+    vocabulary = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
+    chunk = max(8, min(_CHUNK, _LOGITS // vocabulary))
+
     def step(parts: Parts, batch: Batch) -> Parts:
         ids = batch.ids.to(input_device(job.model))
-        with paged_attention(job.model):
-            found = compare(
-                job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=_CHUNK,
-                after=lambda cache, tokens: job.told(f"{name}: {cache}", tokens, False),
-            )  # fmt: skip
+        try:
+            with paged_attention(job.model):
+                found = compare(
+                    job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
+                    after=lambda cache, tokens: job.told(f"{name}: {cache}", tokens, False),
+                )  # fmt: skip
+        except Fp8KVError:
+            raise
+        except MODEL_ERRORS as error:
+            raise ConfigError(
+                "model: expected one that reads several tokens onto a cache that holds some, got "
+                f"{type(job.model).__name__}: {type(error).__name__}: {error}"
+            ) from error
         new = {
             f"{cache}.{what}": getattr(scores, what)
             for cache, scores in found.items()

@@ -119,15 +119,22 @@ def chosen(
         return {name: parts[name] + part for name, part in new.items()} if parts else new
 
     batches = [Batch((window,)) for window in spread(windows, SAMPLE_WINDOWS)]
-    parts = job.over("scales", batches, step)
-    choices = {}
-    for index, of in tried.items():
-        found = {
-            name: {what: parts[f"{index}.{name}.{what}"] for what in ("cost", "room")}
-            for name in of
-        }
-        choices[index] = chosen_scales(of, found, options.fmt)
-    return choices
+
+    def work() -> Parts:
+        parts = job.over("scales", batches, step)
+        found: Parts = {}
+        for index, of in tried.items():
+            cost = {
+                name: {what: parts[f"{index}.{name}.{what}"] for what in ("cost", "room")}
+                for name in of
+            }
+            chosen = chosen_scales(of, cost, options.fmt)
+            found |= {f"{index}.{name}": part for name, part in chosen.parts.items()}
+        return found
+
+    found = _by_layer(job.once("chosen", work))
+    job.state.drop("scales")  # which is large, and not needed again
+    return {index: Choice.of(parts) for index, parts in found.items()}
 
 
 def _watched(model: PreTrainedModel, saw: Any) -> AbstractContextManager[None]:

@@ -4,8 +4,10 @@ All the work is a row of folds: over some items, in a fixed order, each adds to 
 The file holds the dict of every fold and how many items it has taken, whole at any time.
 """
 
+import glob
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,13 +51,9 @@ class State:
             return
         if not path.parent.is_dir() or path.is_dir():
             raise ConfigError(f"state: expected a file in a folder that exists, got {path}")
+        _remove_abandoned(path)
         if path.exists():
             self._read(path)
-
-    @property
-    def resumed(self) -> bool:
-        """Whether anything was done before."""
-        return bool(self.done)
 
     @property
     def seconds(self) -> float:
@@ -86,10 +84,10 @@ class State:
             after(item, number < done)
         return parts
 
-    def remove(self) -> None:
-        """The file is gone."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+    def drop(self, name: str) -> None:
+        """The fold is forgotten: what was made of it is in another one."""
+        self.parts.pop(name, None)
+        self.done.pop(name, None)
 
     def _save(self, *, last: bool) -> None:
         if self.path is None or not (last or time.monotonic() - self._saved > _SECONDS):
@@ -136,6 +134,20 @@ class State:
         for name, tensor in tensors.items():
             fold, part = name.split("/", 1)
             self.parts[fold][part] = tensor
+
+
+def _remove_abandoned(path: Path) -> None:
+    """What runs that were killed in the middle of a write have left is gone."""
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        number = part.name.split(".")[-2]
+        try:
+            os.kill(int(number), 0)
+        except ValueError:
+            continue
+        except ProcessLookupError:
+            part.unlink(missing_ok=True)
+        except OSError:
+            continue  # it runs
 
 
 def digest_of(*facts: object) -> str:

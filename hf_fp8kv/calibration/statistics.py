@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..errors import ConfigError
 from ..formats import FORMATS, Format
 from ..layer_scales import LayerScales
 from ..quantize import dynamic_scale, rounded, search_scale
@@ -61,7 +62,13 @@ def statistics(
                 _side(x.float(), layers[index], side, fmt, formats, every)
                 for side, x in (("k", k), ("v", v))
             ]
-            new[str(index)] = torch.stack(rows).cpu()
+            counted = torch.stack(rows).cpu()
+            if not torch.isfinite(counted).all():
+                raise ConfigError(
+                    f"layer {index}: expected finite K and V of the text held out, got NaN or "
+                    "infinity; load the model in bfloat16 or float32, and look at the text"
+                )
+            new[str(index)] = counted
 
         observe(job.model, batch, job.layers, seen)
         return {name: parts[name] + part for name, part in new.items()} if parts else new

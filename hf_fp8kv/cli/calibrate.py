@@ -131,10 +131,11 @@ def calibrate(
             from ..calibration import calibrate as run
 
             scales = run(loaded, source, tokenizer=tokenizer, state=state, **options)
-        paths = _saved(scales, folder, own, overwrite)
-        if checkpoint is not None:
-            tell(f"{folder}: the scales; now the copy of {checkpoint}")
-            paths += scales.save_pretrained(folder / COPY, format=to, checkpoint=checkpoint)
+            paths = _saved(scales, folder, own, overwrite)
+            if checkpoint is not None:
+                tell(f"{folder}: the scales; now the copy of {checkpoint}")
+                paths += scales.save_pretrained(folder / COPY, format=to, checkpoint=checkpoint)
+            state.unlink(missing_ok=True)
     _print_result(scales, paths, warnings, as_json)
 
 
@@ -201,7 +202,7 @@ def _resumable(state: Path) -> Iterator[Path]:
     new = not state.parent.exists()
     state.parent.mkdir(parents=True, exist_ok=True)
     if state.exists():
-        tell(f"{state}: going on where an interrupted calibration was")
+        tell(f"{state}: found what an interrupted calibration had done")
     try:
         yield state
     except KeyboardInterrupt:
@@ -228,7 +229,7 @@ def _saved(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> li
 def _print_result(
     scales: "KVScales", paths: list[Path], warnings: list[str], as_json: bool
 ) -> None:
-    report = getattr(scales, "report", None)
+    report = scales.report
     if as_json:
         found = None if report is None else report.to_dict()
         files = list(map(str, paths))

@@ -16,7 +16,7 @@ TEXTS_HELP = "Text, or JSON lines (.jsonl); pydoc stands for Python's own docume
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="The format of the cache that is measured. Default: fp8_e4m3.",
+        help="The format that scales are chosen for, or measured in. Default: fp8_e4m3.",
         autocompletion=completing(dtypes),
     ),
 ]
