@@ -3,16 +3,24 @@
 The bounds are means over several texts; on one text a few tokens decide the mean.
 """
 
+import math
 import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache, cache_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    QuantizedCache,
+    cache_utils,
+)
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.quality import Quality, compare
+from hf_fp8kv.quality import UNQUANTISED, Quality, _scores, compare
+from tests.tiny_models import VOCAB, tiny
 
 TEXTS = ("objects", "execmodel", "import", "customization")
 PREFILL, SCORED = 512, 128
@@ -70,3 +78,83 @@ def test_better_than_transformers(measured: dict[str, Quality]) -> None:
         pytest.skip("this transformers has no FP8 cache")
     for name in ("e4m3", "e3m4"):
         assert measured[name].kl < stock.kl, (name, measured[name], stock)
+
+
+# -- scores of a tiny model, by hand ---------------------------------------------------------------
+
+
+def by_hand(model: Any, ids: torch.Tensor, cache: Any, prefill: int, chunk: int) -> torch.Tensor:
+    """Log-probabilities after each token past the prefill: `[B, N - prefill, vocabulary]`."""
+    found = []
+    with torch.no_grad():
+        for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
+            found.append(model(input_ids=part, past_key_values=cache).logits.double())
+    return torch.cat(found[1:], 1).log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_scores_of_a_tiny_model(chunk: int) -> None:
+    model, _ = tiny("llama", attn_implementation="fp8_paged")
+    ids = torch.randint(3, VOCAB, (2, 24))
+    prefill = 8
+    found = compare(
+        model, ids, {"fp8": lambda: FP8PagedCache(model.config, scales=0.25)},
+        prefill=prefill, chunk=chunk,
+    )  # fmt: skip
+    plain = by_hand(model, ids, DynamicCache(config=model.config), prefill, chunk)
+    moved = by_hand(model, ids, FP8PagedCache(model.config, scales=0.25), prefill, chunk)
+    for name, logs in ((UNQUANTISED, plain), ("fp8", moved)):
+        quality = found[name].quality
+        kl = (plain.exp() * (plain - logs)).sum(-1)
+        assert quality.tokens == 2 * (24 - prefill)
+        assert quality.kl == pytest.approx(kl.mean().item(), rel=1e-3, abs=1e-9)
+        assert quality.kl_max == pytest.approx(kl.max().item(), rel=1e-3, abs=1e-9)
+        same = (plain.argmax(-1) == logs.argmax(-1)).double().mean().item()
+        assert quality.top1 == pytest.approx(same)
+        # The token after the last one is not known.
+        known = logs[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(known, ids[:, prefill + 1 :].flatten())
+        assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
+    assert found["fp8"].quality.kl > 1e-6
+
+
+def test_perplexity_is_that_of_the_models_own_loss() -> None:
+    """Of all tokens after the first two, which are read first."""
+    model, _ = tiny("llama")
+    ids = torch.randint(3, VOCAB, (1, 30))
+    quality = compare(model, ids, {}, prefill=2, chunk=7)[UNQUANTISED].quality
+    labels = ids.clone()
+    labels[:, :3] = -100  # of which the model says nothing that is scored
+    with torch.no_grad():
+        loss = model(input_ids=ids, labels=labels).loss
+    assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
+
+
+def logs(*rows: list[float]) -> torch.Tensor:
+    """`[1, T, vocabulary]`: logarithms of probabilities."""
+    return torch.tensor([rows], dtype=torch.float64).log()
+
+
+def test_kl_has_a_direction_and_a_largest() -> None:
+    expected = logs([0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
+    got = logs([0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
+    scores = _scores(expected, got, torch.tensor([[2, 0]]))
+    third = 0.4 * math.log(2) + 0.6 * math.log(0.6 / 0.8)
+    assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third])
+    assert scores.same.tolist() == [0.0, 1.0, 1.0]
+    assert scores.surprise.tolist() == pytest.approx([math.log(4), math.log(2)])
+    quality = scores.quality
+    assert quality.kl == pytest.approx((0.25 * math.log(2) + third) / 3)
+    assert quality.kl_max == pytest.approx(0.25 * math.log(2))
+    assert quality.top1 == pytest.approx(2 / 3)
+    assert quality.perplexity == pytest.approx(8**0.5)
+    assert quality.tokens == 3
+
+
+def test_a_token_that_cannot_follow_counts_nothing() -> None:
+    expected, got = logs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0]), logs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
+    scores = _scores(expected, got, torch.tensor([[0, 0]]))
+    first = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
+    assert scores.kl.tolist() == pytest.approx([first, math.log(2)])
+    # What was possible and no longer is moves the predictions without limit.
+    assert _scores(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf

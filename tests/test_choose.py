@@ -1,0 +1,664 @@
+"""How scales are chosen: what errors cost, which scale costs least, and whether centres help.
+
+What is computed with tensors is compared with loops over numbers that say the same.
+"""
+
+import math
+
+import pytest
+import torch
+
+from hf_fp8kv import KVScales
+from hf_fp8kv.calibration import scoring, stages
+from hf_fp8kv.calibration.choose import Choice, Queries, Trial, chosen_scales, costs, trials
+from hf_fp8kv.calibration.job import Job, Options
+from hf_fp8kv.calibration.observe import Batch, observe, paged_layers, range_of
+from hf_fp8kv.calibration.pairs import Partners, partners_of
+from hf_fp8kv.calibration.state import State
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.quality import Scores
+from hf_fp8kv.quantize import SEARCH_STEPS, decode, encode
+from tests.tiny_models import VOCAB, tiny
+
+E4M3, E3M4 = FORMATS["fp8_e4m3"], FORMATS["fp8_e3m4"]
+HEADS, GROUP, TOKENS, DIM = 2, 3, 7, 4
+AT = torch.tensor([2, 4, 6])
+
+
+@pytest.fixture
+def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys of random numbers."""
+    return torch.randn(HEADS * GROUP, len(AT), DIM), torch.randn(TOKENS, HEADS, DIM)
+
+
+def naive_weights(q, k, at, scaling: float, window: int | None) -> torch.Tensor:
+    """`[Hkv, G, Q, N]`: softmax over the tokens that a query sees, itself among them."""
+    tokens, heads = k.shape[:2]
+    group = len(q) // heads
+    found = torch.zeros(heads, group, len(at), tokens, dtype=torch.float64)
+    for h in range(heads):
+        for g in range(group):
+            for i, position in enumerate(at.tolist()):
+                first = 0 if window is None else max(0, position - window + 1)
+                powers = {}
+                for n in range(first, position + 1):
+                    pairs = zip(q[h * group + g, i].tolist(), k[n, h].tolist(), strict=True)
+                    powers[n] = math.exp(scaling * sum(a * b for a, b in pairs))
+                for n, power in powers.items():
+                    found[h, g, i, n] = power / sum(powers.values())
+    return found
+
+
+def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor:
+    """`[Hkv, 1 + D]`, float64: what errors `[N, Hkv, D]` cost in a head, and in each channel."""
+    heads, group, count, tokens = queries.weights.shape
+    dim = error.shape[-1]
+    found = torch.zeros(heads, 1 + dim, dtype=torch.float64)
+    for h in range(heads):
+        for g in range(group):
+            for i in range(count):
+                w = queries.weights[h, g, i].double().tolist()
+                e = error[:, h].double().tolist()
+                mean = [sum(w[n] * e[n][d] for n in range(tokens)) for d in range(dim)]
+                if side == "v":
+                    found[h, 0] += sum(m * m for m in mean)
+                    found[h, 1:] += torch.tensor([m * m for m in mean]).double()
+                    continue
+                q = queries.q[h, g, i].double().tolist()
+                moved = [sum(q[d] * e[n][d] for d in range(dim)) for n in range(tokens)]
+                middle = sum(w[n] * moved[n] for n in range(tokens))
+                found[h, 0] += sum(w[n] * (moved[n] - middle) ** 2 for n in range(tokens))
+                for d in range(dim):
+                    spread = sum(w[n] * (e[n][d] - mean[d]) ** 2 for n in range(tokens))
+                    found[h, 1 + d] += q[d] ** 2 * spread
+    return found
+
+
+def cost_of(side: str, queries: Queries, error: torch.Tensor, granularity) -> torch.Tensor:
+    return (queries.of_keys if side == "k" else queries.of_values)(error, granularity)
+
+
+# -- queries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 100])
+@pytest.mark.parametrize("scaling", [1.0, 0.3])
+def test_what_queries_attend_to(numbers, scaling, window):
+    q, k = numbers
+    found = Queries.of(q, k, AT, scaling, window)
+    expected = naive_weights(q, k, AT, scaling, window)
+    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-5, atol=1e-7)
+    assert (found.weights == 0).equal(expected == 0)
+    for head in range(len(q)):
+        torch.testing.assert_close(found.q[head // GROUP, head % GROUP], q[head] * scaling)
+
+
+def test_queries_may_be_in_any_order(numbers):
+    q, k = numbers
+    at = torch.tensor([6, 0, 3])
+    found = Queries.of(q, k, at, 0.5, 2).weights.double()
+    torch.testing.assert_close(found, naive_weights(q, k, at, 0.5, 2), rtol=1e-5, atol=1e-7)
+    assert (found[:, :, 1, 0] == 1).all()
+
+
+def test_queries_of_other_keys_are_none(numbers):
+    q, k = numbers
+    assert Queries.of(q[:5], k, AT, 1.0, None) is None
+    assert Queries.of(q[..., :3], k, AT, 1.0, None) is None
+
+
+# -- what an error costs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_cost_of_errors(numbers, side):
+    q, k = numbers
+    queries = Queries.of(q, k, AT, 1.0, None)
+    error = torch.randn(TOKENS, HEADS, DIM) + 0.5
+    expected = naive_cost(side, queries, error).float()
+    for granularity in ("tensor", "head"):
+        torch.testing.assert_close(cost_of(side, queries, error, granularity), expected[:, :1])
+    torch.testing.assert_close(cost_of(side, queries, error, "channel"), expected[:, 1:])
+    # Errors of V have a weight each: no head and no channel costs what another one does.
+    assert len(set(expected.flatten().tolist())) == HEADS * (1 + DIM)
+
+
+@pytest.mark.parametrize("granularity", ["head", "channel"])
+def test_an_error_that_all_keys_share_is_none(numbers, granularity):
+    queries = Queries.of(*numbers, AT, 1.0, None)
+    error = torch.randn(1, HEADS, DIM).expand(TOKENS, HEADS, DIM)
+    assert queries.of_keys(error, granularity).abs().max() < 1e-4
+    total = error[0].square() * GROUP * len(AT)
+    expected = total if granularity == "channel" else total.sum(-1, keepdim=True)
+    torch.testing.assert_close(queries.of_values(error, granularity), expected)
+
+
+def test_a_token_that_nobody_sees_costs_nothing(numbers):
+    queries = Queries.of(*numbers, AT, 1.0, 2)
+    error = torch.zeros(TOKENS, HEADS, DIM)
+    error[0] = 1.0  # the first query is at 2, and sees 1 and 2
+    for side in "kv":
+        for granularity in ("head", "channel"):
+            assert (cost_of(side, queries, error, granularity) == 0).all()
+
+
+# -- what a scale costs ----------------------------------------------------------------------------
+
+
+def stored(x: torch.Tensor, scale: torch.Tensor, fmt) -> torch.Tensor:
+    """What is read back of `x`, by the specification."""
+    return decode(encode(x / scale, fmt), fmt) * scale
+
+
+FIRST = {
+    "tensor": torch.tensor([[0.007]]),
+    "head": torch.tensor([[0.007], [0.011]]),
+    "channel": torch.linspace(0.006, 0.012, HEADS * DIM).view(HEADS, DIM),
+}
+SUMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
+def test_cost_of_scales(numbers, side, granularity):
+    """Every scale of an octave, minus the centre; heads and channels as the scales have them."""
+    q, k = numbers
+    queries = Queries.of(q, k, AT, 1.0, None)
+    center = torch.randn(HEADS, DIM) if side == "k" else None
+    trial = Trial(side, FIRST[granularity], FIRST[granularity], center, granularity)
+    found = costs(trial, k, queries, E3M4)
+    x = k if center is None else k - center
+    for step in range(SEARCH_STEPS):
+        scale = FIRST[granularity] * 2 ** (step / SEARCH_STEPS)
+        each = naive_cost(side, queries, stored(x, scale, E3M4) - x)
+        expected = each[:, 1:] if granularity == "channel" else each[:, :1]
+        if granularity == "tensor":
+            expected = expected.sum(0, keepdim=True)
+        torch.testing.assert_close(found["cost"][step], expected, rtol=1e-3, atol=1e-9)
+        for octave in range(4):
+            larger = scale * 2**octave
+            square = (stored(x, larger, E3M4) - x).double().square()
+            expected = square.sum(SUMS[granularity], keepdim=True)[0]
+            torch.testing.assert_close(found["room"][octave, step], expected)
+    assert found["cost"].dtype == found["room"].dtype == torch.float64
+
+
+def test_without_queries_only_room_counts():
+    x = torch.randn(TOKENS, HEADS, DIM)
+    trial = Trial("k", FIRST["head"], FIRST["head"], None, "head")
+    found = costs(trial, x, None, E4M3)
+    assert (found["cost"] == 0).all()
+    assert (found["room"] > 0).all()
+    assert found["cost"].shape == (SEARCH_STEPS, HEADS, 1)
+
+
+def test_room_is_tried_on_tokens_of_the_whole_text():
+    """The last of 384 tokens that are looked at is near the end; the others are zeros."""
+    x = torch.zeros(3 * 128, 1, 4)
+    x[-3] = 0.3
+    trial = Trial("v", torch.ones(1, 1), torch.ones(1, 1), None, "head")
+    assert costs(trial, x, None, E4M3)["room"][0, 1] > 0
+
+
+# -- the choice ------------------------------------------------------------------------------------
+
+
+def choice_of(first, reach, cost, room, *, granularity="head", fmt=E4M3) -> torch.Tensor:
+    """The scales of V that `chosen_scales` takes, in the unit of the format."""
+    trial = Trial("v", first, reach, None, granularity)
+    k = Trial("k", torch.ones(1, 1), torch.ones(1, 1), None, "head")
+    flat = {"cost": torch.zeros(16, 1, 1).double(), "room": torch.ones(4, 16, 1, 1).double()}
+    found = {"k": flat, "v": {"cost": cost, "room": room}}
+    return chosen_scales({"k": k, "v": trial}, found, fmt).v * fmt.scale_from_e4m3
+
+
+def least_at(*steps: int) -> torch.Tensor:
+    """Costs `[16, len(steps), 1]`, least at a step of each head and largest at another one."""
+    cost = torch.full((SEARCH_STEPS, len(steps), 1), 5.0).double()
+    for head, step in enumerate(steps):
+        cost[step, head] = 1.0
+        cost[(step + 3) % SEARCH_STEPS, head] = 9.0
+    return cost
+
+
+NO_ROOM = torch.tensor([1.0, 2.0, 2.0, 2.0]).double()
+
+
+def rooms(*heads: torch.Tensor) -> torch.Tensor:
+    """`[4, 16, H, 1]` of one `[4]` for each head: the same for every step."""
+    return torch.stack(heads, 1)[:, None, :, None].expand(-1, SEARCH_STEPS, -1, -1).clone()
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
+def test_the_scale_that_costs_least(fmt):
+    first = torch.tensor([[0.5], [3.0]])
+    found = choice_of(first, first, least_at(5, 12), rooms(NO_ROOM, NO_ROOM), fmt=fmt)
+    expected = first * torch.tensor([[2 ** (5 / 16)], [2 ** (12 / 16)]])
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_scale_for_a_layer_is_a_scalar():
+    first = torch.tensor([[0.5]])
+    found = choice_of(first, first, least_at(7), rooms(NO_ROOM), granularity="tensor")
+    torch.testing.assert_close(found, torch.tensor(0.5 * 2 ** (7 / 16)))
+
+
+def test_no_other_scale_costs_less(numbers):
+    q, k = numbers
+    queries = Queries.of(q, k, AT, 1.0, None)
+    first = (k.abs().amax((0, 2)) / 448)[:, None]
+    tried = {side: Trial(side, first, first, None, "head") for side in "kv"}
+    found = {side: costs(trial, k, queries, E4M3) for side, trial in tried.items()}
+    choice = chosen_scales(tried, found, E4M3)
+    for side in "kv":
+        scale = getattr(choice, side)
+        own = naive_cost(side, queries, stored(k, scale, E4M3) - k)[:, :1]
+        for step in range(SEARCH_STEPS):
+            other = stored(k, first * 2 ** (step / SEARCH_STEPS), E4M3) - k
+            assert (own <= naive_cost(side, queries, other)[:, :1] * (1 + 1e-3)).all()
+    assert not choice.k.equal(first)
+
+
+def test_without_queries_the_smallest_scale():
+    first = torch.tensor([[0.5], [3.0]])
+    cost = torch.zeros(SEARCH_STEPS, 2, 1).double()
+    assert choice_of(first, first, cost, rooms(NO_ROOM, NO_ROOM)).equal(first)
+
+
+FREE = torch.ones(4).double()
+
+
+@pytest.mark.parametrize(
+    ("reach", "room", "octaves"),
+    [
+        (100.0, FREE, 3),
+        (1.0, FREE, 0),
+        (1.5, FREE, 1),
+        (2.0, FREE, 1),
+        (3.0, FREE, 2),
+        (100.0, NO_ROOM, 0),
+        (100.0, torch.tensor([1.0, 1.01, 1.5, 1.5]), 1),
+        (100.0, torch.tensor([1.0, 1.5, 1.01, 1.01]), 0),
+        (100.0, torch.tensor([1.0, 1.01, 1.5, 1.01]), 1),
+        (100.0, torch.tensor([1.0, 1.015, 1.015, 1.1]), 2),
+    ],
+)
+def test_room_where_it_costs_nothing_and_up_to_reach(reach, room, octaves):
+    """Never an octave further than what covers `reach`, nor one past an octave that costs."""
+    found = choice_of(
+        torch.ones(2, 1), torch.tensor([[reach], [1.0]]), least_at(0, 0),
+        rooms(room.double(), FREE),
+    )  # fmt: skip
+    assert found.flatten().tolist() == [2.0**octaves, 1.0]
+
+
+def test_room_is_that_of_the_scale_that_is_taken():
+    room = rooms(NO_ROOM)
+    room[:, 5] = 1.0
+    one = torch.ones(1, 1)
+    assert choice_of(one, 100 * one, least_at(5), room) > 8
+    assert choice_of(one, 100 * one, least_at(6), room) < 2
+
+
+def test_room_is_not_taken_of_small_numbers():
+    """One number is large; the others are then subnormal in E3M4, and far from it in E4M3."""
+    x = 0.004 * torch.randn(64, 1, 64)
+    x[0, 0, 0] = 1.0
+    taken = {}
+    for fmt in (E4M3, E3M4):
+        first = (x.abs().amax() / fmt.max).view(1, 1)
+        trial = Trial("k", first, 100 * first, None, "head")
+        found = costs(trial, x, None, fmt)
+        scale = chosen_scales({"k": trial, "v": trial}, {"k": found, "v": found}, fmt).k
+        taken[fmt.name] = (scale * fmt.scale_from_e4m3 / first).item()
+    assert taken == {"fp8_e4m3": pytest.approx(8.0), "fp8_e3m4": pytest.approx(1.0)}
+
+
+def centered_choice(cost: dict[str, torch.Tensor], room: dict[str, torch.Tensor]) -> Choice:
+    one = torch.ones(2, 1)
+    center = torch.randn(2, 4)
+    tried = {
+        "k": Trial("k", one, one, None, "head"),
+        "v": Trial("v", one, one, None, "head"),
+        "k_centered": Trial("k", one / 4, one / 4, center, "head"),
+    }
+    found = {name: {"cost": cost[name], "room": room[name]} for name in tried}
+    choice = chosen_scales(tried, found, E4M3)
+    assert choice.k_center.equal(center)
+    return choice
+
+
+def test_what_a_centre_gains():
+    cost = {"k": 6 * least_at(2, 3), "v": least_at(4, 5), "k_centered": 2 * least_at(6, 7)}
+    room = dict.fromkeys(cost, rooms(NO_ROOM, NO_ROOM))
+    choice = centered_choice(cost, room)
+    assert choice.gain == pytest.approx(3.0)
+    for name, first, steps in (("k", 1, (2, 3)), ("v", 1, (4, 5)), ("k_centered", 0.25, (6, 7))):
+        expected = [first * 2 ** (step / 16) for step in steps]
+        assert getattr(choice, name).flatten().tolist() == pytest.approx(expected)
+    again = Choice.of(choice.parts)
+    assert again.gain == choice.gain
+    assert again.k_centered.equal(choice.k_centered)
+    assert again.k_center.equal(choice.k_center)
+
+
+def test_what_a_centre_gains_without_queries_and_where_nothing_is_lost():
+    none = dict.fromkeys(("k", "v", "k_centered"), torch.zeros(SEARCH_STEPS, 2, 1).double())
+    room = dict.fromkeys(none, rooms(4 * NO_ROOM, 4 * NO_ROOM))
+    room["k_centered"] = rooms(NO_ROOM, NO_ROOM)
+    assert centered_choice(none, room).gain == pytest.approx(4.0)
+    nothing = dict.fromkeys(none, rooms(0 * NO_ROOM, 0 * NO_ROOM))
+    assert centered_choice(none, nothing).gain == 1.0
+
+
+# -- what is tried ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranges() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K with a bias, V of another head size, and K's partners."""
+    k = torch.randn(20, HEADS, DIM) * torch.tensor([1.0, 2.0, 3.0, 4.0]) + 5.0
+    return k, torch.randn(20, HEADS, 6), torch.tensor([2, 1, 0, 3])
+
+
+def pair_norm(k: torch.Tensor) -> torch.Tensor:
+    """`[Hkv, D]`: channels 0 and 2 are a pair, 1 and 3 are alone."""
+    found = k.abs().clone()
+    for channel in (0, 2):
+        found[..., channel] = (k[..., 0] ** 2 + k[..., 2] ** 2).sqrt()
+    return found.amax(0)
+
+
+def tried_of(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3) -> dict[str, Trial]:
+    return trials(
+        range_of(k, v, partner, None), Partners(partner, None), granularity=granularity, fmt=fmt,
+        margin=margin, center=center,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("margin", [1.0, 1.5])
+@pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
+def test_the_smallest_scales_and_how_far_they_may_grow(ranges, granularity, margin, fmt):
+    k, v, partner = ranges
+    found = tried_of(k, v, partner, granularity, margin=margin, fmt=fmt)
+    over = {"tensor": (0, 1), "head": (1,), "channel": ()}[granularity]
+    mean = k.double().mean(0).float()
+    expected = {
+        "k": (k.abs().amax(0), pair_norm(k), None),
+        "v": (v.abs().amax(0), v.abs().amax(0), None),
+        "k_centered": ((k - mean).abs().amax(0), pair_norm(k) + mean.abs(), mean),
+    }
+    assert found.keys() == expected.keys()
+    for name, (amax, reach, center) in expected.items():
+        first = reach if granularity == "channel" else amax
+        if over:
+            first, reach = (x.amax(over, keepdim=True) for x in (first, reach))
+        trial = found[name]
+        torch.testing.assert_close(trial.first * fmt.max, first * margin)
+        torch.testing.assert_close(trial.reach * fmt.max, reach * margin)
+        assert (trial.center is None) == (center is None)
+        if center is not None:
+            torch.testing.assert_close(trial.center, center)
+
+
+def test_a_centre_only_where_it_is_wanted(ranges):
+    assert tried_of(*ranges, "head", center=False).keys() == {"k", "v"}
+
+
+def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
+    k, v, _ = ranges
+    found = tried_of(k, v, None, "channel")
+    assert found["k"].first.shape == found["k_centered"].first.shape == (HEADS, 1)
+    assert found["v"].first.shape == v.shape[1:]
+    cost = {name: costs(t, v if t.side == "v" else k, None, E4M3) for name, t in found.items()}
+    choice = chosen_scales(found, cost, E4M3)
+    assert choice.k.shape == choice.k_centered.shape == (HEADS, 1)
+    assert choice.v.shape == v.shape[1:]
+
+
+# -- on a model ------------------------------------------------------------------------------------
+
+
+def job_of(model) -> Job:
+    return Job(model, paged_layers(model), State(None, ""), lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def sliding():
+    """Every layer sees 8 tokens."""
+    return tiny("mistral")[0]
+
+
+def windows_of(*lengths: int) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=chance) for length in lengths]
+
+
+def shown(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    observe(model, Batch((window,)), paged_layers(model), lambda i, k, v: found.update({i: (k, v)}))
+    return found
+
+
+def tried_on(model, windows, monkeypatch, **more):
+    """What `stages.chosen` gives, what it tried, and the sums that it chose by."""
+    calls: list[tuple[Trial, torch.Tensor, Queries | None, dict[str, torch.Tensor]]] = []
+    sums: list[tuple[dict[str, Trial], dict[str, dict[str, torch.Tensor]]]] = []
+
+    def cost(trial, x, queries, fmt):
+        calls.append((trial, x, queries, costs(trial, x, queries, fmt)))
+        return calls[-1][-1]
+
+    def choose_by(tried, found, fmt):
+        sums.append((tried, found))
+        return chosen_scales(tried, found, fmt)
+
+    monkeypatch.setattr(stages, "costs", cost)
+    monkeypatch.setattr(stages, "chosen_scales", choose_by)
+    job = job_of(model)
+    partners = stages.pairs(job, windows[0])
+    ranges = stages.observed(job, "text", [Batch((w,)) for w in windows], partners)
+    options = Options("head", E4M3, 1.0, False)
+    return stages.chosen(job, windows, ranges, partners, options), calls, sums
+
+
+@pytest.mark.parametrize("tokens", [30, 100])
+def test_the_queries_are_those_of_the_model(sliding, monkeypatch, tokens):
+    """Their weights are rows of the attention that the model says it has."""
+    (window,) = windows_of(tokens)
+    _, calls, _ = tried_on(sliding, [window], monkeypatch)
+    eager = tiny("mistral", attn_implementation="eager")[0]
+    eager.load_state_dict(sliding.state_dict())
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        attention = eager(input_ids=window[None], output_attentions=True).attentions
+    assert len(calls) == 2 * len(attention)
+    at = torch.linspace(tokens // 4, tokens - 1, min(64, tokens)).long()
+    assert at[0] == tokens // 4
+    for number, (_, _, queries, _) in enumerate(calls):
+        expected = attention[number // 2][0][:, at]
+        assert (expected > 0).sum(-1).max() == 8
+        found = queries.weights.flatten(0, 1)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_every_window_that_is_tried_counts(sliding, monkeypatch, count):
+    windows = windows_of(*range(20, 20 + count))
+    found, calls, sums = tried_on(sliding, windows, monkeypatch)
+    assert stages.SAMPLE_WINDOWS == 8  # as docs/scales.md says
+    assert len(calls) == min(count, 8) * 2 * 2  # layers, sides
+    lengths = [len(x) for _, x, _, _ in calls[::4]]
+    assert len(set(lengths)) == min(count, 8)
+    # From all over the list, not the first eight.
+    assert max(lengths) - min(lengths) >= min(count - 1, 14)
+    assert all(queries is not None for _, _, queries, _ in calls)
+    assert len(sums) == len(found) == 2
+    for tried, by in sums:
+        for side in "kv":
+            own = [each for trial, _, _, each in calls if trial is tried[side]]
+            assert len(own) == min(count, 8)
+            for what in ("cost", "room"):
+                torch.testing.assert_close(by[side][what], sum(each[what] for each in own))
+    assert found[1].k.equal(chosen_scales(*sums[1], E4M3).k)
+
+
+def test_attention_that_shows_no_queries_gets_the_smallest_scales(sliding, monkeypatch):
+    monkeypatch.setattr(stages, "watched_attention", lambda *_: stages.nullcontext())
+    windows = windows_of(20, 24)
+    found, calls, _ = tried_on(sliding, windows, monkeypatch)
+    assert [queries for _, _, queries, _ in calls] == [None] * 8
+    for index in found:
+        amax = torch.cat([shown(sliding, w)[index][1] for w in windows]).abs().amax((0, 2))
+        torch.testing.assert_close(found[index].v, amax[:, None] / 448)
+
+
+@pytest.mark.parametrize(
+    ("more", "scaling", "window"),
+    [
+        ({}, DIM**-0.5, None),
+        ({"scaling": None, "sliding_window": None}, DIM**-0.5, None),
+        ({"scaling": 0.7, "sliding_window": 5}, 0.7, 5),
+        ({"scaling": 0.7, "sliding_window": 1}, 0.7, 1),
+    ],
+)
+@pytest.mark.parametrize("tokens", [8, 200])
+def test_queries_from_a_quarter_to_the_end(tokens, more, scaling, window):
+    q, k = torch.randn(1, HEADS * GROUP, tokens, DIM), torch.randn(tokens, HEADS, DIM)
+    found = stages._queries(q, k, more)
+    at = [tokens // 4 + i * (tokens - 1 - tokens // 4) / (min(64, tokens) - 1) for i in range(64)]
+    at = torch.tensor(at[: min(64, tokens)]).long()
+    assert at.tolist()[0] == tokens // 4
+    assert at.tolist()[-1] == tokens - 1
+    torch.testing.assert_close(found.q, (q[0, :, at] * scaling).view(HEADS, GROUP, -1, DIM))
+    few = [0, len(at) // 2, len(at) - 1]
+    expected = naive_weights(q[0][:, at[few]], k, at[few], scaling, window)
+    torch.testing.assert_close(
+        found.weights[:, :, few].double(), expected, rtol=1e-4, atol=1e-7
+    )  # fmt: skip
+
+
+def test_queries_of_several_texts_or_of_other_tokens_are_none():
+    k = torch.randn(8, HEADS, DIM)
+    assert stages._queries(torch.randn(2, 6, 8, DIM), k, {}) is None
+    assert stages._queries(torch.randn(1, 6, 7, DIM), k, {}) is None
+
+
+# -- centres ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama")[0]
+
+
+def choice_with(gain: float | None) -> Choice:
+    scale, center = torch.full((2, 1), 0.5), torch.ones(2, 16)
+    return Choice(scale, scale, scale / 4, center, gain)
+
+
+def tried_centers(llama, monkeypatch, gains, kl, *, center=True):
+    """What `with_centers` says of such KLs, and the layers that it tried with a centre."""
+    asked: list[list[int]] = []
+
+    def scored(job, name, batches, caches):
+        made = {name: make() for name, make in caches.items()}
+        asked.append([i for i, s in made["with"].layers.items() if s.k_center is not None])
+        assert not made["without"].centered
+        ones = torch.ones(len(kl[0]))
+        return {
+            name: Scores(torch.tensor(x).double(), ones, ones)
+            for name, x in zip(("without", "with"), kl, strict=True)
+        }
+
+    monkeypatch.setattr(scoring, "scored", scored)
+    monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **more: scales)
+    choices = {index: choice_with(gain) for index, gain in enumerate(gains)}
+    scales, why = scoring.with_centers(
+        job_of(llama), windows_of(24, 24), choices, KVScales, Options("head", E4M3, 1.0, center)
+    )
+    return [i for i, s in scales.layers.items() if s.k_center is not None], asked, why, scales
+
+
+CLEAR = ([0.30, 0.31, 0.32, 0.33], [0.10, 0.11, 0.13, 0.12])
+
+
+@pytest.mark.parametrize(
+    ("gains", "layers"),
+    [
+        ((1.0, 1.0), []),
+        ((1.04, 0.5), []),
+        ((1.2, 1.0), [0]),
+        ((1.0, 9.0), [1]),
+        ((2.0, 3.0), [0, 1]),
+        ((None, 2.0), [1]),
+    ],
+)
+def test_a_centre_is_tried_where_it_gains(llama, monkeypatch, gains, layers):
+    found, asked, why, scales = tried_centers(llama, monkeypatch, gains, CLEAR)
+    assert found == layers
+    assert asked == ([layers] if layers else [])
+    assert why.startswith(f"Centres in {len(layers)} of 2" if layers else "No centres: in no layer")
+    for index, layer in scales.layers.items():
+        # A centre comes with the scale that it allows.
+        assert (layer.k == (0.125 if index in layers else 0.5)).all()
+        assert (layer.v == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("less", "helps"),
+    [
+        # The mean of what is less, and two standard errors of it.
+        ([0.2, 0.2, 0.2, 0.2], True),
+        ([-0.2, -0.2, -0.2, -0.2], False),
+        ([0.0, 0.0, 0.0, 0.0], False),
+        ([0.3, -0.1, 0.3, -0.1], False),  # 0.1, 0.23
+        ([0.3, 0.05, 0.3, 0.05], True),  # 0.175, 0.144
+        ([0.3, 0.02, 0.3, 0.02], False),  # 0.16, 0.162: between one error and two
+        ([-0.3, 0.3, -0.3, -0.3], False),
+        ([0.3], False),
+    ],
+)
+def test_a_centre_must_help_for_certain(llama, monkeypatch, less, helps):
+    without = [1.0] * len(less)
+    kl = (without, [1.0 - x for x in less])
+    found, asked, why, _ = tried_centers(llama, monkeypatch, (2.0, 2.0), kl)
+    assert asked == [[0, 1]]
+    assert found == ([0, 1] if helps else [])
+    assert why.startswith("Centres in 2 of 2 layers: KL" if helps else "No centres: in 2 of 2")
+
+
+def test_a_centre_that_is_not_wanted_is_not_tried(llama, monkeypatch):
+    found, asked, why, _ = tried_centers(llama, monkeypatch, (2.0, 2.0), CLEAR, center=False)
+    assert (found, asked, why) == ([], [], "Centres of K were not asked for.")
+
+
+# -- partners --------------------------------------------------------------------------------------
+
+
+def test_partners_must_choose_each_other():
+    """The changes of channel 0 go against those of 1, but those of 2 do more so."""
+    change = torch.randn(4096, dtype=torch.float64)
+    noise = torch.randn(2, 4096, dtype=torch.float64)
+    changes = [-change + 0.5 * noise[0], change, -change, noise[1]]
+    base = torch.full((4096, 4), 20.0, dtype=torch.float64)
+    after = base + torch.stack(changes, 1) * 3.0
+    # So large a share moves that all of them count as rotated.
+    here, there = ((x - 10.0).clamp(min=0.1).sqrt()[:, None] for x in (base, after))
+    assert partners_of(here, there).tolist() == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "partner",
+    [[3, 2, 1, 0, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [1, 0, 2, 3, 4, 6, 5, 7]],
+    ids=["inside", "mirrored", "gap"],
+)
+def test_another_pattern_is_left_as_it_was_seen(partner):
+    x = torch.randn(256, 2, 8, dtype=torch.float64)
+    there = x.clone()
+    for i, j in enumerate(partner):
+        if i < j:
+            there[..., i] = x[..., i] * math.cos(1) - x[..., j] * math.sin(1)
+            there[..., j] = x[..., i] * math.sin(1) + x[..., j] * math.cos(1)
+    assert partners_of(x, there).tolist() == partner
