@@ -662,3 +662,8 @@ def test_another_pattern_is_left_as_it_was_seen(partner):
             there[..., i] = x[..., i] * math.cos(1) - x[..., j] * math.sin(1)
             there[..., j] = x[..., i] * math.sin(1) + x[..., j] * math.cos(1)
     assert partners_of(x, there).tolist() == partner
+
+
+def test_channels_that_change_without_each_other_have_no_partner():
+    here, there = torch.randn(2, 512, 1, 6, dtype=torch.float64)
+    assert partners_of(here, there).tolist() == list(range(6))
