@@ -10,8 +10,8 @@ queries of some text, with the cost
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
 where `e` are the rounding errors, and `a` the weights that the query gives to the tokens. The first
-is twice the KL divergence of the weights, to second order. On SmolLM2, per head and with centres, it
-makes the KL of the predictions 0.78 of what `amax / 448` gives (docs/accuracy.md).
+is twice the KL divergence of the weights, to second order. On SmolLM2, per head and with centres,
+it makes the KL of the predictions 0.78 of what `amax / 448` gives (docs/accuracy.md).
 
 Then there is room: where a scale that is larger by whole octaves loses next to nothing, it is
 taken, up to the norm of the pairs that RoPE rotates, which K can reach at positions that the text
