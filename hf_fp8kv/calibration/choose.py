@@ -40,7 +40,9 @@ _ROOM_TOKENS = 128
 
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a text, and what they attend to (softcaps and sinks are left out).
+    """Some queries of a text, and what they attend to.
+
+    Softcaps, sinks, chunks and biases of the logits are left out.
 
     Attributes:
         q: `[Hkv, G, Q, Dk]`, float32, scaled: `G` query heads for each KV head.

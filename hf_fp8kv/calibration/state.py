@@ -112,13 +112,9 @@ class State:
             with wrapped(path, "the state of a calibration"), safe_open(path, "pt") as file:
                 about = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            done = json.loads(about.get("done", "null"))
-        except (ScaleError, ValueError) as error:
-            raise ConfigError(
-                f"state: expected the state of a calibration in {path}, got: {error}; delete it to "
-                "start anew"
-            ) from error
-        if about.get("hf_fp8kv_state") != _VERSION or not isinstance(done, dict):
+        except ScaleError as error:
+            raise ConfigError(f"state: {error}, or delete it to start anew") from error
+        if about.get("hf_fp8kv_state") != _VERSION or "done" not in about:
             raise ConfigError(
                 f"state: expected the state of a calibration, got another file, {path}; name a "
                 "file that is not there yet"
@@ -128,12 +124,19 @@ class State:
                 f"state: expected the state of this calibration, got {path} of one with another "
                 "model, other texts, options or versions; repeat those, or delete it to start anew"
             )
-        self.done = {str(name): int(count) for name, count in done["folds"].items()}
-        self._before = float(done["seconds"])
-        self.parts = {name: {} for name in self.done}
-        for name, tensor in tensors.items():
-            fold, part = name.split("/", 1)
-            self.parts[fold][part] = tensor
+        try:
+            done = json.loads(about["done"])
+            self.done = {str(name): int(count) for name, count in done["folds"].items()}
+            self._before = float(done["seconds"])
+            self.parts = {name: {} for name in self.done}
+            for name, tensor in tensors.items():
+                fold, part = name.split("/", 1)
+                self.parts[fold][part] = tensor
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"state: expected the state of a calibration in {path}, got a damaged one "
+                f"({type(error).__name__}: {error}); delete it to start anew"
+            ) from error
 
 
 def _remove_abandoned(path: Path) -> None:

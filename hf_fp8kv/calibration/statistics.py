@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -53,13 +54,16 @@ def statistics(
     tokens = sum(batch.tokens for batch in batches)
     formats = [FORMATS[name] for name in dict.fromkeys((*_FORMATS, fmt.name))]
     every = max(1, -(-tokens // _ERROR_TOKENS))
+    # So that it is not the first token of each window that counts.
+    before = dict(zip(map(id, batches), accumulate(b.tokens for b in batches), strict=True))
 
     def step(parts: Parts, batch: Batch) -> Parts:
         new: Parts = {}
+        some = slice((batch.tokens - before[id(batch)]) % every, None, every)
 
         def seen(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
             rows = [
-                _side(x.float(), layers[index], side, fmt, formats, every)
+                _side(x.float(), layers[index], side, fmt, formats, some)
                 for side, x in (("k", k), ("v", v))
             ]
             counted = torch.stack(rows).cpu()
@@ -87,7 +91,7 @@ def statistics(
 
 
 def _side(
-    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format], every: int
+    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format], some: slice
 ) -> torch.Tensor:
     """One row of counts, float64, of `[N, Hkv, D]`, float32."""
     dims = {"num_kv_heads": x.shape[1], "k_head_dim": x.shape[2], "v_head_dim": x.shape[2]}
@@ -102,7 +106,7 @@ def _side(
         (~zero).sum(),
         ((rounded(scaled, fmt) == 0) & ~zero).sum(),
     ]
-    x, stored = x[::every], stored[::every]
+    x, stored = x[some], stored[some]
     counts.append(x.square().sum(dtype=torch.float64))
     for one in formats:
         unit = scale * one.scale_from_e4m3
