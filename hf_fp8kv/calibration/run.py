@@ -89,7 +89,7 @@ def calibrate(
         progress: draw a bar with tokens per second on stderr.
 
     Raises:
-        ConfigError: an argument, a text, or the model cannot be used. ScaleError: never for text.
+        ConfigError: an argument, a text, or the model cannot be used.
     """
     options = _options(granularity, center, dtype, margin)
     _check_count("batch_size", batch_size)
