@@ -90,6 +90,12 @@ def _seeds() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output has the width of a pipe: pytest-xdist tells its workers that they have 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+@pytest.fixture(autouse=True)
 def _default_dtype() -> Iterator[None]:
     """A test that changes torch's defaults does not change those of the next one."""
     dtype = torch.get_default_dtype()

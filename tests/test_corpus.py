@@ -380,7 +380,11 @@ def test_errors_of_texts(texts, parts):
         ("x.json", b"[]", [".json;", "json.load"]),
         ("x.parquet", b"PAR1", ["from_parquet"]),
         ("x.jsonl.gz", b"not gzip", ["a gzip file", "BadGzipFile"]),
-        ("x.txt.gz", gzip.compress(b"a b" * 99)[:-9], ["a gzip file", "EOFError", "cut off"]),
+        (
+            "x.txt.gz",
+            gzip.compress(b"a b" * 99, mtime=0)[:-9],
+            ["a gzip file", "EOFError", "cut off"],
+        ),
     ],
 )
 def test_errors_of_files(tmp_path, name, content, parts):
