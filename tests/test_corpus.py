@@ -29,6 +29,9 @@ A, B, C, D = range(6, 10)
 TEMPLATE = "<s>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
 SAME = {"max_tokens": 1 << 20, "max_length": 1 << 10, "held_out": 0}
 
+# Without a time in it: it is part of a test's name.
+CUT_OFF = gzip.compress(b"a b" * 99, mtime=0)[:-9]
+
 
 def words(
     template: str | None = TEMPLATE, *, bos: bool = False, letters: bool = False
