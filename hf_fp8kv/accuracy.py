@@ -9,7 +9,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
-from transformers import PreTrainedModel, QuantizedCache
+from transformers import PreTrainedModel
 
 from .cache import FP8PagedCache
 from .calibration import stages
@@ -22,7 +22,7 @@ from .environment import circumstances
 from .errors import ConfigError
 from .formats import FORMATS
 from .layer_scales import Granularity, LayerScales
-from .quality import STOCK, TEXTS, Scores, compare
+from .quality import STOCK, TEXTS, Scores, compare, stock_cache
 from .scales import KVScales
 from .store import _tensors_of
 from .support import paged_attention
@@ -296,10 +296,8 @@ def _last_rows(model: PreTrainedModel) -> list[_Row]:
     """K as it is, and the cache of transformers where this version and model have it."""
     paged = partial(FP8PagedCache, model.config, dtype="fp8_e4m3", key_dtype="auto")
     rows = [_Row("K auto, V fp8_e4m3", DYNAMIC, False, paged)]
-    stock = partial(QuantizedCache, backend="fp8", config=model.config)
-    try:
-        stock()
-    except ValueError:
+    stock = stock_cache(model)
+    if stock is None:
         return rows
     return [*rows, _Row(STOCK, "of the first call, per tensor", False, stock)]
 

@@ -4,6 +4,7 @@ import inspect
 import pydoc_data.topics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CACHES", "TEXTS", "UNQUANTISED", "Quality", "Scores", "compare", "format_table", "one_logit",
-    "run_quality_suite",
+    "run_quality_suite", "stock_cache",
 ]  # fmt: skip
 
 # The first ones of the topics of pydoc that are scored; then come the others, the longest first.
@@ -290,12 +291,16 @@ def _caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     def paged(options: dict[str, Any]) -> Callable[[], Any]:
         return lambda: FP8PagedCache(model.config, **options)
 
-    def stock() -> Any:
-        return QuantizedCache(backend="fp8", config=model.config)
-
+    stock = stock_cache(model)
     caches = {name: paged(options) for name, options in CACHES.items()}
+    return caches if stock is None else caches | {STOCK: stock}
+
+
+def stock_cache(model: PreTrainedModel) -> Callable[[], Any] | None:
+    """Makes transformers' own FP8 cache; None where this version or model has none."""
+    stock = partial(QuantizedCache, backend="fp8", config=model.config)
     try:
         stock()
     except ValueError:
-        return caches
-    return caches | {STOCK: stock}
+        return None
+    return stock

@@ -98,7 +98,8 @@ class Trial:
 
     Attributes:
         side: "k" or "v".
-        first: `[1, 1]`, `[Hkv, 1]` or `[Hkv, D]`: nothing that was seen saturates under it.
+        first: `[1, 1]`, `[Hkv, 1]` or `[Hkv, D]`, on the CPU: nothing that was seen saturates
+            under it.
         reach: the same, for what K can become at other positions.
         center: `[Hkv, Dk]`, what is subtracted, or None.
         granularity: over what one scale stands.
@@ -276,13 +277,13 @@ def chosen_scales(tried: Mapping[str, Trial], found: Mapping[str, Parts], fmt: F
     centered, cost = _best(tried["k_centered"], found["k_centered"], fmt)
     center = tried["k_centered"].center
     assert center is not None
-    return Choice(k, v, centered, center.cpu(), k_cost / cost if cost > 0 else 1.0)
+    return Choice(k, v, centered, center, k_cost / cost if cost > 0 else 1.0)
 
 
 def _best(trial: Trial, found: Parts, fmt: Format) -> tuple[torch.Tensor, float]:
     """The scale in the unit of E4M3, and its cost; without queries the smallest scale."""
     cost, room = found["cost"], found["room"]
-    first, reach = trial.first.cpu(), trial.reach.cpu()
+    first, reach = trial.first, trial.reach
     step = cost.argmin(0, keepdim=True)  # the first of equals
     rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]
     scale = first * torch.tensor(2.0, dtype=torch.float32, device="cpu") ** (

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
@@ -316,14 +316,11 @@ def _quality(job: Job, batches: list[Batch], scales: KVScales, fmt: Format) -> d
         logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
         return {}
 
-    def paged(given: Any) -> Callable[[], Any]:
-        return lambda: FP8PagedCache(
-            job.model.config, dtype=fmt.name, scales=given, skip_layers=without
-        )
-
-    without = job.without(scales.layers)
     compared = zip(_CACHES, (scales, None, 1.0), strict=True)
-    caches = {f"{kind} {fmt.name}": paged(given) for kind, given in compared}
+    caches = {
+        f"{kind} {fmt.name}": scoring.paged(job, fmt, given, scales.layers)
+        for kind, given in compared
+    }
     try:
         found = scoring.scored(job, "quality", batches, caches)
     except ConfigError as error:

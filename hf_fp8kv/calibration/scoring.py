@@ -1,7 +1,7 @@
 """How good scales are for the model's predictions; and so, whether centres help."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from ..cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
+from ..formats import Format
 from ..layer_scales import LayerScales
-from ..quality import Scores, compare
+from ..quality import UNQUANTISED, Scores, compare
 from ..scales import KVScales
 from ..support import paged_attention
 from .choose import Choice
@@ -20,7 +21,7 @@ from .observe import MODEL_ERRORS, Batch, Parts, input_device
 from .pairs import TOKENS
 from .stages import SAMPLE_WINDOWS, spread
 
-__all__ = ["SHORTEST", "gives_logits", "other_tokens", "scored", "with_centers"]
+__all__ = ["SHORTEST", "gives_logits", "other_tokens", "paged", "scored", "with_centers"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,8 @@ def with_centers(
     if not trial:
         return made(plain), "No centres: the texts are too short to try them on."
     caches = {
-        "without": _static(job, made(plain), options),
-        "with": _static(job, centered, options),
+        "without": paged(job, options.fmt, made(plain), plain),
+        "with": paged(job, options.fmt, centered, plain),
     }
     try:
         found = scored(job, "centres", [Batch((window,)) for window in trial], caches)
@@ -86,10 +87,13 @@ def with_centers(
     return made(plain), f"No centres: in {where} they do not help for certain: {kl}."
 
 
-def _static(job: Job, scales: KVScales, options: Options) -> Callable[[], Any]:
-    without = job.without(scales.layers)
+def paged(
+    job: Job, fmt: Format, scales: KVScales | float | None, covered: Collection[int]
+) -> Callable[[], Any]:
+    """Makes caches in a format; layers that are not among `covered` stay as they are."""
+    without = job.without(covered)
     return lambda: FP8PagedCache(
-        job.model.config, dtype=options.fmt.name, scales=scales, skip_layers=without
+        job.model.config, dtype=fmt.name, scales=scales, skip_layers=without
     )
 
 
@@ -112,7 +116,6 @@ def scored(
     job: Job, name: str, batches: Sequence[Batch], caches: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Scores]:
     """The scores of the second half of each window, after a prefill on the first half."""
-
     vocabulary = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
     chunk = max(8, min(_CHUNK, _LOGITS // vocabulary))
 
@@ -143,10 +146,9 @@ def scored(
             job.told(name, batch.ids.numel() * (len(caches) + 1), True)
 
     parts = job.state.fold(name, batches, step, after)
-    caches_too = {key.rpartition(".")[0] for key in parts}
     return {
         cache: Scores(*(parts[f"{cache}.{what}"] for what in ("kl", "same", "surprise")))
-        for cache in caches_too
+        for cache in (UNQUANTISED, *caches)
     }
 
 
