@@ -9,7 +9,9 @@ tokens are padding; the attention applies causality and the window itself. Every
 import functools
 import logging
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from .models import config_field, uses_interface
 from .once import warn_once
 from .ops.reference import visible
 
-__all__ = ["NAME", "fp8_paged_attention", "fp8_paged_mask", "register"]
+__all__ = ["NAME", "engine_step", "fp8_paged_attention", "fp8_paged_mask", "register"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,10 @@ def fp8_paged_attention(
     Returns:
         `[B, T, Hq, Dv]`, and the weights where the ordinary path made them, else None.
     """
+    if kwargs.get("cache") is not None:
+        return _engine_attention(
+            module, query, key, value, scaling, softcap, s_aux, position_bias, kwargs
+        ), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None and attention_mask.dtype == torch.uint8:
         # Compact masks are made for causal patterns only, whatever the module says of itself.
@@ -166,6 +172,60 @@ def _fit(extra: Tensor | None, key: PagedKV) -> Tensor | None:
             f"{tuple(extra.shape)}; pass a mask over the cached and the new tokens"
         )
     return extra[..., : key.shape[2]]
+
+
+# -- continuous batching --------------------------------------------------------------------------
+
+_engine = threading.local()
+
+
+@contextmanager
+def engine_step() -> Iterator[None]:
+    """Inside, in this thread, the model runs a step of an engine, which needs no masks.
+
+    The engine packs requests into one row, and its cache knows where each begins. Without this a
+    mask over all tokens of the step would be made of their positions, and not used.
+    """
+    before, _engine.runs = getattr(_engine, "runs", False), True
+    try:
+        yield
+    finally:
+        _engine.runs = before
+
+
+def _engine_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention over an engine's pages: it hands its cache to the attention function."""
+    cache = kwargs["cache"]
+    if not hasattr(cache, "attend_stored"):
+        raise ConfigError(
+            "expected an engine with FP8 pages, got transformers' own cache "
+            f"({type(cache).__name__}); call hf_fp8kv.serving.enable(model) before the engine is "
+            "made, or use another attn_implementation"
+        )
+    own = [name for name in _OWN if kwargs.get(name) is not None]
+    if own or bias is not None:
+        raise ConfigError(
+            "expected plain attention, got a model that adds to its logits or chooses its keys "
+            f"({', '.join(own) or 'position_bias'}), which an engine's pages cannot be used for; "
+            "use generate() with FP8PagedCache"
+        )
+    found: Tensor = cache.attend_stored(
+        module, query, key, value,
+        scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        softcap=float(softcap or 0.0),
+        sinks=None if sinks is None else sinks.detach().reshape(-1),
+    )  # fmt: skip
+    return found
 
 
 # -- ordinary attention --------------------------------------------------------------------------
@@ -296,6 +356,8 @@ def fp8_paged_mask(
         attention_mask: `[B, tokens seen]`, bool, False is padding; or None.
         kwargs: as transformers' own mask functions take them.
     """
+    if getattr(_engine, "runs", False):
+        return None
     kwargs["allow_is_bidirectional_skip"] = False
     config = kwargs.get("config")
     config_class: type = type(config)

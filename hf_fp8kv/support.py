@@ -207,7 +207,7 @@ def watched_attention(
             saw(index, query, key, value, kwargs)
         return fp8_paged_attention(module, query, key, value, *args, **kwargs)
 
-    before = _implementations(model)
+    before = implementations(model)
     AttentionInterface.register(name, watch)
     AttentionMaskInterface.register(name, fp8_paged_mask)
     try:
@@ -219,7 +219,7 @@ def watched_attention(
         _restore(model, before)
 
 
-def _implementations(model: PreTrainedModel) -> dict[str, Any]:
+def implementations(model: PreTrainedModel) -> dict[str, Any]:
     """The attention implementation of a model and of each of its parts."""
     found = {"": model.config._attn_implementation}
     for part in model.config.sub_configs:
@@ -252,7 +252,7 @@ def in_eval_mode(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def paged_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, the model uses the attention "fp8_paged", if it can use any but its own."""
-    before = _implementations(model)
+    before = implementations(model)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
     try:
@@ -295,7 +295,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
     FP8PagedCache(model.config, **cache_keywords)  # wrong keywords are an error now, not later
     if _PLACE in vars(model):
         disable(model)
-    before = _implementations(model)
+    before = implementations(model)
     if model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
     vars(model)[_HOOK] = _PrepareCache(model, cache_keywords)

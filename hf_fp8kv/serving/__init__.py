@@ -1,0 +1,100 @@
+"""FP8 pages in transformers' continuous batching, on transformers' own engine and scheduler.
+
+    from hf_fp8kv import serving
+
+    serving.enable(model, scales="kv_cache_scales.json")
+    model.generate_batch(prompts)          # and generate(cache_implementation="paged"), managers
+"""
+
+import os
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError
+from ..models import refusal
+from ..scales import KVScales
+from .engines import cache_class
+from .manager import PLACE, Enabled, dispatch
+from .settings import Settings
+from .usage import Usage, usage
+
+__all__ = ["Usage", "disable", "enable", "usage"]
+
+_KEPT = "_cached_continuous_batching_manager"
+
+
+def enable(
+    model: PreTrainedModel,
+    *,
+    scales: KVScales | str | os.PathLike[str] | float | None = None,
+    dtype: str = "fp8_e4m3",
+    key_dtype: str | None = None,
+    value_dtype: str | None = None,
+    center_keys: bool | None = None,
+    backend: str = "auto",
+) -> PreTrainedModel:
+    """From now on continuous batching of this model stores FP8 pages, and reads them as they are.
+
+    That holds for `generate_batch`, `generate(cache_implementation="paged")`,
+    `init_continuous_batching` and every `ContinuousBatchingManager` that is made for the model
+    afterwards. Attention reads what is stored, also within a prompt, so that a request's answer
+    does not depend on how the engine splits its prompt or whether it finds the prefix in the cache:
+    it is what `generate()` gives with `FP8PagedCache(..., prefill="stored")`.
+
+    Call again to change the keywords, for managers made afterwards; `disable` puts everything back.
+
+    Args:
+        model: a model with `generate_batch`. It runs the attention "fp8_paged" while a manager is
+            running, and whatever it ran before afterwards.
+        scales: as `FP8PagedCache` takes them. None: one per token and head, stored in the page.
+        dtype: as `FP8PagedCache` takes it.
+        key_dtype: overrides one side.
+        value_dtype: overrides one side.
+        center_keys: None: if the scales carry centres; False: never. True asks for scales that do:
+            pages are shared between requests, so none can have a centre of its own.
+        backend: as `FP8PagedCache` takes it.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: the model cannot do it, or this version of transformers has an engine that is
+            not known, or a keyword is wrong. ScaleError, BackendError: so is that keyword.
+    """
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "init_continuous_batching"):
+        raise ConfigError(
+            f"model: expected a model with generate_batch(), got {type(model).__name__}"
+        )
+    why = refusal(type(model))
+    if not why and not model._can_set_attn_implementation():
+        why = "it has attention code of its own and looks up no attention function"
+    if why:
+        raise ConfigError(
+            "expected a model whose attention can read pages, got "
+            f"{type(model).__name__}: {why}; use it without"
+        )
+    settings = Settings.parse(
+        scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
+        center_keys=center_keys, backend=backend,
+    )  # fmt: skip
+    cache_class(settings).check(model, settings)  # type: ignore[attr-defined]
+    dispatch()
+    disable(model)
+    vars(model)[PLACE] = Enabled(settings, vars(model).pop(_KEPT, None))
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Takes back what `enable` did; nothing if it did nothing. Returns the model.
+
+    A manager that still runs keeps its pages until it is stopped.
+    """
+    enabled: Any = vars(model).pop(PLACE, None)
+    if enabled is not None:
+        mine = vars(model).get(_KEPT)
+        if mine is not None and mine in enabled.managers:
+            model.destroy_cached_continuous_batching_manager()
+        if enabled.kept is not None and _KEPT not in vars(model):
+            vars(model)[_KEPT] = enabled.kept
+    return model

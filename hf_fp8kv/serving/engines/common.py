@@ -1,0 +1,123 @@
+"""What the caches of all engines share: they store pages of ours, and attend to them."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
+
+from ... import ops
+from ...errors import ConfigError
+from ..attend import attend_layer
+from ..layout import PageLayout, Stored
+from ..settings import LayerNumbers, Settings
+from ..step import Kind, Step
+
+__all__ = ["EngineCache"]
+
+
+class EngineCache:
+    """The part of an engine's cache that does not know the engine.
+
+    A class for an engine derives from this and from the engine's own cache. It says which kinds of
+    layers there are and where their pages, and tells `record` of every request of a step; the
+    attention function then calls `attend_stored` for each layer.
+
+    Attributes:
+        settings: what the user chose, for this rank.
+        page_layout: where the bytes of a page are.
+        kinds: the kinds of attention layers, in the engine's order.
+        numbers: the static numbers of each layer.
+        backend: a key of `ops.BACKENDS`.
+        prefix_hits: requests that found their beginning in the cache.
+        prefix_tokens: tokens that these did not have to compute.
+    """
+
+    settings: Settings
+    page_layout: PageLayout
+    kinds: list[Kind]
+    numbers: list[LayerNumbers]
+    backend: str
+
+    def _prepare(
+        self, settings: Settings, layers: int, heads: int, dim: int, device: torch.device | str
+    ) -> None:
+        """To be called before the engine plans its memory. Raises ScaleError or BackendError."""
+        self.settings = settings
+        self.numbers = settings.layers(layers, heads, dim, device)
+        self.backend = ops.choose_backend(settings.options.backend, torch.device(device))
+        self.prefix_hits = self.prefix_tokens = 0
+        self._step = Step([])
+        self._batch: object = None
+
+    @staticmethod
+    def check(model: Any, settings: Settings) -> None:
+        """Raises ConfigError or ScaleError if no engine of this model can have these settings."""
+        config = model.config.get_text_config()
+        heads, dim = find_num_key_value_heads(config), find_head_dim(config)
+        settings.layers(config.num_hidden_layers, heads // settings.options.tp_size, dim)
+        ops.choose_backend(settings.options.backend, model.device)
+
+    @abstractmethod
+    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Returns bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
+
+        Args:
+            lengths: tokens stored for each live request.
+        """
+
+    @abstractmethod
+    def kind_of(self, layer: int) -> int:
+        """The index into `kinds` of a layer."""
+
+    @abstractmethod
+    def stored(self, layer: int) -> Stored:
+        """The pages of a layer, as the block tables count them."""
+
+    def record(
+        self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]
+    ) -> None:
+        """One request of the next step.
+
+        Args:
+            batch: an object that is the same for all requests of a step, and of no other.
+            past: tokens that the request has stored.
+            tokens: tokens of the step.
+            pages: for each kind, the request's pages.
+        """
+        if batch is not self._batch:
+            self._batch, self._step = batch, Step(self.kinds)
+        self._step.add(past, tokens, pages)
+
+    def attend_stored(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Stores one layer's new keys and values; returns the attention, `[1, N, Hq, D]`."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        kind = self.kind_of(layer)
+        calls = self._step.calls(kind, query.device)
+        return attend_layer(
+            query, key, value, calls, self.stored(layer), self.numbers[layer], self.page_layout,
+            self.backend,
+            window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+
+    def refuse_dense(self) -> NoReturn:
+        """What happens when another attention asks the cache for dense keys and values."""
+        raise ConfigError(
+            "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a model that "
+            "runs another attention on them; do not change the attention while the engine runs"
+        )

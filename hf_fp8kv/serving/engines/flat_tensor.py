@@ -1,0 +1,182 @@
+"""The engine of newer versions: one tensor of bytes for all layers, and allocators per kind.
+
+Its units: a page is one layer's, a block is a page of each layer of a kind, a sector is the least
+common multiple of the kinds' blocks. All pages have the same size here, whichever kind they belong
+to, so that page `n` is the same bytes for every kind; a block starts at a multiple of its layers.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching import cache as stock
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
+
+from ..layout import BlockRows, PageLayout, Stored
+from ..settings import Settings
+from ..step import Kind
+from . import rebound, unknown_engine
+from .common import EngineCache
+
+__all__ = ["fits", "make"]
+
+_PACKAGE = "transformers.generation.continuous_batching"
+
+
+def fits() -> bool:
+    """Whether the installed engine has this layout."""
+    return importlib.util.find_spec(f"{_PACKAGE}.cache_allocators") is not None
+
+
+def make(settings: Settings) -> type:
+    """Returns a PagedAttentionCache class whose pages are as the settings say."""
+
+    class Cache(FlatTensorCache):
+        chosen = settings
+
+    return Cache
+
+
+class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
+    """The engine's cache over pages of ours."""
+
+    chosen: Settings
+
+    def __init__(
+        self,
+        config: Any,
+        continuous_batching_config: Any,
+        device: torch.device | str,
+        distributed_helper: Any,
+        dtype: torch.dtype = torch.float16,
+        **more: Any,
+    ) -> None:
+        helper, dim = distributed_helper, find_head_dim(config)
+        heads = find_num_key_value_heads(config)
+        settings = self.chosen
+        if helper.tp_size > 1 and helper.are_kv_heads_tp_ed():
+            settings = settings.for_ranks(helper.tp_local_rank, helper.tp_size)
+            # An uneven number is refused by the engine itself, before it allocates anything.
+            heads = max(heads // helper.tp_size, 1)
+        page_size = continuous_batching_config.page_size
+        self.page_layout = PageLayout.of(settings.options, heads, dim, page_size, dtype)
+        self._prepare(settings, config.num_hidden_layers, heads, dim, device)
+        allocators = {
+            kind: type(f"Paged{allocator.__name__}", (_OurPages, allocator), {"ours": self})
+            for kind, allocator in stock.ATTN_TYPE_TO_ALLOCATOR.items()
+        }
+        make = rebound(
+            stock.PagedAttentionCache.__init__,
+            ATTN_TYPE_TO_ALLOCATOR=allocators,
+            FullAttentionCacheAllocator=allocators[stock.FULL_ATTENTION],
+            PagedAttentionMemoryHandler=_MemoryHandler,
+        )
+        make(self, config, continuous_batching_config, device, distributed_helper, dtype, **more)
+        self.kinds = [
+            Kind(getattr(allocator, "sliding_window", None), page_size)
+            for allocator in self.cache_allocators.values()
+        ]
+        self._stored = {
+            layer: allocator.stored.from_page(place)
+            for allocator in self.cache_allocators.values()
+            for place, layer in enumerate(allocator.layer_indices)
+        }
+
+    def kind_of(self, layer: int) -> int:
+        """The index into `kinds` of a layer."""
+        return int(self.layer_to_allocator[layer].index)
+
+    def stored(self, layer: int) -> Stored:
+        """The pages of a layer: the page of a block is the block's first, and the layer's place."""
+        return self._stored[layer]
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Keeps the block tables of one request of the next step, and gives the engine no indices.
+
+        The engine makes a new list for each step, and asks for its requests in order.
+        """
+        pages = [
+            [block * allocator.pages_per_block for block in allocator.block_table[request_id]]
+            for allocator in self.cache_allocators.values()
+        ]
+        self.record(write_index, past_length, query_length, pages)
+
+    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Returns bytes planned, bytes taken, bytes of a page of all layers, and tokens held."""
+        total = self.num_sectors * self.bytes_per_sector
+        free = int(self.compute_free_capacity(relative=False))
+        page = self.page_layout.bytes_per_page * self.config.num_hidden_layers
+        full = [a for a in self.cache_allocators.values() if a.layer_type == stock.FULL_ATTENTION]
+        allocator = (full or list(self.cache_allocators.values()))[0]
+        size = self.page_layout.slots
+        held = dict.fromkeys(list(allocator.ledger.cached_blocks), size)
+        for request, blocks in list(allocator.block_table.items()):
+            left = min(lengths.get(request, 0), getattr(allocator, "sliding_window", 2**62))
+            for block in list(blocks):
+                held[block] = max(held.get(block, 0), min(left, size))
+                left = max(left - size, 0)
+        return total, total - free, page, sum(held.values())
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """As the engine's own, and counted."""
+        found = int(super().search_prefix_match(request_id, prompt_ids))
+        self.prefix_hits += found > 0
+        self.prefix_tokens += found
+        return found
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Only for attention that wants dense keys and values: there are none."""
+        self.refuse_dense()
+
+
+class _OurPages:
+    """What is ours in an allocator: the size of a page, and where its bytes are."""
+
+    ours: FlatTensorCache
+    stored: Stored
+    pages_per_block: int
+
+    @classmethod
+    def get_bytes_per_page(cls, *args: Any, **kwargs: Any) -> int:
+        """Bytes of a page of one layer."""
+        return cls.ours.page_layout.bytes_per_page
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
+    ) -> None:
+        """The allocator's pages are then in `cache_tensor`."""
+        self.bytes_per_sector = bytes_per_sector
+        self.stored = self.ours.page_layout.carve(cache_tensor)
+        self._copy_view = BlockRows(self.stored, self.pages_per_block)
+        after: Any = self
+        after._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+
+
+class _MemoryHandler(stock.PagedAttentionMemoryHandler):
+    """Plans for attention that reads pages in place: no masks, and no copy of what is read."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for name in ("num_attention_masks", "kv_heads_at_peak", "io_multiplier", "num_groups"):
+            if not hasattr(self, name):
+                raise unknown_engine(f"plans its memory without {name}")
+        heads = find_num_key_value_heads(self.config)
+        self.num_attention_masks = 0
+        # Beside the new keys and values: queries in the order of calls, their results in that
+        # order and in the engine's, and keys in float32 when they are centred.
+        self.kv_heads_at_peak = 3 * self.config.num_attention_heads + 2 * heads
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """The engine's index of what is read, which it allocates even though it stays empty."""
+        return int(self.io_multiplier * self.num_groups * torch.int64.itemsize)

@@ -1,0 +1,82 @@
+"""The requests that are being answered, and counts of those that were."""
+
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["Call", "Calls", "current_call"]
+
+
+class Call:
+    """A request to generate, from when it was read until its answer is sent or its client has gone.
+
+    Attributes:
+        body: the checked JSON object.
+        id: the engine's name of it. Never one that a client chose: two alike would be mixed up.
+        submitted: the engine has it, so an error is no longer that of the request.
+    """
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+        self.id = uuid.uuid4().hex
+        self.submitted = False
+        self._cancel: Callable[[], None] | None = None
+        self._fail: Callable[[Exception], None] | None = None
+
+    def begin(self, *, cancel: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+        """The engine has it: `cancel` gives its pages back, `fail` ends its answer."""
+        self.submitted = True
+        self._cancel, self._fail = cancel, fail
+
+    def finish(self) -> None:
+        """The engine is through with it."""
+        self._cancel = self._fail = None
+
+    def close(self) -> None:
+        """Nobody waits for it any longer: the engine drops it, if it has not finished it."""
+        cancel = self._cancel
+        self.finish()
+        if cancel is not None:
+            cancel()
+
+    def fail(self, error: Exception) -> None:
+        """Ends its answer early."""
+        fail = self._fail
+        self.close()
+        if fail is not None:
+            fail(error)
+
+
+current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+
+
+class Calls:
+    """Requests that run, and counts since the start.
+
+    Attributes:
+        statuses: finished requests to generate, by HTTP status; 499 is a client that went away.
+        prompt_tokens: of requests that were handed to the engine.
+        new_tokens: that the engine delivered.
+    """
+
+    def __init__(self) -> None:
+        self.running: set[Call] = set()
+        self.statuses: Counter[int] = Counter()
+        self.prompt_tokens = 0
+        self.new_tokens = 0
+
+    @contextlib.contextmanager
+    def running_call(self, body: dict[str, Any]) -> Iterator[Call]:
+        """Inside, the request counts as running, and what runs below finds it in `current_call`."""
+        call = Call(body)
+        self.running.add(call)
+        token = current_call.set(call)
+        try:
+            yield call
+        finally:
+            current_call.reset(token)
+            self.running.discard(call)
+            call.close()

@@ -1,0 +1,125 @@
+"""Temperature, top-k and top-p of each request by itself.
+
+transformers' engine decides once whether it samples, and its server takes that from the first
+request. Here the engine always samples, and what a request asked for is done to its own logits: a
+request that wants the most likely token keeps only that one, so that sampling finds nothing else.
+"""
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers.generation.continuous_batching import cb_logits_processors as stock
+from transformers.generation.logits_process import TopPLogitsWarper
+
+from ...errors import ConfigError
+
+__all__ = ["per_request_sampling", "wanted_sampling"]
+
+ALL_TOKENS = 1.0
+_NEEDED = ("logits_processor", "tensors_required", "do_processing", "_retrieve_processors_kwargs")
+_SAMPLERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    stock.ContinuousBatchingTemperatureLogitsWarper,
+    stock.ContinuousBatchingTopKLogitsWarper,
+    stock.ContinuousBatchingTopPLogitsWarper,
+)
+
+
+class _Temperature(stock.ContinuousBatchingTemperatureLogitsWarper):
+    """Zero stands for the most likely token."""
+
+    def __init__(self) -> None:
+        super().__init__(TemperatureLogitsWarper(1.0))
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """Returns scores [B, V]; `tensor_arg` [>= B] holds fp32 temperatures as int32."""
+        temperature = tensor_arg[: scores.size(0)].view(torch.float32).unsqueeze(-1)
+        greedy = temperature == 0
+        best = scores.argmax(-1, keepdim=True)
+        only = torch.full_like(scores, -torch.inf).scatter(-1, best, 0.0)
+        return torch.where(greedy, only, scores / temperature.masked_fill(greedy, 1.0))
+
+
+class _TopK(stock.ContinuousBatchingTopKLogitsWarper):
+    """As many as there are tokens stands for all of them."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__(TopKLogitsWarper(vocabulary))
+        self.wanted = True
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        found = super().prepare_tensor_args(requests_with_new_token)
+        self.wanted = bool((found < self.top_k).any())
+        return found
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        if not self.wanted and scores.device.type == "cpu":  # a graph takes the same way every time
+            return scores
+        return super().__call__(scores, tensor_arg)
+
+
+class _TopP(stock.ContinuousBatchingTopPLogitsWarper):
+    """1.0 stands for all tokens."""
+
+    def __init__(self) -> None:
+        # The class refuses 1.0, which is what a request without top_p has.
+        super().__init__(TopPLogitsWarper(0.5))
+        self.top_p = ALL_TOKENS
+        self.wanted = True
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        found = super().prepare_tensor_args(requests_with_new_token)
+        self.wanted = bool((found.view(torch.float32) < ALL_TOKENS).any())
+        return found
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        if not self.wanted and scores.device.type == "cpu":
+            return scores
+        return super().__call__(scores, tensor_arg)
+
+
+def per_request_sampling(manager: Any, vocabulary: int) -> None:
+    """The engine then samples by request; to be called before it starts.
+
+    Args:
+        manager: a ContinuousBatchingManager that was built with `do_sample=True`.
+        vocabulary: the number of logits.
+
+    Raises:
+        ConfigError: this transformers builds its engine in another way.
+    """
+    processors = getattr(manager, "logit_processor", None)
+    missing = [name for name in _NEEDED if not hasattr(processors, name)]
+    if processors is None or missing:
+        raise ConfigError(
+            f"expected the logits processors of an engine with {', '.join(_NEEDED)}; this "
+            "transformers has others. Tested with transformers 5.17 and 5.23: install one of them"
+        )
+    kept = [p for p in processors.logits_processor if not isinstance(p, _SAMPLERS)]
+    ours = [_Temperature(), _TopK(vocabulary), _TopP()]
+    processors.logits_processor = LogitsProcessorList([*kept, *ours])
+    processors.tensors_required = len(ours)
+    processors.do_processing = True
+    processors._retrieve_processors_kwargs()
+
+
+def wanted_sampling(body: dict[str, Any], config: Any, vocabulary: int) -> dict[str, Any]:
+    """Returns what `add_request` takes for a request.
+
+    A temperature or top_p above zero asks for sampling, whatever the model's own default is.
+
+    Args:
+        body: the request's JSON object.
+        config: its GenerationConfig.
+        vocabulary: the number of logits.
+    """
+    asked = body.get("temperature") is not None or body.get("top_p") is not None
+    if body.get("temperature") == 0 or not (config.do_sample or asked):
+        return {"temperature": 0.0, "top_k": vocabulary, "top_p": ALL_TOKENS}
+    temperature = 1.0 if config.temperature is None else float(config.temperature)
+    top_k = vocabulary if not config.top_k else min(int(config.top_k), vocabulary)
+    top_p = ALL_TOKENS if config.top_p is None else float(config.top_p)
+    return {"temperature": temperature, "top_k": max(top_k, 1), "top_p": top_p}

@@ -1,0 +1,68 @@
+"""How full an engine's pages are."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .manager import PLACE
+
+__all__ = ["Usage", "usage"]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What an engine holds at the moment; of this process, under tensor parallel.
+
+    Attributes:
+        pages_total: what the engine has planned, in its blocks: `page_size` tokens of every layer.
+        pages_used: those that are taken, by live requests and by prefixes kept for reuse.
+        tokens_held: tokens of live requests and of prefixes kept; what several share counts once.
+        bytes_total: of `pages_total`.
+        bytes_used: of `pages_used`.
+        prefix_hits: requests that found their beginning in the cache, since it was made.
+        prefix_tokens: tokens that these did not have to compute.
+        requests_active: requests that hold pages.
+        requests_waiting: requests that wait for their first step.
+    """
+
+    pages_total: int
+    pages_used: int
+    tokens_held: int
+    bytes_total: int
+    bytes_used: int
+    prefix_hits: int
+    prefix_tokens: int
+    requests_active: int
+    requests_waiting: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Returns the numbers by name, for JSON."""
+        return asdict(self)
+
+
+def usage(of: Any) -> Usage | None:
+    """Returns how full the pages are; None where no pages have been made yet.
+
+    Args:
+        of: a model that was enabled (the last of its managers counts), or a manager.
+    """
+    if PLACE in getattr(of, "__dict__", ()):
+        managers = [m for m in vars(of)[PLACE].managers if m.batch_processor is not None]
+        of = managers[-1] if managers else None
+    processor = getattr(of, "batch_processor", None)
+    if processor is None:
+        return None
+    cache, scheduler = processor.cache, processor.scheduler
+    active = list(scheduler.active_requests.values())
+    lengths = {state.request_id: state.position_offset for state in active}
+    total, used, page, tokens = cache.held(lengths)
+    return Usage(
+        pages_total=total // page,
+        pages_used=-(-used // page),
+        tokens_held=tokens,
+        bytes_total=total,
+        bytes_used=used,
+        prefix_hits=cache.prefix_hits,
+        prefix_tokens=cache.prefix_tokens,
+        requests_active=len(active),
+        requests_waiting=len(scheduler.waiting_requests) + of.input_queue.qsize(),
+    )
