@@ -1,6 +1,7 @@
 """Where the bytes of a page are, in memory that an engine planned and allocated."""
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -121,6 +122,23 @@ class BlockRows:
     def __init__(self, stored: Stored, pages_per_block: int) -> None:
         self._parts = [_bytes(x, pages_per_block) for x in stored.tensors()]
         self.device = stored.k.device
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return sum(part.shape[1] for part in self._parts)
+
+    def columns(self, start: int, stop: int) -> "BlockRows":
+        """The bytes `start` to `stop - 1` of every row."""
+        found = copy(self)
+        found._parts = []
+        at = 0
+        for part in self._parts:
+            first, last = max(start - at, 0), min(stop - at, part.shape[1])
+            if first < last:
+                found._parts.append(part[:, first:last])
+            at += part.shape[1]
+        return found
 
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """Returns the rows `index`, `[n, bytes]`, uint8."""

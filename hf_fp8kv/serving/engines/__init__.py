@@ -7,6 +7,8 @@ caller runs the original.
 """
 
 import importlib
+import importlib.util
+import pkgutil
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,8 +21,8 @@ from ...errors import ConfigError
 
 __all__ = ["cache_class", "rebound", "stock_manager", "unknown_engine"]
 
-# The first whose `fits` says so; each has `fits()` and `make(settings)`.
-_LAYOUTS = ("flat_tensor", "layer_tensors")
+# A module of the engine that only one layout has, and the file here for it, with `make(settings)`.
+_LAYOUTS = {"cache_allocators": "flat_tensor", "cache_manager": "layer_tensors"}
 
 
 def unknown_engine(what: str) -> ConfigError:
@@ -64,14 +66,18 @@ def stock_manager() -> type:
 
 def layout() -> ModuleType:
     """The module for the engine that is installed. Raises ConfigError."""
-    for name in _LAYOUTS:
-        if importlib.util.find_spec(f"{__name__}.{name}") is None:
-            continue
-        module = importlib.import_module(f".{name}", __name__)
-        if module.fits():
-            return module
-    found = ", ".join(sorted(vars(continuous_batching)))
-    raise unknown_engine(f"has no layout that is known here ({found})")
+    package = continuous_batching.__name__
+    found = [name for name in _LAYOUTS if importlib.util.find_spec(f"{package}.{name}")]
+    if len(found) != 1:
+        names = sorted(part.name for part in pkgutil.iter_modules(continuous_batching.__path__))
+        seen = " and ".join(found) or f"neither {' nor '.join(_LAYOUTS)} in {', '.join(names)}"
+        raise unknown_engine(f"has {seen}")
+    # What will be rebound when an engine is made: better to know now than in its thread.
+    rebound(stock_manager()._create_batch_processor, PagedAttentionCache=None)
+    try:
+        return importlib.import_module(f".{_LAYOUTS[found[0]]}", __name__)
+    except (ImportError, AttributeError) as error:
+        raise unknown_engine(f"lacks a part that is needed: {error}") from error
 
 
 def cache_class(settings: Any) -> type:

@@ -6,11 +6,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from transformers.generation.continuous_batching.utils import (
-    find_head_dim,
-    find_num_key_value_heads,
-)
-
 from ... import ops
 from ...errors import ConfigError
 from ..attend import attend_layer
@@ -18,7 +13,28 @@ from ..layout import PageLayout, Stored
 from ..settings import LayerNumbers, Settings
 from ..step import Kind, Step
 
-__all__ = ["EngineCache"]
+__all__ = ["EngineCache", "sizes"]
+
+
+def sizes(config: Any) -> tuple[int, int]:
+    """Returns KV heads and head size of a model, as every engine finds them in the text's config.
+
+    Raises:
+        ConfigError: they are not in the config.
+    """
+    hidden, queries, heads, dim = (
+        getattr(config, name, None)
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if dim is None and hidden and queries:
+        dim = hidden // queries
+    heads = queries if heads is None else heads
+    if heads is None or dim is None:
+        raise ConfigError(
+            "expected a config with num_key_value_heads (or num_attention_heads) and head_dim (or "
+            f"hidden_size), got {type(config).__name__}; continuous batching cannot run this model"
+        )
+    return int(heads), int(dim)
 
 
 class EngineCache:
@@ -59,7 +75,7 @@ class EngineCache:
     def check(model: Any, settings: Settings) -> None:
         """Raises ConfigError or ScaleError if no engine of this model can have these settings."""
         config = model.config.get_text_config()
-        heads, dim = find_num_key_value_heads(config), find_head_dim(config)
+        heads, dim = sizes(config)
         settings.layers(config.num_hidden_layers, heads // settings.options.tp_size, dim)
         ops.choose_backend(settings.options.backend, model.device)
 
@@ -79,9 +95,7 @@ class EngineCache:
     def stored(self, layer: int) -> Stored:
         """The pages of a layer, as the block tables count them."""
 
-    def record(
-        self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]
-    ) -> None:
+    def record(self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
         """One request of the next step.
 
         Args:

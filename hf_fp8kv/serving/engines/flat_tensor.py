@@ -5,30 +5,18 @@ common multiple of the kinds' blocks. All pages have the same size here, whichev
 to, so that page `n` is the same bytes for every kind; a block starts at a multiple of its layers.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching import cache as stock
-from transformers.generation.continuous_batching.utils import (
-    find_head_dim,
-    find_num_key_value_heads,
-)
 
 from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
 from ..step import Kind
 from . import rebound, unknown_engine
-from .common import EngineCache
+from .common import EngineCache, sizes
 
-__all__ = ["fits", "make"]
-
-_PACKAGE = "transformers.generation.continuous_batching"
-
-
-def fits() -> bool:
-    """Whether the installed engine has this layout."""
-    return importlib.util.find_spec(f"{_PACKAGE}.cache_allocators") is not None
+__all__ = ["make"]
 
 
 def make(settings: Settings) -> type:
@@ -54,9 +42,8 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
         dtype: torch.dtype = torch.float16,
         **more: Any,
     ) -> None:
-        helper, dim = distributed_helper, find_head_dim(config)
-        heads = find_num_key_value_heads(config)
-        settings = self.chosen
+        helper, settings = distributed_helper, self.chosen
+        heads, dim = sizes(config)
         if helper.tp_size > 1 and helper.are_kv_heads_tp_ed():
             settings = settings.for_ranks(helper.tp_local_rank, helper.tp_size)
             # An uneven number is refused by the engine itself, before it allocates anything.
@@ -116,8 +103,8 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
         total = self.num_sectors * self.bytes_per_sector
         free = int(self.compute_free_capacity(relative=False))
         page = self.page_layout.bytes_per_page * self.config.num_hidden_layers
-        full = [a for a in self.cache_allocators.values() if a.layer_type == stock.FULL_ATTENTION]
-        allocator = (full or list(self.cache_allocators.values()))[0]
+        kinds = self.cache_allocators
+        allocator = kinds.get(stock.FULL_ATTENTION) or next(iter(kinds.values()))
         size = self.page_layout.slots
         held = dict.fromkeys(list(allocator.ledger.cached_blocks), size)
         for request, blocks in list(allocator.block_table.items()):
@@ -170,7 +157,7 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):
         for name in ("num_attention_masks", "kv_heads_at_peak", "io_multiplier", "num_groups"):
             if not hasattr(self, name):
                 raise unknown_engine(f"plans its memory without {name}")
-        heads = find_num_key_value_heads(self.config)
+        heads, _ = sizes(self.config)
         self.num_attention_masks = 0
         # Beside the new keys and values: queries in the order of calls, their results in that
         # order and in the engine's, and keys in float32 when they are centred.

@@ -1,0 +1,213 @@
+"""The engine of transformers 5.17: a pair of tensors per layer of a group, one manager of blocks.
+
+Its units: layers of one kind make groups, all with the same number of layers. A block is a page of
+each layer of a group, and any group can have it. So there are as many pages in a block as layers in
+a group, and the page of a block is the block's first, and the layer's place in its group.
+"""
+
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching import cache as stock
+
+from ..layout import BlockRows, PageLayout, Stored
+from ..settings import Settings
+from ..step import Kind
+from . import rebound, unknown_engine
+from .common import EngineCache, sizes
+
+__all__ = ["make"]
+
+
+def make(settings: Settings) -> type:
+    """Returns a PagedAttentionCache class whose pages are as the settings say."""
+
+    class Cache(LayerTensorsCache):
+        chosen = settings
+
+    return Cache
+
+
+class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):
+    """The engine's cache over pages of ours."""
+
+    chosen: Settings
+
+    def __init__(
+        self,
+        config: Any,
+        continuous_batching_config: Any,
+        device: torch.device | str,
+        distributed_helper: Any,
+        tp_plan: dict[str, Any],
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        def handler(**planned: Any) -> _MemoryHandler:
+            # By now the engine has decided how many heads this process has; no memory is taken yet.
+            self._lay_out(distributed_helper, dtype)
+            return _MemoryHandler(self.page_layout, **{**planned, "dtype": dtype})
+
+        make = rebound(stock.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler)
+        # What it allocates is at most as large as what it planned, and goes at once.
+        make(
+            self, config, continuous_batching_config, device, distributed_helper, tp_plan,
+            dtype=torch.uint8,
+        )  # fmt: skip
+        self._pages_per_block = len(self.key_cache)
+        self._allocate()
+        self.kinds = [
+            Kind(getattr(group, "sliding_window", None), self.block_size)
+            for group in self.group_cache_managers
+        ]
+
+    def _lay_out(self, helper: Any, dtype: torch.dtype) -> None:
+        heads, dim = sizes(self.config)
+        settings = self.chosen
+        if self.num_key_value_heads != heads:
+            settings = settings.for_ranks(helper.tp_local_rank, helper.tp_size)
+        heads = self.num_key_value_heads
+        self.page_layout = PageLayout.of(settings.options, heads, dim, self.block_size, dtype)
+        self._prepare(settings, self.config.num_hidden_layers, heads, dim, self.device)
+
+    def _allocate(self) -> None:
+        """Puts one tensor of bytes for all pages in the place of the engine's tensors."""
+        self.key_cache.clear()
+        self.value_cache.clear()
+        size = self.num_blocks * self._pages_per_block * self.page_layout.bytes_per_page
+        memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self._stored = self.page_layout.carve(memory)
+        self._rows = BlockRows(self._stored, self._pages_per_block)
+        # What offloads requests to the CPU copies one K and one V `[blocks, slots, heads, dim]`,
+        # and cannot be told to copy anything else: to it they are the two halves of a block's
+        # bytes. Nothing else looks at these three.
+        half = self._rows.width // 2
+        self.key_cache.append(_Half(self._rows.columns(0, half)))
+        self.value_cache.append(_Half(self._rows.columns(half, 2 * half)))
+        self.head_dim = half // (self.block_size * self.num_key_value_heads)
+
+    def kind_of(self, layer: int) -> int:
+        """The index into `kinds` of a layer."""
+        return int(self.layer_index_to_group_indices[layer][0])
+
+    def stored(self, layer: int) -> Stored:
+        """The pages of a layer: the page of a block is the block's first, and the layer's place."""
+        return self._stored.from_page(self.layer_index_to_group_indices[layer][1])
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Keeps the block tables of one request of the next step, and gives the engine no indices.
+
+        The engine makes a new list for each step, and asks for its requests in order.
+        """
+        pages = [
+            [block * self._pages_per_block for block in group.block_table[request_id]]
+            for group in self.group_cache_managers
+        ]
+        self.record(write_index, past_length, query_length, pages)
+
+    def copy_cache(self, list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
+        """Copies blocks, when a request is forked."""
+        source, target = (
+            torch.tensor(blocks, device=self._rows.device)
+            for blocks in (list_source_blocks, list_forked_blocks)
+        )
+        self._rows.index_copy_(0, target, self._rows.index_select(0, source))
+
+    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Returns bytes planned, bytes taken, bytes of a page of all layers, and tokens held."""
+        page = self.page_layout.bytes_per_page
+        block = page * self._pages_per_block
+        blocks = self._block_manager
+        taken = self.num_blocks - len(blocks._uninit_block_ids)
+        groups = self.group_cache_managers
+        full = [group for group in groups if not hasattr(group, "sliding_window")]
+        group = (full or groups)[0]
+        size = self.block_size
+        # Kept for reuse, of this group: each is full.
+        kept = [b for b in list(blocks._init_block_ids) if _group(blocks, b) == group._index]
+        held = dict.fromkeys(kept, size)
+        for request, table in list(group.block_table.items()):
+            left = min(lengths.get(request, 0), getattr(group, "sliding_window", 2**62))
+            for number in list(table):
+                held[number] = max(held.get(number, 0), min(left, size))
+                left = max(left - size, 0)
+        all_layers = page * self.config.num_hidden_layers
+        return self.num_blocks * block, taken * block, all_layers, sum(held.values())
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """As the engine's own, and counted."""
+        found = int(super().search_prefix_match(request_id, prompt_ids))
+        self.prefix_hits += found > 0
+        self.prefix_tokens += found
+        return found
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Only for attention that wants dense keys and values: there are none."""
+        self.refuse_dense()
+
+
+def _group(blocks: Any, number: int) -> int | None:
+    block = blocks._id_to_block.get(number)
+    return None if block is None else block.group_id
+
+
+class _Half:
+    """Half of the bytes of every block, with what the engine's offloading asks of a tensor."""
+
+    def __init__(self, rows: BlockRows) -> None:
+        self._rows = rows
+        self._shape: tuple[int, ...] = (rows.width,)
+
+    def view(self, _blocks: int, *shape: int) -> "_Half":
+        """The same bytes; a block then looks like a tensor of this shape."""
+        half = _Half(self._rows)
+        half._shape = shape
+        return half
+
+    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """Returns a copy of blocks, `[n, *shape]`, uint8."""
+        return self._rows.index_select(dim, index).view(-1, *self._shape)
+
+    def index_copy_(self, dim: int, index: torch.Tensor, blocks: torch.Tensor) -> "_Half":
+        """The blocks `index` are then `blocks`, `[n, *shape]`, uint8."""
+        self._rows.index_copy_(dim, index, blocks.reshape(len(blocks), -1))
+        return self
+
+
+class _MemoryHandler(stock.PagedAttentionMemoryHandler):
+    """Plans for attention that reads pages in place: no masks, and no copy of what is read."""
+
+    def __init__(self, layout: PageLayout, **planned: Any) -> None:
+        super().__init__(**planned)
+        for name in ("num_attention_masks", "page_size", "group_size", "cache_dtype"):
+            if not hasattr(self, name):
+                raise unknown_engine(f"plans its memory without {name}")
+        self._layout = layout
+        self.num_attention_masks = 0
+
+    @property
+    def activation_peak(self) -> dict[str, tuple[int, ...]]:
+        """Bytes per batch token (and per cache token: none) at each peak."""
+        peaks = dict(super().activation_peak)
+        if "attention" not in peaks:
+            raise unknown_engine("plans its memory without a peak for attention")
+        heads, dim = sizes(self.config)
+        # Beside the new keys and values: queries in the order of calls, their results in that
+        # order and in the engine's, and keys in float32 when they are centred.
+        beside = (3 * self.config.num_attention_heads + 2 * heads) * dim
+        per_batch_token = peaks["attention"][0] + beside * self.activation_dtype.itemsize
+        peaks["attention"] = (per_batch_token, 0, 0, 0)
+        return peaks
+
+    def _equation_coefficients(self, peak_deltas: tuple[int, ...]) -> tuple[int, ...]:
+        batch, cache, *rest = super()._equation_coefficients(peak_deltas)
+        # Per cache token: the bytes of our pages, in the place of the engine's keys and values.
+        cache -= 2 * self.group_size * self.page_size * self.cache_dtype.itemsize
+        cache += self.group_size * self._layout.bytes_per_page // self._layout.slots
+        return (batch, cache, *rest)
