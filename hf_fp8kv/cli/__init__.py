@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from ..environment import version
 from ..errors import Fp8KVError
-from . import bench, calibrate, check, convert, generate, inspect
+from . import bench, calibrate, check, convert, generate, inspect, serve
 
 __all__ = ["NAME", "app", "main"]
 
@@ -45,6 +45,7 @@ app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
+app.command("serve", cls=serve.Serve)(serve.serve)
 
 
 def main() -> None:

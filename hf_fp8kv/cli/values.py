@@ -133,12 +133,12 @@ def check_plot(path: str | None) -> None:
         raise typer.BadParameter(message, param_hint="--plot")
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, option: str = "--memory") -> int:
     """Returns the bytes that "8GiB", "16 GB", "512M" or "1000000" stand for."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
     if found is None:
         message = f"expected a size such as 8GiB or 500MB, got {text!r}"
-        raise typer.BadParameter(message, param_hint="--memory")
+        raise typer.BadParameter(message, param_hint=option)
     step = 1024 if found[3] else 1000
     return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
 

@@ -96,7 +96,7 @@ def check_body(path: str, body: dict[str, Any], template_names: frozenset[str]) 
 
 
 def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and a == b or (_is_number(a) and _is_number(b) and a == b)
+    return (type(a) is type(b) and a == b) or (_is_number(a) and _is_number(b) and a == b)
 
 
 def _list(values: tuple[Any, ...]) -> str:

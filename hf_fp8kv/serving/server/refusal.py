@@ -1,4 +1,4 @@
-"""What a client is told when it does not get what it asked for, in the form of OpenAI's interface."""
+"""What a client is told that does not get what it asked for, in the form that OpenAI uses."""
 
 import json
 from typing import Any
@@ -8,7 +8,7 @@ __all__ = ["Refusal"]
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Refusal(Exception):  # noqa: N818
+class Refusal(Exception):
     """An answer with a status of 400 or more; raised anywhere below the gate, sent by it.
 
     Args:

@@ -1,0 +1,172 @@
+"""`hf-fp8kv serve`: transformers' own server over FP8 pages."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from ..errors import ConfigError
+from .shared import tell
+from .values import backends, cache_dtypes, completing, parse_dtype, parse_memory, parse_scales
+
+__all__ = ["Serve", "serve"]
+
+_dtypes = completing(cache_dtypes)
+
+
+class Serve(TyperCommand):
+    """The command below, with the options of `transformers serve` beside its own."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Returns our parameters, then transformers' own; asked for when the command is used."""
+        own = super().get_params(ctx)
+        taken = {name for param in own for name in param.opts}
+        return [*own, *(p for p in self._stock() if not taken & set(p.opts))]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command; what belongs to transformers is in `ctx.obj`."""
+        names = [param.name for param in self._stock()]
+        ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
+        source = ctx.get_parameter_source("continuous_batching")
+        told = source is not None and source.name == "COMMANDLINE"
+        if told and not ctx.obj["continuous_batching"]:
+            raise ConfigError(
+                "--no-continuous-batching: there is nothing else here; leave it out"
+            )
+        return super().invoke(ctx)
+
+    def stock_defaults(self) -> dict[str, Any]:
+        """Returns the defaults of transformers' own options, by parameter."""
+        return {param.name: param.default for param in self._stock()}
+
+    def _stock(self) -> list[Any]:
+        if not hasattr(self, "_found"):
+            self._found = _stock_parameters()
+        return self._found
+
+
+def _stock_parameters() -> list[Any]:
+    from ..serving.server.options import HERE, require
+
+    require()
+    from transformers.cli.serve import Serve as Stock
+
+    app = typer.Typer(add_completion=False)
+    app.command()(Stock)
+    params = typer.main.get_command(app).params
+    return [param for param in params if param.name not in HERE]
+
+
+def serve(
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(help="A folder or a hub id. Default: the demo's model.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            help="fp8 = fp8_e4m3 = fp8_e4m3fn, fp8_e5m2, fp8_e3m4, fp8_e4m3fnuz, auto.",
+            autocompletion=_dtypes,
+        ),
+    ] = "fp8",
+    key_dtype: Annotated[
+        str | None, typer.Option(help="The same, for K alone.", autocompletion=_dtypes)
+    ] = None,
+    value_dtype: Annotated[
+        str | None, typer.Option(help="The same, for V alone.", autocompletion=_dtypes)
+    ] = None,
+    scales: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH|FLOAT",
+            help="Static scales: a file, a folder, a hub id or a constant. Default: dynamic ones.",
+        ),
+    ] = None,
+    center_keys: Annotated[
+        bool | None,
+        typer.Option("--center-keys/--no-center-keys", help="Whether to use the scales' centres."),
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(help="auto, torch, numba or triton.", autocompletion=completing(backends)),
+    ] = "auto",
+    host: Annotated[
+        str, typer.Option(help="Where to listen; beyond this machine only with a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The token that clients show. Better in HF_FP8KV_API_KEY: others see arguments.",
+            show_default=False,
+        ),
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="The largest request.")] = "4MiB",
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; others get 429.")
+    ] = 128,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
+    ] = 30.0,
+    metrics_interval: Annotated[
+        float, typer.Option(min=0, help="Seconds between lines in the log; 0: none.")
+    ] = 10.0,
+) -> None:
+    """Serve a model from FP8 pages, with OpenAI's interface: transformers' server and its options.
+
+    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
+    """
+    given: dict[str, Any] = ctx.obj
+    pages = {
+        "dtype": parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
+        "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
+        "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
+        "scales": parse_scales(scales),
+        "center_keys": center_keys,
+        "backend": backend,
+    }
+    from .. import demo
+    from ..serving.server.options import check_options
+    from ..serving.server.settings import Settings
+
+    check_options(given, ctx.command.stock_defaults())
+    settings = Settings.checked(
+        host,
+        api_key,
+        max_body=parse_memory(max_body, "--max-body"),
+        max_waiting=max_waiting,
+        grace=grace,
+        metrics_interval=metrics_interval,
+    )
+    name = model or str(demo.model_path())
+    from ..serving.server.run import serve as run
+
+    with _told():
+        run(
+            name,
+            host=host,
+            port=port,
+            settings=settings,
+            pages=pages,
+            given=given,
+            ready=lambda address: tell(f"hf-fp8kv: serving {name} at {address}"),
+        )
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Inside, the library speaks on stderr, in the form that the server's lines have."""
+    library = logging.getLogger("hf_fp8kv")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))
+    level = library.level
+    library.addHandler(handler)
+    library.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+        library.setLevel(level)

@@ -1,0 +1,298 @@
+"""The engine behind the server: one model, continuous batching, started before the first request.
+
+It takes the place of transformers' `CBGenerateManager`, which is made for one well-meaning client:
+there the first request decides how all others are sampled, one that is longer than the pages stops
+the engine, and one whose client has gone runs to its end unless it was streaming.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import (
+    CBGenerateManager,
+    CBStreamer,
+    GenerationState,
+    _StreamError,
+)
+
+from ...errors import ConfigError
+from .. import Usage, usage
+from .calls import Call, Calls, current_call
+from .capacity import model_tokens, page_tokens
+from .refusal import Refusal
+from .sampling import per_request_sampling, wanted_sampling
+
+__all__ = ["Engine", "OneEngine"]
+
+logger = logging.getLogger(__name__)
+
+_START_SECONDS = 600.0
+_STOP_SECONDS = 30.0
+# How many new tokens a request gets that does not say.
+_NEW_TOKENS = 1024
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+class Engine(CBGenerateManager):
+    """Answers requests of one model from FP8 pages; of its methods the handlers call `generate_*`.
+
+    Args:
+        model: a causal language model that `hf_fp8kv.serving.enable` was called on.
+        config: a ContinuousBatchingConfig, or None for transformers' own defaults.
+        calls: the server's requests.
+
+    Attributes:
+        page_tokens: tokens that one request may hold in the pages.
+        model_tokens: tokens that the model was made for; None: unknown.
+    """
+
+    def __init__(self, model: Any, config: Any, calls: Calls) -> None:
+        super().__init__(cb_config=config)
+        self.model, self.calls = model, calls
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.page_tokens = 0
+        self.model_tokens = model_tokens(model)
+        self.stopping = False
+
+    def begin(self) -> None:
+        """Starts the engine's thread, and returns when its pages are there.
+
+        Raises:
+            ConfigError: it does not start, or its pages hold no token.
+        """
+        config: GenerationConfig = self.model.generation_config.to_dict()
+        sampling = {"do_sample": True, "temperature": 0.7, "use_cache": False}
+        cb = self.model.init_continuous_batching(
+            generation_config=GenerationConfig(**{**config, **sampling}),
+            continuous_batching_config=self._cb_config,
+        )
+        per_request_sampling(cb, self.vocabulary)
+        self._cb = cb
+        cb.start()
+        until = time.monotonic() + _START_SECONDS
+        while cb.batch_processor is None:
+            error = cb.background_thread_status.fatal_error
+            if error is not None or not cb.is_running() or time.monotonic() > until:
+                self.stop()
+                raise ConfigError(
+                    f"expected an engine for continuous batching, got: {error or 'no answer'}; "
+                    "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
+                ) from error
+            time.sleep(0.01)
+        self.page_tokens = page_tokens(cb.batch_processor.cache)
+        if self.page_tokens < 2:
+            self.stop()
+            raise ConfigError(
+                f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
+                "--cb-num-blocks"
+            )
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Called by a handler for every request: there is nothing left to be made."""
+
+    def is_alive(self) -> bool:
+        """Whether its thread runs."""
+        return self._cb is not None and self._cb.is_running() and super().is_alive()
+
+    def why_dead(self) -> str | None:
+        """Returns what stopped its thread."""
+        error = None if self._cb is None else self._cb.background_thread_status.fatal_error
+        return None if error is None else str(error)
+
+    def usage(self) -> Usage | None:
+        """Returns what its pages hold."""
+        return usage(self.model) if self.is_alive() else None
+
+    def waiting(self) -> int:
+        """Returns the requests that the engine has not begun with."""
+        processor = None if self._cb is None else self._cb.batch_processor
+        active = 0 if processor is None else len(processor.scheduler.active_requests)
+        return max(len(self.calls.running) - active, 0)
+
+    def stop(self) -> None:
+        """Ends its thread; requests that still run fail. Does nothing the second time."""
+        cb, self.stopping = self._cb, True
+        if cb is not None and cb._generation_thread is not None:
+            cb.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
+            if cb.is_running():
+                logger.error("the engine's thread did not end within %g s", _STOP_SECONDS)
+
+    # -- what the handlers call, on the event loop ------------------------------------------------
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
+        """Returns a queue of the texts of an answer, and what cancels it.
+
+        Args:
+            model: the engine's.
+            processor: its tokenizer.
+            inputs: `input_ids`, a list of the prompt's tokens.
+            gen_config: the request's GenerationConfig; its `max_new_tokens` becomes what it gets.
+            request_id: the client's name of it; the engine has its own.
+            response_parser: see CBStreamer.
+
+        Raises:
+            Refusal: the request is too long, or the engine does not run.
+        """
+        call = self._admit(inputs["input_ids"], gen_config)
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        streamer = CBStreamer(
+            self._cb,
+            call.id,
+            tokenizer,
+            asyncio.get_running_loop(),
+            queue,
+            response_parser=response_parser,
+        )
+
+        def fail(error: object) -> None:
+            # The handlers put it into JSON between quotes as it is.
+            queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))
+
+        def deliver(output: Any) -> None:
+            before = streamer.total_tokens
+            try:
+                streamer.put(output)
+                self.calls.new_tokens += streamer.total_tokens - before
+                if output.error is not None:
+                    call.finish()
+                    fail(output.error)
+                elif output.is_finished():
+                    call.finish()
+                    streamer.end()
+            except Exception as error:
+                logger.exception("an answer could not be turned into text")
+                call.fail(error)
+
+        self._submit(call, inputs["input_ids"], gen_config, deliver, fail, streaming=True)
+        return queue, streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        """Returns the answer's text, the number of the prompt's tokens, and the new tokens.
+
+        Args: see `generate_streaming`.
+
+        Raises:
+            Refusal: the request is too long, or the engine does not run, or stopped meanwhile.
+        """
+        prompt = inputs["input_ids"]
+        call = self._admit(prompt, gen_config)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def deliver(output: Any) -> None:
+            if output.error is not None:
+                call.finish()
+                fail(Refusal(503 if not self.is_alive() else 500, str(output.error)))
+            elif output.is_finished():
+                call.finish()
+                self.calls.new_tokens += len(output.generated_tokens)
+                if not future.done():
+                    future.set_result(output)
+
+        def fail(error: Exception) -> None:
+            if not future.done():
+                future.set_exception(error)
+
+        self._submit(call, prompt, gen_config, deliver, fail, streaming=False)
+        tokens = (await future).generated_tokens
+        return processor.decode(tokens, skip_special_tokens=True), len(prompt), tokens
+
+    # -- one request ------------------------------------------------------------------------------
+
+    def _admit(self, prompt: list[int], gen_config: Any) -> Call:
+        """Returns the request that is being handled; `max_new_tokens` is then what it gets."""
+        call = current_call.get()
+        if call is None:
+            raise RuntimeError("expected a request that came through the gate")
+        if self.stopping or not self.is_alive():
+            raise Refusal(503, self.why_dead() or "the server is stopping", code="stopping")
+        if not prompt:
+            raise Refusal(400, "expected a prompt of some tokens, got one without any")
+        # The last token is answered with, and never stored.
+        room, holder = self.page_tokens + 1 - len(prompt), f"the pages hold {self.page_tokens}"
+        if self.model_tokens is not None and self.model_tokens - len(prompt) < room:
+            room, holder = self.model_tokens - len(prompt), f"the model holds {self.model_tokens}"
+        asked = next((name for name in _LIMITS if name in call.body), None)
+        own = "generation_config" in call.body and gen_config.max_new_tokens is not None
+        wanted = gen_config.max_new_tokens if asked or own else min(_NEW_TOKENS, room)
+        if room < 1 or wanted > room:
+            raise Refusal(
+                400,
+                f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
+                f"{max(wanted, 1)} new ones, and {holder}; send less, or ask for less",
+                param=asked,
+                code="context_length_exceeded",
+            )
+        gen_config.max_new_tokens = wanted
+        return call
+
+    def _submit(
+        self,
+        call: Call,
+        prompt: list[int],
+        gen_config: Any,
+        deliver: Callable[[Any], None],
+        fail: Callable[[Exception], None],
+        *,
+        streaming: bool,
+    ) -> None:
+        """Hands a request to the engine, whose outputs then arrive on the event loop."""
+        cb = self._cb
+
+        def cancel() -> None:
+            with cb.output_router._lock:
+                cb.output_router.result_handlers.pop(call.id, None)
+            cb.cancel_request(call.id)
+
+        # First: an output that nobody takes is kept for ever.
+        cb.register_result_handler(call.id, deliver)
+        call.begin(cancel=cancel, fail=fail)
+        added = cb.add_request(
+            prompt,
+            request_id=call.id,
+            max_new_tokens=gen_config.max_new_tokens,
+            streaming=streaming,
+            eos_token_id=gen_config.eos_token_id,
+            **wanted_sampling(call.body, gen_config, self.vocabulary),
+        )
+        if added is None:
+            call.close()
+            raise Refusal(503, self.why_dead() or "the server is stopping", code="stopping")
+        self.calls.prompt_tokens += len(prompt)
+
+
+class OneEngine(GenerationState):
+    """What the handlers look their engine up in: there is one, for the one model."""
+
+    def __init__(self, engine: Engine, *, compile: bool) -> None:
+        super().__init__(continuous_batching=True, compile=compile)
+        self.engine = engine
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Engine:
+        """Returns the engine."""
+        if not use_cb:
+            raise Refusal(400, f"{model_id}: this server answers with continuous batching only")
+        return self.engine
+
+    def is_cb_alive(self) -> bool:
+        """Whether the engine's thread runs."""
+        return self.engine.is_alive()
+
+    def shutdown(self) -> None:
+        """Ends the engine's thread."""
+        self.engine.stop()

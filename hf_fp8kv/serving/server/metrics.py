@@ -1,0 +1,59 @@
+"""What the server tells about itself: numbers for Prometheus, and a line for the log."""
+
+from ...tables import readable_size
+from .calls import Calls
+from .engine import Engine
+
+__all__ = ["prometheus", "summary"]
+
+
+def prometheus(engine: Engine, calls: Calls) -> str:
+    """Returns all numbers in Prometheus' text format."""
+    used, waiting = engine.usage(), engine.waiting()
+    rows: list[tuple[str, str, str, float]] = [
+        ("engine_up", "gauge", "1 while the engine's thread runs", engine.is_alive()),
+        ("requests_active", "gauge", "Requests with tokens in pages",
+         len(calls.running) - waiting),
+        ("requests_waiting", "gauge", "Requests that wait for pages or for their turn", waiting),
+        ("prompt_tokens_total", "counter", "Tokens of prompts", calls.prompt_tokens),
+        ("generated_tokens_total", "counter", "New tokens", calls.new_tokens),
+    ]  # fmt: skip
+    if used is not None:
+        rows += [
+            ("pages_total", "gauge", "Pages", used.pages_total),
+            ("pages_used", "gauge", "Pages with tokens in them", used.pages_used),
+            ("tokens_held", "gauge", "Tokens of requests and of kept prefixes", used.tokens_held),
+            ("bytes_total", "gauge", "Bytes of all pages", used.bytes_total),
+            ("bytes_used", "gauge", "Bytes of the pages in use", used.bytes_used),
+            ("prefix_hits_total", "counter", "Requests that found a prefix", used.prefix_hits),
+            ("prefix_tokens_total", "counter", "Tokens that such requests did not compute",
+             used.prefix_tokens),
+        ]  # fmt: skip
+    lines = []
+    for name, kind, help, value in rows:
+        lines += [f"# HELP hf_fp8kv_{name} {help}.", f"# TYPE hf_fp8kv_{name} {kind}"]
+        lines.append(f"hf_fp8kv_{name} {int(value)}")
+    lines += [
+        "# HELP hf_fp8kv_requests_total Requests to generate, by HTTP status; 499: client gone.",
+        "# TYPE hf_fp8kv_requests_total counter",
+    ]
+    for status, count in sorted(calls.statuses.items()):
+        lines.append(f'hf_fp8kv_requests_total{{status="{status}"}} {count}')
+    return "\n".join(lines) + "\n"
+
+
+def summary(engine: Engine, calls: Calls, tokens_per_second: float) -> str:
+    """Returns what runs and what the pages hold, in one line."""
+    used, waiting = engine.usage(), engine.waiting()
+    parts = [
+        f"requests: {len(calls.running) - waiting} active, {waiting} waiting, "
+        f"{calls.statuses.total()} answered",
+        f"{tokens_per_second:.1f} tokens/s",
+    ]
+    if used is not None:
+        parts += [
+            f"pages: {used.pages_used} of {used.pages_total} used, {used.tokens_held} tokens, "
+            f"{readable_size(used.bytes_used)} of {readable_size(used.bytes_total)}",
+            f"prefixes: {used.prefix_hits} hits, {used.prefix_tokens} tokens",
+        ]
+    return "; ".join(parts)

@@ -1,0 +1,68 @@
+"""The server's one model: loaded as transformers' server loads it, then served from FP8 pages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.cli.serving.model_manager import ModelManager
+
+from ... import serving
+from ...errors import ConfigError
+from .refusal import Refusal
+
+__all__ = ["OneModel"]
+
+
+class OneModel(ModelManager):
+    """Loads one model and its tokenizer when it is made, and no other later.
+
+    Args:
+        name: the folder or hub id.
+        pages: keywords of `hf_fp8kv.serving.enable`.
+        loading: keywords of transformers' own ModelManager.
+
+    Raises:
+        ConfigError: it is no model of text that continuous batching can run.
+    """
+
+    def __init__(self, name: str, *, pages: Mapping[str, Any], loading: Mapping[str, Any]) -> None:
+        self._pages = pages
+        super().__init__(force_model=name, **loading)
+        (loaded,) = self.loaded_models.values()
+        self.model, self.tokenizer = loaded.model, loaded.processor
+        modality = self.get_model_modality(self.model, processor=self.tokenizer)
+        if modality.value != "LLM" or not hasattr(self.model, "init_continuous_batching"):
+            raise ConfigError(
+                f"{name}: expected a model of text alone, with continuous batching, got "
+                f"{type(self.model).__name__} ({modality.value}); choose another"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a client may call the model: the first is its own name."""
+        name: str = self.force_model
+        short = name.rstrip("/").rsplit("/", 1)[-1]
+        return tuple(dict.fromkeys([name, self.process_model_name(name), short]))
+
+    def check_name(self, asked: object) -> None:
+        """Raises Refusal unless a request names the model, or names none."""
+        if asked is not None and asked not in self.names:
+            raise Refusal(
+                404,
+                f"model: expected {self.names[-1]!r}, the only one here, got {asked!r:.100}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def template_names(self) -> frozenset[str]:
+        """Returns what a request must not set of how its messages become a prompt."""
+        code = self.tokenizer.apply_chat_template.__func__.__code__
+        return frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        """Returns the model in the form of OpenAI's list of models."""
+        return [{"id": self.names[-1], "object": "model", "created": 0, "owned_by": ""}]
+
+    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+        model = super()._load_model(*args, **kwargs)
+        serving.enable(model, **self._pages)
+        return model

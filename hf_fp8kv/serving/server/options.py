@@ -1,0 +1,71 @@
+"""The options of transformers' own server: which are taken over, and what becomes of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import ConfigError
+
+__all__ = ["HERE", "batching_config", "check_options", "loading", "require"]
+
+# Options of the stock command that this one has itself, or has no use for.
+HERE = ("force_model", "host", "port", "non_blocking")
+_LOADING = ("device", "dtype", "trust_remote_code", "quantization", "model_timeout")
+_USED = frozenset({
+    *_LOADING, "continuous_batching", "attn_implementation", "compile", "reasoning",
+    "chat_template_kwargs", "decision_config", "enable_cors", "log_level", "default_seed",
+})  # fmt: skip
+
+
+def require() -> None:
+    """Raises ConfigError unless transformers can serve here."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ConfigError(
+            "expected fastapi, uvicorn, pydantic and openai, got an environment without: "
+            "pip install 'hf-fp8kv[serve]'"
+        )
+
+
+def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options that would do nothing, or something else.
+
+    Args:
+        given: all options of the stock command, by parameter.
+        defaults: their values when they are not given.
+    """
+    if given.get("attn_implementation") not in (None, "fp8_paged"):
+        raise ConfigError(
+            "--attn-implementation: expected fp8_paged, which reads the pages, got "
+            f"{given['attn_implementation']!r}; leave it out"
+        )
+    if given.get("decision_config") is not None:
+        raise ConfigError("--decision-config: this server serves one model of text; leave it out")
+    for name, value in given.items():
+        known = name in _USED or name in HERE or name.startswith("cb_")
+        if not known and value != defaults[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: this transformers knows it, hf-fp8kv serve does not; "
+                "leave it out"
+            )
+
+
+def loading(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords of transformers' ModelManager."""
+    return {name: given[name] for name in _LOADING if name in given}
+
+
+def batching_config(given: Mapping[str, Any]) -> Any:
+    """Returns the ContinuousBatchingConfig of the options --cb-*; None: without any."""
+    from transformers import ContinuousBatchingConfig
+
+    chosen = {
+        name.removeprefix("cb_"): value
+        for name, value in given.items()
+        if name.startswith("cb_") and value is not None
+    }
+    try:
+        return ContinuousBatchingConfig(**chosen) if chosen else None
+    except (TypeError, ValueError) as error:
+        options = ", ".join(f"--cb-{name.replace('_', '-')}" for name in chosen)
+        raise ConfigError(f"{options}: {error}") from error
