@@ -33,9 +33,7 @@ class Serve(TyperCommand):
         source = ctx.get_parameter_source("continuous_batching")
         told = source is not None and source.name == "COMMANDLINE"
         if told and not ctx.obj["continuous_batching"]:
-            raise ConfigError(
-                "--no-continuous-batching: there is nothing else here; leave it out"
-            )
+            raise ConfigError("--no-continuous-batching: there is nothing else here; leave it out")
         return super().invoke(ctx)
 
     def stock_defaults(self) -> dict[str, Any]:
@@ -132,7 +130,8 @@ def serve(
     from ..serving.server.options import check_options
     from ..serving.server.settings import Settings
 
-    check_options(given, ctx.command.stock_defaults())
+    command: Any = ctx.command
+    check_options(given, command.stock_defaults())
     settings = Settings.checked(
         host,
         api_key,

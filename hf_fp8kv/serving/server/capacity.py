@@ -24,7 +24,7 @@ def page_tokens(cache: Any) -> int:
                 allocator.needs_new_sectors("", 0, tokens)
                 for allocator in cache.cache_allocators.values()
             )
-            return sum(wanted) <= cache.num_sectors
+            return bool(sum(wanted) <= cache.num_sectors)
 
         most = cache.max_tokens_read
     elif hasattr(cache, "blocks_needed"):  # transformers 5.17

@@ -53,6 +53,7 @@ class Engine(CBGenerateManager):
 
     def __init__(self, model: Any, config: Any, calls: Calls) -> None:
         super().__init__(cb_config=config)
+        self._cb: Any = None
         self.model, self.calls = model, calls
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.page_tokens = 0
@@ -65,7 +66,7 @@ class Engine(CBGenerateManager):
         Raises:
             ConfigError: it does not start, or its pages hold no token.
         """
-        config: GenerationConfig = self.model.generation_config.to_dict()
+        config: dict[str, Any] = self.model.generation_config.to_dict()
         sampling = {"do_sample": True, "temperature": 0.7, "use_cache": False}
         cb = self.model.init_continuous_batching(
             generation_config=GenerationConfig(**{**config, **sampling}),

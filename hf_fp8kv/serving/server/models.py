@@ -1,5 +1,6 @@
 """The server's one model: loaded as transformers' server loads it, then served from FP8 pages."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +29,8 @@ class OneModel(ModelManager):
         self._pages = pages
         super().__init__(force_model=name, **loading)
         (loaded,) = self.loaded_models.values()
-        self.model, self.tokenizer = loaded.model, loaded.processor
+        self.model: Any = loaded.model
+        self.tokenizer: Any = loaded.processor
         modality = self.get_model_modality(self.model, processor=self.tokenizer)
         if modality.value != "LLM" or not hasattr(self.model, "init_continuous_batching"):
             raise ConfigError(
@@ -39,7 +41,7 @@ class OneModel(ModelManager):
     @property
     def names(self) -> tuple[str, ...]:
         """What a client may call the model: the first is its own name."""
-        name: str = self.force_model
+        name = str(self.force_model)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         return tuple(dict.fromkeys([name, self.process_model_name(name), short]))
 
@@ -55,10 +57,11 @@ class OneModel(ModelManager):
 
     def template_names(self) -> frozenset[str]:
         """Returns what a request must not set of how its messages become a prompt."""
-        code = self.tokenizer.apply_chat_template.__func__.__code__
-        return frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+        return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+    def get_gen_models(  # type: ignore[override]  # theirs is a static method with a cache
+        self, cache_dir: str | None = None
+    ) -> list[dict[str, Any]]:
         """Returns the model in the form of OpenAI's list of models."""
         return [{"id": self.names[-1], "object": "model", "created": 0, "owned_by": ""}]
 

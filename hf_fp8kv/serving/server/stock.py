@@ -122,9 +122,10 @@ def _tell_errors(app: Any) -> None:
 
     app.add_exception_handler(Refusal, refused)
     app.add_exception_handler(RequestValidationError, invalid)
-    for kind in (HTTPException, PlainHTTPException):
-        app.add_exception_handler(kind, http)
-    for kind in (*_BLAMED, TemplateError):
-        app.add_exception_handler(kind, blamed)
-    for kind in (RuntimeError, OSError, ArithmeticError, AssertionError):
-        app.add_exception_handler(kind, failed)
+    handled: dict[type[Exception], Any] = {
+        **dict.fromkeys((HTTPException, PlainHTTPException), http),
+        **dict.fromkeys((*_BLAMED, TemplateError), blamed),
+        **dict.fromkeys((RuntimeError, OSError, ArithmeticError, AssertionError), failed),
+    }
+    for kind, handler in handled.items():
+        app.add_exception_handler(kind, handler)
