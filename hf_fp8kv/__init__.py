@@ -8,6 +8,7 @@ from .attention import register
 from .cache import FP8PagedCache
 from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
+from .parallel import tensor_parallel
 from .scales import KVScales, LayerScales
 from .support import ModelReport, check_model, disable, enable
 
@@ -26,6 +27,7 @@ __all__ = [
     "disable",
     "enable",
     "register",
+    "tensor_parallel",
 ]
 
 register()

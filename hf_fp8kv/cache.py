@@ -29,6 +29,7 @@ from .layer import FP8PagedLayer, PagedLayerBase, removal
 from .models import refuse_config
 from .once import warn_once
 from .options import CacheOptions
+from .parallel import check_divides, kv_heads
 from .scale_argument import declared_kv_scales, resolve
 from .scales import KVScales
 from .static_layer import FP8PagedStaticLayer
@@ -72,7 +73,8 @@ class FP8PagedCache(DynamicCache):
         prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
             writes 8 bits; "stored": every call attends to what is stored.
         backend: "auto", "torch", "numba" or "triton".
-        tp_rank: this process's rank, when `scales` hold the heads of all ranks.
+        tp_rank: this process's rank among those that share the heads of the model, for `scales`;
+            `tensor_parallel(model)` gives both.
         tp_size: how many processes share the heads.
         offloading: only False; some models pass it when they make a cache of the same kind.
 
@@ -135,6 +137,8 @@ class FP8PagedCache(DynamicCache):
             self.open_ended = True
             return
         decoder = self.config = config.get_text_config(decoder=True)
+        if options.tp_size > 1:
+            check_divides(decoder, options.tp_size)
         self.layers, windows = layers_of(decoder, options.max_cache_len)
         skipped = layers_named(skip_layers, decoder, self.layers)
         for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
@@ -232,9 +236,14 @@ class FP8PagedCache(DynamicCache):
             group.siblings = everyone
 
     def _new_layer(self, index: int, window: int | None) -> PagedLayerBase:
+        layer: PagedLayerBase
         if self.options.max_cache_len is None:
-            return FP8PagedLayer(index, self.options, self._group(window))
-        return FP8PagedStaticLayer(index, self.options, self._group(window), self.config)
+            layer = FP8PagedLayer(index, self.options, self._group(window))
+        else:
+            layer = FP8PagedStaticLayer(index, self.options, self._group(window), self.config)
+        if self.config is not None:
+            layer.whole_heads = kv_heads(self.config, index)
+        return layer
 
     def _check_scales(self) -> None:
         """Raises ScaleError before the first call if a paged layer has no static scale."""

@@ -14,6 +14,7 @@ from .group import LayerGroup
 from .handle import PagedKV, make_handle
 from .ops import Pages
 from .options import CacheOptions
+from .parallel import check_split
 from .pool import PagePool
 
 __all__ = ["FP8PagedLayer", "PagedLayerBase"]
@@ -30,6 +31,7 @@ class PagedLayerBase(CacheLayerMixin):
         k_scale: `[Hkv, Dk]`, float32, or None.
         v_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
+        whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
     """
 
     is_croppable = True
@@ -37,6 +39,7 @@ class PagedLayerBase(CacheLayerMixin):
     device: torch.device
     dtype: torch.dtype
     v_dtype: torch.dtype
+    whole_heads: int | None = None
 
     def __init__(self, index: int, options: CacheOptions, group: LayerGroup) -> None:
         # The base class would assign `keys` and `values`, which are properties here.
@@ -88,8 +91,13 @@ class PagedLayerBase(CacheLayerMixin):
         self.group.record_past = True
 
     def _prepare_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Looks up the static scales, once the shapes are known. Raises ScaleError."""
+        """Looks up the static scales, once the shapes are known.
+
+        Raises:
+            ScaleError: scales of other heads. ConfigError: a model that is not split.
+        """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
+        check_split(self.index, heads, self.whole_heads, self.options.tp_size)
         found = self.options.layer_scales(self.index, heads, k_dim, v_dim)
         k, v, center = (None if t is None else t.to(key.device) for t in found)
         self.k_scale, self.v_scale, self._scale_center = k, v, center

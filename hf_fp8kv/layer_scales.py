@@ -124,5 +124,5 @@ def _heads_of(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) ->
     total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
         f"{what}: expected {wanted} heads{total}, got {heads}; use the scales of this very model, "
-        "and its tp_size"
+        "and its tp_rank and tp_size (hf_fp8kv.tensor_parallel(model) gives both)"
     )

@@ -22,6 +22,7 @@ from .errors import ConfigError, Fp8KVError
 from .handle import PagedKV
 from .layer import PagedLayerBase
 from .models import config_field, refusal
+from .parallel import tensor_parallel
 
 __all__ = [
     "LayerReport",
@@ -29,7 +30,9 @@ __all__ = [
     "check_model",
     "disable",
     "enable",
+    "implementations",
     "paged_attention",
+    "restore",
     "watched_attention",
 ]
 
@@ -216,11 +219,11 @@ def watched_attention(
     finally:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(name, None)
-        _restore(model, before)
+        restore(model, before)
 
 
 def implementations(model: PreTrainedModel) -> dict[str, Any]:
-    """The attention implementation of a model and of each of its parts."""
+    """Returns the attention of a model (under the name "") and of each of its parts."""
     found = {"": model.config._attn_implementation}
     for part in model.config.sub_configs:
         config = getattr(model.config, part, None)
@@ -229,7 +232,8 @@ def implementations(model: PreTrainedModel) -> dict[str, Any]:
     return found
 
 
-def _restore(model: PreTrainedModel, before: dict[str, Any]) -> None:
+def restore(model: PreTrainedModel, before: dict[str, Any]) -> None:
+    """Sets the attention of a model and of each of its parts to what it was."""
     model.set_attn_implementation({part: name for part, name in before.items() if name is not None})
     for part, name in before.items():
         if name is None:  # which is no name that can be set
@@ -259,7 +263,7 @@ def paged_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         if model._can_set_attn_implementation():
-            _restore(model, before)
+            restore(model, before)
 
 
 # -- generate() without a keyword ----------------------------------------------------------------
@@ -277,7 +281,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
 
     Args:
         model: a model with `generate`.
-        cache_keywords: those of `FP8PagedCache`.
+        cache_keywords: those of `FP8PagedCache`; `tp_rank` and `tp_size` are the model's own.
 
     Returns:
         The model.
@@ -292,6 +296,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
             f"expected a model that can use this cache, got {type(model).__name__}: {why}; use it "
             "without"
         )
+    cache_keywords = {**tensor_parallel(model), **cache_keywords}
     FP8PagedCache(model.config, **cache_keywords)  # wrong keywords are an error now, not later
     if _PLACE in vars(model):
         disable(model)
@@ -309,7 +314,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if before is not None:
         del vars(model)[_HOOK]
         if model._can_set_attn_implementation():
-            _restore(model, before)
+            restore(model, before)
     return model
 
 

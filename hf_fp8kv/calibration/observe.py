@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
+from ..parallel import tensor_parallel
 from ..quality import one_logit
 
 __all__ = [
@@ -85,6 +86,12 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
         raise ConfigError(
             f"model: expected a model that reads text, got {type(model).__name__}, which reads "
             f"{model.main_input_name}; use dynamic scales, which need no calibration"
+        )
+    if (ranks := tensor_parallel(model))["tp_size"] > 1:
+        raise ConfigError(
+            f"model: expected one with all of its heads, got one of {ranks['tp_size']} parts "
+            "(tensor parallelism); load it in one process (device_map='auto' spreads its layers), "
+            "and use the scales with any number of processes"
         )
     # A constant scale, since there is nothing to say of scales that the checkpoint declares.
     layers = FP8PagedCache(model.config, scales=1.0, backend="torch").paged_layers

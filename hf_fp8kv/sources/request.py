@@ -33,10 +33,13 @@ class Request:
 
 
 def ranks_to_take(origin: object, count: int, want: Request) -> Sequence[int]:
-    """Which of the ranks a caller takes: its own, or all of them for the largest scale."""
+    """Which of the ranks a caller takes: its own, or all of them for the largest scale.
+
+    The scales of one rank are those of the whole model: they hold for each part of it.
+    """
     if want.tp_size == count:
         return [want.tp_rank]
-    if want.tp_size > 1 and want.strict:
+    if want.tp_size > 1 and count > 1 and want.strict:
         raise ScaleError(
             f"{origin}: expected the scales of {want.tp_size} ranks, got {count}; pass "
             "strict=False to use the largest of all ranks"

@@ -109,6 +109,8 @@ def _index(path: Path, key: str, pattern: str, what: str, seen: Collection[int])
 
 def _of_ranks(path: Path, ranks: dict[int, dict[int, float]], want: Request) -> dict[int, float]:
     """This rank's scales, or in one process the largest over the ranks: nothing overflows."""
+    if all(entry == ranks[0] for entry in ranks.values()):
+        ranks = {0: ranks[0]}
     taken = [ranks[rank] for rank in ranks_to_take(path, len(ranks), want)]
     if any(entry != taken[0] for entry in taken):
         logger.warning("%s: the scales of its %d ranks differ: the largest one is used of each "

@@ -1,0 +1,118 @@
+"""Which heads of a model are in this process: tensor parallelism, as transformers does it.
+
+It is asked of the model, never of torch.distributed: the processes there may as well be replicas of
+the whole model, stages of a pipeline, or all of these.
+"""
+
+from typing import Any, TypedDict
+
+from transformers import PreTrainedModel
+
+from .errors import ConfigError
+from .models import config_field
+
+__all__ = ["Ranks", "check_divides", "check_split", "kv_heads", "tensor_parallel"]
+
+# The projections that keys come from, fused with others or not, and the style of a plan that leaves
+# each process its own heads. Other styles gather them: each process then caches all heads.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
+_SPLIT = "colwise"
+
+
+class Ranks(TypedDict):
+    """Two arguments of `FP8PagedCache`, `KVScales.from_file` and `KVScales.from_pretrained`."""
+
+    tp_rank: int
+    tp_size: int
+
+
+def tensor_parallel(model: PreTrainedModel) -> Ranks:
+    """Returns `{"tp_rank": r, "tp_size": n}`: which part of the model's KV heads is here.
+
+    ```python
+    model = AutoModelForCausalLM.from_pretrained(id, tp_plan="auto")
+    cache = FP8PagedCache(model.config, scales=scales, **tensor_parallel(model))
+    ```
+
+    Rank 0 of 1 for a model that is whole in this process, and for one whose plan leaves all KV
+    heads in every process. `enable` and `serving.enable` ask by themselves.
+
+    Raises:
+        ConfigError: not a model of transformers, or one with a number of KV heads that cannot be
+            split over its processes.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"model: expected a PreTrainedModel, got {type(model).__name__}; of a model that is "
+            "wrapped, pass the model inside"
+        )
+    mesh = _mesh(model)
+    if mesh is None or mesh.size() == 1 or not _splits_heads(model):
+        return {"tp_rank": 0, "tp_size": 1}
+    check_divides(model.config.get_text_config(decoder=True), mesh.size())
+    return {"tp_rank": mesh.get_local_rank(), "tp_size": mesh.size()}
+
+
+def _mesh(model: Any) -> Any:
+    """The processes that share this model's heads, as a DeviceMesh with one dimension, or None."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return None
+    names = mesh.mesh_dim_names
+    if names is None:  # transformers 5.17, where the plan was all that was asked for
+        return mesh
+    return mesh["tp"] if "tp" in names else None
+
+
+def _splits_heads(model: Any) -> bool:
+    """Whether the plan of the decoder (not that of an image encoder beside it) splits KV heads."""
+    decoder = model.get_decoder()
+    path = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
+    return any(
+        name.rpartition(".")[2] in _KEY_PROJECTIONS and style == _SPLIT
+        for name, style in (model.tp_plan or {}).items()
+        if name.startswith(path.removeprefix("."))
+    )
+
+
+def kv_heads(config: Any, layer: int) -> int | None:
+    """How many KV heads a layer of the whole model has, or None where the config does not say."""
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[layer]
+    found = config_field(config, "num_key_value_heads")
+    if found is None:
+        found = config_field(config, "num_attention_heads")
+    if isinstance(found, list | tuple):
+        found = found[layer] if layer < len(found) else None
+    return found if isinstance(found, int) else None
+
+
+def check_divides(config: Any, tp_size: int) -> None:
+    """Raises ConfigError unless the KV heads of every layer can be split over `tp_size`."""
+    layers = config_field(config, "num_hidden_layers")
+    counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
+    for heads in sorted(count for count in counts if count):
+        if heads % tp_size:
+            fit = [str(n) for n in range(1, heads + 1) if heads % n == 0]
+            raise ConfigError(
+                f"tp_size: expected a number of processes that divides the {heads} KV heads of "
+                f"the model ({getattr(config, 'model_type', type(config).__name__)}), got "
+                f"{tp_size}; use {' or '.join(fit)}, or one process with device_map='auto'"
+            )
+
+
+def check_split(layer: int, here: int, whole: int | None, tp_size: int) -> None:
+    """Raises ConfigError when all heads arrive where only a part of them was announced.
+
+    Args:
+        layer: which layer.
+        here: KV heads that the model hands over in this process.
+        whole: KV heads of the layer in the whole model; None: not known.
+        tp_size: over how many processes the heads are split, as the user says.
+    """
+    if tp_size > 1 and here == whole:
+        raise ConfigError(
+            f"tp_size={tp_size}: expected {whole // tp_size} of the model's {whole} KV heads, got "
+            f"all of them in layer {layer}: the model is not split here; leave tp_rank and tp_size "
+            "out, or pass **hf_fp8kv.tensor_parallel(model), which knows"
+        )

@@ -1,0 +1,275 @@
+"""What every process of the distributed tests does; the test itself does it once alone.
+
+A case gets a model and the two arguments that say which part of it is here, `{}` for all of it, and
+returns something that JSON can hold. Cases run in their order, each in every process.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_fp8kv
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model
+from tests.tiny_models import prompt, tiny
+
+LAYERS, DIM = 2, 16
+# An even number of tokens: transformers 5.17 splits the output layer evenly or not at all.
+SIZES = {"vocab_size": 96}
+# Query heads and KV heads, or a type and options.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "4q-2kv": ("llama", {}),
+    "8q-4kv": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    "4q-4kv": ("llama", {"num_key_value_heads": 4}),
+    "biased-keys": ("qwen2", {"key_bias": 4.0}),
+    # Its plan gathers K and V: every process holds all heads.
+    "gathered": ("olmo2", {}),
+    "one-head": ("llama", {"num_key_value_heads": 1}),
+}
+GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+Ranks = dict[str, int]
+Case = Callable[[Any, Ranks, Path], Any]
+
+
+def save_models(folder: Path) -> None:
+    for name, (kind, options) in MODELS.items():
+        model, _ = tiny(kind, **SIZES, **options)
+        model.save_pretrained(folder / name)
+        # Scales beside the weights, for from_pretrained.
+        scales("head", model).save_pretrained(folder / name)
+        (folder / name / "ranks").mkdir()
+        for ranks in (1, 2, 3):
+            write_json(folder / name / "ranks" / f"{ranks}.json", ranks)
+
+
+def load(folder: Path, name: str, **keywords: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / name, **keywords).eval()
+
+
+# -- scales --------------------------------------------------------------------------------------
+
+
+def scales(kind: str, model: Any) -> KVScales:
+    """Scales that differ by layer, side and head: some saturate, and each rounds its own way."""
+    heads = model.config.num_key_value_heads
+    sources = torch.Generator().manual_seed(5)
+    shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "centres": (heads, 1)}
+
+    def one(base: float) -> torch.Tensor:
+        return base * (0.3 + torch.rand(shapes[kind], generator=sources)) / 448
+
+    def layer() -> LayerScales:
+        center = torch.randn(heads, DIM, generator=sources) if kind == "centres" else None
+        return LayerScales(one(2.0), one(1.5), center)
+
+    return KVScales({index: layer() for index in range(LAYERS)})
+
+
+def of_ranks(ranks: int) -> list[dict[str, float]]:
+    """One number for each rank and layer, as vLLM's JSON has them."""
+    numbers = torch.rand(ranks, LAYERS, generator=torch.Generator().manual_seed(6))
+    return [{str(i): (0.5 + 3 * x) / 448 for i, x in enumerate(row)} for row in numbers.tolist()]
+
+
+def write_json(path: Path, ranks: int) -> None:
+    factors = {str(rank): layers for rank, layers in enumerate(of_ranks(ranks))}
+    cache = {"dtype": "float8_e4m3fn", "scaling_factor": factors}
+    path.write_text(json.dumps({"model_type": None, "kv_cache": cache}))
+
+
+def as_heads(ranks: int, heads: int) -> KVScales:
+    """The same numbers for a process that has the heads of all ranks."""
+    numbers = of_ranks(ranks)
+
+    def layer(index: int) -> LayerScales:
+        column = torch.tensor([n[str(index)] for n in numbers])
+        column = column.repeat_interleave(heads // ranks)[:, None]
+        return LayerScales(column, column.clone())
+
+    return KVScales({index: layer(index) for index in range(LAYERS)})
+
+
+# -- generation ----------------------------------------------------------------------------------
+
+
+def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
+    """Two greedy rows, of which one starts with padding."""
+    out = model.generate(**prompt(), past_key_values=cache, **{**GREEDY, **keywords})
+    return out.tolist()
+
+
+def attended(attention: str, kind: str | None, **keywords: Any) -> Case:
+    """A whole `generate()`: attention, kind of scales and keywords of the cache."""
+
+    def run(model: Any, ranks: Ranks, work: Path) -> Any:
+        model.set_attn_implementation(attention)
+        given = None if kind is None else scales(kind, model)
+        cache = FP8PagedCache(model.config, scales=given, **{**STORED, **keywords}, **ranks)
+        tokens = generate(model, cache)
+        return {"tokens": tokens, "heads": cache.layers[0].pool.heads}
+
+    return run
+
+
+STORED = {"prefill": "stored", "page_size": 8}
+
+
+def beams_and_forks(model: Any, ranks: Ranks, work: Path) -> Any:
+    cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
+    first = generate(model, cache, max_new_tokens=4)
+    twin = cache.fork()
+    inputs = {"input_ids": torch.tensor(first), "attention_mask": torch.ones(2, 17).long()}
+    inputs["attention_mask"][0, :3] = 0
+    more = [
+        model.generate(**inputs, past_key_values=c, **{**GREEDY, "max_new_tokens": n}).tolist()
+        for c, n in ((twin, 6), (cache, 8))
+    ]
+    new = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
+    return [first, *more, generate(model, new, num_beams=3)]
+
+
+def saved(model: Any, ranks: Ranks, work: Path) -> Any:
+    """A prompt's cache in a file of each process, and a text that goes on from it."""
+    cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
+    inputs = prompt()
+    with torch.no_grad():
+        model(**{n: t[:, :9] for n, t in inputs.items()}, past_key_values=cache)
+    path = cache.save(work / f"cache-{os.environ.get('RANK', 'alone')}.safetensors")
+    read = FP8PagedCache.load(path)
+    options = (read.options.tp_rank, read.options.tp_size)
+    assert options == (ranks.get("tp_rank", 0), ranks.get("tp_size", 1))
+    return generate(model, read)
+
+
+def enabled(model: Any, ranks: Ranks, work: Path) -> Any:
+    """No rank is named: `enable` asks the model."""
+    hf_fp8kv.enable(model, scales=scales("head", model), **STORED)
+    try:
+        return generate(model, None)
+    finally:
+        hf_fp8kv.disable(model)
+
+
+def from_checkpoint(model: Any, ranks: Ranks, work: Path) -> Any:
+    folder = model.config._name_or_path
+    cache = FP8PagedCache.from_pretrained(folder, config=model.config, **STORED, **ranks)
+    return generate(model, cache)
+
+
+def json_of(count: int) -> Case:
+    """vLLM's JSON with the scales of `count` ranks."""
+
+    def run(model: Any, ranks: Ranks, work: Path) -> Any:
+        path: Any = Path(model.config._name_or_path) / "ranks" / f"{count}.json"
+        if not ranks and count == 2:
+            path = as_heads(2, model.config.num_key_value_heads)
+        return generate(model, FP8PagedCache(model.config, scales=path, **STORED, **ranks))
+
+    return run
+
+
+def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
+    """What must not be: every process takes the scales of the first one's heads."""
+    wrong = {**ranks, "tp_rank": 0} if ranks else {}
+    cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
+    return generate(model, cache)
+
+
+def ranks_of(model: Any, ranks: Ranks, work: Path) -> Any:
+    return dict(hf_fp8kv.tensor_parallel(model))
+
+
+def report(model: Any, ranks: Ranks, work: Path) -> Any:
+    return check_model(model).to_dict()
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def failed(call: Callable[[], Any]) -> str:
+    """The class and the words of the error that a call ends with; empty when it ends well."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused(**keywords: Any) -> Case:
+    """A cache that does not fit: the error, what was stored, and what a good one then says."""
+
+    def run(model: Any, ranks: Ranks, work: Path) -> Any:
+        cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)
+        error = failed(lambda: generate(model, cache))
+        stored = [cache.host_length(), cache.memory_footprint()["total"]]
+        good = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
+        return {"error": error, "stored": stored, "tokens": generate(model, good)}
+
+    return run
+
+
+def uneven(model: Any, ranks: Ranks, work: Path) -> Any:
+    return [
+        failed(lambda: hf_fp8kv.tensor_parallel(model)),
+        failed(lambda: hf_fp8kv.enable(model)),
+        failed(lambda: FP8PagedCache(model.config, tp_rank=0, tp_size=2)),
+    ]
+
+
+def three_ranks(model: Any, ranks: Ranks, work: Path) -> Any:
+    path = Path(model.config._name_or_path) / "ranks" / "3.json"
+    return failed(lambda: FP8PagedCache(model.config, scales=path, **ranks))
+
+
+def calibrated(model: Any, ranks: Ranks, work: Path) -> Any:
+    return failed(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))
+
+
+# -- all of them ---------------------------------------------------------------------------------
+
+# The same tokens in every process as in one process alone.
+EQUAL: dict[str, tuple[str, Case]] = {
+    **{
+        f"{model}, {attention}, per head": (model, attended(attention, "head"))
+        for model in ("4q-2kv", "8q-4kv", "4q-4kv", "biased-keys")
+        for attention in ("fp8_paged", "sdpa", "eager")
+    },
+    **{
+        f"{model}, per {kind}": (model, attended("fp8_paged", kind))
+        for model in ("4q-2kv", "8q-4kv")
+        for kind in ("tensor", "channel", "centres")
+    },
+    "dynamic": ("4q-2kv", attended("fp8_paged", None)),
+    "dynamic, centre of the first call": (
+        "biased-keys", attended("fp8_paged", None, center_keys=True),
+    ),
+    "keys as they are": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
+    "exact prefill": ("4q-2kv", attended("fp8_paged", "head", prefill="exact")),
+    "static form": ("4q-2kv", attended("fp8_paged", "head", max_cache_len=40)),
+    "backend torch": ("4q-2kv", attended("fp8_paged", "head", backend="torch")),
+    "gathered heads": ("gathered", attended("fp8_paged", "head")),
+    "forks and beams": ("8q-4kv", beams_and_forks),
+    "a cache in files": ("8q-4kv", saved),
+    "enable": ("8q-4kv", enabled),
+    "enable, gathered heads": ("gathered", enabled),
+    "from_pretrained": ("8q-4kv", from_checkpoint),
+    "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
+    "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
+}  # fmt: skip
+CASES: dict[str, tuple[str, Case]] = {
+    **EQUAL,
+    "other rank's scales": ("8q-4kv", other_ranks_scales),
+    "ranks": ("8q-4kv", ranks_of),
+    "ranks, gathered heads": ("gathered", ranks_of),
+    "report": ("8q-4kv", report),
+    "scales of all heads, no tp_size": ("8q-4kv", refused()),
+    "tp_size, heads not split": ("gathered", refused(tp_rank=0, tp_size=2)),
+    "uneven heads": ("one-head", uneven),
+    "three ranks in the file": ("8q-4kv", three_ranks),
+    "calibrate": ("8q-4kv", calibrated),
+}
