@@ -8,7 +8,7 @@ a group, and the page of a block is the block's first, and the layer's place in 
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching import cache as stock
+from transformers.generation.continuous_batching import cache
 
 from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
@@ -17,6 +17,9 @@ from . import rebound, unknown_engine
 from .common import EngineCache, sizes
 
 __all__ = ["make"]
+
+# What it has depends on the version of transformers; type checkers look at a newer one.
+stock: Any = cache
 
 
 def make(settings: Settings) -> type:
@@ -28,7 +31,7 @@ def make(settings: Settings) -> type:
     return Cache
 
 
-class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):
+class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over pages of ours."""
 
     chosen: Settings
@@ -131,7 +134,7 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):
         size = self.block_size
         # Kept for reuse, of this group: each is full.
         kept = [b for b in list(blocks._init_block_ids) if _group(blocks, b) == group._index]
-        held = dict.fromkeys(kept, size)
+        held: dict[int, int] = dict.fromkeys(kept, size)
         for request, table in list(group.block_table.items()):
             left = min(lengths.get(request, 0), getattr(group, "sliding_window", 2**62))
             for number in list(table):
@@ -180,7 +183,7 @@ class _Half:
         return self
 
 
-class _MemoryHandler(stock.PagedAttentionMemoryHandler):
+class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
     """Plans for attention that reads pages in place: no masks, and no copy of what is read."""
 
     def __init__(self, layout: PageLayout, **planned: Any) -> None:
@@ -206,8 +209,8 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):
         return peaks
 
     def _equation_coefficients(self, peak_deltas: tuple[int, ...]) -> tuple[int, ...]:
-        batch, cache, *rest = super()._equation_coefficients(peak_deltas)
+        batch, token, *rest = super()._equation_coefficients(peak_deltas)
         # Per cache token: the bytes of our pages, in the place of the engine's keys and values.
-        cache -= 2 * self.group_size * self.page_size * self.cache_dtype.itemsize
-        cache += self.group_size * self._layout.bytes_per_page // self._layout.slots
-        return (batch, cache, *rest)
+        token -= 2 * self.group_size * self.page_size * self.cache_dtype.itemsize
+        token += self.group_size * self._layout.bytes_per_page // self._layout.slots
+        return (batch, token, *rest)
