@@ -1,12 +1,12 @@
 """transformers' ContinuousBatchingManager over FP8 pages, and how a model comes to it."""
 
 import threading
+import weakref
 from typing import Any
-from weakref import WeakSet
 
 from ..attention import NAME, engine_step
 from ..errors import ConfigError
-from ..support import implementations
+from ..support import implementations, restore
 from .engines import cache_class, rebound, stock_manager
 from .settings import Settings
 
@@ -23,13 +23,22 @@ class Enabled:
 
     Attributes:
         settings: what the user chose.
-        managers: those that were made for the model and are still alive.
         kept: the stock manager that the model had kept for its next session, or None.
     """
 
     def __init__(self, settings: Settings, kept: Any) -> None:
         self.settings, self.kept = settings, kept
-        self.managers: WeakSet[Any] = WeakSet()
+        self._managers: list[weakref.ref[Any]] = []
+
+    @property
+    def managers(self) -> list[Any]:
+        """Those that were made for the model and are still alive, the last one last."""
+        return [manager for found in self._managers if (manager := found()) is not None]
+
+    def add(self, manager: Any) -> None:
+        """One more manager; it is not kept alive."""
+        self._managers = [found for found in self._managers if found() is not None]
+        self._managers.append(weakref.ref(manager))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Enabled":
         return Enabled(self.settings, None)
@@ -43,16 +52,23 @@ class FP8Manager(_Stock):  # type: ignore[misc]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._enabled: Enabled = vars(model)[PLACE]
-        super().__init__(model, *args, **kwargs)
+        before = implementations(model)
+        try:
+            super().__init__(model, *args, **kwargs)
+            self._check()
+        except BaseException:
+            restore(model, before)
+            raise
+        self._enabled.add(self)
+
+    def _check(self) -> None:
         config = self.continuous_batching_config
         if any(config.cuda_graph_booleans):
-            self._put_back_attention()
             raise ConfigError(
                 "expected ContinuousBatchingConfig(use_cuda_graph=None or False), got "
-                f"{config.use_cuda_graph} (paddings and graph settings switch them on, too): steps "
-                "over FP8 pages are not captured in graphs; leave these settings out"
+                f"{config.use_cuda_graph} (paddings for graphs switch them on, too): steps over "
+                "FP8 pages are not captured in graphs; leave these settings out"
             )
-        self._enabled.managers.add(self)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The model then runs "fp8_paged"; `stop` puts back what it ran before."""
@@ -60,11 +76,6 @@ class FP8Manager(_Stock):  # type: ignore[misc]
         if any(name not in (NAME, None) for name in before.values()):
             self._original_attn_impl = {k: name for k, name in before.items() if name is not None}
             model.set_attn_implementation(NAME)
-
-    def _put_back_attention(self) -> None:
-        if self._original_attn_impl is not None:
-            self.model.set_attn_implementation(self._original_attn_impl)
-            self._original_attn_impl = None
 
     def warmup(self) -> None:
         """As the engine's own."""

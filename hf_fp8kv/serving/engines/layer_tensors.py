@@ -131,10 +131,10 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
         groups = self.group_cache_managers
         full = [group for group in groups if not hasattr(group, "sliding_window")]
         group = (full or groups)[0]
-        size = self.block_size
+        size = int(self.block_size)
         # Kept for reuse, of this group: each is full.
         kept = [b for b in list(blocks._init_block_ids) if _group(blocks, b) == group._index]
-        held: dict[int, int] = dict.fromkeys(kept, size)
+        held = dict.fromkeys(kept, size)
         for request, table in list(group.block_table.items()):
             left = min(lengths.get(request, 0), getattr(group, "sliding_window", 2**62))
             for number in list(table):

@@ -1,0 +1,102 @@
+"""What the tests of continuous batching share: prompts, scales, and the two ways to generate."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from hf_fp8kv import FP8PagedCache, KVScales
+from hf_fp8kv.scales import LayerScales
+
+NEW = 24
+PAGE = 16
+# The names of transformers 5.17 and of later versions.
+_SIZE = (
+    "page_size"
+    if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
+    else "block_size"
+)
+
+
+def batching(*, page_size: int = PAGE, pages: int | None = 64, **more: Any) -> Any:
+    """A ContinuousBatchingConfig, whatever this version calls its fields."""
+    more = {"max_batch_tokens": 256, **more}
+    return ContinuousBatchingConfig(**{_SIZE: page_size, "num_blocks": pages, **more})
+
+
+def greedy(**more: Any) -> GenerationConfig:
+    """Greedy generation of NEW tokens, without an end."""
+    found = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    for name, value in more.items():
+        # Afterwards: several equal answers are no use to anyone but a test.
+        setattr(found, name, value)
+    return found
+
+
+def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
+    """Scales that are different for K and V, each layer and each head.
+
+    They are so large that most codes are subnormal: coarse, so that FP8 shows in the tokens.
+    """
+    config = model.config.get_text_config()
+    heads = config.num_key_value_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers = torch.Generator().manual_seed(1)
+
+    def some(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand((heads, 1), generator=numbers)
+
+    return KVScales(
+        {
+            i: LayerScales(
+                some(10, 60),
+                some(20, 80),
+                torch.randn((heads, dim), generator=numbers) if center else None,
+            )
+            for i in range(config.num_hidden_layers)
+        }
+    )
+
+
+def prompts(vocab: int = 99) -> list[list[int]]:
+    """Eight prompts of 3 to 64 tokens, three of which begin with the same 48."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(3, vocab, (count,), generator=numbers).tolist()
+
+    shared = some(48)
+    return [
+        some(3), some(17), some(33), some(16), some(8),
+        shared + some(16), shared + some(1), shared + some(7),
+    ]  # fmt: skip
+
+
+def one_by_one(
+    model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any
+) -> list[list[int]]:
+    """What generate() gives for each prompt alone, with a cache of its own."""
+    found = []
+    for text in texts:
+        pages = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **cache)
+        whole = model.generate(
+            torch.tensor([text], device=model.device), past_key_values=pages, max_new_tokens=NEW,
+            do_sample=False, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        found.append(whole[0, len(text) :].tolist())
+    return found
+
+
+def batched(
+    model: PreTrainedModel, texts: Sequence[list[int]], *, generation: Any = None, **more: Any
+) -> list[list[int]]:
+    """What generate_batch gives, in the order of the prompts; raises what a request raised."""
+    config = more.pop("config", None) or batching(**more)
+    found = model.generate_batch(
+        list(texts), generation_config=generation or greedy(), continuous_batching_config=config
+    )
+    errors = [out.error for out in found.values() if out.error is not None]
+    assert not errors, errors
+    return [list(out.generated_tokens) for out in found.values()]

@@ -1,0 +1,362 @@
+"""FP8 pages in transformers' continuous batching: the same tokens as generate() gives."""
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from serving_tools import NEW, PAGE, batched, batching, greedy, head_scales, one_by_one, prompts
+from tiny_models import tiny
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from hf_fp8kv import (
+    BackendError,
+    ConfigError,
+    FP8PagedCache,
+    KVScales,
+    ScaleError,
+    serving,
+)
+from hf_fp8kv.serving.manager import FP8Manager
+
+# sliding: window 20 is no multiple of the page, and shorter than most prompts.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mha": {"num_key_value_heads": 4},
+    "mistral": {"sliding_window": 20},
+    # full and sliding layers, softcap; sharp attention, or its answers hardly depend on K
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 1},
+    "gpt_oss": {"sliding_window": 9},  # full and sliding layers, sinks
+    "qwen3": {},
+}
+
+
+def make(name: str) -> Any:
+    return tiny("llama" if name == "mha" else name, **MODELS[name])[0]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return make(request.param)
+
+
+@pytest.fixture
+def llama() -> Iterator[Any]:
+    found = make("llama")
+    yield found
+    serving.disable(found)
+
+
+def check(model: Any, *, agree: bool | None = False, **keywords: Any) -> None:
+    """generate_batch equals generate() with a cache, whole prompts and in chunks of 16 tokens."""
+    texts = prompts()
+    model.set_attn_implementation("fp8_paged")
+    wanted = one_by_one(model, texts, **keywords)
+    if agree is not None:  # otherwise the test would pass without FP8
+        assert (wanted == one_by_one(model, texts, dtype="auto")) == agree
+    serving.enable(model, **keywords)
+    try:
+        for tokens in (256, 16):
+            assert batched(model, texts, max_batch_tokens=tokens) == wanted, tokens
+    finally:
+        serving.disable(model)
+
+
+class TestSameTokens:
+    """The same tokens as generate() with FP8PagedCache and the same scales, for eight prompts."""
+
+    def test_static_scales_per_head(self, model: Any) -> None:
+        check(model, scales=head_scales(model))
+
+    def test_dynamic_scales(self, model: Any) -> None:
+        # Rounding this fine is not seen in each model's tokens.
+        check(model, agree=None, dtype="fp8_e5m2")
+
+    def test_unquantised(self, model: Any) -> None:
+        check(model, agree=True, dtype="auto")
+
+    @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
+    def test_centred_keys(self, name: str) -> None:
+        model = make(name)
+        check(model, scales=head_scales(model, center=True))
+
+    @pytest.mark.parametrize("sides", [("auto", "fp8_e5m2"), ("fp8_e3m4", "auto")])
+    def test_one_side_in_8_bit(self, sides: tuple[str, str]) -> None:
+        model = make("mistral")
+        check(model, key_dtype=sides[0], value_dtype=sides[1], scales=head_scales(model))
+
+    @pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    def test_every_backend(self, name: str, backend: str) -> None:
+        if backend == "triton" and name == "gemma2" and not torch.cuda.is_available():
+            pytest.skip("the interpreter takes minutes")
+        model = make(name)
+        texts = prompts()[:3] if backend == "triton" else prompts()
+        scales = head_scales(model)
+        wanted = one_by_one(model, texts, scales=scales, backend="torch")
+        serving.enable(model, scales=scales, backend=backend)
+        assert batched(model, texts, max_batch_tokens=32) == wanted
+
+    def test_bfloat16_unquantised_equals_transformers_own(self) -> None:
+        """Two engines, one cache each, the same numbers stored: no rounding hides a wrong page."""
+        model = make("llama").to(torch.bfloat16)
+        model.set_attn_implementation("fp8_paged")
+        wanted = one_by_one(model, prompts(), dtype="auto")
+        serving.enable(model, dtype="auto")
+        assert batched(model, prompts()) == wanted
+
+    def test_paged_generate(self, llama: Any) -> None:
+        scales = head_scales(llama)
+        llama.set_attn_implementation("fp8_paged")
+        text = prompts()[5]
+        (wanted,) = one_by_one(llama, [text], scales=scales)
+        serving.enable(llama, scales=scales)
+        found = llama.generate(
+            torch.tensor([text]),
+            cache_implementation="paged",
+            generation_config=greedy(continuous_batching_config=batching()),
+        )
+        assert found.reshape(-1).tolist()[-NEW:] == wanted
+
+
+class TestSharing:
+    def test_prefixes_are_found_and_change_nothing(self, llama: Any) -> None:
+        scales, texts = head_scales(llama), prompts()
+        llama.set_attn_implementation("fp8_paged")
+        wanted = one_by_one(llama, texts, scales=scales)
+        serving.enable(llama, scales=scales)
+        with llama.continuous_batching_context_manager(
+            generation_config=greedy(), continuous_batching_config=batching()
+        ) as manager:
+            found = []
+            for text in texts:  # one after the other, so that the next finds what the last left
+                manager.add_request(text, max_new_tokens=NEW)
+                found.append(finished(manager))
+            used = serving.usage(manager)
+        assert found == wanted
+        assert used is not None
+        assert (used.prefix_hits, used.prefix_tokens) == (2, 96)
+        assert used.requests_active == 0
+        # Whole pages of what is done are kept for those who come: of each request all but the last
+        # token is stored, and the three share three pages.
+        whole = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
+        assert used.tokens_held == whole * PAGE
+
+    @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+    def test_forks(self, name: str) -> None:
+        model = make(name)
+        model.set_attn_implementation("fp8_paged")
+        texts, scales = prompts()[:4], head_scales(model)
+        wanted = one_by_one(model, texts, scales=scales)
+        serving.enable(model, scales=scales)
+        found = batched(model, texts, generation=greedy(num_return_sequences=3))
+        assert found == [tokens for tokens in wanted for _ in range(3)]
+
+    def test_forks_with_dynamic_scales_copy_them(self, llama: Any) -> None:
+        llama.set_attn_implementation("fp8_paged")
+        texts = prompts()[:4]
+        wanted = one_by_one(llama, texts, dtype="fp8_e5m2")
+        serving.enable(llama, dtype="fp8_e5m2")
+        found = batched(llama, texts, generation=greedy(num_return_sequences=2))
+        assert found == [tokens for tokens in wanted for _ in range(2)]
+
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    def test_eviction(self, name: str) -> None:
+        """Pages for about two requests at a time: the others wait, or begin again."""
+        model = make(name)
+        model.set_attn_implementation("fp8_paged")
+        texts, scales = prompts(), head_scales(model)
+        wanted = one_by_one(model, texts, scales=scales)
+        serving.enable(model, scales=scales)
+        assert batched(model, texts, pages=9, max_batch_tokens=64) == wanted
+
+
+def finished(manager: Any) -> list[int]:
+    while True:
+        out = manager.get_result(timeout=60)
+        assert out is not None
+        assert out.error is None, out.error
+        if out.is_finished():
+            return list(out.generated_tokens)
+
+
+class TestManagers:
+    def test_every_way_to_a_manager(self, llama: Any) -> None:
+        serving.enable(llama)
+        direct = ContinuousBatchingManager(llama, greedy(), batching())
+        named = ContinuousBatchingManager(
+            model=llama, generation_config=greedy(), continuous_batching_config=batching()
+        )
+        own = llama.init_continuous_batching(greedy(), batching())
+        assert [type(manager) for manager in (direct, named, own)] == [FP8Manager] * 3
+        assert isinstance(direct, ContinuousBatchingManager)
+
+    def test_another_model_in_another_thread_stays_stock(self, llama: Any) -> None:
+        other = make("llama")
+        serving.enable(llama, scales=head_scales(llama))
+        stock = make("llama")
+        wanted = batched(stock, prompts())
+        mine: list[Any] = []
+        kinds: list[tuple[str, str]] = []
+        turn = threading.Barrier(2)
+
+        def build(model: Any) -> None:
+            for _ in range(3):
+                turn.wait(60)
+                manager = model.init_continuous_batching(greedy(), batching())
+                manager.warmup()  # makes the pages
+                kinds.append((type(manager).__name__, type(manager.batch_processor.cache).__name__))
+                mine.append(manager)
+
+        threads = [threading.Thread(target=build, args=(model,)) for model in (llama, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert sorted(kinds) == sorted(
+            [("ContinuousBatchingManager", "PagedAttentionCache")] * 3 + [("FP8Manager", "Cache")] * 3
+        )
+        for manager in mine:
+            manager.batch_processor = None
+        assert batched(other, prompts()) == wanted
+
+    def test_generate_beside_a_running_manager(self, llama: Any) -> None:
+        """The same model, another thread, left padding: its masks are its own."""
+        llama.set_attn_implementation("fp8_paged")
+        ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
+        mask = (ids != 0).long()
+        mask[0] = 1
+
+        def plain() -> Any:
+            cache = FP8PagedCache(llama.config, scales=0.02)
+            return llama.generate(
+                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8,
+                do_sample=False, eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+
+        wanted = plain()
+        serving.enable(llama)
+        with llama.continuous_batching_context_manager(
+            generation_config=greedy(), continuous_batching_config=batching()
+        ) as manager:
+            manager.add_requests(prompts(), max_new_tokens=NEW)
+            for _ in range(3):
+                assert torch.equal(plain(), wanted)
+
+    def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
+        serving.enable(llama)
+        texts = prompts()[5:6]
+        first = llama.generate_batch(
+            texts, greedy(), continuous_batching_config=batching(), persistent_manager=True
+        )
+        assert serving.usage(llama).prefix_hits == 0
+        again = llama.generate_batch(texts, greedy(), persistent_manager=True)
+        assert serving.usage(llama).prefix_hits == 1
+        tokens = [[out.generated_tokens for out in found.values()] for found in (first, again)]
+        assert tokens[0] == tokens[1]
+        serving.disable(llama)
+        assert not hasattr(llama, "_cached_continuous_batching_manager")
+
+    def test_attention_is_put_back(self, llama: Any) -> None:
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        assert llama.config._attn_implementation == "sdpa"
+        batched(llama, prompts()[:2])
+        assert llama.config._attn_implementation == "sdpa"
+
+    def test_usage(self, llama: Any) -> None:
+        assert serving.usage(llama) is None
+        serving.enable(llama)
+        assert serving.usage(llama) is None
+        with llama.continuous_batching_context_manager(
+            generation_config=greedy(), continuous_batching_config=batching()
+        ) as manager:
+            manager.warmup()
+            empty = serving.usage(llama)
+            assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
+            # K and V, two heads of 16 and a scale of two bytes each, in two layers
+            assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
+            manager.add_request(prompts()[1], max_new_tokens=NEW)
+            finished(manager)
+        assert serving.usage(llama) is None
+
+
+class TestStock:
+    def test_unchanged_without_enable(self) -> None:
+        """Also after another model was enabled and disabled again."""
+        before = batched(make("llama"), prompts())
+        model = make("llama")
+        serving.enable(model, scales=head_scales(model))
+        changed = batched(model, prompts())
+        serving.disable(model)
+        assert changed != before
+        assert batched(model, prompts()) == before
+        manager = make("llama").init_continuous_batching(greedy(), batching())
+        assert type(manager) is ContinuousBatchingManager
+
+    def test_disable_restores_a_kept_manager(self, llama: Any) -> None:
+        texts = prompts()[:2]
+        llama.generate_batch(
+            texts, greedy(), continuous_batching_config=batching(), persistent_manager=True
+        )
+        kept = llama._cached_continuous_batching_manager
+        serving.enable(llama)
+        assert not hasattr(llama, "_cached_continuous_batching_manager")
+        batched(llama, texts)
+        serving.disable(llama)
+        assert llama._cached_continuous_batching_manager is kept
+        llama.destroy_cached_continuous_batching_manager()
+
+    def test_models_can_be_copied_and_freed(self, llama: Any) -> None:
+        serving.enable(llama)
+        other = copy.deepcopy(llama)
+        manager = other.init_continuous_batching(greedy(), batching())
+        assert type(manager) is FP8Manager
+        serving.disable(other)
+        assert type(llama.init_continuous_batching(greedy(), batching())) is FP8Manager
+        import weakref
+
+        gone = weakref.ref(other)
+        del other, manager
+        gc.collect()
+        assert gone() is None
+
+
+class TestErrors:
+    def test_wrong_keywords_change_nothing(self, llama: Any) -> None:
+        wrong: list[tuple[type[Exception], dict[str, Any]]] = [
+            (ConfigError, {"dtype": "int4"}),
+            (ConfigError, {"center_keys": True}),
+            (BackendError, {"backend": "cuda"}),
+            (ScaleError, {"scales": 0.0}),
+            (ScaleError, {"scales": KVScales.uniform(1)}),
+            (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}),
+        ]
+        for error, keywords in wrong:
+            with pytest.raises(error):
+                serving.enable(llama, **keywords)
+        assert type(llama.init_continuous_batching(greedy(), batching())) is not FP8Manager
+
+    def test_not_a_model(self) -> None:
+        with pytest.raises(ConfigError, match="generate_batch"):
+            serving.enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+    def test_a_model_with_attention_of_its_own(self) -> None:
+        with pytest.raises(ConfigError, match="attention"):
+            serving.enable(tiny("bloom")[0])
+
+    @pytest.mark.parametrize("size", [24, 4, 2048])
+    def test_a_page_size_that_is_none(self, llama: Any, size: int) -> None:
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching(page_size=size))
+        with pytest.raises(ConfigError, match="power of two"):
+            manager.warmup()
+
+    def test_the_attention_without_enable(self, llama: Any) -> None:
+        """transformers itself refuses the name, or our function refuses the cache."""
+        llama.set_attn_implementation("fp8_paged")
+        with pytest.raises(Exception, match="fp8_paged|FP8 pages"):
+            batched(llama, prompts()[:1])
