@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..models import refusal
+from ..parallel import tensor_parallel
 from ..scales import KVScales
 from .engines import cache_class
 from .manager import PLACE, Enabled, dispatch
@@ -47,7 +48,8 @@ def enable(
     Args:
         model: a model with `generate_batch`. It runs the attention "fp8_paged" while a manager is
             running, and whatever it ran before afterwards.
-        scales: as `FP8PagedCache` takes them. None: one per token and head, stored in the page.
+        scales: as `FP8PagedCache` takes them, of all heads under tensor parallelism. None: one per
+            token and head, stored in the page.
         dtype: as `FP8PagedCache` takes it.
         key_dtype: overrides one side.
         value_dtype: overrides one side.
@@ -76,7 +78,7 @@ def enable(
         )
     settings = Settings.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-        center_keys=center_keys, backend=backend,
+        center_keys=center_keys, backend=backend, **tensor_parallel(model),
     )  # fmt: skip
     cache_class(settings).check(model, settings)  # type: ignore[attr-defined]
     dispatch()
