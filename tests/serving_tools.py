@@ -74,9 +74,7 @@ def prompts(vocab: int = 99) -> list[list[int]]:
     ]  # fmt: skip
 
 
-def one_by_one(
-    model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any
-) -> list[list[int]]:
+def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any) -> list[list[int]]:
     """What generate() gives for each prompt alone, with a cache of its own."""
     found = []
     for text in texts:
@@ -100,3 +98,22 @@ def batched(
     errors = [out.error for out in found.values() if out.error is not None]
     assert not errors, errors
     return [list(out.generated_tokens) for out in found.values()]
+
+
+def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:
+    """`times` answers to each prompt, of requests that fork after theirs was read.
+
+    Not by generate_batch: that of transformers 5.17 gives the first answer only.
+    """
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(num_return_sequences=times), continuous_batching_config=batching()
+    ) as manager:
+        requests = manager.add_requests(list(texts), max_new_tokens=NEW)
+        found: dict[str, list[int]] = {}
+        while len(found) < times * len(texts):
+            out = manager.get_result(timeout=60)
+            assert out is not None
+            assert out.error is None, out.error
+            found[out.request_id] = list(out.generated_tokens)
+    names = [[r, *(f"{r}__child#{i}" for i in range(times - 1))] for r in requests]
+    return [found[name] for of_one in names for name in of_one]

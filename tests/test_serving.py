@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from serving_tools import NEW, PAGE, batched, batching, greedy, head_scales, one_by_one, prompts
+from serving_tools import (
+    NEW,
+    PAGE,
+    batched,
+    batching,
+    forked,
+    greedy,
+    head_scales,
+    one_by_one,
+    prompts,
+)
 from tiny_models import tiny
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -96,6 +106,7 @@ class TestSameTokens:
         model = make(name)
         texts = prompts()[:3] if backend == "triton" else prompts()
         scales = head_scales(model)
+        model.set_attn_implementation("fp8_paged")
         wanted = one_by_one(model, texts, scales=scales, backend="torch")
         serving.enable(model, scales=scales, backend=backend)
         assert batched(model, texts, max_batch_tokens=32) == wanted
@@ -152,7 +163,7 @@ class TestSharing:
         texts, scales = prompts()[:4], head_scales(model)
         wanted = one_by_one(model, texts, scales=scales)
         serving.enable(model, scales=scales)
-        found = batched(model, texts, generation=greedy(num_return_sequences=3))
+        found = forked(model, texts, 3)
         assert found == [tokens for tokens in wanted for _ in range(3)]
 
     def test_forks_with_dynamic_scales_copy_them(self, llama: Any) -> None:
@@ -160,7 +171,7 @@ class TestSharing:
         texts = prompts()[:4]
         wanted = one_by_one(llama, texts, dtype="fp8_e5m2")
         serving.enable(llama, dtype="fp8_e5m2")
-        found = batched(llama, texts, generation=greedy(num_return_sequences=2))
+        found = forked(llama, texts, 2)
         assert found == [tokens for tokens in wanted for _ in range(2)]
 
     @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -217,7 +228,8 @@ class TestManagers:
         for thread in threads:
             thread.join(120)
         assert sorted(kinds) == sorted(
-            [("ContinuousBatchingManager", "PagedAttentionCache")] * 3 + [("FP8Manager", "Cache")] * 3
+            [("ContinuousBatchingManager", "PagedAttentionCache")] * 3
+            + [("FP8Manager", "Cache")] * 3
         )
         for manager in mine:
             manager.batch_processor = None
