@@ -519,6 +519,8 @@ class FP8PagedCache(DynamicCache):
     ) -> "FP8PagedCache":
         """Returns the cache that `save` wrote, on `device` (None: the CPU).
 
+        Each layer goes to the device of the model's layer with the first tokens that it is given.
+
         Raises:
             ConfigError: the file is not one of `save`'s, or is damaged.
         """

@@ -209,6 +209,20 @@ class PagedLayerBase(CacheLayerMixin):
         if self.pool.is_allocated and self.pool.k.device != self.device:
             self.prefetch()
 
+    def follow(self, device: torch.device) -> None:
+        """What the layer holds is then on `device`, where the model computes this layer.
+
+        A cache from a file is on one device, and the model's layers may be on several.
+        """
+        self.backend = ops.choose_backend(self.options.backend, device)
+        self.device = self.pool.device = device
+        # Written in place later, in inference mode and outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.prefetch()
+            for name in ("k_scale", "v_scale", "k_center", "_scale_center"):
+                tensor = getattr(self, name)
+                setattr(self, name, None if tensor is None else tensor.to(device))
+
 
 class FP8PagedLayer(PagedLayerBase):
     """A layer whose pages are taken as tokens come.
@@ -251,6 +265,8 @@ class FP8PagedLayer(PagedLayerBase):
         stop = start + tokens
         if not self.is_initialized:
             self._prepare_scales(key, value)
+        elif key.device != self.device:
+            self.follow(key.device)
         group.prepare(start, stop, batch)
         if not self.is_initialized:
             self.lazy_initialization(key, value)

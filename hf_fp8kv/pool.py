@@ -116,13 +116,13 @@ class PagePool:
 
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises ConfigError unless tokens like these fit the pool; changes nothing."""
-        expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.v_dtype, self.device)
-        got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype, key.device)
+        expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.v_dtype)
+        got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype)
         if got != expected:
             raise ConfigError(
                 "expected keys and values like the first call's (heads, key size, value size, "
-                f"dtypes, device) = {expected}, got {got}; a cache belongs to one model: make a "
-                "new FP8PagedCache for another one"
+                f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "
+                "FP8PagedCache for another one"
             )
 
     def bytes_per_page(self) -> int:

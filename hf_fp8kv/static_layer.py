@@ -98,6 +98,8 @@ class FP8PagedStaticLayer(PagedLayerBase):
             self._check_tokens(key_states, value_states)
             if self.is_empty and key_states.shape[2] > self.max_cache_len:
                 self._raise_overrun(0, key_states.shape[2])
+            if self.is_initialized and key_states.device != self.device:
+                self.follow(key_states.device)
             self._bring_back()
         key, value = key_states.detach(), value_states.detach()
         if not self.is_initialized:
@@ -222,6 +224,15 @@ class FP8PagedStaticLayer(PagedLayerBase):
             self.batch_size = batch
             self._take_plan()
             self._mark_static()
+
+    def follow(self, device: torch.device) -> None:
+        """What the layer holds is then on `device`; at new addresses."""
+        super().follow(device)
+        with torch.inference_mode(False), torch.no_grad():
+            self.lengths = self.lengths.to(device)
+        self.table = self.group.table_on(device)
+        self._take_plan()
+        self._mark_static()
 
     def select_rows(self, sequences: torch.Tensor) -> None:
         """The part of `select` that concerns this layer alone: centres and lengths."""

@@ -1,0 +1,86 @@
+"""A model over two GPUs (device_map) says what it says on one; skipped with fewer than two."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+LAYERS, HEADS = 4, 4
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A random model on one GPU, and the same one with half of its layers on another."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=HEADS, head_dim=64, vocab_size=1000, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None, initializer_range=0.1,
+    )  # fmt: skip
+    folder: Path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    places: dict[str, int] = {f"model.layers.{i}": i // 2 for i in range(LAYERS)}
+    places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(
+            folder, device_map=device_map, attn_implementation="fp8_paged"
+        ).eval()
+        for device_map in (0, places)
+    )
+    return one, two
+
+
+def scales() -> KVScales:
+    sources = torch.Generator().manual_seed(5)
+
+    def heads() -> torch.Tensor:
+        return 4 * (0.5 + torch.rand(HEADS, 1, generator=sources)) / 448
+
+    return KVScales({index: LayerScales(heads(), heads()) for index in range(LAYERS)})
+
+
+def prompt(tokens: int = 300) -> dict[str, torch.Tensor]:
+    """Two rows, of which one starts with pages of padding."""
+    ids = torch.randint(1, 1000, (2, tokens), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+    seen[0, :100] = 0
+    return {"input_ids": ids.to("cuda:0"), "attention_mask": seen.to("cuda:0")}
+
+
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 400}], ids=["growing", "static"])
+@pytest.mark.parametrize("kind", [None, "heads"], ids=["dynamic", "static-scales"])
+def test_two_gpus_say_what_one_says(models, form, kind):
+    said = []
+    for model in models:
+        given = None if kind is None else scales()
+        cache = FP8PagedCache(model.config, scales=given, prefill="stored", **form)
+        said.append(model.generate(**prompt(), past_key_values=cache, **GREEDY).tolist())
+        places = [layer.pool.k.device.index for layer in cache.paged_layers]
+        assert places == ([0, 0, 1, 1] if model is models[1] else [0, 0, 0, 0])
+    assert said[0] == said[1]
+
+
+def test_forks_and_files_over_two_gpus(models, tmp_path):
+    """A fork, and a cache that was read to the CPU, go on as the original does."""
+    _, model = models
+    cache = FP8PagedCache(model.config, scales=scales(), prefill="stored")
+    inputs = prompt()
+    with torch.no_grad():
+        model(**{name: t[:, :290] for name, t in inputs.items()}, past_key_values=cache)
+    others = [cache.fork(), FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]
+    said = [
+        model.generate(**inputs, past_key_values=c, **GREEDY).tolist() for c in (cache, *others)
+    ]
+    assert said[1] == said[0]
+    assert said[2] == said[0]

@@ -1,0 +1,244 @@
+"""Layers on several devices, as device_map leaves them: what they hold is where they are.
+
+There is one device here. What is on another one is shown with "meta", which computes nothing and
+refuses to be mixed with the CPU; that numbers stay right, with layers whose weights are on disk.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from transformers import AutoModelForCausalLM
+
+import hf_fp8kv
+from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate, ops
+from hf_fp8kv.handle import PagedKV, pages_of
+from tests.tiny_models import prompt, tiny
+
+CPU, OTHER = torch.device("cpu"), torch.device("meta")
+LAYERS, HEADS, DIM = 4, 2, 16
+GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+WHERE = (CPU, OTHER, OTHER, CPU)
+
+
+def scales(layers: int = LAYERS) -> KVScales:
+    sources = torch.Generator().manual_seed(5)
+
+    def one(size: int) -> torch.Tensor:
+        return (0.5 + torch.rand(HEADS, size, generator=sources)) / 448
+
+    return KVScales({i: LayerScales(one(1), one(1), 448 * one(DIM)) for i in range(layers)})
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "centre of the first call": {"center_keys": True},
+    "static scales": {"scales": scales()},
+    "keys as they are": {"key_dtype": "auto", "scales": scales()},
+}
+
+
+@pytest.fixture(params=KINDS.values(), ids=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return dict(request.param)
+
+
+def new_cache(kind: dict[str, Any], **keywords: Any) -> FP8PagedCache:
+    model, _ = tiny("mistral", num_hidden_layers=LAYERS, sliding_window=None)
+    options = {"page_size": 8, "backend": "torch", "prefill": "stored"}
+    return FP8PagedCache(model.config, **options, **kind, **keywords)
+
+
+class Steps:
+    """Feeds a cache the same random tokens on any devices, and looks where everything is."""
+
+    def __init__(self, where: tuple[torch.device, ...]) -> None:
+        self.where = where
+        self.sources = torch.Generator().manual_seed(7)
+
+    def __call__(self, cache: FP8PagedCache, batch: int, tokens: int) -> list[torch.Tensor]:
+        """One step of a model; returns attention over what is stored, of each layer."""
+        found = []
+        for layer, device in enumerate(self.where):
+            shapes = [(batch, heads, tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
+            k, v, q = (torch.randn(s, generator=self.sources).to(device) for s in shapes)
+            key, value = cache.update(k, v, layer)
+            assert key.device == value.device == device
+            assert isinstance(key, PagedKV)
+            pages = pages_of(key)
+            there = [*(t for t in pages if isinstance(t, torch.Tensor)), key.lengths]
+            assert {t.device for t in there} == {device}
+            found.append(
+                ops.attend(
+                    q, pages, key.lengths, key.start, key.stop, scaling=0.25, causal=True,
+                    backend="torch",
+                )
+            )  # fmt: skip
+            assert found[-1].device == key.dense().device == device
+        return found
+
+
+def the_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other, device in zip(found, expected, WHERE, strict=True):
+        assert one.shape == other.shape
+        if device == CPU:
+            assert torch.equal(one, other)
+
+
+def test_each_layer_is_where_its_keys_are(kind):
+    """Growth, forks, beams and crops, on two devices, beside a cache with one."""
+    caches = [new_cache(kind), new_cache(kind)]
+    steps = [Steps(WHERE), Steps((CPU,) * LAYERS)]
+
+    def both(batch: int, tokens: int) -> None:
+        the_same(*(step(c, batch, tokens) for step, c in zip(steps, caches, strict=True)))
+
+    both(2, 9)
+    both(2, 1)
+    originals = list(caches)
+    caches = [cache.fork() for cache in originals]
+    both(2, 3)
+    caches = originals
+    both(2, 2)
+    for cache in caches:
+        cache.reorder_cache(torch.tensor([1, 1]))
+    both(2, 1)
+    for cache in caches:
+        cache.batch_repeat_interleave(2)
+    both(4, 400)
+    for cache in caches:
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        cache.crop(-5)
+    both(2, 2)
+    assert caches[0].memory_footprint()["pages"] == caches[1].memory_footprint()["pages"]
+    for cache in caches:
+        cache.reset()
+    both(1, 3)
+
+
+def test_the_static_form_is_where_its_keys_are(kind):
+    cache, steps = new_cache(kind, max_cache_len=24), Steps(WHERE)
+    alone, expected = new_cache(kind, max_cache_len=24), Steps((CPU,) * LAYERS)
+    for batch, tokens in ((2, 9), (2, 1)):
+        the_same(steps(cache, batch, tokens), expected(alone, batch, tokens))
+    the_same(steps(cache.fork(), 2, 3), expected(alone.fork(), 2, 3))
+
+
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "static"])
+def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
+    """The file is read to one device; each layer goes where its next tokens are."""
+    cache, steps = new_cache(kind, **form), Steps((CPU,) * LAYERS)
+    steps(cache, 2, 9)
+    read = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+    moved = Steps(WHERE)
+    moved.sources.set_state(steps.sources.get_state())
+    the_same(moved(read, 2, 3), steps(cache, 2, 3))
+    the_same(moved(read, 2, 1), steps(cache, 2, 1))
+
+
+def test_a_cache_that_cannot_follow_stays_as_it_is():
+    pytest.importorskip("numba")
+    cache = new_cache({})
+    options = {"page_size": 8, "backend": "numba", "prefill": "stored"}
+    cache = FP8PagedCache(cache.config, **options)
+    tokens = torch.randn(1, HEADS, 3, DIM)
+    for layer in range(LAYERS):
+        cache.update(tokens, tokens, layer)
+    with pytest.raises(BackendError, match="expected pages on the CPU, got meta"):
+        cache.update(tokens.to(OTHER), tokens.to(OTHER), 0)
+    key, _ = cache.update(tokens, tokens, 0)
+    assert key.device == CPU
+    assert key.shape[2] == 6
+
+
+def test_a_cache_has_no_method_to():
+    """accelerate would call it, and move all layers to the device of each one."""
+    assert not hasattr(FP8PagedCache, "to")
+    assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "static"])
+def test_a_model_on_two_devices(form):
+    """accelerate's hooks move what layers exchange, and leave the cache alone."""
+    model, inputs = tiny("gqa", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
+    where = (CPU, CPU, OTHER, OTHER)  # what is on "meta" never comes back
+    for layer, device in zip(model.model.layers, where, strict=True):
+        hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
+        add_hook_to_module(layer, hook)
+    add_hook_to_module(model.model.norm, AlignDevicesHook(OTHER, place_submodules=True))
+    add_hook_to_module(model.lm_head, AlignDevicesHook(OTHER, place_submodules=True))
+    cache = FP8PagedCache(model.config, scales=scales(), page_size=8, backend="torch", **form)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        for stop in (9, 12, 13):
+            start = int(cache.get_seq_length())
+            out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+            assert out.logits.shape[:2] == (2, stop - start)
+    assert out.past_key_values is cache
+    for layer, device in zip(cache.paged_layers, where, strict=True):
+        held = [*layer.pool.tensors().values(), layer.k_scale, layer.v_scale, layer.k_center]
+        assert {t.device for t in held if t is not None} == {device}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny("gqa")[0].save_pretrained(folder)
+    return folder
+
+
+def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
+    """The model with its second layer on disk; accelerate reads it when it is needed."""
+    places = {
+        "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+        "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, device_map=places, offload_folder=tmp_path / "offloaded",
+        attn_implementation=attention,
+    )  # fmt: skip
+    assert {p.device.type for p in model.model.layers[1].parameters()} == {"meta"}
+    return model.eval()
+
+
+@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa", "eager"])
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}], ids=["growing", "static"])
+def test_a_model_with_layers_on_disk_says_the_same(checkpoint, tmp_path, attention, form):
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
+    split = on_disk(checkpoint, tmp_path, attention)
+    said = [
+        model.generate(
+            **prompt(), past_key_values=FP8PagedCache(model.config, scales=scales(2), **form),
+            **GREEDY,
+        ).tolist()
+        for model in (whole, split)
+    ]  # fmt: skip
+    assert said[0] == said[1]
+    plain = whole.generate(**prompt(), **GREEDY).tolist()
+    assert said[0] != plain  # coarse scales leave a trace: this is no unquantised cache
+
+
+def test_enable_and_calibrate_with_layers_on_disk(checkpoint, tmp_path):
+    split = on_disk(checkpoint, tmp_path, "sdpa")
+    hf_fp8kv.enable(split, scales=scales(2))
+    said = split.generate(**prompt(), **GREEDY).tolist()
+    hf_fp8kv.disable(split)
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="fp8_paged").eval()
+    cache = FP8PagedCache(whole.config, scales=scales(2))
+    assert said == whole.generate(**prompt(), past_key_values=cache, **GREEDY).tolist()
+    texts = torch.randint(4, 90, (4, 96), generator=torch.Generator().manual_seed(3)).tolist()
+    found = [
+        calibrate(model, texts, held_out=0, progress=False).digest for model in (split, whole)
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
+def test_the_signature_says_nothing_of_devices():
+    """Devices are the model's affair: there is no argument that could contradict it."""
+    assert not [n for n in inspect.signature(FP8PagedCache).parameters if "device" in n]
