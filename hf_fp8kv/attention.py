@@ -224,6 +224,7 @@ def _engine_attention(
         scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         softcap=float(softcap or 0.0),
         sinks=None if sinks is None else sinks.detach().reshape(-1),
+        engine=kwargs,
     )  # fmt: skip
     return found
 

@@ -30,7 +30,10 @@ from hf_fp8kv import (
     ScaleError,
     serving,
 )
+from hf_fp8kv.serving.engines import common, layout
 from hf_fp8kv.serving.manager import FP8Manager
+
+HAS_BLOCK_TABLES = layout().__name__.endswith("flat_tensor")
 
 # sliding: window 20 is no multiple of the page, and shorter than most prompts.
 MODELS: dict[str, dict[str, Any]] = {
@@ -118,6 +121,43 @@ class TestSameTokens:
         wanted = one_by_one(model, prompts(), dtype="auto")
         serving.enable(model, dtype="auto")
         assert batched(model, prompts()) == wanted
+
+    @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no such")
+    @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+    def test_steps_given_as_a_block_table(
+        self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What CUDA graphs hold, without one: nothing of a step is read on the host."""
+        llama.set_attn_implementation("fp8_paged")
+        scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
+        wanted = one_by_one(llama, prompts(), scales=scales, dtype=dtype)
+        serving.enable(llama, scales=scales, dtype=dtype)
+        manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
+        manager.continuous_batching_config.max_blocks_per_request = 8
+        seen: list[int] = []
+        made = common.decode_calls
+
+        def watch(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
+            seen.append(len(lengths))
+            return made(table, lengths, size)
+
+        monkeypatch.setattr(common, "decode_calls", watch)
+        manager.start()
+        try:
+            ids = manager.add_requests(prompts(), max_new_tokens=NEW)
+            found = {}
+            while len(found) < len(ids):
+                out = manager.get_result(timeout=60)
+                assert out is not None
+                assert out.error is None, out.error
+                if out.is_finished():
+                    found[out.request_id] = list(out.generated_tokens)
+        finally:
+            manager.stop(block=True)
+        assert [found[i] for i in ids] == wanted
+        assert len(seen) > NEW / 2  # once per step, not once per layer
+        assert len(seen) < 2 * NEW
+        assert max(seen) > 1
 
     def test_paged_generate(self, llama: Any) -> None:
         scales = head_scales(llama)
@@ -367,8 +407,16 @@ class TestErrors:
         with pytest.raises(ConfigError, match="power of two"):
             manager.warmup()
 
+    def test_graphs_without_a_gpu(self, llama: Any) -> None:
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        for asked in (True, (False, True)):
+            with pytest.raises(ConfigError, match="use_cuda_graph"):
+                llama.init_continuous_batching(greedy(), batching(use_cuda_graph=asked))
+        assert llama.config._attn_implementation == "sdpa"
+
     def test_the_attention_without_enable(self, llama: Any) -> None:
         """transformers itself refuses the name, or our function refuses the cache."""
         llama.set_attn_implementation("fp8_paged")
-        with pytest.raises(Exception, match="fp8_paged|FP8 pages"):
+        with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
             batched(llama, prompts()[:1])

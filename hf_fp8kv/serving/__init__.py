@@ -1,9 +1,9 @@
 """FP8 pages in transformers' continuous batching, on transformers' own engine and scheduler.
 
-    from hf_fp8kv import serving
+from hf_fp8kv import serving
 
-    serving.enable(model, scales="kv_cache_scales.json")
-    model.generate_batch(prompts)          # and generate(cache_implementation="paged"), managers
+serving.enable(model, scales="kv_cache_scales.json")
+model.generate_batch(prompts)          # and generate(cache_implementation="paged"), managers
 """
 
 import os
@@ -80,7 +80,7 @@ def enable(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         center_keys=center_keys, backend=backend, **tensor_parallel(model),
     )  # fmt: skip
-    cache_class(settings).check(model, settings)  # type: ignore[attr-defined]
+    cache_class(settings).check(model, settings)
     dispatch()
     disable(model)
     vars(model)[PLACE] = Enabled(settings, vars(model).pop(_KEPT, None))
@@ -96,7 +96,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     if enabled is not None:
         mine = vars(model).get(_KEPT)
         if mine is not None and mine in enabled.managers:
-            model.destroy_cached_continuous_batching_manager()
+            destroy: Any = model.destroy_cached_continuous_batching_manager
+            destroy()
         if enabled.kept is not None and _KEPT not in vars(model):
             vars(model)[_KEPT] = enabled.kept
     return model

@@ -166,15 +166,13 @@ def _attend_chunk(
     mine = pages._replace(
         k=own.k, v=own.v, k_scales=own.k_scales, v_scales=own.v_scales, table=table
     )
-    place = torch.arange(stop, device=device)
-    place = (place // size, place % size)
+    position = torch.arange(stop, device=device)
+    place = (position // size, position % size)
     _copy(pages, chunk.old, mine, (place[0][:before], place[1][:before]))
     span = slice(chunk.first, chunk.first + chunk.tokens)
     lengths = torch.tensor([before], dtype=torch.int32, device=device)
     ops.write(mine, key[:, :, span], value[:, :, span], lengths, backend)
-    found = run(
-        query[:, :, span], mine, lengths + chunk.tokens, stop, True, window or 0, None
-    )
+    found = run(query[:, :, span], mine, lengths + chunk.tokens, stop, True, window or 0, None)
     out[:, span] = found
     kept = len(chunk.kept[0])
     _copy(mine, (place[0][stop - kept :], place[1][stop - kept :]), pages, chunk.kept)
@@ -190,5 +188,3 @@ def _copy(source: Pages, at: _Places, target: Pages, to: _Places) -> None:
     for theirs, ours in ((source.k_scales, target.k_scales), (source.v_scales, target.v_scales)):
         if theirs is not None and ours is not None:
             ours[to[0], :, to[1]] = theirs[at[0], :, at[1]]
-
-

@@ -6,11 +6,12 @@ from typing import Any
 
 from ..attention import NAME, engine_step
 from ..errors import ConfigError
+from ..ops import choose_backend
 from ..support import implementations, restore
 from .engines import cache_class, rebound, stock_manager
 from .settings import Settings
 
-__all__ = ["Enabled", "PLACE", "FP8Manager", "dispatch"]
+__all__ = ["PLACE", "Enabled", "FP8Manager", "dispatch"]
 
 # Where a model keeps what `enable` was told.
 PLACE = "_hf_fp8kv_serving"
@@ -55,20 +56,34 @@ class FP8Manager(_Stock):  # type: ignore[misc]
         before = implementations(model)
         try:
             super().__init__(model, *args, **kwargs)
-            self._check()
+            self._decide_graphs(*_settings_of(args, kwargs))
         except BaseException:
             restore(model, before)
             raise
         self._enabled.add(self)
 
-    def _check(self) -> None:
-        config = self.continuous_batching_config
-        if any(config.cuda_graph_booleans):
+    def _decide_graphs(self, asked: Any, hints: Any) -> None:
+        """Graphs only where they are asked for, and of steps that only decode.
+
+        Prompts are split on the host into sets of about the same length, which no graph can hold;
+        and the engine itself only takes its own attentions for able to work with a block table.
+        """
+        config, device = self.continuous_batching_config, self.model.device
+        resolved, config.use_cuda_graph = config.use_cuda_graph, (False, False)
+        wanted = asked.use_cuda_graph
+        wanted = wanted[1] if isinstance(wanted, list | tuple) else bool(wanted)
+        if not wanted:
+            return
+        kind = cache_class(self._enabled.settings)
+        backend = choose_backend(self._enabled.settings.options.backend, device)
+        if backend != "triton" or not any(resolved) or not kind.has_block_table_steps:
             raise ConfigError(
-                "expected ContinuousBatchingConfig(use_cuda_graph=None or False), got "
-                f"{config.use_cuda_graph} (paddings for graphs switch them on, too): steps over "
-                "FP8 pages are not captured in graphs; leave these settings out"
+                "use_cuda_graph: expected a CUDA device, the triton backend and transformers 5.18 "
+                f"or later for graphs of steps over FP8 pages, got {device} and {backend!r}; leave "
+                "it out"
             )
+        config.use_cuda_graph = (False, True)
+        config.max_blocks_per_request = asked.max_blocks_per_request or _blocks(config, hints)
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The model then runs "fp8_paged"; `stop` puts back what it ran before."""
@@ -94,6 +109,22 @@ class FP8Manager(_Stock):  # type: ignore[misc]
             super()._generation_step()
 
 
+def _settings_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The settings that a manager is made with (after the model), and hints on its work."""
+    names = ("generation_config", "continuous_batching_config", "workload_hints")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given["continuous_batching_config"], given.get("workload_hints")
+
+
+def _blocks(config: Any, hints: Any) -> int:
+    """Pages of the longest request: what the engine would take for its own attentions."""
+    tokens = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+    return -(-tokens // config.page_size) + 1 if tokens else _BLOCKS
+
+
+# Where nothing is known of the requests: 8,192 tokens in pages of 256. Longer ones run without.
+_BLOCKS = 32
+
 _lock = threading.Lock()
 _installed = False
 
@@ -117,4 +148,3 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     if cls is _Stock and PLACE in getattr(model, "__dict__", ()):
         cls = FP8Manager
     return object.__new__(cls)
-

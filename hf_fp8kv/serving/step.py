@@ -15,7 +15,7 @@ import torch
 
 from .. import ops
 
-__all__ = ["Attend", "Calls", "Chunk", "Kind", "Step"]
+__all__ = ["AT_ONCE", "Attend", "Calls", "Chunk", "Kind", "Step", "decode_calls"]
 
 _Ints = npt.NDArray[np.int32]
 # Prompts share a call if the shortest has this much of the longest's tokens.
@@ -157,6 +157,21 @@ class Step:
         return made
 
 
+def decode_calls(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> Calls:
+    """Returns the calls of a step in which every request has one token, from tensors alone.
+
+    Args:
+        table: `[B, M]`, int32, the pages of each request; those not in use are below 0.
+        lengths: `[B]`, int32, tokens stored, this step's among them; 0: padding, of no request.
+        page_size: slots per page.
+    """
+    before = (lengths - 1).clamp(min=0)
+    page = table.gather(1, (before // page_size)[:, None].long())
+    stop = table.shape[1] * page_size
+    attend = Attend(None, None, None, 1, table, lengths, stop, causal=False)
+    return Calls(None, page, before % page_size, [attend], [], len(lengths))
+
+
 class _Maker:
     """Makes the calls of one kind of layer."""
 
@@ -176,7 +191,8 @@ class _Maker:
         written = None
         if split:
             spans = [np.arange(row.first, row.first + row.tokens) for row in plain]
-            written = self.on_device(np.concatenate(spans or [np.empty(0)]), np.int64)
+            nothing = np.empty(0, np.int64)
+            written = self.on_device(np.concatenate([nothing, *spans]), np.int64)
         return Calls(
             written,
             self.on_device(page, np.int32)[:, None],

@@ -1,7 +1,7 @@
 """What the caches of all engines share: they store pages of ours, and attend to them."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from ...errors import ConfigError
 from ..attend import attend_layer
 from ..layout import PageLayout, Stored
 from ..settings import LayerNumbers, Settings
-from ..step import Kind, Step
+from ..step import Calls, Kind, Step, decode_calls
 
 __all__ = ["EngineCache", "sizes"]
 
@@ -54,6 +54,8 @@ class EngineCache:
         prefix_tokens: tokens that these did not have to compute.
     """
 
+    # Whether the engine can hand a step as a block table: `_by_block_table`.
+    has_block_table_steps = False
     settings: Settings
     page_layout: PageLayout
     kinds: list[Kind]
@@ -70,6 +72,8 @@ class EngineCache:
         self.prefix_hits = self.prefix_tokens = 0
         self._step = Step([])
         self._batch: object = None
+        self._tables: dict[int, Calls] = {}
+        self._last_layer = -1
 
     @staticmethod
     def check(model: Any, settings: Settings) -> None:
@@ -118,16 +122,41 @@ class EngineCache:
         scaling: float,
         softcap: float,
         sinks: torch.Tensor | None,
+        engine: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Stores one layer's new keys and values; returns the attention, `[1, N, Hq, D]`."""
+        """Stores one layer's new keys and values; returns the attention, `[1, N, Hq, D]`.
+
+        Args:
+            engine: what the engine tells every layer; a "block_table" if the step is one.
+        """
         layer: int = module.layer_idx  # type: ignore[assignment]
         kind = self.kind_of(layer)
-        calls = self._step.calls(kind, query.device)
+        if engine.get("block_table") is not None:
+            calls = self._by_block_table(layer, kind, engine)
+        else:
+            calls = self._step.calls(kind, query.device)
         return attend_layer(
             query, key, value, calls, self.stored(layer), self.numbers[layer], self.page_layout,
             self.backend,
             window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
+
+    def _by_block_table(self, layer: int, kind: int, engine: Mapping[str, Any]) -> Calls:
+        """The calls of a step in which every request decodes, from tensors of the engine alone.
+
+        Nothing is read on the host, so that a CUDA graph can hold it. It is made once for the
+        layers of a kind, and again in each run of the model: a graph must hold that, too.
+        """
+        if layer <= self._last_layer:
+            self._tables.clear()
+        self._last_layer = layer
+        if kind not in self._tables:
+            table = engine["block_table"][kind]
+            ends = engine["cu_seq_lens_k"]
+            ends = list(ends.values())[kind] if isinstance(ends, dict) else ends
+            lengths = (ends[1:] - ends[:-1]).int()
+            self._tables[kind] = decode_calls(table, lengths, self.page_layout.slots)
+        return self._tables[kind]
 
     def refuse_dense(self) -> NoReturn:
         """What happens when another attention asks the cache for dense keys and values."""

@@ -8,7 +8,7 @@ to, so that page `n` is the same bytes for every kind; a block starts at a multi
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching import cache as stock
+from transformers.generation.continuous_batching import cache
 
 from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
@@ -17,6 +17,9 @@ from . import rebound, unknown_engine
 from .common import EngineCache, sizes
 
 __all__ = ["make"]
+
+# What it has depends on the version of transformers.
+stock: Any = cache
 
 
 def make(settings: Settings) -> type:
@@ -28,10 +31,11 @@ def make(settings: Settings) -> type:
     return Cache
 
 
-class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
+class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over pages of ours."""
 
     chosen: Settings
+    has_block_table_steps = True
 
     def __init__(
         self,
@@ -52,7 +56,9 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
         self.page_layout = PageLayout.of(settings.options, heads, dim, page_size, dtype)
         self._prepare(settings, config.num_hidden_layers, heads, dim, device)
         allocators = {
-            kind: type(f"Paged{allocator.__name__}", (_OurPages, allocator), {"ours": self})
+            kind: type(
+                f"Paged{allocator.__name__}", (_OurPages, allocator), {"layout": self.page_layout}
+            )
             for kind, allocator in stock.ATTN_TYPE_TO_ALLOCATOR.items()
         }
         make = rebound(
@@ -78,7 +84,8 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
 
     def stored(self, layer: int) -> Stored:
         """The pages of a layer: the page of a block is the block's first, and the layer's place."""
-        return self._stored[layer]
+        found: Stored = self._stored[layer]
+        return found
 
     def extend_read_and_write_indices(
         self,
@@ -129,27 +136,35 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):
 class _OurPages:
     """What is ours in an allocator: the size of a page, and where its bytes are."""
 
-    ours: FlatTensorCache
+    layout: PageLayout
     stored: Stored
     pages_per_block: int
+    block_table: dict[str, list[int]]
 
     @classmethod
     def get_bytes_per_page(cls, *args: Any, **kwargs: Any) -> int:
         """Bytes of a page of one layer."""
-        return cls.ours.page_layout.bytes_per_page
+        return cls.layout.bytes_per_page
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
     ) -> None:
         """The allocator's pages are then in `cache_tensor`."""
         self.bytes_per_sector = bytes_per_sector
-        self.stored = self.ours.page_layout.carve(cache_tensor)
+        self.stored = self.layout.carve(cache_tensor)
         self._copy_view = BlockRows(self.stored, self.pages_per_block)
         after: Any = self
         after._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 
+    def fill_block_table(
+        self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
+    ) -> None:
+        """The request's row of the table that the engine hands to attention: pages of ours."""
+        blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype)
+        block_table[: len(blocks)].copy_(blocks * self.pages_per_block, non_blocking=True)
 
-class _MemoryHandler(stock.PagedAttentionMemoryHandler):
+
+class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
     """Plans for attention that reads pages in place: no masks, and no copy of what is read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
