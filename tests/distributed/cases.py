@@ -14,12 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
-from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
+from tests.serving_tools import batched, prompts
 from tests.tiny_models import prompt, tiny
 
 LAYERS, DIM = 2, 16
 # An even number of tokens: transformers 5.17 splits the output layer evenly or not at all.
-SIZES = {"vocab_size": 96}
+VOCAB = 96
+SIZES = {"vocab_size": VOCAB}
 # Query heads and KV heads, or a type and options.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "4q-2kv": ("llama", {}),
@@ -165,10 +167,32 @@ def json_of(count: int) -> Case:
     """vLLM's JSON with the scales of `count` ranks."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
-        path: Any = Path(model.config._name_or_path) / "ranks" / f"{count}.json"
-        if not ranks and count == 2:
-            path = as_heads(2, model.config.num_key_value_heads)
-        return generate(model, FP8PagedCache(model.config, scales=path, **STORED, **ranks))
+        given = json_file(model, ranks, count)
+        return generate(model, FP8PagedCache(model.config, scales=given, **STORED, **ranks))
+
+    return run
+
+
+def json_file(model: Any, ranks: Ranks, count: int) -> Any:
+    """The file; for a process that has the heads of all ranks, the scale of each head."""
+    if not ranks and count > 1:
+        return as_heads(count, model.config.num_key_value_heads)
+    return Path(model.config._name_or_path) / "ranks" / f"{count}.json"
+
+
+def served(kind: str | int | None, **config: Any) -> Case:
+    """`generate_batch` of eight prompts; a number: vLLM's JSON with so many ranks."""
+
+    def run(model: Any, ranks: Ranks, work: Path) -> Any:
+        if isinstance(kind, int):
+            given: Any = json_file(model, ranks, kind)
+        else:
+            given = None if kind is None else scales(kind, model)
+        serving.enable(model, scales=given)
+        try:
+            return batched(model, prompts(VOCAB), **config)
+        finally:
+            serving.disable(model)
 
     return run
 
@@ -217,6 +241,7 @@ def uneven(model: Any, ranks: Ranks, work: Path) -> Any:
     return [
         failed(lambda: hf_fp8kv.tensor_parallel(model)),
         failed(lambda: hf_fp8kv.enable(model)),
+        failed(lambda: serving.enable(model)),
         failed(lambda: FP8PagedCache(model.config, tp_rank=0, tp_size=2)),
     ]
 
@@ -260,6 +285,10 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "from_pretrained": ("8q-4kv", from_checkpoint),
     "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
     "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
+    "generate_batch": ("8q-4kv", served("head")),
+    "generate_batch, chunked, centres": ("biased-keys", served("centres", max_batch_tokens=16)),
+    "generate_batch, dynamic": ("4q-2kv", served(None)),
+    "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", served(2)),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {
     **EQUAL,
