@@ -15,7 +15,7 @@ from typing import Any
 
 import transformers
 from transformers.generation import continuous_batching
-from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
 
@@ -74,6 +74,7 @@ def layout() -> ModuleType:
         raise unknown_engine(f"has {seen}")
     # What will be rebound when an engine is made: better to know now than in its thread.
     rebound(stock_manager()._create_batch_processor, PagedAttentionCache=None)
+    rebound(cache.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=None)
     try:
         return importlib.import_module(f".{_LAYOUTS[found[0]]}", __name__)
     except (ImportError, AttributeError) as error:

@@ -1,0 +1,290 @@
+"""The engines of different versions of transformers: which file is for which, and their bytes."""
+
+import importlib.util
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from serving_tools import PAGE, batched, batching, greedy, head_scales, one_by_one, prompts
+from tiny_models import tiny
+from transformers.generation.continuous_batching import cache as stock
+from transformers.generation.continuous_batching import continuous_api, offloading_manager
+
+from hf_fp8kv import ConfigError, serving
+from hf_fp8kv.serving import engines
+from hf_fp8kv.serving.layout import BlockRows, PageLayout
+from hf_fp8kv.serving.settings import Settings
+
+# transformers 5.17; all later ones have a flat tensor.
+OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
+older = pytest.mark.skipif(not OLDER, reason="transformers 5.17 only")
+# of their 8 tokens; too few for all requests at a time
+PAGES = {"llama": 16, "gemma2": 24}
+KINDS = ["sliding_attention", "full_attention", "full_attention"]
+
+
+def a_cache(model: Any, **config: Any) -> Any:
+    """The cache of a manager of the model, made as the engine makes it."""
+    manager = model.init_continuous_batching(greedy(), batching(**config))
+    manager.warmup()
+    return manager.batch_processor.cache
+
+
+def keywords(**more: Any) -> Settings:
+    wanted: dict[str, Any] = {
+        "scales": None, "dtype": "fp8_e4m3", "key_dtype": None, "value_dtype": None,
+        "center_keys": None, "backend": "torch",
+    }  # fmt: skip
+    return Settings.parse(**{**wanted, **more})
+
+
+class TestChoice:
+    def test_by_what_is_there_not_by_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        wanted = "layer_tensors" if OLDER else "flat_tensor"
+        monkeypatch.setattr(transformers, "__version__", "99.0")
+        assert engines.layout().__name__ == f"hf_fp8kv.serving.engines.{wanted}"
+
+    @pytest.mark.parametrize(
+        ("layouts", "message"),
+        [
+            ({"pages": "flat_tensor"}, "neither pages in cache, .*scheduler"),
+            ({"cache": "flat_tensor", "scheduler": "layer_tensors"}, "has cache and scheduler"),
+        ],
+        ids=["neither", "both"],
+    )
+    def test_an_unknown_layout(
+        self, layouts: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = tiny("llama", attn_implementation="sdpa")[0]
+        monkeypatch.setattr(engines, "_LAYOUTS", layouts)
+        with pytest.raises(ConfigError, match=message) as caught:
+            serving.enable(model)
+        for told in (transformers.__version__, "5.17 to 5.23", "FP8PagedCache"):
+            assert told in str(caught.value)
+        # Nothing was changed: the model still has its own engine.
+        manager = model.init_continuous_batching(greedy(), batching())
+        assert type(manager) is continuous_api.ContinuousBatchingManager
+
+    def test_a_function_that_makes_its_cache_in_another_way(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def other(self: Any) -> None:
+            raise NotImplementedError
+
+        for owner, name, lacks in (
+            (continuous_api.ContinuousBatchingManager, "_create_batch_processor", "Cache in other"),
+            (stock.PagedAttentionCache, "__init__", "MemoryHandler in other"),
+        ):
+            with monkeypatch.context() as changed:
+                other.__qualname__ = "other"
+                changed.setattr(owner, name, other)
+                with pytest.raises(ConfigError, match=lacks):
+                    serving.enable(tiny("llama")[0])
+
+    def test_a_class_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        name = engines.layout().__name__
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.delattr(stock, "PagedAttentionMemoryHandler")
+        with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
+            serving.enable(tiny("llama")[0])
+
+
+class TestGroups:
+    @pytest.mark.parametrize("kinds", [KINDS, KINDS * 2, KINDS[:2] * 2], ids=len)
+    def test_kinds_in_any_order(self, kinds: list[str]) -> None:
+        """Groups of one layer, of two, and two kinds with one group each."""
+        model = tiny("gpt_oss", sliding_window=9, num_hidden_layers=len(kinds), layer_types=kinds)[
+            0
+        ]
+        model.set_attn_implementation("fp8_paged")
+        texts, scales = prompts(), head_scales(model)
+        wanted = one_by_one(model, texts, scales=scales)
+        assert wanted != one_by_one(model, texts, dtype="auto")
+        serving.enable(model, scales=scales)
+        assert batched(model, texts, max_batch_tokens=16) == wanted
+
+    @older
+    def test_a_layer_has_its_place_in_its_group(self) -> None:
+        model = tiny("gemma2", num_hidden_layers=6, layer_types=KINDS * 2)[0]
+        serving.enable(model)
+        cache = a_cache(model)
+        # Two sliding layers; four full ones make two groups.
+        assert [kind.window for kind in cache.kinds] == [8, None, None]
+        places = [cache.layer_index_to_group_indices[layer] for layer in range(6)]
+        assert len(set(places)) == 6
+        for layer, (group, place) in enumerate(places):
+            assert cache.kind_of(layer) == group
+            first = cache.stored(layer).k.data_ptr() - cache._stored.k.data_ptr()
+            assert first == place * cache.stored(layer).k[0].numel()
+
+
+class TestBytes:
+    def test_what_is_planned_is_what_is_there(self) -> None:
+        for chosen in ({}, {"key_dtype": "auto"}, {"dtype": "auto"}, {"scales": 0.1}):
+            model = tiny("llama")[0].to(torch.bfloat16)
+            serving.enable(model, **chosen)
+            cache = a_cache(model, pages=5)
+            total, taken, page, tokens = cache.held({})
+            layout = cache.page_layout
+            assert (taken, tokens, page) == (0, 0, 2 * layout.bytes_per_page)
+            assert total == 5 * page
+            memory = {x.untyped_storage() for x in cache.stored(0).tensors()}
+            assert len({storage.data_ptr() for storage in memory}) == 1
+            # Newer engines have two sectors more, where their own attention puts padding.
+            assert memory.pop().nbytes() == total + (0 if OLDER else 2 * cache.bytes_per_sector)
+
+    @older
+    def test_one_more_block_costs_its_bytes_and_an_index(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No mask, no dense copy of what is read; all that is free is planned."""
+        free = 3 * 2**20
+        monkeypatch.setattr(
+            stock.PagedAttentionMemoryHandler, "get_available_memory", lambda self: free
+        )
+        made: list[Any] = []
+        module = sys.modules["hf_fp8kv.serving.engines.layer_tensors"]
+        handler = module._MemoryHandler
+
+        def kept(*args: Any, **more: Any) -> Any:
+            made.append(handler(*args, **more))
+            return made[-1]
+
+        monkeypatch.setattr(module, "_MemoryHandler", kept)
+        model = tiny("llama")[0].to(torch.bfloat16)
+        serving.enable(model)
+        cache = a_cache(model, pages=None)
+        blocks, tokens, plan = cache.num_blocks, cache.max_batch_tokens, made[0]
+        assert plan.activation_dtype == torch.bfloat16
+        cost = [plan.compute_memory_footprint(tokens, blocks + more) for more in (0, 1)]
+        # Two layers of K and V, two heads of 16, scales of two bytes; and an index of int64.
+        assert cost[1] - cost[0] == PAGE * (2 * 2 * 2 * (16 + 2) + 8)
+        assert cost[0] <= free < cost[1]
+
+    def test_a_rank_has_its_heads_and_their_scales(self) -> None:
+        model = tiny("llama")[0]
+        scales = head_scales(model)
+        helper = SimpleNamespace(
+            tp_size=2, tp_local_rank=1, tp_all_reduce_min=lambda x: x,
+            are_kv_heads_tp_ed=lambda: True,
+        )  # fmt: skip
+        names = [f"layers.*.self_attn.{part}_proj" for part in "kv"]
+        config = batching()
+        config.max_memory_percent = 0.5
+        found = engines.cache_class(keywords(scales=scales))(
+            config=model.config, continuous_batching_config=config, device="cpu",
+            distributed_helper=helper, dtype=torch.float32,
+            **({"tp_plan": dict.fromkeys(names, "colwise")} if OLDER else {}),
+        )  # fmt: skip
+        assert found.page_layout.heads == 1
+        assert found.stored(0).k.shape[1] == 1
+        for layer in range(2):
+            wanted = scales.layers[layer].k[1].expand(1, 16)
+            assert torch.equal(found.numbers[layer].k_scale, wanted)
+
+
+class _Unpinned:
+    """torch, for a machine that cannot pin memory because it has no accelerator."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return torch.empty(*shape, **more)
+
+
+class TestOffloading:
+    @pytest.mark.parametrize(
+        "chosen",
+        [{"dtype": "fp8_e5m2"}, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}],
+        ids=["8 bit", "K as it is"],
+    )
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    def test_requests_go_and_come_back(
+        self, name: str, chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Codes and dynamic scales; what comes back elsewhere must be the same bytes."""
+        monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
+        gone: list[int] = []
+        manager: Any = offloading_manager.OffloadingManager
+        stock_offload = manager._offload_to_cpu
+
+        def counted(self: Any, *victims: Any) -> Any:
+            went = stock_offload(self, *victims)
+            gone.append(len(went))
+            return went
+
+        monkeypatch.setattr(manager, "_offload_to_cpu", counted)
+        more = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
+        model = tiny(name, **more)[0]
+        model.set_attn_implementation("fp8_paged")
+        texts = [text[:40] for text in prompts() if len(text) > 16]
+        wanted = one_by_one(model, texts, **chosen)
+        serving.enable(model, **chosen)
+        found = batched(
+            model,
+            texts,
+            page_size=8,
+            pages=PAGES[name],
+            max_batch_tokens=64,
+            cpu_offload_space=0.01,
+        )
+        assert found == wanted
+        assert sum(gone) > 0
+
+    @older
+    @pytest.mark.parametrize("formats", [("fp8_e4m3", "fp8_e4m3"), ("auto", "fp8_e4m3")])
+    def test_the_halves_of_blocks(self, formats: tuple[str, str]) -> None:
+        """Together every byte, once, whichever tensor it is in."""
+        from hf_fp8kv.serving.engines.layer_tensors import _Half
+
+        layout = PageLayout(2, 6, 8, *formats, dtype=torch.float32, dynamic=True)
+        memory = torch.zeros(4 * 3 * layout.bytes_per_page, dtype=torch.uint8)
+        rows = BlockRows(layout.carve(memory), 3)
+        half = rows.width // 2
+        shape = (8, 2, half // 16)
+        halves = [
+            _Half(rows.columns(0, half)).view(-1, *shape),
+            _Half(rows.columns(half, rows.width)).view(-1, *shape),
+        ]
+        numbers = torch.Generator().manual_seed(0)
+        blocks = torch.randint(1, 256, (2, 2, *shape), dtype=torch.uint8, generator=numbers)
+        at = torch.tensor([2, 0])
+        for part, new in zip(halves, blocks, strict=True):
+            part.index_copy_(0, at, new)
+        for part, new in zip(halves, blocks, strict=True):
+            assert torch.equal(part.index_select(0, at), new)
+        assert int((memory != 0).sum()) == 2 * rows.width
+        assert not rows.index_select(0, torch.tensor([1, 3])).any()
+
+
+@older
+def test_copies_of_blocks() -> None:
+    model = tiny("llama")[0]
+    serving.enable(model)
+    cache = a_cache(model, pages=8)
+    numbers = torch.Generator().manual_seed(0)
+    for x in cache._stored.tensors():
+        bits = x.view(torch.uint8)
+        bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=numbers))
+    before = [x.view(torch.uint8).clone() for x in cache._stored.tensors()]
+    cache.copy_cache([1, 6], [3, 0])
+    source = [0, 1, 2, 1, 4, 5, 6, 7]
+    source[0] = 6
+    pages = [2 * block + layer for block in source for layer in range(2)]
+    for x, was in zip(cache._stored.tensors(), before, strict=True):
+        assert torch.equal(x.view(torch.uint8), was[pages])
+
+
+def test_signatures_that_both_layouts_answer() -> None:
+    """What the engine calls on its cache has the arguments that ours have."""
+    ours: Any = engines.cache_class(keywords())
+    for name in ("extend_read_and_write_indices", "search_prefix_match"):
+        found = inspect.signature(getattr(ours, name)).parameters
+        assert list(found) == list(
+            inspect.signature(getattr(stock.PagedAttentionCache, name)).parameters
+        )
