@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import DEMO, load, progress, show
+from .shared import DEMO, load, load_config, progress, show
 from .values import Device, Model, check_plot, check_writable, completing, one_of
 
 __all__ = ["bench"]
@@ -18,6 +18,7 @@ _SUITES = {
     "gpu": ("hf_fp8kv.bench_gpu", "run_gpu_suite"),
     "quality": ("hf_fp8kv.quality", "run_quality_suite"),
     "accuracy": ("hf_fp8kv.accuracy", "run_accuracy_suite"),
+    "capacity": ("hf_fp8kv.bench_capacity", "run_capacity_suite"),
 }
 
 
@@ -26,7 +27,7 @@ def bench(
         str,
         typer.Option(
             help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
-            "by format, kind of scales and centre (minutes).",
+            "by format, kind of scales and centre (minutes). capacity: how many tokens fit.",
             autocompletion=completing(lambda: _SUITES),
         ),
     ] = "cpu",
@@ -38,6 +39,12 @@ def bench(
             min=1, help="How many texts to score; quality: 4, accuracy: 8.", show_default=False
         ),
     ] = None,
+    memory: Annotated[
+        float,
+        typer.Option(
+            "--memory-gib", min=0.001, help="capacity: free memory beside the model, in GiB."
+        ),
+    ] = 40.0,
     experiments: Annotated[
         bool, typer.Option("--experiments", help="gpu: try other launch parameters instead.")
     ] = False,
@@ -75,6 +82,10 @@ def bench(
         arguments = {"dry": dry, "seconds": seconds, "save": saved, **_gpu_arguments(device, dry)}
         if experiments:
             arguments["sections"] = ("ceilings", "experiments")
+    if suite == "capacity":
+        arguments = {"memory_gib": memory}
+        if model is not None:
+            arguments |= {"config": load_config(model), "name": model}
     if suite in ("quality", "accuracy"):
         loaded, tokenizer = load(model, device, "float32")
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..scales import KVScales
 
-__all__ = ["DEMO", "facts", "load", "progress", "show", "spoken", "tell"]
+__all__ = ["DEMO", "facts", "load", "load_config", "progress", "show", "spoken", "tell"]
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 
@@ -48,6 +48,16 @@ def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
         return model.to(device).eval(), tokenizer
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"cannot use --device {device}: {error}") from error
+
+
+def load_config(name: str) -> Any:
+    """Returns the config of a model: of a folder or a repository of the Hub."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the config of {name!r}: {error}") from error
 
 
 def show(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:

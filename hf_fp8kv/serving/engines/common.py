@@ -83,6 +83,20 @@ class EngineCache:
         settings.layers(config.num_hidden_layers, heads // settings.options.tp_size, dim)
         ops.choose_backend(settings.options.backend, model.device)
 
+    @staticmethod
+    def bytes_per_token(config: Any, settings: Settings, dtype: torch.dtype) -> float:
+        """Returns what a token takes in the pages of a process: `heads` is split over its ranks.
+
+        Args:
+            config: of the model's text part.
+            settings: what is stored.
+            dtype: the model's.
+        """
+        heads, dim = sizes(config)
+        heads //= settings.options.tp_size
+        page = PageLayout.of(settings.options, heads, dim, 64, dtype)
+        return page.bytes_per_page / page.slots * float(config.num_hidden_layers)
+
     @abstractmethod
     def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
         """Returns bytes planned, bytes taken, bytes of a page of all layers, and tokens held.

@@ -42,11 +42,16 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     if given.get("decision_config") is not None:
         raise ConfigError("--decision-config: this server serves one model of text; leave it out")
     for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name.startswith("cb_") and number and value <= 0:
+            raise ConfigError(f"{option}: expected a number above 0, got {value}")
+        if name == "cb_max_memory_percent" and number and value > 1:
+            raise ConfigError(f"{option}: expected a share above 0 and at most 1, got {value}")
         known = name in _USED or name in HERE or name.startswith("cb_")
         if not known and value != defaults[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')}: this transformers knows it, hf-fp8kv serve does not; "
-                "leave it out"
+                f"{option}: this transformers knows it, hf-fp8kv serve does not; leave it out"
             )
 
 

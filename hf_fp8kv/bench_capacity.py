@@ -1,0 +1,225 @@
+"""How many tokens fit: the plan that transformers' own engine makes, for FP8 pages and for bf16.
+
+`hf-fp8kv bench --suite capacity` asks the engine's planner, with the memory that it would find on a
+GPU given as a number. Nothing is allocated, and no GPU is needed: the pages are made on torch's
+"meta" device, which has shapes and no memory.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from transformers import AutoConfig, ContinuousBatchingConfig, PreTrainedConfig
+from transformers.generation.continuous_batching import cache as stock
+
+from .attention import NAME
+from .environment import circumstances
+from .serving.engines import cache_class
+from .serving.engines.common import sizes
+from .serving.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["MODELS", "format_table", "planned_tokens", "run_capacity_suite"]
+
+# Shapes of well-known models, from their config.json: what decides how large a token is.
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
+    },
+    "Qwen2.5-7B": {
+        "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    },
+    "Llama-3.1-8B": {
+        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+    "Gemma-2-9B": {
+        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000,
+        "sliding_window": 4096,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "sliding_window": 128,
+    },
+    "Llama-3.1-70B": {
+        "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    },
+}  # fmt: skip
+
+# What transformers' engine does with each; flash reads keys and values in fewer copies than sdpa.
+STOCK = {"bf16, flash": "flash_attention_2", "bf16, sdpa": "sdpa"}
+OURS: dict[str, dict[str, Any]] = {
+    "fp8, static scales": {"scales": 1.0},
+    "fp8, dynamic scales": {},
+    "K 16 bit, V fp8": {"scales": 1.0, "key_dtype": "auto"},
+}
+GIB = 2**30
+PERCENT = 0.9  # of the free memory; the engine's default on a GPU
+PAGE = 256
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """An engine's view of one process."""
+
+    tp_size = 1
+    tp_local_rank = 0
+
+    def are_kv_heads_tp_ed(self) -> bool:
+        return False
+
+
+def planned_tokens(
+    config: PreTrainedConfig,
+    memory: int,
+    settings: Settings | None,
+    *,
+    attention: str = NAME,
+    page_size: int = PAGE,
+    max_batch_tokens: int = 8192,
+    max_requests: int = 256,
+) -> int:
+    """Returns how many tokens the engine's planner makes room for, in layers of every kind.
+
+    Args:
+        config: of the model; of its text part, if it has several.
+        memory: bytes that are free once the model is loaded.
+        settings: FP8 pages; None: transformers' own cache, in bfloat16.
+        attention: that the planner reckons with.
+        page_size: tokens per page.
+        max_batch_tokens: tokens that a step may have; it pays for their activations.
+        max_requests: requests that a step may have.
+    """
+    kind: Any = stock.PagedAttentionCache if settings is None else cache_class(settings)
+    config._attn_implementation_internal = attention
+    cb: dict[str, Any] = {
+        "max_batch_tokens": max_batch_tokens, "max_requests_per_batch": max_requests,
+        "max_blocks_per_request": 0, "max_memory_percent": PERCENT,
+        "use_async_batching": False, "use_cuda_graph": False,
+    }  # fmt: skip
+    fields = inspect.signature(ContinuousBatchingConfig).parameters
+    cb["page_size" if "page_size" in fields else "block_size"] = page_size
+    more = {"tp_plan": {}, "model_supports_logits_to_keep": True}
+    takes = inspect.signature(stock.PagedAttentionCache.__init__).parameters
+    more = {name: value for name, value in more.items() if name in takes}
+    free = mock.patch.object(
+        stock.PagedAttentionMemoryHandler,
+        "get_available_memory",
+        return_value=int(memory * PERCENT),
+    )
+    with free:
+        found = kind(
+            config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
+            device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16, **more,
+        )  # fmt: skip
+    return int(found.num_blocks) * page_size
+
+
+def run_capacity_suite(
+    *,
+    config: PreTrainedConfig | None = None,
+    name: str = "model",
+    memory_gib: float = 40.0,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Returns how many tokens fit, ready for JSON.
+
+    Args:
+        config: of a model; None: those of `MODELS`.
+        name: of that model.
+        memory_gib: memory that is free once the model is loaded.
+        progress: called with what is planned next.
+
+    Returns:
+        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
+        `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` against bf16 with flash.
+    """
+    say = progress or (lambda _message: None)
+    shapes = {name: config} if config is not None else {n: shape(n) for n in MODELS}
+    rows: list[dict[str, Any]] = []
+    memory = int(memory_gib * GIB)
+    for model, found in shapes.items():
+        say(model)
+        text = found.get_text_config()
+        heads, dim = sizes(text)
+        numbers = 2 * heads * dim * text.num_hidden_layers
+        base = 0
+        for cache, attention in STOCK.items():
+            tokens = planned_tokens(text, memory, None, attention=attention)
+            base = base or tokens
+            rows.append(_row(model, cache, 2.0 * numbers, tokens, base))
+        for cache, keywords in OURS.items():
+            settings = _settings(**keywords)
+            each = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
+            tokens = planned_tokens(text, memory, settings)
+            rows.append(_row(model, cache, each, tokens, base))
+    return {
+        **circumstances("capacity"),
+        "settings": {"memory_gib": memory_gib, "percent": PERCENT, "page_size": PAGE,
+                     "max_batch_tokens": 8192, "max_requests": 256},
+        "rows": rows,
+    }  # fmt: skip
+
+
+def shape(name: str) -> PreTrainedConfig:
+    """Returns the config of one of `MODELS`."""
+    fields = dict(MODELS[name])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def _settings(**keywords: Any) -> Settings:
+    standard = {
+        "scales": None, "dtype": "fp8", "key_dtype": None, "value_dtype": None,
+        "center_keys": None, "backend": "torch",
+    }  # fmt: skip
+    return Settings.parse(**{**standard, **keywords})
+
+
+def _row(model: str, cache: str, each: float, tokens: int, base: int) -> dict[str, Any]:
+    return {
+        "model": model, "cache": cache, "bytes_per_token": each, "tokens": tokens,
+        "ratio": tokens / base,
+    }  # fmt: skip
+
+
+def format_table(result: dict[str, Any]) -> "RenderableType":
+    """Returns the rows of `run_capacity_suite` as a table for a terminal."""
+    from rich.table import Table
+
+    settings = result["settings"]
+    table = Table(
+        title=f"Tokens that fit into {settings['memory_gib']:g} GiB beside the model",
+        caption=f"transformers {result['versions']['transformers']}: its engine's own plan, "
+        f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
+        f"calculated, not run. {result['date'][:10]}",
+    )
+    for name in ("model", "cache", "KiB / token", "tokens", "x"):
+        table.add_column(name, justify="left" if name in ("model", "cache") else "right")
+    before = ""
+    for row in result["rows"]:
+        if before not in ("", row["model"]):
+            table.add_section()
+        table.add_row(
+            "" if row["model"] == before else row["model"], row["cache"],
+            f"{row['bytes_per_token'] / 1024:.1f}", f"{row['tokens']:,}", f"{row['ratio']:.2f}",
+        )  # fmt: skip
+        before = row["model"]
+    return table
