@@ -92,6 +92,7 @@ def check_body(path: str, body: dict[str, Any], template_names: frozenset[str]) 
             )
     _REQUIRED[path](body)
     _template_arguments(body, template_names)
+    body.setdefault("stream", False)  # transformers would stream what `responses` does not stream
     return body
 
 

@@ -1,11 +1,12 @@
 """The options of transformers' own server: which are taken over, and what becomes of them."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
 
-__all__ = ["HERE", "batching_config", "check_options", "loading", "require"]
+__all__ = ["HERE", "batching_config", "check_options", "loading", "require", "template_arguments"]
 
 # Options of the stock command that this one has itself, or has no use for.
 HERE = ("force_model", "host", "port", "non_blocking")
@@ -41,6 +42,7 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
         )
     if given.get("decision_config") is not None:
         raise ConfigError("--decision-config: this server serves one model of text; leave it out")
+    template_arguments(given)
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -74,3 +76,18 @@ def batching_config(given: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         options = ", ".join(f"--cb-{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(f"{options}: {error}") from error
+
+
+def template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what --chat-template-kwargs and --reasoning fill into the model's template."""
+    text = given.get("chat_template_kwargs")
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--chat-template-kwargs: expected a JSON object, got {text!r}")
+    reasoning = str(getattr(given.get("reasoning"), "value", given.get("reasoning")))
+    if reasoning in ("on", "off"):
+        found["enable_thinking"] = reasoning == "on"
+    return found

@@ -6,7 +6,6 @@ from its own parts, with another loader of models and another engine.
 
 import importlib
 import inspect
-import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from ...errors import ConfigError
 from .checks import GENERATES
 from .gate import call_of
+from .options import template_arguments
 from .refusal import Refusal
 
 __all__ = ["application"]
@@ -48,7 +48,7 @@ def application(models: Any, state: Any, given: Mapping[str, Any]) -> Any:
         "model_manager": models,
         "generation_state": state,
         "enable_cors": given.get("enable_cors", False),
-        "chat_template_kwargs": _template_arguments(given),
+        "chat_template_kwargs": template_arguments(given),
         "decision_config": None,
     }
     for name, (module, kind) in _HANDLERS.items():
@@ -71,20 +71,6 @@ def _fitting(called: Any, known: Mapping[str, Any]) -> dict[str, Any]:
             "5.23: install one of them"
         )
     return {name: known[name] for name in parameters if name in known}
-
-
-def _template_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    text = given.get("chat_template_kwargs")
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"--chat-template-kwargs: expected a JSON object, got {text!r}")
-    reasoning = str(getattr(given.get("reasoning"), "value", given.get("reasoning")))
-    if reasoning in ("on", "off"):
-        found["enable_thinking"] = reasoning == "on"
-    return found
 
 
 def _tell_errors(app: Any) -> None:

@@ -1,0 +1,362 @@
+"""`hf-fp8kv serve`, over HTTP: what it answers, what it refuses, and how it ends."""
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from hf_fp8kv import FP8PagedCache
+from tests import command_line
+from tests.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
+
+openai = pytest.importorskip("openai", reason="needs the extra serve")
+pytest.importorskip("fastapi", reason="needs the extra serve")
+uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
+
+CHAT = "/v1/chat/completions"
+STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model, "--max-body", "64kB", "--metrics-interval", "0.5") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return command_line.runner(monkeypatch, capsys)
+
+
+def body(**fields: object) -> dict:
+    return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
+
+
+def text_of(client, question: str, *, stream: bool, **options: object) -> str:
+    messages = [{"role": "user", "content": question}]
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id, messages=messages, stream=stream, **options
+    )
+    if not stream:
+        return answer.choices[0].message.content
+    parts = [chunk.choices[0].delta.content or "" for chunk in answer]
+    assert len(parts) > 2
+    return "".join(parts)
+
+
+def expected(folder: str, question: str, tokens: int) -> str:
+    """What `generate()` answers from FP8 pages that it reads as they are stored."""
+    model, tokenizer = (
+        LlamaForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    messages = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    cache = FP8PagedCache(model.config, prefill="stored")
+    with torch.inference_mode():
+        found = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False
+        )
+    return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+# -- what it answers -------------------------------------------------------------------------------
+
+
+def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(
+    server, client, model
+):
+    questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
+    # More than the pages hold at once.
+    assert sum(len(q) + 40 for q in questions) > 2 * PAGES * PAGE
+    with ThreadPoolExecutor(16) as pool:
+        ask = [
+            pool.submit(text_of, client, question, stream=n < 8, max_tokens=40)
+            for n, question in enumerate(questions)
+        ]
+        answers = [one.result() for one in ask]
+    assert answers[:8] == answers[8:]
+    assert answers[:8] == [expected(model, question, 40) for question in questions[:8]]
+    assert len(set(answers)) == 8
+    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
+
+
+def test_a_request_is_sampled_as_it_asks_whatever_came_before(client):
+    greedy = text_of(client, "same", stream=False, max_tokens=24, temperature=0)
+    warm = {text_of(client, "same", stream=False, max_tokens=24, temperature=2.0) for _ in range(4)}
+    assert len(warm) > 1
+    narrow = text_of(client, "same", stream=False, max_tokens=24, temperature=2.0, top_p=1e-6)
+    assert narrow == greedy
+    assert text_of(client, "same", stream=False, max_tokens=24) == greedy
+
+
+def test_completions_and_responses_answer_too(client, model):
+    name = client.models.list().data[0].id
+    completion = client.completions.create(model=name, prompt="once upon", max_tokens=8)
+    assert completion.usage.completion_tokens == 8
+    assert completion.choices[0].finish_reason == "length"
+    response = client.responses.create(model=model, input="once upon", max_output_tokens=8)
+    assert response.usage.output_tokens == 8
+
+
+def test_without_a_limit_an_answer_ends_where_the_model_does(client):
+    answer = client.chat.completions.create(model=client.models.list().data[0].id, messages=STORY)
+    assert answer.usage.total_tokens == CONTEXT
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_beginning_of_a_prompt_is_not_computed_twice(server, client):
+    before = server.metrics()
+    for _ in range(2):
+        text_of(client, "the same beginning " * 4, stream=False, max_tokens=2)
+    after = server.metrics()
+    assert after["prefix_hits_total"] > before["prefix_hits_total"]
+    assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE
+    # Of two tensors, two layers, two heads of 16 codes and their scale of two bytes.
+    assert after["bytes_total"] == after["pages_total"] * PAGE * 2 * 2 * 2 * (16 + 2)
+    assert after["pages_total"] == PAGES
+    assert 0 < after["pages_used"] <= PAGES
+    assert after["bytes_used"] == after["pages_used"] * after["bytes_total"] / PAGES
+    assert after["tokens_held"] <= after["pages_used"] * PAGE
+
+
+def test_health_has_the_form_of_transformers_and_the_log_has_a_line(server, client):
+    status, text, _ = server.ask("/health")
+    assert status == 200
+    assert json.loads(text)["status"] == "ok"
+    text_of(client, "anything", stream=False, max_tokens=2)
+    server.wait_for(
+        r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
+        rf"pages: \d+ of {PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
+    )
+
+
+# -- what it refuses -------------------------------------------------------------------------------
+
+REFUSED = {
+    "no body": (b"", 400),
+    "no JSON": (b"{nope", 400),
+    "not UTF-8": (b'{"messages":[{"role":"user","content":"\xff"}]}', 400),
+    "half a character": (b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400),
+    "deep": (b"[" * 30000 + b"]" * 30000, 400),
+    "a list": ([], 400),
+    "not a number": (b'{"messages":[{"role":"user","content":"x"}],"temperature":NaN}', 400),
+    "no messages": (body(messages=[]), 400),
+    "messages that are text": (body(messages="hello"), 400),
+    "a number for a message": (body(messages=[1]), 400),
+    "no role": (body(messages=[{"content": "x"}]), 400),
+    "a picture": (body(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400),
+    "what the template refuses": (body(messages=[{"role": "wizard", "content": "x"}]), 400),
+    "calls of nothing": (body(messages=[{"role": "assistant", "tool_calls": [5]}]), 400),
+    "tools": (body(tools=[5]), 400),
+    "no new tokens": (body(max_tokens=0), 400),
+    "fewer than none": (body(max_tokens=-1), 400),
+    "half a token": (body(max_tokens=1.5), 400),
+    "true tokens": (body(max_tokens=True), 400),
+    "too many tokens": (body(max_tokens=10**6), 400),
+    "far too many tokens": (body(max_tokens=10**30), 400),
+    "more than the model holds": (body(max_tokens=CONTEXT - 3), 400),
+    "a long prompt": (body(messages=[{"role": "user", "content": "x" * CONTEXT}]), 400),
+    "cold": (body(temperature=-1), 400),
+    "hot": (body(temperature="hot"), 400),
+    "top_p": (body(top_p=0), 400),
+    "seed": (body(seed=2**70), 400),
+    "two answers": (body(n=2), 400),
+    "a penalty": (body(frequency_penalty=0.5), 400),
+    "a stop": (body(stop=["x"]), 400),
+    "another model": (body(model="no/such"), 404),
+    "an unknown field": (body(bogus=1), 422),
+    "a config": (body(generation_config="{"), 400),
+    "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
+    "no stream": (body(stream="yes"), 400),
+    "too large": (body(messages=[{"role": "user", "content": "x" * 70_000}]), 413),
+}
+
+
+@pytest.mark.parametrize(("sent", "status"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status):
+    raw = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+    found, text, _ = server.ask(CHAT, raw=raw)
+    assert found == status, text
+    error = json.loads(text)["error"]
+    assert error["message"]
+    assert error["type"] in ("invalid_request_error", "not_found_error")
+    assert server.ask(CHAT, body())[0] == 200
+
+
+def test_a_prompt_that_only_just_fits_is_answered(server):
+    template = len("u:;a:")
+    prompt = [{"role": "user", "content": "x" * (CONTEXT - template - 4)}]
+    assert server.ask(CHAT, body(messages=prompt))[0] == 200
+    prompt[0]["content"] += "x"
+    assert server.ask(CHAT, body(messages=prompt))[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
+def test_what_is_not_for_this_model_is_not_there(server, path):
+    assert server.ask(path, {})[0] == 404
+    assert server.ask(CHAT, body())[0] == 200
+
+
+def test_other_content_is_refused(server):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    assert server.ask(CHAT, raw=b"a=b", headers=form)[0] == 415
+    assert server.ask("/load_model", {"model": "no/such"})[0] == 404
+
+
+def test_requests_of_one_name_are_not_mixed_up(server):
+    with ThreadPoolExecutor(4) as pool:
+        same = {"x-request-id": "same"}
+        questions = [body(messages=[{"role": "user", "content": letter}]) for letter in "abcd"]
+        together = list(pool.map(lambda q: server.ask(CHAT, q, headers=same), questions))
+    for question, (status, text, headers) in zip(questions, together, strict=True):
+        assert (status, headers["x-request-id"]) == (200, "same")
+        alone = json.loads(server.ask(CHAT, question)[1])
+        assert json.loads(text)["choices"] == alone["choices"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
+    gone = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
+    content = json.dumps(body(messages=STORY, max_tokens=250, stream=stream)).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(content), content)
+        )
+        server.wait_until(requests_active=1)
+    found = server.wait_until(**{'requests_total{status="499"}': gone + 1})
+    assert (found["requests_active"], found["requests_waiting"]) == (0, 0)
+    time.sleep(0.3)  # steps that were under way
+    tokens = server.metrics()["generated_tokens_total"]
+    # All the pages are there for another.
+    status, text, _ = server.ask(CHAT, body(messages=STORY, max_tokens=250))
+    assert status == 200
+    assert json.loads(text)["usage"]["completion_tokens"] == 250
+    assert server.metrics()["generated_tokens_total"] == tokens + 250
+
+
+# -- access, and too many --------------------------------------------------------------------------
+
+
+def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
+    key = {"HF_FP8KV_API_KEY": "sesame"}
+    with serving(model, "--host", "0.0.0.0", "--max-waiting", "2", environment=key) as server:
+        for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
+            for path, sent in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
+                status, text, _ = server.ask(path, sent, headers=headers)
+                assert status == 401
+                assert json.loads(text)["error"]["code"] == "invalid_api_key"
+        assert server.ask("/health")[0] == 200
+        shown = {"authorization": "Bearer sesame"}
+        with ThreadPoolExecutor(24) as pool:
+            long = body(messages=STORY, max_tokens=100)
+            crowd = list(pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24)))
+        assert {status for status, _, _ in crowd} == {200, 429}
+        assert all(h["retry-after"] for status, _, h in crowd if status == 429)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
+            assert client.models.list().data[0].object == "model"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_nobody_else_gets_in_without_a_token(run, model, monkeypatch, host):
+    monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
+    code, _, err = run("serve", model, "--host", host, "--device", "cpu")
+    assert code == 1
+    assert "HF_FP8KV_API_KEY" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["--no-such"], 2, "No such option: --no-such"),
+        (["--kv-cache-dtype", "int4"], 2, "int4"),
+        (["--cb-num-blocks", "many"], 2, "integer"),
+        (["--attn-implementation", "sdpa"], 1, "expected fp8_paged"),
+        (["--no-continuous-batching"], 1, "leave it out"),
+        (["--chat-template-kwargs", "5"], 1, "expected a JSON object"),
+        (["--port", "{taken}"], 1, "cannot listen"),
+        (["--cb-num-blocks", "0"], 1, "--cb-num-blocks: expected a number above 0"),
+        (["--cb-max-memory-percent", "7"], 1, "expected a share above 0"),
+        (["--device", "cpu", "--cb-num-blocks", "1", "--cb-block-size", "-4"], 1, "above 0"),
+    ],
+)
+def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, options, code, says):
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it serves"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        given = [option.replace("{taken}", port) for option in options]
+        found, _, err = run("serve", model, "--port", "0", *given)
+    assert found == code, err
+    assert says in " ".join(err.split())
+    assert not [
+        t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
+    ]
+
+
+# -- how it ends -----------------------------------------------------------------------------------
+
+
+def lines_of(server: Server, got: list[str], **options: object) -> threading.Thread:
+    """Reads a streamed answer, line by line, in a thread."""
+
+    def read() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+        with contextlib.closing(connection):
+            content = json.dumps(body(messages=STORY, stream=True, **options))
+            connection.request("POST", CHAT, content, {"content-type": "application/json"})
+            got.extend(line.decode() for line in connection.getresponse() if line.strip())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("hurry", [False, True], ids=["once", "twice"])
+def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
+    with serving(model, "--grace", "100") as server:
+        got: list[str] = []
+        reader = lines_of(server, got, max_tokens=270)
+        server.wait_until(requests_active=1)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("stopping: 1 requests get 100 s")
+        status, text, headers = server.ask(CHAT, body())
+        assert (status, json.loads(text)["error"]["code"]) == (503, "stopping")
+        assert headers["retry-after"]
+        assert server.ask("/health")[0] == 503
+        if hurry:
+            server.process.send_signal(signal.SIGTERM)
+        reader.join(120)
+        assert server.process.wait(120) == 0
+        server.wait_for("Finished server process")
+        assert "Traceback" not in server.log
+    last = json.loads(got[-1].removeprefix("data: "))
+    if hurry:
+        assert "stopping" in last["error"]
+    else:
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert last["usage"]["completion_tokens"] == 270
