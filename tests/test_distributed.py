@@ -7,6 +7,7 @@ take too long. Each test then compares one case.
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from transformers import AutoTokenizer
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, tensor_parallel
 from tests.distributed import cases
@@ -24,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 PROCESSES, SECONDS = 2, 150
 
 
-def torchrun(folder: Path) -> None:
-    """Runs the cases in two processes; none of them is left when this returns."""
+def torchrun(script: Path, *arguments: str | Path, log: Path) -> str:
+    """Runs a script in two processes, none of which is left when this returns; what they said."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -37,9 +39,8 @@ def torchrun(folder: Path) -> None:
     # Standalone: on a port that is free.
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(PROCESSES), str(ROOT / "tests/distributed/worker.py"), str(folder),
+        "--nproc-per-node", str(PROCESSES), str(script), *map(str, arguments),
     ]  # fmt: skip
-    log = folder / "log"
     with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, start_new_session=True, stdout=file,
@@ -53,9 +54,11 @@ def torchrun(folder: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    said = log.read_text(errors="replace")
     if code != 0:
-        lines = log.read_text(errors="replace").splitlines()
+        lines = [line for line in said.splitlines() if "Loading weights" not in line]
         pytest.fail(f"exit code {code}\n" + "\n".join(lines[-60:]), pytrace=False)
+    return said
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not folder.exists():
             folder.mkdir()
             cases.save_models(folder)
-            torchrun(folder)
+            torchrun(ROOT / "tests/distributed/worker.py", folder, log=folder / "log")
     return folder
 
 
@@ -117,6 +120,24 @@ def test_scales_and_kinds_of_cache_can_be_told_apart(folder):
     said = {json.dumps(alone(folder, n)) for n in names if "sdpa" not in n and "eager" not in n}
     # enable and from_pretrained use the same scales, which "per head" uses too, in other words.
     assert len(said) >= len(names) - 4
+
+
+def test_the_script_of_the_page_runs(folder, tmp_path):
+    page = (ROOT / "docs/distributed.md").read_text()
+    block = next(
+        b for b in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "tp.py" in b
+    )
+    script, name = tmp_path / "tp.py", folder / "8q-4kv"
+    script.write_text(block)
+    said = torchrun(script, name, name, log=tmp_path / "log")
+    model = cases.load(folder, "8q-4kv", attn_implementation="fp8_paged")
+    ids = AutoTokenizer.from_pretrained(name)("London is the capital of", return_tensors="pt")
+    cache = FP8PagedCache(model.config, scales=cases.scales("head", model))
+    whole = model.generate(
+        **ids, past_key_values=cache, max_new_tokens=20, do_sample=False
+    )[0].tolist()  # fmt: skip
+    assert len(whole) > 20
+    assert str(whole) in said
 
 
 # -- which part is here --------------------------------------------------------------------------

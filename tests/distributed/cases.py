@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
@@ -44,9 +45,18 @@ def save_models(folder: Path) -> None:
         model.save_pretrained(folder / name)
         # Scales beside the weights, for from_pretrained.
         scales("head", model).save_pretrained(folder / name)
+        save_tokenizer(folder / name)
         (folder / name / "ranks").mkdir()
         for ranks in (1, 2, 3):
             write_json(folder / name / "ranks" / f"{ranks}.json", ranks)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token for each word of a sentence, and one for all others."""
+    known = {word: i for i, word in enumerate(["?", "London", "is", "the", "capital", "of"])}
+    words = Tokenizer(models.WordLevel(known, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(folder)
 
 
 def load(folder: Path, name: str, **keywords: Any) -> Any:
