@@ -10,7 +10,7 @@ import pytest
 from hf_fp8kv import FP8PagedCache
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ("quickstart.md", "migrating.md", "limits.md")
+PAGES = ("quickstart.md", "migrating.md", "limits.md", "distributed.md")
 
 
 def _blocks(page: str) -> list[str]:
