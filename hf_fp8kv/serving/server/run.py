@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -107,6 +108,9 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            # What is there now stays: collections while requests run need not look through it.
+            gc.collect()
+            gc.freeze()
             self._ready()
 
     async def main_loop(self) -> None:
