@@ -44,7 +44,7 @@ def save(
             scales, checkpoint, folder, format=format, weights=weights, tp_size=tp_size
         )
     else:
-        layers, losses = reduced(scales.layers, format)
+        layers, losses = reduced(scales.layers, format, tp_size)
         if format == "vllm-json" and scales.model_type is None:
             losses.append("model_type is not known and null, which vLLM and SGLang refuse")
         paths = _write(folder, scale_files(scales, layers, format, tp_size), overwrite)

@@ -17,6 +17,7 @@ from .export_files import (
     SCALES_FILE,
     as_json,
     index_of,
+    of_rank,
     reduced,
     scale_files,
     tensors_of,
@@ -65,7 +66,7 @@ def write_checkpoint(
             f"{source}: expected a model whose servers cache K and V, got one with kv_lora_rank: "
             "they cache the latent that both are made of; choose hf_fp8kv"
         )
-    layers, losses = reduced(scales.layers, format)
+    layers, losses = reduced(scales.layers, format, tp_size)
     new = _new_files(scales, layers, source, files, config, format, tp_size)
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -73,7 +74,8 @@ def write_checkpoint(
         staging.mkdir()
         _transfer(source, staging, new, weights, renamed=INDEX_FILE in new)
         write_all({staging / name: content for name, content in new.items()})
-        _check_copy(staging, layers, target)
+        for rank in range(tp_size):
+            _check_copy(staging, of_rank(layers, rank, tp_size), target, rank, tp_size)
         if target.exists():
             target.rmdir()
         staging.rename(target)
@@ -239,10 +241,12 @@ def _transfer(
                 os.fsync(file.fileno())
 
 
-def _check_copy(folder: Path, layers: Mapping[int, LayerScales], target: Path) -> None:
+def _check_copy(
+    folder: Path, layers: Mapping[int, LayerScales], target: Path, tp_rank: int, tp_size: int
+) -> None:
     """Reads the copy: what a config of long ago says may change what the scales mean."""
     try:
-        read = KVScales.from_pretrained(folder).layers
+        read = KVScales.from_pretrained(folder, tp_rank=tp_rank, tp_size=tp_size).layers
     except ScaleError as error:
         raise ScaleError(str(error).replace(str(folder), str(target))) from error
     for index in {*layers, *read}:

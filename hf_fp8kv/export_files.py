@@ -28,6 +28,7 @@ __all__ = [
     "SCALES_FILE",
     "as_json",
     "index_of",
+    "of_rank",
     "reduced",
     "scale_files",
     "tensors_of",
@@ -40,9 +41,12 @@ _LAYERS = {"trtllm": "transformer.layers"}
 
 
 def reduced(
-    layers: Mapping[int, LayerScales], format: str
+    layers: Mapping[int, LayerScales], format: str, tp_size: int = 1
 ) -> tuple[dict[int, LayerScales], list[str]]:
-    """The scales as the format can hold them, and what is lost, for people."""
+    """The scales as the format can hold them, and what is lost, for people.
+
+    For several ranks (of "vllm-json") a layer has one number for each of them, `[tp_size, 1]`.
+    """
     if format == "hf_fp8kv":
         return dict(layers), []
     losses: dict[str, list[int]] = defaultdict(list)
@@ -54,13 +58,14 @@ def reduced(
     result = {}
     for index, layer in centred.items():
         heads = per_head.get(index)
-        k, v = (_largest(tensor, heads) for tensor in (layer.k, layer.v))
+        k, v = (_largest(tensor, heads, tp_size) for tensor in (layer.k, layer.v))
         for before, after in ((layer.k, k), (layer.v, v)):
-            if before.ndim and (before != after).any():
-                what = "head" if heads else "layer"
+            same = after if tp_size == 1 or not before.ndim else _per_head(after, before.shape[0])
+            if before.ndim and (before != same).any():
+                what = "head" if heads else "layer" if tp_size == 1 else "rank"
                 losses[f"the largest scale of each {what} is written"].append(index)
         if format == "vllm-json":
-            if k != v:
+            if (k != v).any():
                 losses["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
         result[index] = LayerScales(k, v, source=layer.source)
@@ -91,11 +96,22 @@ def _heads_of(layers: Mapping[int, LayerScales]) -> dict[int, int]:
     return {i: n for i, n in heads.items() if n} if all(heads.values()) else {}
 
 
-def _largest(scale: torch.Tensor, heads: int | None) -> torch.Tensor:
-    """The largest scale: `[]`, or of each head `[heads, 1]`."""
+def _largest(scale: torch.Tensor, heads: int | None, ranks: int) -> torch.Tensor:
+    """The largest scale: `[]`, of each head `[heads, 1]`, or of each rank's heads `[ranks, 1]`."""
+    if ranks > 1:
+        if scale.ndim and scale.shape[0] % ranks == 0:
+            return scale.reshape(ranks, -1).amax(1, keepdim=True)
+        return scale.max().expand(ranks, 1).clone()
     if heads is None:
         return scale.max()
     return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
+
+
+def _per_head(of_ranks: torch.Tensor, heads: int) -> torch.Tensor:
+    """The scale of each head, `[heads, 1]`; one for all where heads cannot be split."""
+    if heads % len(of_ranks):
+        return of_ranks[:1]
+    return of_ranks.repeat_interleave(heads // len(of_ranks), 0)
 
 
 def tensors_of(
@@ -119,6 +135,18 @@ def tensors_of(
             shape = (-1, 1, 1) if sides[side].ndim else row.shape
             tensors[f"{path}.{tail}"] = sides[side].reshape(shape).clone()
     return tensors
+
+
+def of_rank(
+    layers: Mapping[int, LayerScales], tp_rank: int, tp_size: int
+) -> Mapping[int, LayerScales]:
+    """One rank's part of what `reduced` gives for several ranks; for a single one, all of it."""
+    if tp_size == 1:
+        return layers
+    return {
+        index: LayerScales(layer.k[tp_rank, 0], layer.v[tp_rank, 0], source=layer.source)
+        for index, layer in layers.items()
+    }
 
 
 def index_of(
@@ -151,14 +179,16 @@ def as_json(data: object) -> bytes:
 def vllm_json(
     layers: Mapping[int, LayerScales], model_type: str | None, tp_size: int
 ) -> dict[str, bytes]:
-    """The file of `quantization_param_path`; every rank has the same scales."""
+    """The file of `quantization_param_path`; `layers` as `reduced` gives them."""
     if sorted(layers) != list(range(len(layers))):
         raise ScaleError(
             f"format 'vllm-json': expected the layers 0 to {len(layers) - 1}, got "
             f"{shortened(sorted(layers))}; its readers refuse a file with gaps, choose another"
         )
-    scales = {str(index): layer.k.item() for index, layer in layers.items()}
-    ranks = {str(rank): scales for rank in range(tp_size)}
+    ranks = {
+        str(rank): {str(i): s.k.item() for i, s in of_rank(layers, rank, tp_size).items()}
+        for rank in range(tp_size)
+    }
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
     return {JSON_FILE: as_json({"model_type": model_type, "kv_cache": cache})}
 

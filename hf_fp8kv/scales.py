@@ -248,7 +248,7 @@ class KVScales:
                 a copy of it with the scales. Its weights stay the same to the byte.
             weights: "link": the weights of the copy are hard links, on the same disk.
             overwrite: replaces the scales that are there; never the files of a checkpoint.
-            tp_size: for "vllm-json": for how many ranks.
+            tp_size: for "vllm-json": for how many ranks; each gets the largest scale of its heads.
 
         Raises:
             ScaleError: when the format cannot be written, or not there.

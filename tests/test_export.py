@@ -149,6 +149,66 @@ def test_every_rank_of_the_json_has_the_same_scales(tmp_path, caplog, rank):
     assert numbers(KVScales.from_pretrained(tmp_path), "k") == numbers(read, "k")
 
 
+@pytest.mark.parametrize("kind", ["head", "channel", "centred-head"])
+def test_each_rank_of_the_json_has_the_largest_scale_of_its_heads(tmp_path, caplog, kind):
+    scales = twice_the_heads(kind)
+    scales.save_pretrained(tmp_path, format="vllm-json", tp_size=2)
+    assert "the largest scale of each rank is written" in caplog.text
+    for rank in range(2):
+        mine = slice(rank * HEADS, (rank + 1) * HEADS)
+        expected_ones = [
+            float(torch.maximum(*(t.amax(1)[mine].max() for t in (k, layer.v))))
+            for layer, k in ((s, roomy_k(s)) for s in scales.layers.values())
+        ]
+        read = KVScales.from_pretrained(tmp_path, tp_rank=rank, tp_size=2)
+        assert numbers(read, "k") == expected_ones
+        assert numbers(read, "v") == expected_ones
+    # One process, which has all heads, takes the larger one.
+    whole = [max(s.k.item() for s in pair) for pair in ranks_of(tmp_path, 2)]
+    assert numbers(KVScales.from_pretrained(tmp_path), "k") == whole
+
+
+def twice_the_heads(kind: str) -> KVScales:
+    """Random scales of 2 * HEADS heads."""
+    pairs = zip(*(random_scales(kind, seed).layers.values() for seed in (0, 1)), strict=True)
+
+    def both(one: LayerScales, other: LayerScales) -> LayerScales:
+        centers = [s.k_center for s in (one, other) if s.k_center is not None]
+        return LayerScales(
+            torch.cat([one.k, other.k]),
+            torch.cat([one.v, other.v]),
+            torch.cat(centers) if centers else None,
+        )
+
+    made = {index: both(*pair) for index, pair in enumerate(pairs)}
+    return KVScales(made, model_type="llama")
+
+
+def roomy_k(layer: LayerScales) -> torch.Tensor:
+    """K's scale that also has room for the centre."""
+    return layer.k if layer.k_center is None else layer.k + layer.k_center.abs() / 448
+
+
+def ranks_of(folder: Path, size: int) -> list[tuple[LayerScales, ...]]:
+    """Each layer's scales, of every rank."""
+    read = [KVScales.from_pretrained(folder, tp_rank=r, tp_size=size) for r in range(size)]
+    return list(zip(*(scales.layers.values() for scales in read), strict=True))
+
+
+def test_heads_that_cannot_be_split_share_the_largest_scale(tmp_path):
+    scales = random_scales("head")
+    scales.save_pretrained(tmp_path, format="vllm-json", tp_size=HEADS + 1)
+    largest = [float(max(s.k.max(), s.v.max())) for s in scales.layers.values()]
+    assert [s.k.item() for s in KVScales.from_pretrained(tmp_path).layers.values()] == largest
+    assert all(len({s.k.item() for s in pair}) == 1 for pair in ranks_of(tmp_path, HEADS + 1))
+
+
+def test_a_copy_with_ranks_is_read_back_for_each(tmp_path, model):
+    out = tmp_path / "out"
+    random_scales("head").save_pretrained(out, format="vllm-json", tp_size=2, checkpoint=model)
+    assert any(len({s.k.item() for s in pair}) == 2 for pair in ranks_of(out, 2))
+
+
 def test_layers_per_tensor_join_those_per_head(tmp_path):
     one, many = torch.tensor(0.5), torch.tensor([[0.25], [0.125]])
     scales = KVScales({0: LayerScales(one, one), 1: LayerScales(many, one)})
