@@ -400,6 +400,40 @@ class TestErrors:
         with pytest.raises(ConfigError, match="attention"):
             serving.enable(tiny("bloom")[0])
 
+    @pytest.mark.parametrize(
+        ("name", "why"),
+        [
+            ("diffllama", "logits are then others"),  # its attention never sees the engine's cache
+            ("bart", "logits are then others"),  # counts positions by what a cache holds
+            ("roberta", "logits are then others"),  # its positions do not begin at 0
+            ("deepseek_v3", "planned its pages"),  # keys are not of the size that engines plan for
+            ("bamba", "linear_attention"),
+            ("seq2seq/t5", "encoder"),
+        ],
+    )
+    def test_models_that_would_answer_with_nonsense(self, name: str, why: str) -> None:
+        model, _ = tiny(name)
+        attention = model.config._attn_implementation
+        with pytest.raises(ConfigError, match=why):
+            serving.enable(model)
+        assert model.config._attn_implementation == attention
+        assert not model.training
+
+    def test_a_probe_can_be_left_out(self) -> None:
+        model, _ = tiny("bart")
+        serving.enable(model, probe=False)
+        assert type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_rounding_in_16_bits_is_no_reason(self, dtype: torch.dtype) -> None:
+        for name in ("llama", "gpt_oss", "gemma2"):
+            serving.enable(make(name).to(dtype))
+
+    def test_a_mode_of_training_is_kept(self, llama: Any) -> None:
+        llama.train()
+        serving.enable(llama)
+        assert llama.training
+
     @pytest.mark.parametrize("size", [24, 4, 2048])
     def test_a_page_size_that_is_none(self, llama: Any, size: int) -> None:
         serving.enable(llama)

@@ -12,11 +12,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..models import refusal
 from ..parallel import tensor_parallel
 from ..scales import KVScales
 from .engines import cache_class
 from .manager import PLACE, Enabled, dispatch
+from .probe import check_kinds, check_packing
 from .settings import Settings
 from .usage import Usage, usage
 
@@ -34,6 +34,7 @@ def enable(
     value_dtype: str | None = None,
     center_keys: bool | None = None,
     backend: str = "auto",
+    probe: bool = True,
 ) -> PreTrainedModel:
     """From now on continuous batching of this model stores FP8 pages, and reads them as they are.
 
@@ -56,6 +57,9 @@ def enable(
         center_keys: None: if the scales carry centres; False: never. True asks for scales that do:
             pages are shared between requests, so none can have a centre of its own.
         backend: as `FP8PagedCache` takes it.
+        probe: run the model on seven tokens, packed as an engine packs them and one text after
+            the other. Models that count positions by themselves, or do not hand the engine's cache
+            to their attention, answer with nonsense there, also under transformers' own cache.
 
     Returns:
         The model.
@@ -68,8 +72,10 @@ def enable(
         raise ConfigError(
             f"model: expected a model with generate_batch(), got {type(model).__name__}"
         )
-    why = refusal(type(model))
-    if not why and not model._can_set_attn_implementation():
+    why = ""
+    if model.config.is_encoder_decoder:
+        why = "it has an encoder, and continuous batching only takes a text"
+    elif not model._can_set_attn_implementation():
         why = "it has attention code of its own and looks up no attention function"
     if why:
         raise ConfigError(
@@ -80,7 +86,10 @@ def enable(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         center_keys=center_keys, backend=backend, **tensor_parallel(model),
     )  # fmt: skip
+    check_kinds(model.config.get_text_config())
     cache_class(settings).check(model, settings)
+    if probe:
+        check_packing(model, settings)
     dispatch()
     disable(model)
     vars(model)[PLACE] = Enabled(settings, vars(model).pop(_KEPT, None))

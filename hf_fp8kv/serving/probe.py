@@ -1,0 +1,159 @@
+"""Whether a model gives, with requests packed into one row, what it gives for each alone.
+
+An engine hands the model all tokens of a step as one sequence, with positions that begin anew for
+each request, and a cache in the keyword arguments. A model that counts its positions itself, or
+does not pass the keywords on to its attention, takes no notice, and answers with nonsense. So a
+model is run on a few tokens both ways before it is used.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..attention import NAME, engine_step
+from ..errors import ConfigError, Fp8KVError
+from ..formats import AUTO
+from ..support import implementations, in_eval_mode, restore
+from .engines.common import EngineCache, sizes
+from .layout import PageLayout, Stored
+from .settings import Settings
+from .step import Kind
+
+__all__ = ["check_kinds", "check_packing"]
+
+# Two texts; the last token of each comes in a step of its own.
+LENGTHS = (4, 3)
+# Relative RMS of the logits: in float32 no model that is packed rightly passes 1e-5, and none that is
+# not stays below 2e-3, of all that tests/tiny_models.py builds. In 16 bits the order of sums counts:
+# up to 0.03 there, and what is wrong in a model with real positions is far above 0.1.
+TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
+TOLERANCE_16 = 0.1
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SLOTS = 8
+
+
+def check_kinds(config: Any) -> list[int | None]:
+    """Returns the window of each layer, None for full attention, as engines see a config.
+
+    Raises:
+        ConfigError: there are layers that no engine has a cache for.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    unknown = sorted(set(kinds) - {_FULL, _SLIDING})
+    if unknown:
+        raise ConfigError(
+            f"expected layers of the types {_FULL} and {_SLIDING}, got {', '.join(unknown)} "
+            f"({getattr(config, 'model_type', type(config).__name__)}); continuous batching of "
+            "transformers has no cache for these, use generate() with FP8PagedCache"
+        )
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def check_packing(model: PreTrainedModel, settings: Settings) -> None:
+    """Runs the model on seven tokens, as an engine would and text by text; stores its own dtype.
+
+    Raises:
+        ConfigError: the results differ, or the model cannot be run in this way.
+    """
+    name = type(model).__name__
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
+    before = implementations(model)
+    try:
+        with torch.no_grad(), in_eval_mode(model):
+            wanted = [
+                model(input_ids=text, use_cache=False).logits[0].float()
+                for text in ids.split(LENGTHS, 1)
+            ]
+            model.set_attn_implementation(NAME)
+            with engine_step():
+                found = _packed(model, ids, _PackedCache(model, settings))
+    except Fp8KVError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"expected a model that takes packed requests, got {name}, which fails with them: "
+            f"{type(error).__name__}: {error}; use generate() with FP8PagedCache"
+        ) from error
+    finally:
+        restore(model, before)
+    apart = _relative_error(torch.cat(found), torch.cat(wanted))
+    if not apart < TOLERANCES.get(model.dtype, TOLERANCE_16):
+        raise ConfigError(
+            f"expected a model that takes packed requests, got {name}, whose logits are then "
+            f"others (relative RMS {apart:.2g}): it counts positions by itself, or does not hand "
+            "the engine's cache to its attention, and transformers' own continuous batching of it "
+            "is wrong, too. Use generate() with FP8PagedCache; or pass probe=False if you know "
+            "better"
+        )
+
+
+def _packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> list[torch.Tensor]:
+    """The logits of each text, all but the last token of each first."""
+    texts = [text[0] for text in ids.split(LENGTHS, 1)]
+    starts = [0] * len(texts)
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    for counts in ([len(text) - 1 for text in texts], [1] * len(texts)):
+        spans = [range(a, a + n) for a, n in zip(starts, counts, strict=True)]
+        cache.begin(starts, counts)
+        positions = torch.tensor([p for span in spans for p in span], device=ids.device)
+        tokens = torch.cat([t[s.start : s.stop] for t, s in zip(texts, spans, strict=True)])
+        logits = model(
+            input_ids=tokens[None], position_ids=positions[None], attention_mask=None,
+            use_cache=False, cache=cache,
+        ).logits[0].float()  # fmt: skip
+        for rows, part in zip(found, logits.split(counts), strict=True):
+            rows.append(part)
+        starts = [span.stop for span in spans]
+    return [torch.cat(rows) for rows in found]
+
+
+def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Of what a softmax sees: a number added to all logits of a row is none."""
+    found, wanted = (x - x.mean(-1, keepdim=True) for x in (found, wanted))
+    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+class _PackedCache(EngineCache):
+    """A cache without an engine: one page for each text, and the model's own dtype in it."""
+
+    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
+        config, chosen = model.config.get_text_config(), settings.options
+        settings = Settings.parse(
+            scales=None, dtype=AUTO, key_dtype=None, value_dtype=None, center_keys=None,
+            backend=chosen.backend, tp_rank=chosen.tp_rank, tp_size=chosen.tp_size,
+        )  # fmt: skip
+        heads, dim = sizes(config)
+        heads //= chosen.tp_size
+        self.page_layout = PageLayout.of(settings.options, heads, dim, _SLOTS, model.dtype)
+        self._prepare(settings, config.num_hidden_layers, heads, dim, model.device)
+        # A window is longer than these texts, or wrong anyway.
+        self.kinds = [Kind(None, _SLOTS)]
+        self._stored: dict[int, Stored] = {}
+        self._device = model.device
+
+    def begin(self, starts: list[int], counts: list[int]) -> None:
+        """The next step has these tokens of each text."""
+        batch = object()
+        for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            self.record(batch, start, count, [[page]])
+
+    def kind_of(self, layer: int) -> int:
+        """All layers are alike here."""
+        return 0
+
+    def stored(self, layer: int) -> Stored:
+        """The pages of a layer, made when it asks."""
+        if layer not in self._stored:
+            size = len(LENGTHS) * self.page_layout.bytes_per_page
+            memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            self._stored[layer] = self.page_layout.carve(memory)
+        return self._stored[layer]
+
+    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Nobody asks."""
+        raise NotImplementedError

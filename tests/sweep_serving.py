@@ -1,0 +1,96 @@
+"""Which model types transformers' engine runs, and what FP8 pages make of them.
+
+    python -m tests.sweep_serving [--json PATH]
+
+A tiny random model of each type answers five prompts with `generate_batch`, in chunks: with
+transformers' own cache, and with pages that store the model's own dtype, so that equal means equal
+tokens. Both are compared with the model's `generate()`. About five minutes.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from serving_tools import batched, greedy, prompts
+from tiny_models import tiny, type_names
+
+from hf_fp8kv import Fp8KVError, serving
+
+NEW = 6
+EQUAL, DIFFERS, FAILS, REFUSED = "equal", "differs", "fails", "refused"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    found: dict[str, list[str]] = {}
+    for name in type_names():
+        if "/" not in name and (row := compare(name)) is not None:
+            found[name] = row
+            say(f"{name:24} transformers: {row[0]:8} FP8 pages: {row[1]:8} {row[2]}")
+    say("")
+    for (theirs, ours), count in Counter((a, b) for a, b, _ in found.values()).most_common():
+        say(f"{count:4}  transformers: {theirs:8} FP8 pages: {ours}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def compare(name: str) -> list[str] | None:
+    """What becomes of a type: with transformers' cache, with ours, and why; None: no generate()."""
+    texts = prompts(90)[:5]
+    try:
+        model, _ = tiny(name)
+        wanted = [alone(model, text) for text in texts]
+    except Exception:
+        return None
+    theirs, _ = outcome(model, texts, wanted)
+    try:
+        serving.enable(model, dtype="auto")
+    except Fp8KVError as error:
+        return [theirs, REFUSED, str(error)[:160]]
+    return [theirs, *outcome(model, texts, wanted)]
+
+
+def alone(model: Any, text: list[int]) -> list[int]:
+    whole = model.generate(
+        torch.tensor([text]), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    tokens: list[int] = whole[0, len(text) :].tolist()
+    return tokens
+
+
+def outcome(model: Any, texts: list[list[int]], wanted: list[list[int]]) -> tuple[str, str]:
+    try:
+        with contextlib.redirect_stdout(None):
+            found = batched(
+                model, texts, generation=greedy(max_new_tokens=NEW), max_batch_tokens=48
+            )
+    except (Exception, AssertionError) as error:
+        return FAILS, f"{type(error).__name__}: {error}"[:160].replace("\n", " ")
+    return (EQUAL if found == wanted else DIFFERS), ""
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
