@@ -18,6 +18,7 @@ ARGUMENTS = {
     "fork_chat.py": ["--characters", "1500"],
     "long_context.py": ["--max-pages", "8", "--chunk", "128"],
     "pipeline.py": ["--new-tokens", "4"],
+    "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
 }
 # Of SmolLM2-135M: layers, KV heads, head size; bytes of K and V of a token in bf16 and in pages.
@@ -177,3 +178,13 @@ def test_calibrated_scales_are_written_and_read_back(run, tmp_path):
     assert "London is the capital of" in printed.splitlines()[-1]
     weights = [path.stat().st_size for path in (out / "copy").glob("*.safetensors")]
     assert sum(weights) > 2 * 134_515_008  # a whole checkpoint, and the scales
+
+
+def test_sixteen_clients_are_answered_by_one_server(run):
+    out = run("serve_client.py")
+    streamed = re.findall(r"^streamed (.+)$", out, re.MULTILINE)
+    assert len(streamed) == len(set(streamed)) == 8
+    assert re.findall(r"^at once  (.+)$", out, re.MULTILINE) == streamed
+    assert 'requests_total{status="200"} 16\n' in out
+    assert _numbers(r"generated_tokens_total (\d+)", out) == (16 * 8,)
+    assert "the server ended with 0" in out

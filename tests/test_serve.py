@@ -22,7 +22,7 @@ from tests.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, s
 
 
 def needed(name: str) -> types.ModuleType:
-    """Returns a module of the extra `serve`, which CI installs: a skip there would hide all this."""
+    """Returns a module of the extra `serve`, which CI installs: a skip would hide all this."""
     if os.environ.get("CI"):
         return importlib.import_module(name)
     return pytest.importorskip(name, reason="needs the extra serve")

@@ -1,0 +1,60 @@
+"""Sixteen clients of one server at once, half of them streaming.
+
+    python examples/serve_client.py
+    python examples/serve_client.py --url http://127.0.0.1:8000   # of an `hf-fp8kv serve` that runs
+
+Without --url it starts `hf-fp8kv serve` with the demo's model on a free port, and stops it again.
+"""
+
+import argparse
+import contextlib
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from openai import OpenAI
+
+WORDS = ["sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose"]
+
+
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", "--kv-cache-dtype", "fp8"]
+    command += ["--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        yield next(line.split()[-1] for line in process.stderr if "hf-fp8kv: serving" in line)
+        process.terminate()
+        process.communicate()
+    print(f"the server ended with {process.returncode}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--url", help="a server that runs; without: one of its own")
+    parser.add_argument("--new-tokens", type=int, default=32)
+    args = parser.parse_args()
+    with contextlib.nullcontext(args.url) if args.url else server() as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none")
+        name = client.models.list().data[0].id
+
+        def ask(number: int) -> str:
+            text, stream = f"Tell me about the {WORDS[number // 2]}.", number % 2 == 0
+            messages = [{"role": "user", "content": text}]
+            how = {"max_tokens": args.new_tokens, "temperature": 0, "stream": stream}
+            answer = client.chat.completions.create(model=name, messages=messages, **how)
+            if not stream:
+                return answer.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+        with client, ThreadPoolExecutor(16) as pool:
+            for number, text in enumerate(pool.map(ask, range(16))):
+                print(f"{'streamed' if number % 2 == 0 else 'at once '} {text!r}")
+        numbers = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
+        print("\n".join(line for line in numbers if not line.startswith("#")))
+
+
+if __name__ == "__main__":
+    main()
