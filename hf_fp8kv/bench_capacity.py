@@ -130,7 +130,8 @@ def planned_tokens(
             config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
             device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16, **more,
         )  # fmt: skip
-    return int(found.num_blocks) * page_size
+    # transformers 5.17 counts blocks of a group of layers, later versions those of all layers.
+    return int(found.num_blocks) // getattr(found, "num_groups", 1) * page_size
 
 
 def run_capacity_suite(
