@@ -48,6 +48,15 @@ class TestPlan:
             each = 32 * (stored + (dynamic if chosen.options.scales is None else 0))
             assert 0.75 * 0.9 * memory < tokens * each < 0.9 * memory
 
+    @pytest.mark.parametrize("name", ["Gemma-2-9B", "gpt-oss-20b"])
+    def test_a_token_has_all_layers(self, name: str) -> None:
+        """Also where the engine counts the blocks of groups of layers."""
+        config = shape(name).get_text_config()
+        each = 2 * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
+        for chosen, size in ((None, 2), (settings(scales=1.0), 1)):
+            tokens = planned_tokens(config, 40 * GIB, chosen, attention="flash_attention_2")
+            assert tokens * each * size < 0.9 * 40 * GIB
+
     def test_unquantised_pages_need_what_bf16_needs(self) -> None:
         config = shape("Llama-3.1-8B")
         base = planned_tokens(config, 40 * GIB, None, attention="flash_attention_2")
