@@ -149,6 +149,7 @@ def test_a_cache_that_cannot_follow_stays_as_it_is():
         cache.update(tokens, tokens, layer)
     with pytest.raises(BackendError, match="expected pages on the CPU, got meta"):
         cache.update(tokens.to(OTHER), tokens.to(OTHER), 0)
+    assert cache.layers[0].keys.device == CPU
     key, _ = cache.update(tokens, tokens, 0)
     assert key.device == CPU
     assert key.shape[2] == 6
