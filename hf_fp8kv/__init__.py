@@ -4,6 +4,9 @@ Importing adds the name "fp8_paged" to transformers' attention and mask registri
 nothing else.
 """
 
+import importlib as _importlib
+from types import ModuleType as _Module
+
 from .attention import register
 from .cache import FP8PagedCache
 from .calibration import calibrate
@@ -31,3 +34,10 @@ __all__ = [
 ]
 
 register()
+
+
+def __getattr__(name: str) -> _Module:
+    """`hf_fp8kv.serving` without an import of its own: it needs transformers' engine, this not."""
+    if name == "serving":
+        return _importlib.import_module(f"{__name__}.serving")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import hf_fp8kv
 
 HEAVY = ("triton", "numba", "matplotlib")
+LATER = ("hf_fp8kv.serving", "transformers.generation.continuous_batching.cache")
 REGISTRIES = {"attention": AttentionInterface, "mask": AttentionMaskInterface}
 
 
@@ -113,6 +114,15 @@ def test_importing_changes_nothing_that_was_there(imported):
 @pytest.mark.parametrize("module", HEAVY)
 def test_importing_does_not_import(imported, module):
     assert module not in {name.split(".")[0] for name in imported["modules"]}
+
+
+def test_serving_is_imported_when_it_is_asked_for(imported):
+    assert not set(LATER) & set(imported["modules"])
+    command = "import hf_fp8kv; print(hf_fp8kv.serving.enable.__module__)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout == "hf_fp8kv.serving\n", done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hf_fp8kv.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("registry", REGISTRIES.values(), ids=REGISTRIES)
