@@ -18,6 +18,7 @@ _SUITES = {
     "gpu": ("hf_fp8kv.bench_gpu", "run_gpu_suite"),
     "quality": ("hf_fp8kv.quality", "run_quality_suite"),
     "accuracy": ("hf_fp8kv.accuracy", "run_accuracy_suite"),
+    "serve": ("hf_fp8kv.bench_serve", "run_serve_suite"),
     "capacity": ("hf_fp8kv.bench_capacity", "run_capacity_suite"),
 }
 
@@ -27,7 +28,8 @@ def bench(
         str,
         typer.Option(
             help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
-            "by format, kind of scales and centre (minutes). capacity: how many tokens fit.",
+            "by format, kind of scales and centre (minutes). capacity: how many tokens fit. "
+            "serve: the server under load.",
             autocompletion=completing(lambda: _SUITES),
         ),
     ] = "cpu",
@@ -91,6 +93,11 @@ def bench(
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO}
         if texts is not None:
             arguments["texts"] = texts
+    if suite == "serve":
+        from ..serving.server.options import require
+
+        require()
+        arguments = {"model": model, "device": device}
     if shown is not None:
         result = _stored(shown)
     else:

@@ -1,0 +1,191 @@
+"""Servers in processes of their own, and clients that put a load on them; for `bench_serve`."""
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+__all__ = ["Answer", "Load", "Server", "served"]
+
+_START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
+_WORDS = [
+    "page", "slot", "table", "length", "scale", "token", "layer", "head",
+    "sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the clients do, and how much room there is.
+
+    Attributes:
+        name: of the rows.
+        clients: that ask at the same time.
+        requests: of all of them in a turn.
+        words: of a prompt, about a token each.
+        new_tokens: of an answer, at most.
+        blocks: pages of the stock server; the other one gets the same bytes.
+    """
+
+    name: str
+    clients: int
+    requests: int
+    words: int
+    new_tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request; seconds since it was sent."""
+
+    first: float
+    last: float
+    tokens: int
+
+    @property
+    def per_token(self) -> float:
+        return (self.last - self.first) / max(self.tokens - 1, 1)
+
+
+class Server:
+    """A server in a process of its own, and what its clients saw.
+
+    Attributes:
+        answers: of the turns that count.
+        throughput: new tokens a second, of each such turn.
+        failed: requests without an answer.
+        peak: bytes of memory, at most.
+        pages: `[at most in use, all, bytes of all]`; None where the server does not tell.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]", port: int, model: str) -> None:
+        self.process, self.port, self.model = process, port, model
+        self.answers: list[Answer] = []
+        self.throughput: list[float] = []
+        self.failed, self.peak = 0, 0
+        self.pages: list[float] | None = None
+
+    def take(self, load: Load, *, counts: bool, seed: int) -> None:
+        """Puts the load on it once."""
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(done,))
+        watch.start()
+        began = time.perf_counter()
+        try:
+            with ThreadPoolExecutor(load.clients) as pool:
+                ask = [pool.submit(self._ask, load, 1000 * seed + n) for n in range(load.requests)]
+                found = [one.result() for one in ask]
+        finally:
+            seconds = time.perf_counter() - began
+            done.set()
+            watch.join()
+        answers = [answer for answer in found if answer is not None]
+        if not answers:
+            raise ConfigError(f"the server of {self.model} answers nothing; start it by hand")
+        if counts:
+            self.failed += len(found) - len(answers)
+            self.answers += answers
+            self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
+
+    def _ask(self, load: Load, number: int) -> Answer | None:
+        """Sends one request and reads its answer as it comes."""
+        words = random.Random(number).choices(_WORDS, k=load.words)
+        text = f"{number}: {' '.join(words)}. Tell me more."
+        body = {
+            "model": self.model, "stream": True, "temperature": 0, "max_tokens": load.new_tokens,
+            "messages": [{"role": "user", "content": text}],
+        }  # fmt: skip
+        times: list[float] = []
+        tokens = 0
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", "/v1/chat/completions", json.dumps(body),
+                                   {"content-type": "application/json"})  # fmt: skip
+                for line in connection.getresponse():
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    if chunk["choices"][0]["delta"].get("content"):
+                        times.append(time.perf_counter() - began)
+                    tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            except (OSError, http.client.HTTPException, ValueError, LookupError):
+                return None
+        return Answer(times[0], times[-1], tokens) if times and tokens else None
+
+    def _watch(self, done: threading.Event) -> None:
+        """Looks at its memory and its pages until the turn is over."""
+        import psutil
+
+        process = psutil.Process(self.process.pid)
+        while not done.wait(0.2):
+            with contextlib.suppress(psutil.Error):
+                self.peak = max(self.peak, process.memory_info().rss)
+            found = self._numbers()
+            if "pages_used" in found:
+                used, total, size = (found[k] for k in ("pages_used", "pages_total", "bytes_total"))
+                self.pages = [max(used, self.pages[0] if self.pages else 0), total, size]
+
+    def _numbers(self) -> dict[str, float]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            found = re.findall(r"^hf_fp8kv_(\w+) (\S+)$", text, re.MULTILINE)
+            return {name: float(value) for name, value in found}
+        return {}
+
+
+@contextlib.contextmanager
+def served(arguments: list[str], model: str) -> Iterator[Server]:
+    """Inside, a server runs; its log is read, and shown if it does not start."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    )  # fmt: skip
+    lines: list[str] = []
+    port: list[int] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            if ready.is_set():
+                continue
+            lines.append(line)
+            found = re.search(r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)", line)
+            if found:
+                port.append(int(found[1]))
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        if not ready.wait(_START_SECONDS) or not port:
+            raise ConfigError(
+                f"expected a server, got none from: {' '.join(arguments)}\n{''.join(lines[-20:])}"
+            )
+        yield Server(process, port[0], model)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()

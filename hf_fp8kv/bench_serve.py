@@ -1,0 +1,193 @@
+"""`hf-fp8kv serve` beside `transformers serve` under the same load: `hf-fp8kv bench --suite serve`.
+
+Both serve one model with continuous batching, and get the same bytes for their pages; with the FP8
+ones, twice as many tokens fit. Clients each send one request after another and read the answer as
+it comes. The servers take turns, and what counts is the median over turns, and percentiles over
+the requests of all turns. Prompts begin differently, so that no prefix is found twice.
+"""
+
+import contextlib
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import demo
+from .bench_clients import Load, Server, served
+from .environment import circumstances
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["Load", "format_table", "run_serve_suite"]
+
+STOCK, OURS = "transformers serve", "hf-fp8kv serve"
+_PERCENTILES = (50, 90, 99)
+
+
+LOADS = (
+    Load("room for all", clients=8, requests=16, words=150, new_tokens=48, blocks=64),
+    Load("room for half", clients=16, requests=32, words=150, new_tokens=48, blocks=32),
+)
+
+
+def run_serve_suite(
+    *,
+    model: str | None = None,
+    device: str = "auto",
+    loads: Sequence[Load] = LOADS,
+    page_size: int = 64,
+    turns: int = 3,
+    dtype: str = "fp8",
+    batch_tokens: int = 512,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Returns what was measured, ready for JSON.
+
+    Args:
+        model: a folder or a hub id; None: the demo's model.
+        device: as both servers take it.
+        loads: what is asked of them.
+        page_size: tokens of a page, of both.
+        turns: every server has each load so often, after one that does not count.
+        dtype: of the FP8 pages.
+        batch_tokens: tokens of a step, of both.
+        progress: called with what is measured next.
+
+    Returns:
+        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
+        `load`, `measure`, `server`, `against`, `value`, `unit`, `low` and `high` (quartiles over
+        turns), and `failed` (requests without an answer); None where a row has none.
+
+    Raises:
+        ConfigError: a server does not start, or answers nothing.
+    """
+    say = progress or (lambda _message: None)
+    name = model or str(demo.model_path())
+    rows: list[dict[str, Any]] = []
+    for load in loads:
+        both = {
+            STOCK: ["-m", "transformers.cli.transformers", "serve", name,
+                    "--continuous-batching", "--attn-implementation", "sdpa",
+                    "--cb-num-blocks", str(load.blocks)],
+            OURS: ["-m", "hf_fp8kv.cli", "serve", name, "--kv-cache-dtype", dtype,
+                   "--metrics-interval", "0", "--cb-num-blocks",
+                   str(_same_bytes(name, load.blocks, page_size, dtype))],
+        }  # fmt: skip
+        alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
+                 str(page_size), "--cb-max-batch-tokens", str(batch_tokens)]  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            servers = {}
+            for which, command in both.items():
+                say(f"{load.name}: starting {which}")
+                servers[which] = stack.enter_context(served([*command, *alike], name))
+            for turn in range(turns + 1):
+                order = list(servers.values())
+                random.Random(turn).shuffle(order)
+                for server in order:
+                    say(f"{load.name}: turn {turn} of {turns}")
+                    server.take(load, counts=turn > 0, seed=turn)
+            rows += _rows(load, servers)
+            stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
+            rows.append(_row(load, "bytes of all pages", STOCK, [stock], "MiB"))
+    settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
+                "dtype": dtype, "batch_tokens": batch_tokens,
+                "loads": [vars(load) for load in loads]}  # fmt: skip
+    return {**circumstances("serve"), "settings": settings, "rows": rows}
+
+
+def _same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
+    """Returns how many of our pages take the bytes of so many of the stock server's."""
+    return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
+
+
+def _page_bytes(name: str, page_size: int, dtype: str) -> int:
+    """Returns the bytes of a page of all layers; dynamic scales are in it."""
+    from transformers import AutoConfig
+
+    from .formats import AUTO, parse_dtype
+
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    plain = parse_dtype(dtype, "dtype") == AUTO
+    token = dim * (4 if "32" in str(config.dtype) else 2) if plain else dim + 2
+    return int(2 * config.num_hidden_layers * heads * page_size * token)
+
+
+# -- what was seen ---------------------------------------------------------------------------------
+
+
+def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    rows = []
+    for name, server in servers.items():
+        rows.append(_row(load, "throughput", name, server.throughput, "tokens/s", server.failed))
+        for measure, unit, found in (
+            ("first token", "ms", [1e3 * answer.first for answer in server.answers]),
+            ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
+            ("whole answer", "s", [answer.last for answer in server.answers]),
+        ):
+            for share in _PERCENTILES:
+                at = _percentile(found, share)
+                rows.append(_row(load, f"{measure}, p{share}", name, [at], unit))
+        rows.append(_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
+        if server.pages is not None:
+            used, total, size = server.pages
+            rows.append(_row(load, f"pages in use, of {total:.0f}", name, [used], "pages"))
+            rows.append(_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
+    pairs = zip(servers[OURS].throughput, servers[STOCK].throughput, strict=True)
+    ratios = [ours / stock for ours, stock in pairs]
+    rows.append({**_row(load, "ratio", OURS, ratios, "×"), "against": f"{STOCK}, throughput"})
+    return rows
+
+
+def _row(
+    load: Load,
+    measure: str,
+    server: str,
+    values: Sequence[float],
+    unit: str,
+    failed: int | None = None,
+) -> dict[str, Any]:
+    low, high = None, None
+    if len(values) > 1:
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {
+        "load": load.name, "measure": measure, "server": server, "against": None,
+        "value": statistics.median(values), "unit": unit, "low": low, "high": high,
+        "failed": failed,
+    }  # fmt: skip
+
+
+def _percentile(values: Sequence[float], share: int) -> float:
+    """Returns the smallest value that so many percent of the values do not pass."""
+    ordered = sorted(values)
+    return ordered[max(-(-share * len(ordered) // 100) - 1, 0)]
+
+
+def format_table(result: dict[str, Any]) -> "RenderableType":
+    """Returns the rows of `run_serve_suite` as a table for a terminal, the servers side by side."""
+    from rich.table import Table
+
+    settings, hardware = result["settings"], result["hardware"]
+    table = Table(
+        title=f"{settings['model']}, pages of {settings['page_size']} tokens, {settings['device']}",
+        caption=f"{hardware['cpu']}, {hardware['cores']} cores, {settings['turns']} turns, medians "
+        f"(quartiles), {result['date']}",
+    )
+    for name in ("load", "measure", "unit", STOCK, OURS):
+        table.add_column(name, justify="right" if name in (STOCK, OURS) else "left")
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        spread = "" if row["low"] is None else f" ({row['low']:.3g} - {row['high']:.3g})"
+        failed = f", {row['failed']} failed" if row["failed"] else ""
+        key = (row["load"], row["against"] or row["measure"], row["unit"])
+        cells.setdefault(key, {})[row["server"]] = f"{row['value']:.4g}{spread}{failed}"
+    before = ""
+    for (load, measure, unit), values in cells.items():
+        if load != before and before:
+            table.add_section()
+        table.add_row("" if load == before else load, measure, unit,
+                      values.get(STOCK, ""), values.get(OURS, ""))  # fmt: skip
+        before = load
+    return table
