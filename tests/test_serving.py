@@ -408,6 +408,7 @@ class TestErrors:
             ("roberta", "logits are then others"),  # its positions do not begin at 0
             ("deepseek_v3", "planned its pages"),  # keys are not of the size that engines plan for
             ("bamba", "linear_attention"),
+            ("dots3_note_text", "expected layers"),  # of several sizes, and indexed
             ("seq2seq/t5", "encoder"),
         ],
     )
