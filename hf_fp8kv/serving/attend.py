@@ -170,9 +170,9 @@ def _attend_chunk(
     place = (position // size, position % size)
     _copy(pages, chunk.old, mine, (place[0][:before], place[1][:before]))
     span = slice(chunk.first, chunk.first + chunk.tokens)
-    lengths = torch.tensor([before], dtype=torch.int32, device=device)
-    ops.write(mine, key[:, :, span], value[:, :, span], lengths, backend)
-    found = run(query[:, :, span], mine, lengths + chunk.tokens, stop, True, window or 0, None)
+    ops.write(mine, key[:, :, span], value[:, :, span], chunk.before, backend)
+    ends = chunk.before + chunk.tokens
+    found = run(query[:, :, span], mine, ends, stop, True, window or 0, None)
     out[:, span] = found
     kept = len(chunk.kept[0])
     _copy(mine, (place[0][stop - kept :], place[1][stop - kept :]), pages, chunk.kept)

@@ -2,7 +2,10 @@
 
 import threading
 import weakref
+from copy import copy
 from typing import Any
+
+import transformers
 
 from ..attention import NAME, engine_step
 from ..errors import ConfigError
@@ -56,11 +59,30 @@ class FP8Manager(_Stock):  # type: ignore[misc]
         before = implementations(model)
         try:
             super().__init__(model, *args, **kwargs)
-            self._decide_graphs(*_settings_of(args, kwargs))
+            asked, hints = _settings_of(args, kwargs)
+            self._decide_compiling(asked)
+            self._decide_graphs(asked, hints)
         except BaseException:
             restore(model, before)
             raise
         self._enabled.add(self)
+
+    def _decide_compiling(self, asked: Any) -> None:
+        """Only the model around its attention is compiled: that works from lists of each step."""
+        config = self.continuous_batching_config
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            chosen = getattr(config, name)
+            if chosen is None or not chosen.fullgraph:
+                continue
+            if getattr(asked, name) is not None:
+                raise ConfigError(
+                    f"{name}: expected fullgraph=False, got True; attention over FP8 pages is not "
+                    "compiled, so that a compiled step has a part before each and a part after"
+                )
+            # An older engine's own choice for default_compile_level.
+            chosen = copy(chosen)
+            chosen.fullgraph = False
+            setattr(config, name, chosen)
 
     def _decide_graphs(self, asked: Any, hints: Any) -> None:
         """Graphs only where they are asked for, and of steps that only decode.
@@ -76,11 +98,13 @@ class FP8Manager(_Stock):  # type: ignore[misc]
             return
         kind = cache_class(self._enabled.settings)
         backend = choose_backend(self._enabled.settings.options.backend, device)
-        if backend != "triton" or not any(resolved) or not kind.has_block_table_steps:
+        able = kind.has_block_table_steps(self.model.config.get_text_config())
+        if backend != "triton" or not any(resolved) or not able:
             raise ConfigError(
-                "use_cuda_graph: expected a CUDA device, the triton backend and transformers 5.18 "
-                f"or later for graphs of steps over FP8 pages, got {device} and {backend!r}; leave "
-                "it out"
+                "use_cuda_graph: expected a CUDA device, the triton backend, a model without "
+                "sliding windows and transformers 5.18 or later for graphs of steps over FP8 "
+                f"pages, got {device}, {backend!r}, {type(self.model).__name__} and "
+                f"{transformers.__version__}; leave it out"
             )
         config.use_cuda_graph = (False, True)
         config.max_blocks_per_request = asked.max_blocks_per_request or _blocks(config, hints)

@@ -85,12 +85,14 @@ class Chunk:
     Attributes:
         first: the first of the step's tokens.
         tokens: how many, T.
+        before: `[1]`, int32, how many of the old tokens the first of them still sees, n.
         old: `[n]`, int64, pages and slots of the tokens that the first of them still sees.
         kept: `[m]`, int64, pages and slots where the last `m` tokens go.
     """
 
     first: int
     tokens: int
+    before: torch.Tensor
     old: tuple[torch.Tensor, torch.Tensor]
     kept: tuple[torch.Tensor, torch.Tensor]
 
@@ -180,7 +182,12 @@ class _Maker:
         self.window, self.size = step._kinds[kind].window, step._kinds[kind].page_size
 
     def on_device(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(x, dtype)).to(self.device)
+        host = torch.from_numpy(np.asarray(x, dtype))
+        if self.device.type == "cuda" and host.numel():
+            # A copy from other memory would wait for all that the stream still has to do: with
+            # use_async_batching that is the step before this one.
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def calls(self) -> Calls:
         split = [row for row in self.rows if self.wraps(row)]
@@ -248,7 +255,8 @@ class _Maker:
             page, slot = places
             return self.on_device(page, np.int64), self.on_device(slot, np.int64)
 
-        return Chunk(row.first, row.tokens, both(old), both(kept))
+        before = self.on_device([len(old[0])], np.int32)
+        return Chunk(row.first, row.tokens, before, both(old), both(kept))
 
 
 def groups(rows: Sequence[_Row]) -> list[list[_Row]]:

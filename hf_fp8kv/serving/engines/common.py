@@ -22,6 +22,11 @@ def sizes(config: Any) -> tuple[int, int]:
     Raises:
         ConfigError: they are not in the config.
     """
+    if getattr(config, "is_heterogeneous", False):
+        raise ConfigError(
+            f"expected layers that are alike, got a {type(config).__name__} with layers of "
+            "several sizes; the engine has one size of page, use generate() with FP8PagedCache"
+        )
     hidden, queries, heads, dim = (
         getattr(config, name, None)
         for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -54,8 +59,6 @@ class EngineCache:
         prefix_tokens: tokens that these did not have to compute.
     """
 
-    # Whether the engine can hand a step as a block table: `_by_block_table`.
-    has_block_table_steps = False
     settings: Settings
     page_layout: PageLayout
     kinds: list[Kind]
@@ -84,6 +87,11 @@ class EngineCache:
         ops.choose_backend(settings.options.backend, model.device)
 
     @staticmethod
+    def has_block_table_steps(config: Any) -> bool:
+        """Whether an engine of this model can hand a step as a block table: `_by_block_table`."""
+        return False
+
+    @staticmethod
     def bytes_per_token(config: Any, settings: Settings, dtype: torch.dtype) -> float:
         """Returns what a token takes in the pages of a process: `heads` is split over its ranks.
 
@@ -96,6 +104,15 @@ class EngineCache:
         heads //= settings.options.tp_size
         page = PageLayout.of(settings.options, heads, dim, 64, dtype)
         return page.bytes_per_page / page.slots * float(config.num_hidden_layers)
+
+    def _settle(self) -> None:
+        """To be called when the pages are there: they are zero before anybody writes to them.
+
+        An engine has a stream of its own, which does not wait for that on which they were made.
+        """
+        device = self.stored(0).k.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     @abstractmethod
     def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
@@ -126,6 +143,9 @@ class EngineCache:
             self._batch, self._step = batch, Step(self.kinds)
         self._step.add(past, tokens, pages)
 
+    # What a step has to do is worked out on the host, from its requests: nothing to compile, and
+    # another program for each number of requests if it were.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend_stored(
         self,
         module: torch.nn.Module,

@@ -35,7 +35,12 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
     """The engine's cache over pages of ours."""
 
     chosen: Settings
-    has_block_table_steps = True
+
+    @staticmethod
+    def has_block_table_steps(config: Any) -> bool:
+        """Whether an engine of this model can hand a step as a block table."""
+        kinds = stock.group_layers_by_attn_type(config)
+        return all(stock.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
 
     def __init__(
         self,
@@ -77,6 +82,7 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
             for allocator in self.cache_allocators.values()
             for place, layer in enumerate(allocator.layer_indices)
         }
+        self._settle()
 
     def kind_of(self, layer: int) -> int:
         """The index into `kinds` of a layer."""

@@ -62,6 +62,7 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
             Kind(getattr(group, "sliding_window", None), self.block_size)
             for group in self.group_cache_managers
         ]
+        self._settle()
 
     def _lay_out(self, helper: Any, dtype: torch.dtype) -> None:
         heads, dim = sizes(self.config)

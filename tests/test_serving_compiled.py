@@ -1,0 +1,65 @@
+"""Engines that compile their steps: the model around its attention, with padded shapes."""
+
+from typing import Any
+
+import pytest
+import torch
+from serving_tools import batched, batching, greedy, head_scales, one_by_one, prompts
+from tiny_models import tiny
+from transformers import CompileConfig
+
+from hf_fp8kv import ConfigError, serving
+from hf_fp8kv.serving import engines
+
+HAS_BLOCK_TABLES = engines.layout().__name__.endswith("flat_tensor")
+# Traced, and run as it is: compilers of code are not what is tested.
+TRACED = {"backend": "eager", "mode": None, "dynamic": True}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class TestCompiled:
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+    def test_the_same_tokens(self, name: str) -> None:
+        """Attention stays as it is, so that no number of requests is compiled by itself."""
+        model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
+        scales = head_scales(model)
+        model.set_attn_implementation("fp8_paged")
+        wanted = one_by_one(model, prompts(), scales=scales)
+        serving.enable(model, scales=scales)
+        config = CompileConfig(fullgraph=False, **TRACED)
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        found = batched(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
+        assert found == wanted
+        made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        # The parts between attentions: 11, and 55 if attention is compiled for each step.
+        assert 0 < made < 25
+
+    def test_a_whole_step_as_one_graph_is_refused(self) -> None:
+        model = tiny("llama", attn_implementation="sdpa")[0]
+        serving.enable(model)
+        # Not so decode_compile_config: the engine leaves it out, for its own attentions only.
+        config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **TRACED))
+        with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
+            model.init_continuous_batching(greedy(), config)
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_the_engine_s_own_level_is_made_to_fit(self) -> None:
+        """transformers 5.17 chooses fullgraph=True."""
+        model = tiny("llama")[0]
+        serving.enable(model)
+        manager = model.init_continuous_batching(greedy(), batching(default_compile_level=1))
+        chosen = manager.continuous_batching_config.varlen_compile_config
+        assert chosen is not None
+        assert not chosen.fullgraph
+
+
+def test_which_models_can_have_graphs() -> None:
+    kind: Any = engines.cache_class(None)
+    assert not kind.has_block_table_steps(tiny("gpt_oss")[0].config), "it has windows"
+    assert kind.has_block_table_steps(tiny("llama")[0].config) == HAS_BLOCK_TABLES
