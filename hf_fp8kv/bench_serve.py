@@ -26,8 +26,8 @@ _PERCENTILES = (50, 90, 99)
 
 
 LOADS = (
-    Load("room for all", clients=8, requests=16, words=150, new_tokens=48, blocks=64),
-    Load("room for half", clients=16, requests=32, words=150, new_tokens=48, blocks=32),
+    Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
+    Load("room for half", clients=12, requests=12, words=100, new_tokens=32, blocks=18),
 )
 
 
@@ -82,11 +82,11 @@ def run_serve_suite(
                 say(f"{load.name}: starting {which}")
                 servers[which] = stack.enter_context(served([*command, *alike], name))
             for turn in range(turns + 1):
-                order = list(servers.values())
+                order = list(servers)
                 random.Random(turn).shuffle(order)
-                for server in order:
-                    say(f"{load.name}: turn {turn} of {turns}")
-                    server.take(load, counts=turn > 0, seed=turn)
+                for which in order:
+                    say(f"{load.name}: turn {turn} of {turns}, {which}")
+                    servers[which].take(load, counts=turn > 0, seed=turn)
             rows += _rows(load, servers)
             stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
             rows.append(_row(load, "bytes of all pages", STOCK, [stock], "MiB"))

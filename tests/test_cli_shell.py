@@ -41,7 +41,7 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --attn s", ["sdpa"]),
         ("hf-fp8kv generate --key-dtype a", ["auto"]),
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv bench --suite ", ["cpu", "gpu", "quality", "accuracy"]),
+        ("hf-fp8kv bench --suite ", ["cpu", "gpu", "quality", "accuracy", "serve", "capacity"]),
         ("hf-fp8kv check --target ", list(TARGETS)),
         ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
@@ -66,7 +66,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
 
 def test_completion_of_a_process_of_its_own():
-    asked = {"COMP_WORDS": "hf-fp8kv bench --suite c", "COMP_CWORD": "3"}
+    asked = {"COMP_WORDS": "hf-fp8kv bench --suite cp", "COMP_CWORD": "3"}
     environment = {**ENVIRONMENT, "_HF_FP8KV_COMPLETE": "complete_bash", **asked}
     found = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "cpu\n", "")
