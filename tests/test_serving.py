@@ -20,6 +20,7 @@ from serving_tools import (
     prompts,
 )
 from tiny_models import tiny
+from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_fp8kv import (
@@ -413,6 +414,8 @@ class TestErrors:
         ],
     )
     def test_models_that_would_answer_with_nonsense(self, name: str, why: str) -> None:
+        if name.rpartition("/")[2] not in CONFIG_MAPPING:
+            pytest.skip("this version of transformers has no such model")
         model, _ = tiny(name)
         attention = model.config._attn_implementation
         with pytest.raises(ConfigError, match=why):
