@@ -137,7 +137,7 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
             rows.append(_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
     pairs = zip(servers[OURS].throughput, servers[STOCK].throughput, strict=True)
     ratios = [ours / stock for ours, stock in pairs]
-    rows.append({**_row(load, "ratio", OURS, ratios, "×"), "against": f"{STOCK}, throughput"})
+    rows.append({**_row(load, "throughput ratio", OURS, ratios, "×"), "against": STOCK})
     return rows
 
 
@@ -181,7 +181,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     for row in result["rows"]:
         spread = "" if row["low"] is None else f" ({row['low']:.3g} - {row['high']:.3g})"
         failed = f", {row['failed']} failed" if row["failed"] else ""
-        key = (row["load"], row["against"] or row["measure"], row["unit"])
+        key = (row["load"], row["measure"], row["unit"])
         cells.setdefault(key, {})[row["server"]] = f"{row['value']:.4g}{spread}{failed}"
     before = ""
     for (load, measure, unit), values in cells.items():

@@ -40,7 +40,7 @@ def test_a_load_is_told_by_turns_and_by_percentiles(result):
     throughput = rows["throughput", bench_serve.STOCK]
     assert (throughput["value"], throughput["low"], throughput["high"]) == (12, 11, 13)
     assert throughput["failed"] == 1
-    assert rows["ratio", bench_serve.OURS]["value"] == 2
+    assert rows["throughput ratio", bench_serve.OURS]["value"] == 2
     assert rows["pages in use, of 15", bench_serve.OURS]["value"] == 5
 
 

@@ -109,11 +109,14 @@ class Engine(CBGenerateManager):
         """Returns what its pages hold."""
         return usage(self.model) if self.is_alive() else None
 
-    def waiting(self) -> int:
-        """Returns the requests that the engine has not begun with."""
+    def active(self) -> int:
+        """Returns the requests that it has begun with, also those whose client has just gone."""
         processor = None if self._cb is None else self._cb.batch_processor
-        active = 0 if processor is None else len(processor.scheduler.active_requests)
-        return max(len(self.calls.running) - active, 0)
+        return 0 if processor is None else len(processor.scheduler.active_requests)
+
+    def waiting(self) -> int:
+        """Returns the requests that it has not begun with."""
+        return max(len(self.calls.running) - self.active(), 0)
 
     def stop(self) -> None:
         """Ends its thread; requests that still run fail. Does nothing the second time."""

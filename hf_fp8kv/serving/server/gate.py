@@ -123,9 +123,8 @@ class Gate:
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         # Digests: as long for every token, so that the time says nothing about it.
-        if not (
-            hmac.compare_digest(_digest(given.strip()), self._key) & (scheme.lower() == b"bearer")
-        ):
+        same = hmac.compare_digest(_digest(given.strip()), self._key)
+        if not same or scheme.lower() != b"bearer":
             raise Refusal(
                 401,
                 "expected a token for access in the header `Authorization: Bearer ...`",
@@ -196,9 +195,8 @@ class Gate:
             return 503, {"status": "unhealthy", "reason": "stopping"}
         if not self.engine.is_alive():
             return 503, {"status": "unhealthy", "reason": "cb_worker_dead"}
-        waiting = self.engine.waiting()
-        active = len(self.calls.running) - waiting
-        return 200, {"status": "ok", "requests_active": active, "requests_waiting": waiting}
+        counts = {"active": self.engine.active(), "waiting": self.engine.waiting()}
+        return 200, {"status": "ok", **{f"requests_{name}": n for name, n in counts.items()}}
 
     async def _generate(
         self, body: dict[str, Any], scope: Scope, receive: Receive, answer: "_Answer"

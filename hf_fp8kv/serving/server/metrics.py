@@ -9,12 +9,11 @@ __all__ = ["prometheus", "summary"]
 
 def prometheus(engine: Engine, calls: Calls) -> str:
     """Returns all numbers in Prometheus' text format."""
-    used, waiting = engine.usage(), engine.waiting()
+    used = engine.usage()
     rows: list[tuple[str, str, str, float]] = [
         ("engine_up", "gauge", "1 while the engine's thread runs", engine.is_alive()),
-        ("requests_active", "gauge", "Requests with tokens in pages",
-         len(calls.running) - waiting),
-        ("requests_waiting", "gauge", "Requests that wait for pages or for their turn", waiting),
+        ("requests_active", "gauge", "Requests that the engine has begun with", engine.active()),
+        ("requests_waiting", "gauge", "Requests that wait for their turn", engine.waiting()),
         ("prompt_tokens_total", "counter", "Tokens of prompts", calls.prompt_tokens),
         ("generated_tokens_total", "counter", "New tokens", calls.new_tokens),
     ]  # fmt: skip
@@ -44,9 +43,9 @@ def prometheus(engine: Engine, calls: Calls) -> str:
 
 def summary(engine: Engine, calls: Calls, tokens_per_second: float) -> str:
     """Returns what runs and what the pages hold, in one line."""
-    used, waiting = engine.usage(), engine.waiting()
+    used = engine.usage()
     parts = [
-        f"requests: {len(calls.running) - waiting} active, {waiting} waiting, "
+        f"requests: {engine.active()} active, {engine.waiting()} waiting, "
         f"{calls.statuses.total()} answered",
         f"{tokens_per_second:.1f} tokens/s",
     ]
