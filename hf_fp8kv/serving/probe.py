@@ -24,9 +24,9 @@ __all__ = ["check_kinds", "check_packing"]
 
 # Two texts; the last token of each comes in a step of its own.
 LENGTHS = (4, 3)
-# Relative RMS of the logits: in float32 no model that is packed rightly passes 1e-5, and none that is
-# not stays below 2e-3, of all that tests/tiny_models.py builds. In 16 bits the order of sums counts:
-# up to 0.03 there, and what is wrong in a model with real positions is far above 0.1.
+# Relative RMS of the logits: in float32 no model that is packed rightly passes 1e-5, and none that
+# is not stays below 2e-3, of all that tests/tiny_models.py builds. In 16 bits the order of sums
+# counts: up to 0.03 there, and what is wrong in a model with real positions is far above 0.1.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 TOLERANCE_16 = 0.1
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -65,11 +65,12 @@ def check_packing(model: PreTrainedModel, settings: Settings) -> None:
     before = implementations(model)
     try:
         with torch.no_grad(), in_eval_mode(model):
+            # For both: the model's own may leave something out, such as sdpa a softcap.
+            model.set_attn_implementation(NAME)
             wanted = [
                 model(input_ids=text, use_cache=False).logits[0].float()
                 for text in ids.split(LENGTHS, 1)
             ]
-            model.set_attn_implementation(NAME)
             with engine_step():
                 found = _packed(model, ids, _PackedCache(model, settings))
     except Fp8KVError:
