@@ -120,6 +120,17 @@ def test_a_request_is_sampled_as_it_asks_whatever_came_before(client):
     assert text_of(client, "same", stream=False, max_tokens=24) == greedy
 
 
+def test_an_answer_ends_before_a_text_that_stops_it(server, client):
+    whole = text_of(client, "stop here", stream=False, max_tokens=60)
+    stop = whole[20:23]
+    until = whole[: whole.index(stop)]
+    for stops in (stop, ["no such text", stop]):
+        for stream in (False, True):
+            assert text_of(client, "stop here", stream=stream, max_tokens=60, stop=stops) == until
+    assert text_of(client, "stop here", stream=True, max_tokens=60, stop="no such text") == whole
+    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
+
+
 def test_completions_and_responses_answer_too(client, model):
     name = client.models.list().data[0].id
     completion = client.completions.create(model=name, prompt="once upon", max_tokens=8)
@@ -193,7 +204,8 @@ REFUSED = {
     "seed": (body(seed=2**70), 400),
     "two answers": (body(n=2), 400),
     "a penalty": (body(frequency_penalty=0.5), 400),
-    "a stop": (body(stop=["x"]), 400),
+    "a stop": (body(stop=[""]), 400),
+    "many stops": (body(stop=list("abcde")), 400),
     "another model": (body(model="no/such"), 404),
     "an unknown field": (body(bogus=1), 422),
     "a config": (body(generation_config="{"), 400),

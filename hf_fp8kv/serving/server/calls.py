@@ -17,12 +17,13 @@ class Call:
         body: the checked JSON object.
         id: the engine's name of it. Never one that a client chose: two alike would be mixed up.
         submitted: the engine has it, so an error is no longer that of the request.
+        over: the engine is through with it, or was told to drop it.
     """
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.body = body
         self.id = uuid.uuid4().hex
-        self.submitted = False
+        self.submitted = self.over = False
         self._cancel: Callable[[], None] | None = None
         self._fail: Callable[[Exception], None] | None = None
 
@@ -33,6 +34,7 @@ class Call:
 
     def finish(self) -> None:
         """The engine is through with it."""
+        self.over = True
         self._cancel = self._fail = None
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "logit_bias": ({},),
-    "stop": ([], ""),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
     "audio": (),
@@ -172,7 +171,15 @@ def _generation_config(name: str, value: Any) -> None:
         raise _wrong(f"{name}.num_return_sequences", "1", given["num_return_sequences"])
 
 
+def _stop(name: str, value: Any) -> None:
+    stops = [value] if isinstance(value, str) else value
+    fits = isinstance(stops, list) and len(stops) <= 4
+    if not fits or not all(isinstance(stop, str) and stop for stop in stops):
+        raise _wrong(name, "a text, or a list of up to four", value)
+
+
 _FIELDS: Mapping[str, Callable[[str, Any], None]] = {
+    "stop": _stop,
     "stream": _of(bool, "true or false"),
     "max_tokens": _whole(1, _SEEDS),
     "max_completion_tokens": _whole(1, _SEEDS),

@@ -18,6 +18,7 @@ from transformers.cli.serving.utils import (
     CBStreamer,
     GenerationState,
     _StreamError,
+    get_response_template,
 )
 
 from ...errors import ConfigError
@@ -26,6 +27,7 @@ from .calls import Call, Calls, current_call
 from .capacity import model_tokens, page_tokens
 from .refusal import Refusal
 from .sampling import per_request_sampling, wanted_sampling
+from .stops import StoppingQueue, first_stop, wanted_stops
 
 __all__ = ["Engine", "OneEngine"]
 
@@ -151,7 +153,8 @@ class Engine(CBGenerateManager):
             Refusal: the request is too long, or the engine does not run.
         """
         call = self._admit(inputs["input_ids"], gen_config)
-        queue: asyncio.Queue[Any] = asyncio.Queue()
+        stops = self._stops(call, processor)
+        queue = StoppingQueue(stops, call.close) if stops else asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         streamer = CBStreamer(
             self._cb,
@@ -171,6 +174,8 @@ class Engine(CBGenerateManager):
             try:
                 streamer.put(output)
                 self.calls.new_tokens += streamer.total_tokens - before
+                if call.over:
+                    return
                 if output.error is not None:
                     call.finish()
                     fail(output.error)
@@ -198,23 +203,36 @@ class Engine(CBGenerateManager):
         call = self._admit(prompt, gen_config)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
+        stops = self._stops(call, processor)
+
         def deliver(output: Any) -> None:
+            if future.done():
+                return
             if output.error is not None:
                 call.finish()
                 fail(Refusal(503 if not self.is_alive() else 500, str(output.error)))
-            elif output.is_finished():
+                return
+            tokens = list(output.generated_tokens)
+            finished = output.is_finished()
+            # Asked after every token only where a text may end the answer.
+            text = processor.decode(tokens, skip_special_tokens=True) if stops or finished else ""
+            at = first_stop(text, stops)
+            if finished:
                 call.finish()
-                self.calls.new_tokens += len(output.generated_tokens)
-                if not future.done():
-                    future.set_result(output)
+            elif at is not None:
+                call.close()
+            else:
+                return
+            self.calls.new_tokens += len(tokens)
+            future.set_result((text[:at], len(prompt), tokens))
 
         def fail(error: Exception) -> None:
             if not future.done():
                 future.set_exception(error)
 
-        self._submit(call, prompt, gen_config, deliver, fail, streaming=False)
-        tokens = (await future).generated_tokens
-        return processor.decode(tokens, skip_special_tokens=True), len(prompt), tokens
+        self._submit(call, prompt, gen_config, deliver, fail, streaming=bool(stops))
+        answer: tuple[str, int, list[int]] = await future
+        return answer
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -244,6 +262,19 @@ class Engine(CBGenerateManager):
             )
         gen_config.max_new_tokens = wanted
         return call
+
+    def _stops(self, call: Call, processor: Any) -> tuple[str, ...]:
+        """Returns the texts that end an answer. Raises Refusal where they cannot be told."""
+        stops = wanted_stops(call.body)
+        if stops and get_response_template(processor, self.model) is not None:
+            raise Refusal(
+                400,
+                "stop: expected it left out, since this model's answers have parts that are read "
+                "from its tokens",
+                param="stop",
+                code="unsupported_parameter",
+            )
+        return stops
 
     def _submit(
         self,
