@@ -423,6 +423,13 @@ class TestErrors:
         assert model.config._attn_implementation == attention
         assert not model.training
 
+    def test_an_attention_that_leaves_out_the_softcap_is_no_reason(self) -> None:
+        """gemma2 runs sdpa by default up to transformers 5.20."""
+        model, _ = tiny("gemma2", query_pre_attn_scalar=1)
+        before = model.config._attn_implementation
+        serving.enable(model)
+        assert model.config._attn_implementation == before
+
     def test_a_probe_can_be_left_out(self) -> None:
         model, _ = tiny("bart")
         serving.enable(model, probe=False)
