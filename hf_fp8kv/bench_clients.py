@@ -131,7 +131,9 @@ class Server:
         import psutil
 
         process = psutil.Process(self.process.pid)
-        while not done.wait(0.2):
+        over = False
+        while not over:
+            over = done.wait(0.2)
             with contextlib.suppress(psutil.Error):
                 self.peak = max(self.peak, process.memory_info().rss)
             found = self._numbers()
