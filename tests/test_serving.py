@@ -465,3 +465,23 @@ class TestErrors:
         llama.set_attn_implementation("fp8_paged")
         with pytest.raises(Exception, match=r"fp8_paged|FP8 pages"):
             batched(llama, prompts()[:1])
+
+
+class TestLimits:
+    @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+    def test_the_longest_request_fits_and_no_longer_one(self, name: str) -> None:
+        """One token more than that, and the engine would stop: it cannot make room."""
+        model = make(name)
+        serving.enable(model)
+        manager = model.init_continuous_batching(greedy(), batching(pages=6))
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        most = cache.request_tokens()
+        if name == "mistral":  # windows in all layers
+            assert most == 2**31 - 1
+        else:
+            assert cache.fits_alone(most)
+            assert not cache.fits_alone(most + 1)
+            text = [3] * (most - NEW + 1)  # the last token is never stored
+            assert len(batched(model, [text], pages=6)[0]) == NEW
+        manager.batch_processor = None

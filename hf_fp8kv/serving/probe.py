@@ -155,6 +155,10 @@ class _PackedCache(EngineCache):
             self._stored[layer] = self.page_layout.carve(memory)
         return self._stored[layer]
 
+    def fits_alone(self, tokens: int) -> bool:
+        """Nobody asks."""
+        raise NotImplementedError
+
     def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
         """Nobody asks."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ that decode, and one for each set of prompts of about the same length, padded in
 before the start of its sequence sees nothing, and its result is not used).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,9 @@ import torch
 
 from .. import ops
 
-__all__ = ["AT_ONCE", "Attend", "Calls", "Chunk", "Kind", "Step", "decode_calls"]
+__all__ = [
+    "AT_ONCE", "Attend", "Calls", "Chunk", "Kind", "Step", "decode_calls", "numbers_at_peak",
+]  # fmt: skip
 
 _Ints = npt.NDArray[np.int32]
 # Prompts share a call if the shortest has this much of the longest's tokens.
@@ -257,6 +260,16 @@ class _Maker:
 
         before = self.on_device([len(old[0])], np.int32)
         return Chunk(row.first, row.tokens, before, both(old), both(kept))
+
+
+def numbers_at_peak(hidden: int, queries: int, heads: int, dim: int) -> int:
+    """Returns how many numbers of the model's dtype a token of a step takes inside attention.
+
+    Beside the hidden states, the queries and the new keys and values: the states before the norm,
+    queries in the order of calls and their results in that order (both with padding), results in
+    the engine's order, and keys in float32 when they are centred.
+    """
+    return hidden + math.ceil((2 / ALIKE + 1) * queries * dim) + 2 * heads * dim
 
 
 def groups(rows: Sequence[_Row]) -> list[list[_Row]]:

@@ -18,7 +18,8 @@ class Usage:
         tokens_held: tokens of live requests and of prefixes kept; what several share counts once.
         bytes_total: of `pages_total`.
         bytes_used: of `pages_used`.
-        prefix_hits: requests that found their beginning in the cache, since it was made.
+        prefix_hits: how often a request found its beginning in the cache, since it was made; one
+            that had to give up its pages may find it again.
         prefix_tokens: tokens that these did not have to compute.
         requests_active: requests that hold pages.
         requests_waiting: requests that wait for their first step.

@@ -55,7 +55,7 @@ class EngineCache:
         kinds: the kinds of attention layers, in the engine's order.
         numbers: the static numbers of each layer.
         backend: a key of `ops.BACKENDS`.
-        prefix_hits: requests that found their beginning in the cache.
+        prefix_hits: how often a request found its beginning in the cache.
         prefix_tokens: tokens that these did not have to compute.
     """
 
@@ -121,6 +121,22 @@ class EngineCache:
         Args:
             lengths: tokens stored for each live request.
         """
+
+    @abstractmethod
+    def fits_alone(self, tokens: int) -> bool:
+        """Whether one request may hold so many tokens, with all pages to itself."""
+
+    def request_tokens(self) -> int:
+        """Returns the most tokens that one request may hold; 0: not even one.
+
+        One that outgrows all pages stops the engine: it has to be known before it is let in. With
+        windows in all layers there is no such number, and a very large one is returned.
+        """
+        low, high = 0, 2**31 - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.fits_alone(middle) else (low, middle - 1)
+        return low
 
     @abstractmethod
     def kind_of(self, layer: int) -> int:

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching import cache
 
 from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
-from ..step import Kind
+from ..step import Kind, numbers_at_peak
 from . import rebound, unknown_engine
 from .common import EngineCache, sizes
 
@@ -83,6 +83,11 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
             for place, layer in enumerate(allocator.layer_indices)
         }
         self._settle()
+
+    def fits_alone(self, tokens: int) -> bool:
+        """Whether one request may hold so many tokens, with all pages to itself."""
+        needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
+        return bool(needed <= self.num_sectors)
 
     def kind_of(self, layer: int) -> int:
         """The index into `kinds` of a layer."""
@@ -178,11 +183,12 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         for name in ("num_attention_masks", "kv_heads_at_peak", "io_multiplier", "num_groups"):
             if not hasattr(self, name):
                 raise unknown_engine(f"plans its memory without {name}")
-        heads, _ = sizes(self.config)
+        heads, dim = sizes(self.config)
         self.num_attention_masks = 0
-        # Beside the new keys and values: queries in the order of calls, their results in that
-        # order and in the engine's, and keys in float32 when they are centred.
-        self.kv_heads_at_peak = 3 * self.config.num_attention_heads + 2 * heads
+        beside = numbers_at_peak(
+            self.config.hidden_size, self.config.num_attention_heads, heads, dim
+        )
+        self.kv_heads_at_peak = -(-beside // dim)
 
     @property
     def bytes_per_cache_token(self) -> int:

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching import cache
 
 from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
-from ..step import Kind
+from ..step import Kind, numbers_at_peak
 from . import rebound, unknown_engine
 from .common import EngineCache, sizes
 
@@ -63,6 +63,11 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
             for group in self.group_cache_managers
         ]
         self._settle()
+
+    def fits_alone(self, tokens: int) -> bool:
+        """Whether one request may hold so many tokens, with all pages to itself."""
+        blocks = -(-tokens // self.block_size)
+        return bool(self.blocks_needed(blocks, 0) <= self.num_blocks)
 
     def _lay_out(self, helper: Any, dtype: torch.dtype) -> None:
         heads, dim = sizes(self.config)
@@ -202,9 +207,9 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         if "attention" not in peaks:
             raise unknown_engine("plans its memory without a peak for attention")
         heads, dim = sizes(self.config)
-        # Beside the new keys and values: queries in the order of calls, their results in that
-        # order and in the engine's, and keys in float32 when they are centred.
-        beside = (3 * self.config.num_attention_heads + 2 * heads) * dim
+        beside = numbers_at_peak(
+            self.config.hidden_size, self.config.num_attention_heads, heads, dim
+        )
         per_batch_token = peaks["attention"][0] + beside * self.activation_dtype.itemsize
         peaks["attention"] = (per_batch_token, 0, 0, 0)
         return peaks

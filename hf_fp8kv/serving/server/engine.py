@@ -24,7 +24,6 @@ from transformers.cli.serving.utils import (
 from ...errors import ConfigError
 from .. import Usage, usage
 from .calls import Call, Calls, current_call
-from .capacity import model_tokens, page_tokens
 from .refusal import Refusal
 from .sampling import per_request_sampling, wanted_sampling
 from .stops import StoppingQueue, first_stop, wanted_stops
@@ -59,7 +58,7 @@ class Engine(CBGenerateManager):
         self.model, self.calls = model, calls
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.page_tokens = 0
-        self.model_tokens = model_tokens(model)
+        self.model_tokens = _model_tokens(model)
         self.stopping = False
 
     def begin(self) -> None:
@@ -87,7 +86,7 @@ class Engine(CBGenerateManager):
                     "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
                 ) from error
             time.sleep(0.01)
-        self.page_tokens = page_tokens(cb.batch_processor.cache)
+        self.page_tokens = cb.batch_processor.cache.request_tokens()
         if self.page_tokens < 2:
             self.stop()
             raise ConfigError(
@@ -331,3 +330,9 @@ class OneEngine(GenerationState):
     def shutdown(self) -> None:
         """Ends the engine's thread."""
         self.engine.stop()
+
+
+def _model_tokens(model: Any) -> int | None:
+    """Returns the tokens that the model was made for; None where its config does not say."""
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
