@@ -28,6 +28,7 @@ _PERCENTILES = (50, 90, 99)
 LOADS = (
     Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
     Load("room for half", clients=12, requests=12, words=100, new_tokens=32, blocks=18),
+    Load("long prompts", clients=4, requests=4, words=900, new_tokens=64, blocks=112),
 )
 
 
