@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hf_fp8kv import ConfigError, bench_gpu, cli, ops
-from hf_fp8kv.bench_gpu import baselines, decode, experiments, suite, timing, write
+from hf_fp8kv.bench_gpu import baselines, decode, experiments, serving, suite, timing, write
 from hf_fp8kv.bench_gpu.record import DeviceLost, Record
 from hf_fp8kv.bench_gpu.results import complete
 from hf_fp8kv.bench_gpu.shapes import BF16, FULL, KINDS, TINY, Case
@@ -74,6 +74,8 @@ def test_every_section_runs_and_nothing_fails(result):
         assert {row["name"] for row in result["rows"] if row["section"] == "decode"} >= OURS
     ends = {row["name"] for row in result["rows"] if row["section"] == "end to end"}
     assert {"FP8PagedCache compiled", "StaticCache compiled", "DynamicCache eager"} <= ends
+    plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
+    assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
 
 
 def test_it_is_json_and_says_where_and_how(result):
@@ -271,6 +273,35 @@ def test_another_process_goes_on_after_a_lost_device(monkeypatch, tmp_path):
     names = {row["name"] for row in found["rows"] if row["section"] == "write"}
     assert names == {"e4m3", "e4m3 static", "bf16 pages"}
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == found["rows"]
+
+
+def test_engines_that_fail_end_neither_the_section_nor_the_others(record, monkeypatch):
+    """An error in the engine's thread, and one while the engine is made."""
+    from hf_fp8kv.serving.engines import common
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(common, "attend_layer", fails)
+        serving.measure(record, TINY, "torch")
+    failed = {row["name"]: row.get("failed") for row in record.rows}
+    assert set(failed) == {"fp8 static", "bf16 sdpa", "fp8 dynamic"}
+    assert failed.pop("bf16 sdpa") is None
+    assert all("no such kernel" in why for why in failed.values())
+    small = replace(TINY, served=replace(TINY.served, requests=(2,), page_size=7))
+    serving.measure(record, small, "torch")
+    failed = {r["name"]: r.get("failed", "") for r in record.rows if r["case"] == "2 requests"}
+    assert "power of two" in failed["fp8 static"]
+    assert not failed["bf16 sdpa"]
+
+
+def test_requests_of_engines():
+    prompts = serving._prompts(FULL.served, 32)
+    lengths = sorted(map(len, prompts))
+    assert (lengths[0], lengths[-1], len(lengths)) == (200, 2000, 32)
+    assert lengths != list(map(len, prompts))
+    assert prompts == serving._prompts(FULL.served, 32), "every contender gets the same"
 
 
 # -- numbers -------------------------------------------------------------------------------------

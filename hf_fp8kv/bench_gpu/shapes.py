@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-__all__ = ["BF16", "FULL", "KINDS", "TINY", "Case", "Heads", "Kind", "Sizes"]
+__all__ = ["BF16", "FULL", "KINDS", "TINY", "Case", "Heads", "Kind", "Served", "Sizes"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,32 @@ def _short(tokens: int) -> str:
 
 
 @dataclass(frozen=True)
+class Served:
+    """A model and its requests, for engines.
+
+    Attributes:
+        layers, hidden, vocabulary, heads: of the model.
+        requests: how many come at once, the most telling number first.
+        prompts: tokens of the shortest prompt and of the longest.
+        new: new tokens of each request.
+        warm: the same, in a run before the one that is timed.
+        page_size: tokens of a page.
+        batch_tokens: tokens of a step at most.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: Heads
+    requests: tuple[int, ...]
+    prompts: tuple[int, int]
+    new: int
+    warm: int
+    page_size: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of one run; `TINY` runs everywhere in seconds, and measures nothing.
 
@@ -121,6 +147,7 @@ class Sizes:
         generate: (batch, context), the most telling first.
         tokens: new tokens that are timed, eagerly and compiled.
         warm: the first ones, which are not: compiling and recording graphs.
+        served: what engines run.
         pages: random pages that stand for all others.
         seconds: the share of each section, in proportion.
     """
@@ -137,6 +164,7 @@ class Sizes:
     generate: tuple[tuple[int, int], ...]
     tokens: tuple[int, int]
     warm: tuple[int, int]
+    served: Served
     pages: int
     seconds: dict[str, float]
 
@@ -173,9 +201,11 @@ FULL = Sizes(
     generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)),
     tokens=(12, 32),
     warm=(3, 8),
+    served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
     pages=64,
     seconds={
-        "ceilings": 10, "write": 15, "decode": 75, "extend": 20, "others": 20, "end to end": 130,
+        "ceilings": 10, "write": 15, "decode": 75, "extend": 20, "others": 20, "serving": 50,
+        "end to end": 130,
     },
 )  # fmt: skip
 
@@ -199,6 +229,7 @@ TINY = replace(
     generate=((2, 40),),
     tokens=(3, 3),
     warm=(2, 2),
+    served=Served(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
     pages=4,
     seconds=dict.fromkeys(FULL.seconds, 120.0),
 )

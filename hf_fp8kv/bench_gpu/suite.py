@@ -14,7 +14,7 @@ import torch
 
 from ..environment import circumstances
 from ..errors import ConfigError
-from . import ceilings, decode, end_to_end, experiments, write
+from . import ceilings, decode, end_to_end, experiments, serving, write
 from .record import DeviceLost, Record
 from .results import complete
 from .shapes import FULL, TINY, Sizes
@@ -29,6 +29,7 @@ SECTIONS: dict[str, Callable[[Record, Sizes, str], None]] = {
     "decode": decode.measure,
     "extend": decode.measure_extend,
     "others": decode.measure_others,
+    "serving": serving.measure,
     "end to end": end_to_end.measure,
 }
 # Sections that are measured only when asked for.

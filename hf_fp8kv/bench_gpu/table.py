@@ -59,6 +59,11 @@ def _end(row: Row) -> str:
     return f"{_number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {_number(peak)}"
 
 
+def _served(row: Row) -> str:
+    peak = row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None
+    return f"{_number(row['tokens_per_s'])} {_number(peak)} {row['planned_tokens'] // 1000}k"
+
+
 def _ceiling(row: Row) -> str:
     return f"{_number(row.get('gb_per_s', row.get('tflops')))}"
 
@@ -66,13 +71,14 @@ def _ceiling(row: Row) -> str:
 # section -> what a cell shows
 _CELLS: dict[str, Callable[[Row], str]] = {
     "write": _write, "decode": _attention, "others": _attention, "extend": _rate,
-    "end to end": _end,
+    "serving": _served, "end to end": _end,
 }  # fmt: skip
 _TITLES = {
     "write": "write, one layer: us (and GB/s)",
     "decode": "decode, one layer: us, and the share of the read bandwidth that K and V are read at",
     "others": "decode, other heads and attention: the same",
     "extend": "new tokens over stored ones, one layer: us, TFLOP/s",
+    "serving": "continuous batching: tokens/s, GiB at the peak, tokens that would fit into 40 GiB",
     "end to end": "generate(): tokens/s, GiB of cache, GiB at the peak",
 }
 

@@ -1,0 +1,219 @@
+"""Requests per engine: transformers' continuous batching as it is, and over FP8 pages.
+
+All requests come at once, with prompts of mixed lengths, and all get equally many new tokens. Each
+contender has pages for all of them, so that none waits and memory can be compared.
+"""
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.utils.import_utils import is_flash_attn_2_available
+
+from .. import serving
+from ..bench_capacity import GIB, planned_tokens
+from ..serving.engines import cache_class
+from ..serving.settings import Settings
+from .end_to_end import _model
+from .record import Record
+from .shapes import Served, Sizes
+
+__all__ = ["measure"]
+
+SECTION = "serving"
+# Free memory that the planner is asked about, in GiB.
+PLANNED = 40
+# Any: a random model's K and V are about 1.
+SCALE = 0.02
+_FIELDS = inspect.signature(ContinuousBatchingConfig).parameters
+
+
+@dataclass(frozen=True)
+class _Contender:
+    """An engine, and how it is set.
+
+    Attributes:
+        attention: of transformers' own engine; None: FP8 pages.
+        scales: of FP8 pages; None: dynamic.
+        settings: of a ContinuousBatchingConfig.
+    """
+
+    attention: str | None
+    scales: float | None
+    settings: dict[str, Any]
+
+
+def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contender]:
+    # Also the others run with what the engine itself chooses for them: flash with graphs.
+    older = "auto_switch_to_flash" not in _FIELDS
+    stay = {} if older else {"auto_switch_to_flash": False}
+    found = {
+        "fp8 static": _Contender(None, SCALE, {}),
+        "bf16 sdpa": _Contender("paged|sdpa" if older else "sdpa", None, stay),
+        "fp8 dynamic": _Contender(None, None, {}),
+    }
+    if is_flash_attn_2_available():
+        found["bf16 flash"] = _Contender("flash_attention_2", None, {})
+    else:
+        record.skip("bf16 flash: flash-attn is not installed")
+    graphs = {"use_cuda_graph": True}
+    kind = cache_class(_settings(SCALE, backend))
+    on_gpu = record.stage.device.type == "cuda"
+    if on_gpu and backend == "triton" and kind.has_block_table_steps(config):
+        found["fp8 static, graphs"] = _Contender(None, SCALE, graphs)
+        found["fp8 dynamic, graphs"] = _Contender(None, None, graphs)
+    else:
+        record.skip("graphs of steps over FP8 pages: need a GPU and transformers 5.18 or later")
+    if on_gpu:
+        found["fp8 static, async"] = _Contender(None, SCALE, {"use_async_batching": True})
+    return found
+
+
+def _settings(scales: float | None, backend: str) -> Settings:
+    return Settings.parse(
+        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None, center_keys=None,
+        backend=backend,
+    )  # fmt: skip
+
+
+def measure(record: Record, sizes: Sizes, backend: str) -> None:
+    """Adds a row for each number of requests and each engine."""
+    served, stage = sizes.served, record.stage
+    record.tell("making a random model")
+    model = _model(
+        replace(
+            sizes, layers=served.layers, hidden=served.hidden, heads=served.heads,
+            vocabulary=served.vocabulary,
+        ),
+        stage,
+    )  # fmt: skip
+    contenders = _contenders(record, model.config.get_text_config(), backend)
+    took: dict[str, float] = {}
+    for requests in served.requests:
+        case = f"{requests} requests"
+        prompts = _prompts(served, requests)
+        tokens = sum(map(len, prompts)) + requests * served.new
+        numbers = 2 * served.layers * served.heads.kv * served.heads.dim
+        for name, contender in contenders.items():
+            # Twice as many requests or fewer need no more steps of decoding, which take the time.
+            if not record.is_wanted(SECTION, case, name, took.get(name, 0.0)):
+                continue
+            # In bfloat16, and the masks that SDPA wants beside it.
+            if not record.fits(f"{SECTION}, {case}, {name}", 3.0 * numbers * tokens + 2**34):
+                continue
+            began = time.perf_counter()
+            work = functools.partial(_work, record, model, contender, served, prompts, backend)
+            record.measure(SECTION, case, name, work)
+            took[name] = time.perf_counter() - began
+
+
+def _prompts(served: Served, requests: int) -> list[list[int]]:
+    """Random prompts, whose lengths are spread evenly and come in no order."""
+    numbers = torch.Generator().manual_seed(0)
+    low, high = served.prompts
+    lengths = torch.linspace(low, high, requests).int()[torch.randperm(requests, generator=numbers)]
+    return [
+        torch.randint(1, served.vocabulary, (int(n),), generator=numbers).tolist() for n in lengths
+    ]
+
+
+def _work(
+    record: Record,
+    model: Any,
+    contender: _Contender,
+    served: Served,
+    prompts: list[list[int]],
+    backend: str,
+) -> dict[str, Any]:
+    stage = record.stage
+    model.set_attn_implementation(contender.attention or "sdpa")
+    if contender.attention is None:
+        serving.enable(model, scales=contender.scales, backend=backend)
+    size = "page_size" if "page_size" in _FIELDS else "block_size"
+    pages = sum(-(-(len(prompt) + served.new) // served.page_size) + 1 for prompt in prompts)
+    config = ContinuousBatchingConfig(**{
+        size: served.page_size, "num_blocks": pages, "max_batch_tokens": served.batch_tokens,
+        "max_requests_per_batch": len(prompts), "allow_block_sharing": False,
+        "max_memory_percent": 0.9,
+        **contender.settings,
+    })  # fmt: skip
+    if config.use_cuda_graph:
+        longest = served.prompts[1] + served.new
+        config.max_blocks_per_request = -(-longest // served.page_size) + 1
+    try:
+        if stage.is_gpu:
+            stage.clean()
+            torch.cuda.reset_peak_memory_stats(stage.device)
+        seconds = _run(record, model, config, served, prompts)
+        peak = torch.cuda.max_memory_allocated(stage.device) if stage.is_gpu else None
+        return {
+            "tokens_per_s": len(prompts) * served.new / seconds, "seconds": seconds,
+            "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * served.new,
+            "batch": len(prompts), "peak_bytes": peak,
+            "planned_tokens": _planned(model, contender, backend),
+        }  # fmt: skip
+    finally:
+        serving.disable(model)
+        model.set_attn_implementation("sdpa")
+        if stage.is_gpu:
+            stage.clean()
+
+
+def _run(
+    record: Record, model: Any, config: Any, served: Served, prompts: list[list[int]]
+) -> float:
+    """Returns the seconds from the first request to the last answer."""
+    generation = GenerationConfig(
+        max_new_tokens=served.new, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    with model.continuous_batching_context_manager(
+        generation_config=generation, continuous_batching_config=config, timeout=10
+    ) as manager:
+        # As many requests as then, short ones: kernels are compiled for them.
+        first = [prompt[: served.prompts[0]] for prompt in prompts]
+        _answers(record, manager, first, served.warm)
+        began = time.perf_counter()
+        _answers(record, manager, prompts, served.new)
+        record.stage.wait()
+        return time.perf_counter() - began
+
+
+def _answers(record: Record, manager: Any, prompts: list[list[int]], new: int) -> None:
+    """Returns when all are there. Raises RuntimeError if one fails, or if there is no time left."""
+    manager.add_requests(prompts, max_new_tokens=new)
+    missing = len(prompts)
+    while missing:
+        out = manager.get_result(timeout=1)
+        if out is None:
+            late = record.left() < -LATE
+            if late or not manager.is_running():
+                manager.stop(block=True, timeout=10, hard_stop=True)
+                raise RuntimeError("no time left" if late else "the engine ended by itself")
+            continue
+        if out.error is not None:
+            raise RuntimeError(out.error)
+        if out.is_finished():
+            missing -= 1
+            if len(out.generated_tokens) != new:
+                raise RuntimeError(f"expected {new} tokens, got {len(out.generated_tokens)}")
+
+
+# Seconds that a contender may take past the section's end.
+LATE = 10
+
+
+def _planned(model: Any, contender: _Contender, backend: str) -> int:
+    """Tokens that the engine's own planner makes room for."""
+    attention = contender.attention
+    plan: Callable[..., int] = functools.partial(
+        planned_tokens, deepcopy(model.config.get_text_config()), PLANNED * GIB
+    )
+    if attention is None:
+        return plan(_settings(contender.scales, "torch"))
+    return plan(None, attention=attention.removeprefix("paged|"))
