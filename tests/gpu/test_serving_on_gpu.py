@@ -1,0 +1,479 @@
+"""Continuous batching on a GPU: streams, graphs, offloading, memory; and the same tokens.
+
+Where there is no GPU, RUN_SLOW=1 runs what can be run of it in Triton's interpreter on tiny shapes:
+it shows that the tests themselves work. Engines of transformers 5.17 have no steps by block table.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching import offloading_manager
+
+from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
+from hf_fp8kv.serving.attend import attend_layer
+from hf_fp8kv.serving.engines import common, layout
+from hf_fp8kv.serving.layout import PageLayout, Stored
+from hf_fp8kv.serving.settings import LayerNumbers
+from hf_fp8kv.serving.step import Kind, Step
+from tests import serving_tools
+from tests.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
+from tests.tiny_models import tiny
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+if ops.available_backends()["triton"] is not None:
+    pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+
+pytestmark = [
+    pytest.mark.gpu if HERE == "cuda" else pytest.mark.slow,
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+ON_GPU = HERE == "cuda"
+DEVICE = torch.device(HERE)
+only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
+HAS_BLOCK_TABLES = layout().__name__.endswith("flat_tensor")
+newer = pytest.mark.skipif(
+    not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no steps by block table"
+)
+# Times as long on a GPU, where the interpreter bears only a few tokens.
+LONGER = 9 if ON_GPU else 1
+PAGES = 32 * LONGER
+# "auto" is triton there; here it would not be.
+TRITON = {"backend": "triton"}
+
+
+@pytest.fixture(autouse=True)
+def _fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(serving_tools, "NEW", 3)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of middling size, tiny without a GPU."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    if not ON_GPU:
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = LlamaConfig(
+        **size, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        initializer_range=0.1, attn_implementation="fp8_paged",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to(DEVICE, dtype)
+
+
+def another(name: str, **config: Any) -> Any:
+    return tiny(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
+
+
+MODELS = {
+    "llama": llama,
+    "mistral": functools.partial(another, "mistral", sliding_window=20 * LONGER),
+    "gemma2": functools.partial(
+        another, "gemma2", sliding_window=8 * LONGER, query_pre_attn_scalar=1
+    ),
+    "gpt_oss": functools.partial(another, "gpt_oss", sliding_window=9 * LONGER),
+}
+
+
+def texts(*, few: bool = False) -> list[list[int]]:
+    """Prompts of which the last two begin alike, with whole pages."""
+    numbers = torch.Generator().manual_seed(0)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(3, 99, (count,), generator=numbers).tolist()
+
+    shared = some(32 * LONGER)
+    ends = [shared + some(3), shared + some(1)]
+    return ends if few else [some(3), some(17 * LONGER), some(13 * LONGER), *ends]
+
+
+def run(model: Any, prompts: list[list[int]], **more: Any) -> list[list[int]]:
+    return batched(model, prompts, **{"pages": PAGES, "max_batch_tokens": 4096, **more})
+
+
+@functools.cache
+def case(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
+    """A model, keywords with static scales, and what generate() says with them."""
+    model = MODELS[name]()
+    keywords = {"scales": head_scales(model), **TRITON}
+    return model, keywords, one_by_one(model, texts(), **keywords)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Any, list[list[int]]]]:
+    """The model with FP8 pages and static scales, and its answers to `texts()`."""
+    model, keywords, wanted = case()
+    serving.enable(model, **keywords)
+    yield model, wanted
+    serving.disable(model)
+
+
+# -- the same tokens -------------------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "static": {},
+    "dynamic": {"dtype": "fp8_e4m3"},
+    "e5m2": {"dtype": "fp8_e5m2"},
+    "unquantised": {"dtype": "auto"},
+}
+
+
+@pytest.mark.parametrize("chunk", [4096, 16 * LONGER], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_generate(name: str, kind: str, chunk: int) -> None:
+    """Prefill, decoding and both at once; full attention, rings, softcap, sinks; float32."""
+    if not ON_GPU and name != "llama" and (kind != "static" or chunk == 4096):
+        pytest.skip("the interpreter takes minutes; test_serving.py has them on the CPU")
+    model = MODELS[name]()
+    keywords = {**TRITON, **KINDS[kind]}
+    if kind == "static":
+        model, keywords, wanted = case(name)
+    else:
+        wanted = one_by_one(model, texts(), **keywords)
+    if kind == "static" and ON_GPU:
+        assert wanted != one_by_one(model, texts(), dtype="auto"), "FP8 does not show"
+    serving.enable(model, **keywords)
+    try:
+        assert run(model, texts(), max_batch_tokens=chunk) == wanted
+    finally:
+        serving.disable(model)
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["", "centred"])
+def test_bfloat16_differs_only_where_two_tokens_are_as_good(center: bool) -> None:
+    """Products of other shapes round otherwise: what generate() says may lose by a rounding."""
+    model = llama(torch.bfloat16)
+    keywords = {"scales": head_scales(model, center=center), **TRITON}
+    prompts = texts(few=not ON_GPU)
+    serving.enable(model, **keywords)
+    found = run(model, prompts)
+    serving.disable(model)
+    model.set_attn_implementation("fp8_paged")
+    for prompt, new in zip(prompts, found, strict=True):
+        cache = FP8PagedCache(model.config, prefill="stored", **keywords)
+        ids = torch.tensor([prompt + new], device=DEVICE)
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        # Rounding to 8 bits, through some layers; a wrong page is worth a standard deviation.
+        assert ((logits.amax(1) - chosen) <= 8 * 2**-8 * logits.std(1)).float().mean() > 0.9
+        assert ((logits.amax(1) - chosen) <= 0.5 * logits.std(1)).all()
+
+
+def test_prefixes_are_found(served: Any) -> None:
+    model, wanted = served
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=batching(pages=PAGES)
+    ) as manager:
+        found = []
+        for text in texts()[-2:]:
+            manager.add_request(text, max_new_tokens=serving_tools.NEW)
+            found += list(answers(manager, 1).values())
+        used = serving.usage(manager)
+    assert found == wanted[-2:]
+    assert used is not None
+    assert (used.prefix_hits, used.prefix_tokens) == (1, 32 * LONGER)
+
+
+def test_forks(served: Any) -> None:
+    model, _ = served
+    prompts = serving_tools.prompts()[: 4 if ON_GPU else 2]
+    wanted = one_by_one(model, prompts, scales=head_scales(model), **TRITON)
+    assert forked(model, prompts, 3) == [tokens for tokens in wanted for _ in range(3)]
+
+
+def answers(manager: Any, count: int) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    while len(found) < count:
+        out = manager.get_result(timeout=60)
+        assert out is not None
+        assert out.error is None, out.error
+        if out.is_finished():
+            found[out.request_id] = list(out.generated_tokens)
+    return found
+
+
+# -- what an engine does otherwise on a GPU --------------------------------------------------------
+
+
+@contextlib.contextmanager
+def counted_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """How often a graph is captured, and replayed."""
+    seen = {"captured": 0, "replayed": 0}
+
+    class Counted(torch.cuda.CUDAGraph):
+        def capture_begin(self, *args: Any, **more: Any) -> None:
+            seen["captured"] += 1
+            super().capture_begin(*args, **more)
+
+        def replay(self) -> None:
+            seen["replayed"] += 1
+            super().replay()
+
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.cuda, "CUDAGraph", Counted)
+        yield seen
+
+
+@only_gpu
+@newer
+@pytest.mark.parametrize("together", [{}, {"use_async_batching": True}], ids=["", "async"])
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_graphs_of_decoding_steps(
+    kind: str, together: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured for 1, 2, 4 and 5 requests, then replayed: also as prompts come and requests end."""
+    model, keywords, wanted = case()
+    if kind == "dynamic":
+        keywords = TRITON
+        wanted = one_by_one(model, texts(), **keywords)
+    serving.enable(model, **keywords)
+    try:
+        with counted_graphs(monkeypatch) as seen:
+            for chunk in (4096, 100):
+                before = dict(seen)
+                found = run(model, texts(), max_batch_tokens=chunk, use_cuda_graph=True, **together)
+                assert found == wanted, chunk
+                assert seen["captured"] > before["captured"]
+                assert seen["replayed"] - before["replayed"] > serving_tools.NEW / 2
+                # A few sizes, for each of two sets of inputs: not one for each step.
+                assert seen["captured"] - before["captured"] <= 8
+    finally:
+        serving.disable(model)
+
+
+@only_gpu
+def test_graphs_that_cannot_be_are_refused() -> None:
+    models = [MODELS["mistral"]()] if HAS_BLOCK_TABLES else [MODELS["mistral"](), llama()]
+    for model in models:
+        serving.enable(model, **TRITON)
+        with pytest.raises(ConfigError, match="use_cuda_graph"):
+            model.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
+
+
+@newer
+def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps by block table with padding, as graphs have it, but without one."""
+    model, wanted = served
+    if not ON_GPU:
+        # On a CPU a token without a page is an error; a GPU leaves it out.
+        monkeypatch.setattr(ops.reference, "locate_all", lambda *_: None)
+    manager = model.init_continuous_batching(greedy(), batching(pages=PAGES))
+    manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
+    padding: list[int] = []
+    made = common.decode_calls
+
+    def watch(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
+        padding.append(int((lengths == 0).sum()))
+        return made(table, lengths, size)
+
+    monkeypatch.setattr(common, "decode_calls", watch)
+    manager.warmup()
+    manager.batch_processor.model_runner.pad_inputs = True
+    manager.start()
+    try:
+        # 3 and 5 requests make rows for 4 and 8.
+        ids = manager.add_requests(texts(), max_new_tokens=serving_tools.NEW)
+        found = answers(manager, len(ids))
+    finally:
+        manager.stop(block=True)
+    assert [found[i] for i in ids] == wanted
+    assert max(padding) > 0
+
+
+@only_gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_that_are_prepared_while_another_runs(name: str) -> None:
+    model, keywords, wanted = case(name)
+    serving.enable(model, **keywords)
+    try:
+        for chunk in (4096, 100):  # whole prompts, and beside requests that decode
+            found = run(model, texts(), max_batch_tokens=chunk, use_async_batching=True)
+            assert found == wanted, chunk
+    finally:
+        serving.disable(model)
+
+
+@pytest.mark.parametrize("kind", ["static", "e5m2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_requests_go_to_the_cpu_and_come_back(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ON_GPU:
+        if name == "gemma2":
+            pytest.skip("the interpreter takes minutes")
+        monkeypatch.setattr(serving_tools, "NEW", 10)
+        monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
+    gone: list[int] = []
+    kept: Any = offloading_manager.OffloadingManager
+    stock = kept._offload_to_cpu
+
+    def counted(self: Any, *victims: Any) -> Any:
+        went = stock(self, *victims)
+        gone.append(len(went))
+        return went
+
+    monkeypatch.setattr(kept, "_offload_to_cpu", counted)
+    model = MODELS[name]()
+    keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
+    prompts = [text[:30] for text in texts() if len(text) > 12]
+    wanted = one_by_one(model, prompts, **TRITON, **keywords)
+    serving.enable(model, **TRITON, **keywords)
+    # Of 8 tokens: all prompts at a time, but not what comes of them.
+    pages = sum(-(-len(text) // 8) for text in prompts) + 3
+    found = run(
+        model, prompts, page_size=8, pages=pages, max_batch_tokens=256, cpu_offload_space=0.01,
+        allow_block_sharing=False,
+    )  # fmt: skip
+    assert found == wanted
+    assert sum(gone) > 0
+
+
+class _Unpinned:
+    """torch, for a machine that cannot pin memory because it has no accelerator."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return torch.empty(*shape, **more)
+
+
+@pytest.mark.parametrize("form", ["config", "level"])
+def test_a_compiled_model(served: Any, form: str) -> None:
+    model, wanted = served
+    if form == "level":
+        if not ON_GPU:
+            pytest.skip("needs a compiler of C++")
+        assert run(model, texts(), default_compile_level=1) == wanted
+        return
+    backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
+    config = CompileConfig(fullgraph=False, dynamic=True, **backend)
+    few = slice(None) if ON_GPU else slice(2)
+    assert run(model, texts()[few], varlen_compile_config=config) == wanted[few]
+
+
+@only_gpu
+def test_memory_stays_within_the_plan() -> None:
+    """Pages for a fifth of what is free, and the largest steps that the engine makes."""
+    model = llama()
+    serving.enable(model, scales=head_scales(model, center=True), **TRITON)
+    numbers = torch.Generator().manual_seed(0)
+    lengths = (3000, 2200, 1500, 1100, 900, 700, 500, 300)
+    prompts = [torch.randint(3, 99, (n,), generator=numbers).tolist() for n in lengths]
+    model(torch.ones((1, 8), dtype=torch.long, device=DEVICE), use_cache=False)  # workspaces
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    allowed = 0.2 * (total - torch.cuda.memory_reserved())
+    torch.cuda.reset_peak_memory_stats()
+    run(model, prompts, pages=None, page_size=256, max_batch_tokens=8192, max_memory_percent=0.2)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= allowed + 2**26
+    assert taken > 0.9 * allowed, "pages for all that is allowed"
+
+
+# -- one layer of one step -------------------------------------------------------------------------
+
+HEADS, QUERIES, DIM, SLOTS = (8, 32, 128, 64) if ON_GPU else (2, 4, 16, 8)
+# Tokens stored and new: of a request that decodes, of two prompts, and of a chunk.
+FIRST = tuple((0, n * LONGER) for n in (33, 20, 40))
+THEN = ((33 * LONGER, 1), (20 * LONGER, 1), (40 * LONGER, 30))
+
+
+def layer(
+    stored: Stored, form: PageLayout, window: int | None, first: int = 0, backend: str = "triton"
+) -> list[torch.Tensor]:
+    """The attention of two steps of three requests, whose pages begin at page `first`."""
+    numbers = torch.Generator().manual_seed(0)
+    count = -(-(window or 80 * LONGER) // SLOTS) + 1
+    found = []
+    for requests in (FIRST, THEN):
+        step = Step([Kind(window, SLOTS)])
+        for number, (past, tokens) in enumerate(requests):
+            start = first + number * count
+            step.add(past, tokens, [list(range(start, start + count))])
+        query, key, value = (
+            torch.randn(1, heads, step.count, DIM, generator=numbers).to(DEVICE, form.dtype)
+            for heads in (QUERIES, HEADS, HEADS)
+        )
+        with waiting_is_an_error(), torch.no_grad():
+            found.append(
+                attend_layer(
+                    query, key, value, step.calls(0, DEVICE), stored, NUMBERS, form, backend,
+                    window=window, scaling=DIM**-0.5,
+                )
+            )  # fmt: skip
+    return found
+
+
+NUMBERS = LayerNumbers(None, None, None)
+FORM = PageLayout(HEADS, DIM, SLOTS, "fp8_e4m3", "fp8_e4m3", torch.float32, dynamic=True)
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def pages(count: int) -> Stored:
+    memory = torch.zeros(count * FORM.bytes_per_page, dtype=torch.uint8, device=DEVICE)
+    return FORM.carve(memory)
+
+
+@pytest.mark.parametrize("window", [None, 25 * LONGER], ids=["full", "ring"])
+def test_a_step_does_not_wait_and_reaches_far_pages(window: int | None) -> None:
+    """Lists of requests go over while the GPU works; pages past 2 ** 31 bytes of each pool."""
+    room = 3 * (-(-80 * LONGER // SLOTS) + 1)
+    far = 2**31 // (HEADS * SLOTS * DIM) + 5 if ON_GPU else 7
+    near = layer(pages(room), FORM, window)
+    many = pages(far + room)
+    for place in (0, 1):  # a layer's pages begin at its place in a block
+        found = layer(many.from_page(place), FORM, window, far - 1)
+        for got, expected in zip(found, near, strict=True):
+            assert torch.equal(got, expected)
+    if ON_GPU:
+        assert many.k.numel() > 2**31
+    for x in many.tensors():
+        assert not x[: far - 1].any(), "somebody else's page was written to"
+        assert x.data_ptr() % 16 == 0
+        assert x[1:].data_ptr() % 16 == 0
+    for got, expected in zip(near, in_pytorch(room, window), strict=True):
+        assert (got - expected).norm() < 1e-3 * expected.norm()
+
+
+def in_pytorch(room: int, window: int | None) -> list[torch.Tensor]:
+    """The same without Triton, on the CPU: reading its own bytes, which are the same."""
+    global DEVICE
+    before, DEVICE = DEVICE, torch.device("cpu")
+    try:
+        found = layer(pages(room), FORM, window, backend="torch")
+    finally:
+        DEVICE = before
+    return [x.to(DEVICE) for x in found]
