@@ -274,13 +274,17 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     if not ON_GPU:
         # On a CPU a token without a page is an error; a GPU leaves it out.
         monkeypatch.setattr(ops.reference, "locate_all", lambda *_: None)
-    manager = model.init_continuous_batching(greedy(), batching(pages=PAGES))
+    # Shared, the pages of the same beginning would be written twice and one of them given up.
+    config = batching(pages=PAGES, allow_block_sharing=False)
+    manager = model.init_continuous_batching(greedy(), config)
     manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
     padding: list[int] = []
+    used: set[int] = set()
     made = common.decode_calls
 
     def watch(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
         padding.append(int((lengths == 0).sum()))
+        used.update(table[table >= 0].tolist())
         return made(table, lengths, size)
 
     monkeypatch.setattr(common, "decode_calls", watch)
@@ -291,10 +295,14 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         # 3 and 5 requests make rows for 4 and 8.
         ids = manager.add_requests(texts(), max_new_tokens=serving_tools.NEW)
         found = answers(manager, len(ids))
+        codes = manager.batch_processor.cache.stored(0).k.flatten(1)
+        written = set(codes.any(1).nonzero().flatten().tolist())
     finally:
         manager.stop(block=True)
     assert [found[i] for i in ids] == wanted
     assert max(padding) > 0
+    layers = range(model.config.num_hidden_layers)
+    assert written == {page + place for page in used for place in layers}, "nobody's page"
 
 
 @only_gpu
