@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching import cache as stock
 
 from .attention import NAME
 from .environment import circumstances
+from .errors import ConfigError
 from .serving.engines import cache_class
 from .serving.engines.common import sizes
 from .serving.settings import Settings
@@ -107,6 +108,9 @@ def planned_tokens(
         page_size: tokens per page.
         max_batch_tokens: tokens that a step may have; it pays for their activations.
         max_requests: requests that a step may have.
+
+    Raises:
+        ConfigError: not even one step fits.
     """
     kind: Any = stock.PagedAttentionCache if settings is None else cache_class(settings)
     config._attn_implementation_internal = attention
@@ -125,11 +129,17 @@ def planned_tokens(
         "get_available_memory",
         return_value=int(memory * PERCENT),
     )
-    with free:
-        found = kind(
-            config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
-            device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16, **more,
-        )  # fmt: skip
+    try:
+        with free:
+            found = kind(
+                config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
+                device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16, **more,
+            )  # fmt: skip
+    except (MemoryError, ValueError) as error:
+        raise ConfigError(
+            f"memory: expected room for a step of {max_batch_tokens} tokens and for pages, got "
+            f"{memory / GIB:.3g} GiB: {error}"
+        ) from error
     # transformers 5.17 counts blocks of a group of layers, later versions those of all layers.
     return int(found.num_blocks) // getattr(found, "num_groups", 1) * page_size
 

@@ -44,7 +44,10 @@ def bench(
     memory: Annotated[
         float,
         typer.Option(
-            "--memory-gib", min=0.001, help="capacity: free memory beside the model, in GiB."
+            "--memory-gib",
+            min=0.001,
+            max=10_000,
+            help="capacity: free memory beside the model, in GiB.",
         ),
     ] = 40.0,
     experiments: Annotated[

@@ -100,7 +100,12 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Takes back what `enable` did; nothing if it did nothing. Returns the model.
 
     A manager that still runs keeps its pages until it is stopped.
+
+    Raises:
+        ConfigError: not a model of transformers.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
     enabled: Any = vars(model).pop(PLACE, None)
     if enabled is not None:
         mine = vars(model).get(_KEPT)
