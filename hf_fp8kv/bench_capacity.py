@@ -133,7 +133,8 @@ def planned_tokens(
         with free:
             found = kind(
                 config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
-                device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16, **more,
+                device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16,
+                **more,
             )  # fmt: skip
     except (MemoryError, ValueError) as error:
         raise ConfigError(

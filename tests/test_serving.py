@@ -4,6 +4,7 @@ import copy
 import gc
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,13 @@ from hf_fp8kv import (
     FP8PagedCache,
     KVScales,
     ScaleError,
+    attention,
     serving,
 )
+from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.engines import common, layout
 from hf_fp8kv.serving.manager import FP8Manager
+from hf_fp8kv.serving.step import Kind, Step, decode_calls
 
 HAS_BLOCK_TABLES = layout().__name__.endswith("flat_tensor")
 
@@ -485,3 +489,122 @@ class TestLimits:
             text = [3] * (most - NEW + 1)  # the last token is never stored
             assert len(batched(model, [text], pages=6)[0]) == NEW
         manager.batch_processor = None
+
+
+class TestRunning:
+    """Managers that start, stop and fail beside each other, and what a step is made of."""
+
+    def test_a_manager_that_stops_leaves_others_running(self, llama: Any) -> None:
+        llama.set_attn_implementation("fp8_paged")
+        texts, scales = prompts(), head_scales(llama)
+        wanted = one_by_one(llama, texts, scales=scales)
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama, scales=scales)
+        first, second = (llama.init_continuous_batching(greedy(), batching()) for _ in range(2))
+        try:
+            for manager in (first, second):
+                manager.start()
+            first.add_request(texts[0], max_new_tokens=2)
+            finished(first)
+            first.stop(block=True)
+            assert llama.config._attn_implementation == "fp8_paged"
+            ids = second.add_requests(texts, max_new_tokens=NEW)
+            found = {}
+            while len(found) < len(ids):
+                out = second.get_result(timeout=60)
+                assert out is not None
+                assert out.error is None, out.error
+                found[out.request_id] = list(out.generated_tokens)
+            assert [found[i] for i in ids] == wanted
+        finally:
+            second.stop(block=True)
+        assert llama.config._attn_implementation == "sdpa"
+        second.start()  # once more, after the attention was put back
+        try:
+            second.add_request(texts[1], max_new_tokens=NEW)
+            assert finished(second) == wanted[1]
+        finally:
+            second.stop(block=True)
+        assert llama.config._attn_implementation == "sdpa"
+
+    def test_disable_puts_back_what_a_manager_that_never_ran_changed(self, llama: Any) -> None:
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        manager = llama.init_continuous_batching(greedy(), batching())
+        with pytest.raises(ConfigError):
+            llama.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
+        serving.disable(llama)
+        assert llama.config._attn_implementation == "sdpa"
+        assert not manager.is_running()
+
+    def test_an_empty_prompt_is_nobody_elses_error(self, llama: Any) -> None:
+        serving.enable(llama)
+        (wanted,) = batched(llama, [[5, 6]])
+        assert batched(llama, [[], [5, 6]])[1] == wanted
+
+    @pytest.mark.parametrize("window", [1, 2, 3])
+    def test_windows_shorter_than_the_probe(self, window: int) -> None:
+        serving.enable(tiny("gpt_oss", sliding_window=window)[0])
+
+    def test_an_engine_of_transformers_that_runs(self) -> None:
+        model = tiny("llama", attn_implementation="sdpa")[0]
+        manager = model.init_continuous_batching(greedy(), batching())
+        manager.start()
+        try:
+            with pytest.raises(ConfigError, match="running"):
+                serving.enable(model)
+        finally:
+            manager.stop(block=True)
+        serving.enable(model)
+
+    def test_an_error_in_a_step(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*args: Any, **more: Any) -> None:
+            raise ValueError("boom")
+
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        with monkeypatch.context() as changed:
+            changed.setattr(common, "attend_layer", fail)
+            out = llama.generate_batch([[5, 6]], greedy(), batching())
+        assert all(found.error == "boom" for found in out.values())
+        assert llama.config._attn_implementation == "sdpa"
+        with pytest.raises(ValueError, match="boom"), attention.engine_step():
+            fail()
+        assert not attention._engine.runs
+        assert batched(llama, [[5, 6]])
+
+    def test_padding_has_no_result(self) -> None:
+        made = Step([Kind(None, 8)])
+        for page, tokens in enumerate((10, 8, 1)):
+            made.add(0, tokens, [[2 * page, 2 * page + 1]])
+        calls = made.calls(0, torch.device("cpu"))
+        targets = [t for call in calls.attends for t in call.targets.tolist()]
+        assert sorted(targets) == list(range(19))  # each once: CUDA keeps no order of writes
+
+    def test_a_row_of_no_request_has_page_and_slot(self) -> None:
+        table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
+        calls = decode_calls(table, torch.tensor([9, 0], dtype=torch.int32), 8)
+        assert calls.table.tolist() == [[4], [7]]
+        assert calls.slots.tolist() == [0, 0]
+
+    def test_plans_are_those_of_their_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *_: 1)
+        fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
+        monkeypatch.setattr(step_module.ops, "make_plan", fill)
+        made = Step([Kind(None, 8)])
+        made.add(7, 1, [[0]])
+        made.add(0, 5, [[1]])
+        plans = [int(c.plan("torch", 2)[0, 0]) for c in made.calls(0, torch.device("cpu")).attends]
+        assert sorted(plans) == [5, 8]
+
+    @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of 5.17 allocates otherwise")
+    def test_tokens_held_while_requests_run(self) -> None:
+        model = tiny("mistral", sliding_window=20)[0]
+        serving.enable(model)
+        manager = model.init_continuous_batching(greedy(), batching())
+        manager.warmup()
+        cache = manager.batch_processor.cache
+        for name, tokens in (("a", 5), ("b", 70)):
+            state = SimpleNamespace(request_id=name, current_len=lambda: 0)
+            assert cache.can_store_request_tokens(state, tokens)
+        assert cache.held({"a": 5, "b": 70})[3] == 5 + 20

@@ -18,6 +18,7 @@ from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.layout import BlockRows, PageLayout
 from hf_fp8kv.serving.settings import Settings
+from hf_fp8kv.serving.step import numbers_at_peak
 
 # transformers 5.17; all later ones have a flat tensor.
 OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
@@ -164,6 +165,32 @@ class TestBytes:
         # Two layers of K and V, two heads of 16, scales of two bytes; and an index of int64.
         assert cost[1] - cost[0] == PAGE * (2 * 2 * 2 * (16 + 2) + 8)
         assert cost[0] <= free < cost[1]
+
+    @pytest.mark.skipif(OLDER, reason="the plan of later versions")
+    def test_one_more_sector_costs_its_bytes_and_an_index(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No mask, no dense copy of what is read; a token of a step pays for what it takes."""
+        module = engines.layout()
+        handler, made = module._MemoryHandler, []
+
+        def kept(*args: Any, **more: Any) -> Any:
+            made.append(handler(*args, **more))
+            return made[-1]
+
+        monkeypatch.setattr(module, "_MemoryHandler", kept)
+        model = tiny("llama")[0].to(torch.bfloat16)
+        serving.enable(model)
+        cache = a_cache(model)
+        sectors, tokens, plan = cache.num_sectors, cache.max_batch_tokens, made[0]
+        assert plan.activation_dtype == torch.bfloat16
+        cost = [plan.compute_memory_footprint(tokens, sectors + more) for more in (0, 1)]
+        assert cost[1] - cost[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
+        step = plan.compute_memory_footprint(tokens + 1, sectors) - cost[0]
+        # Two bytes each: hidden states, 4 heads of queries, 2 of K and of V; and what is ours.
+        ours = numbers_at_peak(64, 4, 2, 16)
+        assert step >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + ours)
+        assert ours > 3 * 4 * 16
 
     def test_a_rank_has_its_heads_and_their_scales(self) -> None:
         model = tiny("llama")[0]

@@ -7,6 +7,7 @@ model.generate_batch(prompts)          # and generate(cache_implementation="page
 """
 
 import os
+import threading
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,8 +15,8 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from ..parallel import tensor_parallel
 from ..scales import KVScales
-from .engines import cache_class
-from .manager import PLACE, Enabled, dispatch
+from .engines import cache_class, stock_manager
+from .manager import PLACE, Enabled, dispatch, put_back_attention
 from .probe import check_kinds, check_packing
 from .settings import Settings
 from .usage import Usage, usage
@@ -82,6 +83,12 @@ def enable(
             "expected a model whose attention can read pages, got "
             f"{type(model).__name__}: {why}; use it without"
         )
+    if any(type(m) is stock_manager() and m.model is model for m in _running_managers()):
+        raise ConfigError(
+            "expected a model that no engine of transformers' own runs, got one with a running "
+            "ContinuousBatchingManager: it would meet another attention in the middle of a step; "
+            "call its stop() first"
+        )
     settings = Settings.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         center_keys=center_keys, backend=backend, **tensor_parallel(model),
@@ -94,6 +101,13 @@ def enable(
     disable(model)
     vars(model)[PLACE] = Enabled(settings, vars(model).pop(_KEPT, None))
     return model
+
+
+def _running_managers() -> list[Any]:
+    """The managers whose threads run, of transformers' own class or of ours."""
+    targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
+    owners = [getattr(target, "__self__", None) for target in targets]
+    return [owner for owner in owners if isinstance(owner, stock_manager())]
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -114,4 +128,5 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
             destroy()
         if enabled.kept is not None and _KEPT not in vars(model):
             vars(model)[_KEPT] = enabled.kept
+        put_back_attention(model)
     return model

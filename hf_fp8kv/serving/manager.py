@@ -14,12 +14,17 @@ from ..support import implementations, restore
 from .engines import cache_class, rebound, stock_manager
 from .settings import Settings
 
-__all__ = ["PLACE", "Enabled", "FP8Manager", "dispatch"]
+__all__ = ["PLACE", "Enabled", "FP8Manager", "dispatch", "put_back_attention"]
 
 # Where a model keeps what `enable` was told.
 PLACE = "_hf_fp8kv_serving"
+# And the attention it ran before a manager of ours ran it.
+_BEFORE = "_hf_fp8kv_attention_before"
 
 _Stock: Any = stock_manager()
+_lock = threading.Lock()
+# Those that have been made, of all models.
+_alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Enabled:
@@ -56,6 +61,7 @@ class FP8Manager(_Stock):  # type: ignore[misc]
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._enabled: Enabled = vars(model)[PLACE]
+        self._put_back_at_end = False
         before = implementations(model)
         try:
             super().__init__(model, *args, **kwargs)
@@ -64,8 +70,12 @@ class FP8Manager(_Stock):  # type: ignore[misc]
             self._decide_graphs(asked, hints)
         except BaseException:
             restore(model, before)
+            if _another(before):
+                vars(model).pop(_BEFORE, None)
             raise
         self._enabled.add(self)
+        with _lock:
+            _alive.add(self)
 
     def _decide_compiling(self, asked: Any) -> None:
         """Only the model around its attention is compiled: that works from lists of each step."""
@@ -111,10 +121,33 @@ class FP8Manager(_Stock):  # type: ignore[misc]
 
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The model then runs "fp8_paged"; `stop` puts back what it ran before."""
-        before = implementations(model)
-        if any(name not in (NAME, None) for name in before.values()):
-            self._original_attn_impl = {k: name for k, name in before.items() if name is not None}
-            model.set_attn_implementation(NAME)
+        with _lock:
+            before = implementations(model)
+            if _another(before):
+                vars(model)[_BEFORE] = before
+                model.set_attn_implementation(NAME)
+
+    def start(self) -> None:
+        """As the engine's own; also after `stop`, which put the model's attention back."""
+        if not self.is_running():
+            self._put_back_at_end = False
+            self.switch_to_cb_friendly_attn(self.model)
+        super().start()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """As the engine's own; the attention is put back when no manager of the model runs."""
+        super().stop(*args, **kwargs)
+        self._put_back_at_end = True
+        if not self.is_running():
+            self._put_back()
+
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+        if self._put_back_at_end:  # nobody waited for it
+            self._put_back()
+
+    def _put_back(self) -> None:
+        put_back_attention(self.model, but=self)
 
     def warmup(self) -> None:
         """As the engine's own."""
@@ -133,6 +166,21 @@ class FP8Manager(_Stock):  # type: ignore[misc]
             super()._generation_step()
 
 
+def put_back_attention(model: Any, *, but: FP8Manager | None = None) -> None:
+    """The model runs the attention of before, unless a manager of ours (another one) still runs."""
+    with _lock:
+        others = [m for m in _alive if m is not but and m.model is model]
+        if not any(manager.is_running() for manager in others):
+            before = vars(model).pop(_BEFORE, None)
+            if before is not None:
+                restore(model, before)
+
+
+def _another(attention: dict[str, Any]) -> bool:
+    """Whether a model, or a part of it, runs another attention than "fp8_paged"."""
+    return any(name not in (NAME, None) for name in attention.values())
+
+
 def _settings_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The settings that a manager is made with (after the model), and hints on its work."""
     names = ("generation_config", "continuous_batching_config", "workload_hints")
@@ -149,7 +197,6 @@ def _blocks(config: Any, hints: Any) -> int:
 # Where nothing is known of the requests: 8,192 tokens in pages of 256. Longer ones run without.
 _BLOCKS = 32
 
-_lock = threading.Lock()
 _installed = False
 
 

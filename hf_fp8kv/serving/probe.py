@@ -132,8 +132,10 @@ class _PackedCache(EngineCache):
         heads //= chosen.tp_size
         self.page_layout = PageLayout.of(settings.options, heads, dim, _SLOTS, model.dtype)
         self._prepare(settings, config.num_hidden_layers, heads, dim, model.device)
-        # A window is longer than these texts, or wrong anyway.
-        self.kinds = [Kind(None, _SLOTS)]
+        self._windows = check_kinds(config)
+        chosen_ones = list(dict.fromkeys(self._windows))
+        self.kinds = [Kind(window, _SLOTS) for window in chosen_ones]
+        self._kind_of = [chosen_ones.index(window) for window in self._windows]
         self._stored: dict[int, Stored] = {}
         self._device = model.device
 
@@ -141,11 +143,11 @@ class _PackedCache(EngineCache):
         """The next step has these tokens of each text."""
         batch = object()
         for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            self.record(batch, start, count, [[page]])
+            self.record(batch, start, count, [[page]] * len(self.kinds))
 
     def kind_of(self, layer: int) -> int:
-        """All layers are alike here."""
-        return 0
+        """The index into `kinds` of a layer."""
+        return self._kind_of[layer]
 
     def stored(self, layer: int) -> Stored:
         """The pages of a layer, made when it asks."""

@@ -151,6 +151,8 @@ class Step:
             tokens: its tokens in this step.
             pages: for each kind, the pages of the request, in order. They are copied.
         """
+        if not tokens:  # an empty prompt: the engine takes it, and there is nothing to attend to
+            return
         found = tuple(np.array(of_kind, np.int32) for of_kind in pages)
         self._rows.append(_Row(past, tokens, self.count, found))
 
