@@ -20,6 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 ROOT = Path(__file__).parent.parent
 TEMPLATE = (
     "{% if messages[0]['role'] == 'wizard' %}{{ raise_exception('no wizards') }}{% endif %}"
+    "{% if messages[0]['role'] == 'sloth' %}{% for i in range(200) %}{% for j in range(50000) %}"
+    "{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 )
 PAGES, PAGE, CONTEXT = 24, 16, 320
@@ -49,6 +51,7 @@ class Server:
     """`hf-fp8kv serve` on a free port; its log is read while it runs."""
 
     def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
+        self.model = model
         batching = ("--cb-num-blocks", str(PAGES), "--cb-block-size", str(PAGE))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "hf_fp8kv.cli", "serve", model, "--device", "cpu",

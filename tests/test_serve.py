@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from tests import command_line
@@ -29,6 +29,7 @@ def needed(name: str) -> types.ModuleType:
 
 
 openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
+connection = needed("hf_fp8kv.serving.server.connections").connection
 
 CHAT = "/v1/chat/completions"
 STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
@@ -70,6 +71,11 @@ def text_of(client, question: str, *, stream: bool, **options: object) -> str:
     parts = [chunk.choices[0].delta.content or "" for chunk in answer]
     assert len(parts) > 2
     return "".join(parts)
+
+
+def events(text: str) -> list[str]:
+    """What a streamed answer is made of."""
+    return [line.removeprefix("data: ") for line in text.splitlines() if line]
 
 
 def expected(folder: str, question: str, tokens: int) -> str:
@@ -128,7 +134,68 @@ def test_an_answer_ends_before_a_text_that_stops_it(server, client):
         for stream in (False, True):
             assert text_of(client, "stop here", stream=stream, max_tokens=60, stop=stops) == until
     assert text_of(client, "stop here", stream=True, max_tokens=60, stop="no such text") == whole
-    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
+    server.wait_until(requests_active=0, requests_waiting=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_stops_an_answer_with_its_last_token_is_why_it_ended(server, stream):
+    def reason(tokens: int) -> str:
+        asked = body(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
+        text = server.ask(CHAT, asked)[1]
+        last = events(text)[-2] if stream else text
+        return json.loads(last)["choices"][0]["finish_reason"]
+
+    answer = json.loads(server.ask(CHAT, body(messages=STORY, max_tokens=20))[1])
+    whole = answer["choices"][0]["message"]["content"]
+    stop = whole[-6:]
+    assert whole.index(stop) == 14
+    assert [reason(20), reason(19)] == ["stop", "length"]
+
+
+def test_streams_end_as_those_of_openai_do(server):
+    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
+    sent = {"max_tokens": 2, "stream": True}
+    for path, asked in ((CHAT, body(**sent)), ("/v1/completions", {"prompt": "x", **sent})):
+        for given in ({}, {"model": name}, {"model": f"{server.model}"}):
+            *chunks, end = events(server.ask(path, {**asked, **given})[1])
+            assert end == "[DONE]"
+            assert {json.loads(chunk)["model"] for chunk in chunks} == {given.get("model", name)}
+
+
+def test_a_response_that_was_cut_short_says_so(server, client, model):
+    asked = {"model": model, "input": "once", "max_output_tokens": 3}
+    response = client.responses.create(**asked)
+    *_, last = client.responses.create(stream=True, **asked)
+    assert last.type == "response.incomplete"
+    for found in (response, last.response):
+        assert found.status == "incomplete"
+        assert found.incomplete_details.reason == "max_output_tokens"
+        assert found.model == model
+    assert response.output_text == last.response.output_text
+
+
+def test_top_k_is_each_requests_own(server):
+    def answers(**fields: object) -> set[str]:
+        asked = body(messages=STORY, max_tokens=24, temperature=2.0, **fields)
+        found = [json.loads(server.ask(CHAT, asked)[1]) for _ in range(3)]
+        return {one["choices"][0]["message"]["content"] for one in found}
+
+    (narrow,) = answers(top_k=1)
+    assert len(answers(top_k=-1)) > 1
+    greedy = json.loads(server.ask(CHAT, body(messages=STORY, max_tokens=24, temperature=0))[1])
+    assert greedy["choices"][0]["message"]["content"] == narrow
+
+
+def test_others_are_answered_while_a_prompt_is_made(server):
+    slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.ask, CHAT, slow)
+        seen = 0
+        while not answer.done():
+            seen += json.loads(server.ask("/health")[1]).get("requests_waiting") == 1
+            time.sleep(0.02)
+    assert answer.result()[0] == 200
+    assert seen > 3
 
 
 def test_completions_and_responses_answer_too(client, model):
@@ -207,8 +274,15 @@ REFUSED = {
     "a stop": (body(stop=[""]), 400),
     "many stops": (body(stop=list("abcde")), 400),
     "another model": (body(model="no/such"), 404),
-    "an unknown field": (body(bogus=1), 422),
+    "an unknown field": (body(bogus=1), 400),
+    "a third of a token": (body(top_k=0.3), 400),
+    "effort": (body(reasoning_effort="high"), 400),
+    "a tool of others": (body(tools=[{"type": "web_search"}]), 400),
     "a config": (body(generation_config="{"), 400),
+    "beams": (body(generation_config='{"num_beams": 4}'), 400),
+    "a penalty in a config": (body(generation_config='{"repetition_penalty": 1.1}'), 400),
+    "min_p": (body(generation_config='{"min_p": 0.5}'), 400),
+    "a stop in a config": (body(generation_config='{"stop_strings": ["a"]}'), 400),
     "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
     "no stream": (body(stream="yes"), 400),
     "too large": (body(messages=[{"role": "user", "content": "x" * 70_000}]), 413),
@@ -226,12 +300,87 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
     assert server.ask(CHAT, body())[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "sent"),
+    [
+        (CHAT, "bogus", 1),
+        (CHAT, "prompt", "x"),
+        (CHAT, "generation_config.guidance_scale", {"generation_config": '{"guidance_scale": 2}'}),
+        ("/v1/completions", "messages", []),
+        ("/v1/responses", "text", {"text": {"format": {"type": "json_object"}}}),
+        ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
+        ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
+        ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
+    ],
+)
+def test_what_is_refused_is_named(server, path, field, sent):
+    asked = {CHAT: body(), "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"}}
+    sent = sent if isinstance(sent, dict) else {field: sent}
+    status, text, _ = server.ask(path, {**asked[path], **sent})
+    assert (status, json.loads(text)["error"]["param"]) == (400, field)
+
+
+def test_a_config_that_says_nothing_else_is_taken(server):
+    given = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
+    asked = body(generation_config=given.to_json_string())
+    del asked["max_tokens"]
+    status, text, _ = server.ask(CHAT, asked)
+    assert status == 200, text
+    assert json.loads(text)["usage"]["completion_tokens"] == 3
+
+
+def test_a_client_whose_body_is_too_large_can_read_that(server):
+    # More than fits the buffers of a connection.
+    found, text, _ = server.ask(CHAT, raw=b" " * 16_000_000)
+    assert (found, json.loads(text)["error"]["code"]) == (413, "too_large")
+
+
+def test_connections_without_a_request_are_closed_and_more_than_fit_are_refused():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(app, http=connection(3, 0.3), lifespan="off", log_level="error")
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext
+    with socket.create_server(("127.0.0.1", 0)) as bound, contextlib.ExitStack() as stack:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(setattr, server, "should_exit", True)
+
+        def connected(sent: bytes) -> socket.socket:
+            found = stack.enter_context(socket.create_connection(bound.getsockname(), timeout=20))
+            found.sendall(sent)
+            return found
+
+        whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        silent, half = connected(b""), connected(b"GET / HTT")
+        again = connected(whole)
+        assert again.recv(1000).startswith(b"HTTP/1.1 200")
+        again.sendall(whole[:9])
+        assert connected(b"").recv(1000).startswith(b"HTTP/1.1 503")
+        for one in (silent, half, again):
+            with contextlib.suppress(ConnectionResetError):
+                assert not one.recv(1000).startswith(b"HTTP/1.1 503")
+        assert connected(whole).recv(1000).startswith(b"HTTP/1.1 200")
+
+
 def test_a_prompt_that_only_just_fits_is_answered(server):
     template = len("u:;a:")
     prompt = [{"role": "user", "content": "x" * (CONTEXT - template - 4)}]
     assert server.ask(CHAT, body(messages=prompt))[0] == 200
     prompt[0]["content"] += "x"
     assert server.ask(CHAT, body(messages=prompt))[0] == 400
+
+
+def test_text_that_cannot_fit_is_not_made_into_tokens(server):
+    most = 128 * CONTEXT
+    for content, says in (("x" * most, "characters"), ("x" * (most - 9), f"{most - 4} tokens")):
+        status, text, _ = server.ask(CHAT, body(messages=[{"role": "user", "content": content}]))
+        error = json.loads(text)["error"]
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert says in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
@@ -376,7 +525,9 @@ def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
         assert server.process.wait(120) == 0
         server.wait_for("Finished server process")
         assert "Traceback" not in server.log
-    last = json.loads(got[-1].removeprefix("data: "))
+    *_, last, end = events("".join(got))
+    assert end == "[DONE]"
+    last = json.loads(last)
     if hurry:
         assert "stopping" in last["error"]
     else:

@@ -1,5 +1,6 @@
 """The requests that are being answered, and counts of those that were."""
 
+import asyncio
 import contextlib
 import uuid
 from collections import Counter
@@ -15,15 +16,19 @@ class Call:
 
     Attributes:
         body: the checked JSON object.
+        model: what the client called the model.
+        loop: the server's event loop.
         id: the engine's name of it. Never one that a client chose: two alike would be mixed up.
         submitted: the engine has it, so an error is no longer that of the request.
         over: the engine is through with it, or was told to drop it.
+        cut: its answer ended because it had all the tokens that it was given.
     """
 
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
+    def __init__(self, body: dict[str, Any], model: str) -> None:
+        self.body, self.model = body, model
+        self.loop = asyncio.get_running_loop()
         self.id = uuid.uuid4().hex
-        self.submitted = self.over = False
+        self.submitted = self.over = self.cut = False
         self._cancel: Callable[[], None] | None = None
         self._fail: Callable[[Exception], None] | None = None
 
@@ -71,9 +76,9 @@ class Calls:
         self.new_tokens = 0
 
     @contextlib.contextmanager
-    def running_call(self, body: dict[str, Any]) -> Iterator[Call]:
+    def running_call(self, body: dict[str, Any], model: str) -> Iterator[Call]:
         """Inside, the request counts as running, and what runs below finds it in `current_call`."""
-        call = Call(body)
+        call = Call(body, model)
         self.running.add(call)
         token = current_call.set(call)
         try:

@@ -11,11 +11,22 @@ from typing import Any
 
 from .refusal import Refusal
 
-__all__ = ["CHAT", "COMPLETIONS", "GENERATES", "RESPONSES", "check_body", "parse_body"]
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "GENERATES",
+    "OWN_FIELDS",
+    "RESPONSES",
+    "characters",
+    "check_body",
+    "parse_body",
+]
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATES = (CHAT, COMPLETIONS, RESPONSES)
 
+# Fields that other servers have, and transformers' does not.
+OWN_FIELDS = frozenset({"top_k"})
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # Only these values mean what the server does anyway.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -36,6 +47,14 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "previous_response_id": (),
     "background": (False,),
+    "conversation": (),
+    "include": ([],),
+    "reasoning": ({},),
+    "reasoning_effort": (),
+    "text": ({}, {"format": {"type": "text"}}),
+    "truncation": ("disabled",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
 _SEEDS = 2**63
 
@@ -65,18 +84,34 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-def check_body(path: str, body: dict[str, Any], template_names: frozenset[str]) -> dict[str, Any]:
+def characters(value: Any) -> int:
+    """Returns the length of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(characters, inner))
+
+
+def check_body(
+    path: str, body: dict[str, Any], fields: frozenset[str], template_names: frozenset[str]
+) -> dict[str, Any]:
     """Returns the body without fields that are null; `model` is not looked at.
 
     Args:
         path: one of GENERATES.
         body: the JSON object.
+        fields: what transformers' server knows of the path.
         template_names: what chat_template_kwargs must not name.
 
     Raises:
         Refusal: a field cannot mean what it says.
     """
     body = {name: value for name, value in body.items() if value is not None}
+    for name in sorted(body.keys() - fields - OWN_FIELDS):
+        raise Refusal(
+            400, f"{name:.100}: expected a field that {path} has; leave it out",
+            param=name, code="unknown_parameter",
+        )  # fmt: skip
     for name, check in _FIELDS.items():
         if name in body:
             check(name, body[name])
@@ -151,24 +186,52 @@ def _generation_config(name: str, value: Any) -> None:
         given = json.loads(value)
         if not isinstance(given, dict):
             raise TypeError
-        config = GenerationConfig(**given)
+        GenerationConfig(**given)
     except Exception:  # it checks its values in many ways
         raise _wrong(name, expected, value) from None
-    _of(bool, f"{expected}, and do_sample true or false")(name, config.do_sample or False)
-    checks = {
-        "temperature": _number(0, 2),
-        "top_p": _number(0, 1, above=True),
-        "top_k": _whole(0, _SEEDS),
-        "max_new_tokens": _whole(1, _SEEDS),
-    }
-    for field, check in checks.items():
-        if given.get(field) is not None:
-            check(f"{name}.{field}", given[field])
-    ends = given.get("eos_token_id")
-    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
-        _whole(-1, _SEEDS)(f"{name}.eos_token_id", end)
-    if given.get("num_return_sequences") not in (None, 1):
-        raise _wrong(f"{name}.num_return_sequences", "1", given["num_return_sequences"])
+    for field, found in given.items():
+        where = f"{name}.{field}"
+        if found is None or field in _CONFIG_ANY:
+            continue
+        if field in _CONFIG:
+            _CONFIG[field](where, found)
+        elif found is not False and (
+            field not in _CONFIG_ONLY or not _same(found, _CONFIG_ONLY[field])
+        ):
+            raise Refusal(
+                400,
+                f"{where}: expected one of {', '.join(_CONFIG)}, got {_short(found)}; this server "
+                "does nothing else",
+                param=where,
+                code="unsupported_parameter",
+            )
+
+
+def _ends(name: str, value: Any) -> None:
+    for end in value if isinstance(value, list) else [value]:
+        _whole(-1, _SEEDS)(name, end)
+
+
+_CONFIG: Mapping[str, Callable[[str, Any], None]] = {
+    "do_sample": _of(bool, "true or false"),
+    "temperature": _number(0, 2),
+    "top_p": _number(0, 1, above=True),
+    "top_k": _whole(0, _SEEDS),
+    "max_new_tokens": _whole(1, _SEEDS),
+    "eos_token_id": _ends,
+}
+# What changes no answer here, and values with which nothing is done.
+_CONFIG_ANY = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
+_CONFIG_ONLY = {
+    "_from_model_config": True,
+    "length_penalty": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1,
+}
 
 
 def _stop(name: str, value: Any) -> None:
@@ -186,6 +249,7 @@ _FIELDS: Mapping[str, Callable[[str, Any], None]] = {
     "max_output_tokens": _whole(1, _SEEDS),
     "temperature": _number(0, 2),
     "top_p": _number(0, 1, above=True),
+    "top_k": _whole(-1, _SEEDS),
     "seed": _whole(-_SEEDS, _SEEDS),
     "suffix": _of(str, "text"),
     "instructions": _of(str, "text"),
@@ -213,6 +277,8 @@ def _completions(body: dict[str, Any]) -> None:
 
 
 def _responses(body: dict[str, Any]) -> None:
+    if "prompt" in body:  # a stored template
+        raise _wrong("prompt", "it left out", body["prompt"])
     given = body.get("input")
     if isinstance(given, dict):
         given = [given]
@@ -252,11 +318,14 @@ def _message(where: str, message: Any) -> None:
 
 
 def _tools(body: dict[str, Any]) -> None:
-    tools = body.get("tools")
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise _wrong("tools", "a list of objects", tools)
+    tools = body.get("tools", [])
+    if not isinstance(tools, list):
+        raise _wrong("tools", "a list of functions", tools)
+    for at, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        named = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not named or tool.get("type", "function") != "function":
+            raise _wrong(f"tools[{at}]", "a function with a name", tool)
 
 
 def _template_arguments(body: dict[str, Any], names: frozenset[str]) -> None:

@@ -24,6 +24,7 @@ from transformers.cli.serving.utils import (
 from ...errors import ConfigError
 from .. import Usage, usage
 from .calls import Call, Calls, current_call
+from .handlers import on_the_loop
 from .refusal import Refusal
 from .sampling import per_request_sampling, wanted_sampling
 from .stops import StoppingQueue, first_stop, wanted_stops
@@ -50,6 +51,7 @@ class Engine(CBGenerateManager):
     Attributes:
         page_tokens: tokens that one request may hold in the pages.
         model_tokens: tokens that the model was made for; None: unknown.
+        room: the smaller of the two.
     """
 
     def __init__(self, model: Any, config: Any, calls: Calls) -> None:
@@ -127,7 +129,11 @@ class Engine(CBGenerateManager):
             if cb.is_running():
                 logger.error("the engine's thread did not end within %g s", _STOP_SECONDS)
 
-    # -- what the handlers call, on the event loop ------------------------------------------------
+    @property
+    def room(self) -> int:
+        return min(self.page_tokens, self.model_tokens or self.page_tokens)
+
+    # -- what the handlers call, in a thread ------------------------------------------------------
 
     def generate_streaming(
         self,
@@ -151,9 +157,23 @@ class Engine(CBGenerateManager):
         Raises:
             Refusal: the request is too long, or the engine does not run.
         """
-        call = self._admit(inputs["input_ids"], gen_config)
+        call = _current_call()
+        return on_the_loop(
+            call.loop,
+            lambda: self._stream(call, processor, inputs["input_ids"], gen_config, response_parser),
+        )
+
+    def _stream(
+        self, call: Call, processor: Any, prompt: list[int], gen_config: Any, response_parser: Any
+    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
+        self._admit(call, prompt, gen_config)
         stops = self._stops(call, processor)
-        queue = StoppingQueue(stops, call.close) if stops else asyncio.Queue()
+
+        def stopped() -> None:
+            gen_config.max_new_tokens = None  # the handlers would take its last token for the end
+            call.close()
+
+        queue = StoppingQueue(stops, stopped) if stops else asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         streamer = CBStreamer(
             self._cb,
@@ -179,13 +199,14 @@ class Engine(CBGenerateManager):
                     call.finish()
                     fail(output.error)
                 elif output.is_finished():
+                    _note_end(call, gen_config, output.generated_tokens)
                     call.finish()
                     streamer.end()
             except Exception as error:
                 logger.exception("an answer could not be turned into text")
                 call.fail(error)
 
-        self._submit(call, inputs["input_ids"], gen_config, deliver, fail, streaming=True)
+        self._submit(call, prompt, gen_config, deliver, fail, streaming=True)
         return queue, streamer
 
     async def generate_non_streaming(
@@ -198,8 +219,9 @@ class Engine(CBGenerateManager):
         Raises:
             Refusal: the request is too long, or the engine does not run, or stopped meanwhile.
         """
-        prompt = inputs["input_ids"]
-        call = self._admit(prompt, gen_config)
+        await asyncio.sleep(0)  # what follows is on the event loop
+        call, prompt = _current_call(), inputs["input_ids"]
+        self._admit(call, prompt, gen_config)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         stops = self._stops(call, processor)
@@ -216,10 +238,12 @@ class Engine(CBGenerateManager):
             # Asked after every token only where a text may end the answer.
             text = processor.decode(tokens, skip_special_tokens=True) if stops or finished else ""
             at = first_stop(text, stops)
-            if finished:
-                call.finish()
-            elif at is not None:
+            if at is not None:
+                gen_config.max_new_tokens = None  # as in `_stream`
                 call.close()
+            elif finished:
+                _note_end(call, gen_config, tokens)
+                call.finish()
             else:
                 return
             self.calls.new_tokens += len(tokens)
@@ -235,11 +259,10 @@ class Engine(CBGenerateManager):
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _admit(self, prompt: list[int], gen_config: Any) -> Call:
-        """Returns the request that is being handled; `max_new_tokens` is then what it gets."""
-        call = current_call.get()
-        if call is None:
-            raise RuntimeError("expected a request that came through the gate")
+    def _admit(self, call: Call, prompt: list[int], gen_config: Any) -> None:
+        """Raises Refusal if it cannot be answered; else `max_new_tokens` is then what it gets."""
+        if call.over:
+            raise Refusal(503, "expected a client that waits for its answer", code="stopping")
         if self.stopping or not self.is_alive():
             raise Refusal(503, self.why_dead() or "the server is stopping", code="stopping")
         if not prompt:
@@ -260,7 +283,6 @@ class Engine(CBGenerateManager):
                 code="context_length_exceeded",
             )
         gen_config.max_new_tokens = wanted
-        return call
 
     def _stops(self, call: Call, processor: Any) -> tuple[str, ...]:
         """Returns the texts that end an answer. Raises Refusal where they cannot be told."""
@@ -330,6 +352,22 @@ class OneEngine(GenerationState):
     def shutdown(self) -> None:
         """Ends the engine's thread."""
         self.engine.stop()
+
+
+def _current_call() -> Call:
+    call = current_call.get()
+    if call is None:
+        raise RuntimeError("expected a request that came through the gate")
+    return call
+
+
+def _note_end(call: Call, gen_config: Any, tokens: list[int]) -> None:
+    """Tells an answer that was cut from one that ended by itself with the last token it had."""
+    ends = gen_config.eos_token_id
+    if tokens and tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+        gen_config.max_new_tokens = None
+    else:
+        call.cut = True
 
 
 def _model_tokens(model: Any) -> int | None:

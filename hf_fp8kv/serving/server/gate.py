@@ -10,11 +10,11 @@ import hashlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
 from .calls import Call, Calls
-from .checks import GENERATES, check_body, parse_body
+from .checks import GENERATES, OWN_FIELDS, characters, check_body, parse_body
 from .engine import Engine
 from .metrics import prometheus
 from .models import OneModel
@@ -43,6 +43,7 @@ class Gate:
         model: the one model.
         calls: the server's requests.
         settings: its limits.
+        fields: what a body may have besides OWN_FIELDS, by path.
         cors: whether pages of other origins may read answers.
     """
 
@@ -54,11 +55,12 @@ class Gate:
         calls: Calls,
         settings: Settings,
         *,
+        fields: Mapping[str, frozenset[str]],
         cors: bool,
     ) -> None:
         self.app, self.engine, self.model = app, engine, model
         self.calls, self.settings, self.cors = calls, settings, cors
-        self.stopping = False
+        self.stopping, self._fields = False, fields
         self._key = None if settings.api_key is None else _digest(settings.api_key.encode())
         self._template_names = model.template_names()
 
@@ -102,14 +104,15 @@ class Gate:
         elif path in GENERATES:
             self._check_open()
             body = parse_body(await self._read(headers, receive))
-            self.model.check_name(body.get("model"))
-            body = check_body(path, body, self._template_names)
+            name = self.model.checked_name(body.get("model"))
+            body = check_body(path, body, self._fields[path], self._template_names)
+            self._check_length(body)
             body["model"] = self.model.force_model
             self._check_open()
-            await self._generate(body, scope, receive, answer)
+            await self._generate(body, name, scope, receive, answer)
         elif path == _LOAD:
             body = parse_body(await self._read(headers, receive))
-            self.model.check_name(body.get("model"))
+            self.model.checked_name(body.get("model"))
             body = {"model": self.model.force_model}
             replay = _Replay(json.dumps(body).encode())
             await self.app(_with_body(scope, replay.content), replay, answer)
@@ -150,6 +153,17 @@ class Gate:
                 headers=again,
             )
 
+    def _check_length(self, body: dict[str, Any]) -> None:
+        """Refuses text that is too long by far, before anybody counts its tokens."""
+        most, length = self.engine.room * self.model.longest_token, characters(body)
+        if length > most:
+            raise Refusal(
+                400,
+                f"expected at most {self.engine.room} tokens, got {length} characters, and no "
+                f"token has more than {self.model.longest_token}; send less",
+                code="context_length_exceeded",
+            )
+
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         """Returns the body of a request."""
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -162,7 +176,6 @@ class Gate:
             413,
             f"expected a body of at most {most} bytes, got a larger one",
             code="too_large",
-            headers={"connection": "close"},
         )
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > most:
@@ -199,11 +212,17 @@ class Gate:
         return 200, {"status": "ok", **{f"requests_{name}": n for name, n in counts.items()}}
 
     async def _generate(
-        self, body: dict[str, Any], scope: Scope, receive: Receive, answer: "_Answer"
+        self,
+        body: dict[str, Any],
+        name: str,
+        scope: Scope,
+        receive: Receive,
+        answer: "_Answer",
     ) -> None:
         """Has the application answer; when the client goes away first, that ends too."""
-        with self.calls.running_call(body) as call:
-            replay = _Replay(json.dumps(body).encode())
+        with self.calls.running_call(body, name) as call:
+            theirs = {field: value for field, value in body.items() if field not in OWN_FIELDS}
+            replay = _Replay(json.dumps(theirs).encode())
             scope = _with_body(scope, replay.content)
             scope["state"] = {**scope.get("state", {}), "hf_fp8kv_call": call}
             work = asyncio.ensure_future(self.app(scope, replay, answer))

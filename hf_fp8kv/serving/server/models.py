@@ -13,6 +13,10 @@ from .refusal import Refusal
 __all__ = ["OneModel"]
 
 
+# Tokens of unknown words, or of spaces that are dropped, stand for more than their own characters.
+_LONG_TOKEN = 128
+
+
 class OneModel(ModelManager):
     """Loads one model and its tokenizer when it is made, and no other later.
 
@@ -23,6 +27,9 @@ class OneModel(ModelManager):
 
     Raises:
         ConfigError: it is no model of text that continuous batching can run.
+
+    Attributes:
+        longest_token: characters that one token may stand for; a generous bound.
     """
 
     def __init__(self, name: str, *, pages: Mapping[str, Any], loading: Mapping[str, Any]) -> None:
@@ -37,6 +44,7 @@ class OneModel(ModelManager):
                 f"{name}: expected a model of text alone, with continuous batching, got "
                 f"{type(self.model).__name__} ({modality.value}); choose another"
             )
+        self.longest_token = _longest_token(self.tokenizer)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -45,15 +53,22 @@ class OneModel(ModelManager):
         short = name.rstrip("/").rsplit("/", 1)[-1]
         return tuple(dict.fromkeys([name, self.process_model_name(name), short]))
 
-    def check_name(self, asked: object) -> None:
-        """Raises Refusal unless a request names the model, or names none."""
-        if asked is not None and asked not in self.names:
+    def checked_name(self, asked: object) -> str:
+        """Returns what an answer calls the model: as the request does, or by its short name.
+
+        Raises:
+            Refusal: the request names another model.
+        """
+        if asked is None:
+            return self.names[-1]
+        if asked not in self.names:
             raise Refusal(
                 404,
                 f"model: expected {self.names[-1]!r}, the only one here, got {asked!r:.100}",
                 param="model",
                 code="model_not_found",
             )
+        return str(asked)
 
     def template_names(self) -> frozenset[str]:
         """Returns what a request must not set of how its messages become a prompt."""
@@ -69,3 +84,8 @@ class OneModel(ModelManager):
         model = super()._load_model(*args, **kwargs)
         serving.enable(model, **self._pages)
         return model
+
+
+def _longest_token(tokenizer: Any) -> int:
+    tokenizer("a")  # it sets itself up when it is first used; later, threads share it
+    return max([_LONG_TOKEN, *map(len, tokenizer.get_vocab())])

@@ -14,13 +14,14 @@ from typing import Any
 import uvicorn
 
 from .calls import Calls
+from .connections import backlog, connection, most_connections
 from .engine import Engine, OneEngine
 from .gate import Gate
 from .metrics import summary
 from .models import OneModel
 from .options import batching_config, loading
 from .settings import Settings, listen
-from .stock import application
+from .stock import application, known_fields
 
 __all__ = ["serve"]
 
@@ -78,7 +79,7 @@ def serve(
         state = OneEngine(engine, compile=bool(given.get("compile", False)))
         app = application(model, state, given)
         cors = bool(given.get("enable_cors", False))
-        gate = Gate(app, engine, model, calls, settings, cors=cors)
+        gate = Gate(app, engine, model, calls, settings, fields=known_fields(), cors=cors)
         server = _Server(gate, settings, lambda: ready(_address(bound)))
         server.run(sockets=[bound])
 
@@ -95,6 +96,8 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 gate,
+                http=connection(most_connections(), settings.head_seconds),
+                backlog=backlog(),
                 log_level="info",
                 lifespan="on",
                 ws="none",

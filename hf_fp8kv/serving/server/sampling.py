@@ -109,17 +109,18 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
 def wanted_sampling(body: dict[str, Any], config: Any, vocabulary: int) -> dict[str, Any]:
     """Returns what `add_request` takes for a request.
 
-    A temperature or top_p above zero asks for sampling, whatever the model's own default is.
+    A temperature above zero, top_p or top_k asks for sampling, whatever the model's own default is.
 
     Args:
         body: the request's JSON object.
         config: its GenerationConfig.
         vocabulary: the number of logits.
     """
-    asked = body.get("temperature") is not None or body.get("top_p") is not None
+    asked = any(body.get(name) is not None for name in ("temperature", "top_p", "top_k"))
     if body.get("temperature") == 0 or not (config.do_sample or asked):
         return {"temperature": 0.0, "top_k": vocabulary, "top_p": ALL_TOKENS}
     temperature = 1.0 if config.temperature is None else float(config.temperature)
-    top_k = vocabulary if not config.top_k else min(int(config.top_k), vocabulary)
+    top_k = int(body.get("top_k", config.top_k) or 0)
+    top_k = min(top_k, vocabulary) if top_k > 0 else vocabulary
     top_p = ALL_TOKENS if config.top_p is None else float(config.top_p)
-    return {"temperature": temperature, "top_k": max(top_k, 1), "top_p": top_p}
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p}

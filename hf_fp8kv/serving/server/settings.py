@@ -22,7 +22,8 @@ class Settings:
         max_waiting: requests that may wait for the engine.
         grace: seconds that running requests get when the server is told to stop.
         metrics_interval: seconds between lines in the log while requests run; 0: no lines.
-        body_seconds: how long a client may take to send its request.
+        head_seconds: how long a client may take to send a request's headers.
+        body_seconds: the same, of its body.
     """
 
     api_key: str | None = None
@@ -30,6 +31,7 @@ class Settings:
     max_waiting: int = 128
     grace: float = 30.0
     metrics_interval: float = 10.0
+    head_seconds: float = 15.0
     body_seconds: float = 30.0
 
     @classmethod

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from .checks import GENERATES
+from .checks import CHAT, COMPLETIONS, GENERATES, RESPONSES
 from .gate import call_of
+from .handlers import adapt
 from .options import template_arguments
 from .refusal import Refusal
 
@@ -22,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = "transformers.cli.serving"
 _HANDLERS = {
-    "chat_handler": ("chat_completion", "ChatCompletionHandler"),
-    "completion_handler": ("completion", "CompletionHandler"),
-    "response_handler": ("response", "ResponseHandler"),
-    "transcription_handler": ("transcription", "TranscriptionHandler"),
-    "systemone_handler": ("systemone", "SystemOneHandler"),
+    "chat_handler": ("chat_completion", "ChatCompletionHandler", CHAT),
+    "completion_handler": ("completion", "CompletionHandler", COMPLETIONS),
+    "response_handler": ("response", "ResponseHandler", RESPONSES),
+    "transcription_handler": ("transcription", "TranscriptionHandler", None),
+    "systemone_handler": ("systemone", "SystemOneHandler", None),
 }
 # What is the request's fault, as long as the engine does not have it.
 _BLAMED = (ValueError, TypeError, LookupError, AttributeError)
@@ -51,13 +52,28 @@ def application(models: Any, state: Any, given: Mapping[str, Any]) -> Any:
         "chat_template_kwargs": template_arguments(given),
         "decision_config": None,
     }
-    for name, (module, kind) in _HANDLERS.items():
+    for name, (module, kind, path) in _HANDLERS.items():
         if name in inspect.signature(build).parameters:
             found = getattr(importlib.import_module(f"{_FOLDER}.{module}"), kind)
             known[name] = found(**_fitting(found, known))
+            if path is not None:
+                adapt(known[name], path)
     app = build(**_fitting(build, known))
     _tell_errors(app)
     return app
+
+
+def known_fields() -> dict[str, frozenset[str]]:
+    """Returns the fields that transformers' handlers accept, by path."""
+    return {
+        path: frozenset(
+            getattr(
+                importlib.import_module(f"{_FOLDER}.{module}"), kind
+            )._valid_params_class.__mutable_keys__
+        )
+        for module, kind, path in _HANDLERS.values()
+        if path is not None
+    }
 
 
 def _fitting(called: Any, known: Mapping[str, Any]) -> dict[str, Any]:
