@@ -469,6 +469,11 @@ def test_nobody_else_gets_in_without_a_token(run, model, monkeypatch, host):
         (["--no-continuous-batching"], 1, "leave it out"),
         (["--chat-template-kwargs", "5"], 1, "expected a JSON object"),
         (["--port", "{taken}"], 1, "cannot listen"),
+        (["--log-level", "loud"], 1, "--log-level: expected one of"),
+        (["--default-seed", str(2**70)], 1, "--default-seed: expected"),
+        (["--max-body", "0"], 1, "--max-body: expected one byte"),
+        (["--device", "toaster"], 1, "cannot load a language model"),
+        (["--device", "cpu", "--dtype", "int8"], 1, "cannot load a language model"),
         (["--cb-num-blocks", "0"], 1, "--cb-num-blocks: expected a number above 0"),
         (["--cb-max-memory-percent", "7"], 1, "expected a share above 0"),
         (["--device", "cpu", "--cb-num-blocks", "1", "--cb-block-size", "-4"], 1, "above 0"),
@@ -487,6 +492,12 @@ def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, opt
     assert not [
         t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
     ]
+
+
+def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
+    for folder, says in ((tmp_path, "cannot load"), (tmp_path / "none", "no such folder")):
+        code, _, err = run("serve", str(folder), "--port", "0", "--device", "cpu")
+        assert (code, says in " ".join(err.split())) == (1, True), err
 
 
 # -- how it ends -----------------------------------------------------------------------------------

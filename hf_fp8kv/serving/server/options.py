@@ -35,6 +35,8 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
         given: all options of the stock command, by parameter.
         defaults: their values when they are not given.
     """
+    from transformers.utils import logging as transformers_logging
+
     if given.get("attn_implementation") not in (None, "fp8_paged"):
         raise ConfigError(
             "--attn-implementation: expected fp8_paged, which reads the pages, got "
@@ -43,6 +45,14 @@ def check_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     if given.get("decision_config") is not None:
         raise ConfigError("--decision-config: this server serves one model of text; leave it out")
     template_arguments(given)
+    levels = transformers_logging.log_levels
+    if str(given.get("log_level", "warning")).lower() not in levels:
+        raise ConfigError(
+            f"--log-level: expected one of {', '.join(levels)}, got {given['log_level']!r}"
+        )
+    seed = given.get("default_seed")
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"--default-seed: expected a number of 64 bits, got {seed}")
     for name, value in given.items():
         option = f"--{name.replace('_', '-')}"
         number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import uvicorn
 
+from ...errors import ConfigError
 from .calls import Calls
 from .connections import backlog, connection, most_connections
 from .engine import Engine, OneEngine
@@ -30,6 +32,16 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # How long answers get to be sent after they were ended.
 _END_SECONDS = 5.0
+# What transformers and PyTorch raise for a folder or an option that will not do.
+_NOT_LOADED = (
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ImportError,
+    RuntimeError,
+    AssertionError,
+)
 
 
 def serve(
@@ -70,7 +82,7 @@ def serve(
     config = batching_config(given)
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model = OneModel(name, pages=pages, loading=loading(given))
+        model = _loaded(name, pages, given)
         stack.callback(model.shutdown)
         calls = Calls()
         engine = Engine(model.model, config, calls)
@@ -82,6 +94,25 @@ def serve(
         gate = Gate(app, engine, model, calls, settings, fields=known_fields(), cors=cors)
         server = _Server(gate, settings, lambda: ready(_address(bound)))
         server.run(sockets=[bound])
+
+
+def _loaded(name: str, pages: Mapping[str, Any], given: Mapping[str, Any]) -> OneModel:
+    """Returns the model. Raises ConfigError if it cannot be loaded as the options say."""
+    if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
+        raise ConfigError(
+            f"expected the folder of a model or a hub id, got {name!r}: no such folder"
+        )
+    chosen = loading(given)
+    try:
+        return OneModel(name, pages=pages, loading=chosen)
+    except ConfigError:
+        raise
+    except _NOT_LOADED as error:
+        options = ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)
+        raise ConfigError(
+            f"cannot load a language model from {name!r} with {options}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _address(bound: socket.socket) -> str:

@@ -39,7 +39,7 @@ class Settings:
         """Returns the settings of a server that listens at `host`.
 
         Raises:
-            ConfigError: everyone could use it, or the token cannot be sent in a header.
+            ConfigError: everyone could use it, the token fits no header, or no request fits.
         """
         key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
@@ -49,6 +49,8 @@ class Settings:
                 f"--host {host}: expected a token for access, since other machines can reach it, "
                 f"got none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
+        if others.get("max_body", 1) < 1:
+            raise ConfigError("--max-body: expected one byte or more, got 0")
         return cls(api_key=key or None, **others)  # type: ignore[arg-type]
 
 
