@@ -1,5 +1,6 @@
 """`hf-fp8kv serve`, over HTTP: what it answers, what it refuses, and how it ends."""
 
+import asyncio
 import contextlib
 import http.client
 import importlib
@@ -17,6 +18,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.serving.server.calls import Calls
 from tests import command_line
 from tests.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
 
@@ -30,6 +32,7 @@ def needed(name: str) -> types.ModuleType:
 
 openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
 connection = needed("hf_fp8kv.serving.server.connections").connection
+adapt = needed("hf_fp8kv.serving.server.handlers").adapt
 
 CHAT = "/v1/chat/completions"
 STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
@@ -381,6 +384,41 @@ def test_text_that_cannot_fit_is_not_made_into_tokens(server):
         error = json.loads(text)["error"]
         assert (status, error["code"]) == (400, "context_length_exceeded")
         assert says in error["message"]
+
+
+def test_long_prompts_take_turns_and_short_ones_do_not_wait():
+    order: list[str] = []
+    free = threading.Event()
+
+    class Handler:
+        _resolve_model = None
+
+        async def handle_request(self, body, request_id):
+            order.append(request_id)
+            assert "long" not in request_id or free.wait(20)
+            await asyncio.sleep(0)
+            return threading.current_thread() is threading.main_thread()
+
+    async def all_of_them() -> list[object]:
+        handler, calls = Handler(), Calls()
+        adapt(handler, CHAT, asyncio.Semaphore(1))
+
+        async def ask(name: str) -> object:
+            content = "x" * 200_000 if "long" in name else "x"
+            with calls.running_call({}, "model"):
+                return await handler.handle_request({"prompt": content}, name)
+
+        asking = [asyncio.create_task(ask(name)) for name in ("long", "gone, long", "last, long")]
+        await asyncio.sleep(0.1)
+        asking[1].cancel()
+        answers = [await ask("short")]
+        free.set()
+        return answers + await asyncio.gather(*asking, return_exceptions=True)
+
+    short, first, gone, last = asyncio.run(all_of_them())
+    assert short is first is last is True
+    assert isinstance(gone, asyncio.CancelledError)
+    assert order == ["long", "short", "last, long"]
 
 
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])

@@ -262,7 +262,7 @@ class Engine(CBGenerateManager):
     def _admit(self, call: Call, prompt: list[int], gen_config: Any) -> None:
         """Raises Refusal if it cannot be answered; else `max_new_tokens` is then what it gets."""
         if call.over:
-            raise Refusal(503, "expected a client that waits for its answer", code="stopping")
+            raise Refusal(503, "the server is stopping", code="stopping")
         if self.stopping or not self.is_alive():
             raise Refusal(503, self.why_dead() or "the server is stopping", code="stopping")
         if not prompt:

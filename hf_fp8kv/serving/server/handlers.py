@@ -12,18 +12,22 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 from .calls import current_call
-from .checks import RESPONSES
+from .checks import RESPONSES, characters
+from .refusal import Refusal
 
 __all__ = ["adapt", "on_the_loop"]
 
 T = TypeVar("T")
 
+# Characters of a request that others of its kind wait for: a token takes hundreds of bytes while it
+# is made.
+_LONG = 100_000
 _DONE = "data: [DONE]\n\n"
 _COMPLETED = '"type":"response.completed"'
 _INCOMPLETE = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
 
 
-def adapt(handler: Any, path: str) -> None:
+def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
     """Changes one handler, not its class: where it tokenizes, and what OpenAI's answers have more.
 
     That is: the model's name as the client gave it, `[DONE]` at the end of a stream, and the status
@@ -32,6 +36,7 @@ def adapt(handler: Any, path: str) -> None:
     Args:
         handler: one of transformers' for a path of GENERATES.
         path: that path.
+        turns: how many long prompts may be made into tokens at the same time.
     """
     resolve, handle = handler._resolve_model, handler.handle_request
 
@@ -41,7 +46,9 @@ def adapt(handler: Any, path: str) -> None:
         return (name if call is None else call.model, *found)
 
     async def handle_request(body: dict[str, Any], request_id: str) -> Any:
-        return _completed(path, await _first_step_beside(handle(body, request_id)))
+        long = characters(body) > _LONG
+        turn = turns if long else contextlib.nullcontext()
+        return _completed(path, await _first_step_beside(handle(body, request_id), turn))
 
     handler._resolve_model, handler.handle_request = resolve_model, handle_request
 
@@ -49,10 +56,16 @@ def adapt(handler: Any, path: str) -> None:
 # -- threads ---------------------------------------------------------------------------------------
 
 
-async def _first_step_beside(handling: Coroutine[Any, Any, Any]) -> Any:
+async def _first_step_beside(
+    handling: Coroutine[Any, Any, Any], turn: contextlib.AbstractAsyncContextManager[Any]
+) -> Any:
     """Awaits a coroutine which runs in a thread up to where it first waits, then here."""
 
     def first() -> tuple[bool, Any]:
+        call = current_call.get()
+        if call is not None and call.over:
+            handling.close()
+            return True, None
         try:
             waits_for = handling.send(None)
         except StopIteration as end:
@@ -61,7 +74,16 @@ async def _first_step_beside(handling: Coroutine[Any, Any, Any]) -> Any:
             raise RuntimeError("expected a handler that first waits for the engine")
         return False, None
 
-    over, answer = await asyncio.to_thread(first)
+    async def begin() -> tuple[bool, Any]:
+        async with turn:
+            return await asyncio.to_thread(first)
+
+    # Not cancelled with the request: the thread goes on, and its turn ends when it does.
+    begun = asyncio.ensure_future(begin())
+    begun.add_done_callback(lambda done: done.cancelled() or done.exception())
+    over, answer = await asyncio.shield(begun)
+    if over and answer is None:
+        raise Refusal(503, "the server is stopping", code="stopping")
     return answer if over else await _Rest(handling)
 
 

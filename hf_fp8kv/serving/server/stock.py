@@ -4,6 +4,7 @@ Nothing in transformers is replaced. Its application is put together here as its
 from its own parts, with another loader of models and another engine.
 """
 
+import asyncio
 import importlib
 import inspect
 import logging
@@ -21,6 +22,8 @@ __all__ = ["application"]
 
 logger = logging.getLogger(__name__)
 
+# Long prompts that are made into tokens at the same time; more would take gigabytes.
+_LONG_PROMPTS = 2
 _FOLDER = "transformers.cli.serving"
 _HANDLERS = {
     "chat_handler": ("chat_completion", "ChatCompletionHandler", CHAT),
@@ -52,12 +55,13 @@ def application(models: Any, state: Any, given: Mapping[str, Any]) -> Any:
         "chat_template_kwargs": template_arguments(given),
         "decision_config": None,
     }
+    turns = asyncio.Semaphore(_LONG_PROMPTS)
     for name, (module, kind, path) in _HANDLERS.items():
         if name in inspect.signature(build).parameters:
             found = getattr(importlib.import_module(f"{_FOLDER}.{module}"), kind)
             known[name] = found(**_fitting(found, known))
             if path is not None:
-                adapt(known[name], path)
+                adapt(known[name], path, turns)
     app = build(**_fitting(build, known))
     _tell_errors(app)
     return app
