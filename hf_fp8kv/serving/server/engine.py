@@ -119,7 +119,9 @@ class Engine(CBGenerateManager):
 
     def waiting(self) -> int:
         """Returns the requests that it has not begun with."""
-        return max(len(self.calls.running) - self.active(), 0)
+        # What is over is still being sent: it is in nobody's way.
+        unanswered = sum(not call.over for call in list(self.calls.running))
+        return max(unanswered - self.active(), 0)
 
     def stop(self) -> None:
         """Ends its thread; requests that still run fail. Does nothing the second time."""
