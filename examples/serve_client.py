@@ -21,8 +21,9 @@ WORDS = ["sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose"]
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", "--kv-cache-dtype", "fp8"]
+def server(model: str | None) -> Iterator[str]:
+    command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", *([model] if model else [])]
+    command += ["--kv-cache-dtype", "fp8"]
     command += ["--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
@@ -35,9 +36,10 @@ def server() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--url", help="a server that runs; without: one of its own")
+    parser.add_argument("--model", help="for a server of its own; without: the demo's")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
-    with contextlib.nullcontext(args.url) if args.url else server() as url:
+    with contextlib.nullcontext(args.url) if args.url else server(args.model) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none")
         name = client.models.list().data[0].id
 
