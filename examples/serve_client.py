@@ -1,9 +1,8 @@
-"""Sixteen clients of one server at once, half of them streaming.
+"""Sixteen clients of one server at once, half of them streaming; --url asks one that runs.
 
     python examples/serve_client.py
-    python examples/serve_client.py --url http://127.0.0.1:8000   # of an `hf-fp8kv serve` that runs
 
-Without --url it starts `hf-fp8kv serve` with the demo's model on a free port, and stops it again.
+Without --url it starts `hf-fp8kv serve`.
 """
 
 import argparse
@@ -22,9 +21,8 @@ WORDS = ["sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose"]
 
 @contextlib.contextmanager
 def server(model: str | None) -> Iterator[str]:
-    command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", *([model] if model else [])]
-    command += ["--kv-cache-dtype", "fp8"]
-    command += ["--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]
+    command = [sys.executable, "-m", "hf_fp8kv.cli", "serve", *([model] if model else []),
+               "--port", "0", "--cb-num-blocks", "64", "--cb-block-size", "64"]  # fmt: skip
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
         yield next(line.split()[-1] for line in process.stderr if "hf-fp8kv: serving" in line)
@@ -56,8 +54,7 @@ def main() -> None:
             for number, text in enumerate(pool.map(ask, range(16))):
                 print(f"{'streamed' if number % 2 == 0 else 'at once '} {text!r}")
         time.sleep(1)  # a stream's last part comes after what a client reads
-        numbers = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
-        print("\n".join(line for line in numbers if not line.startswith("#")))
+        print(urllib.request.urlopen(f"{url}/metrics").read().decode())
 
 
 if __name__ == "__main__":

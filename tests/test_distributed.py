@@ -24,9 +24,12 @@ from tests.tiny_models import prompt, tiny
 
 ROOT = Path(__file__).parents[1]
 PROCESSES, SECONDS = 2, 150
+# Seldom, on a busy machine, a process that is through is aborted by torch as it takes its threads
+# down: seen once in some fifty launches.
+ABORTED_AT_THE_END = "terminate called without an active exception"
 
 
-def torchrun(script: Path, *arguments: str | Path, log: Path) -> str:
+def torchrun(script: Path, *arguments: str | Path, log: Path, again: bool = True) -> str:
     """Runs a script in two processes, none of which is left when this returns; what they said."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
@@ -55,6 +58,8 @@ def torchrun(script: Path, *arguments: str | Path, log: Path) -> str:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     said = log.read_text(errors="replace")
+    if code != 0 and again and ABORTED_AT_THE_END in said:
+        return torchrun(script, *arguments, log=log, again=False)
     if code != 0:
         lines = [line for line in said.splitlines() if "Loading weights" not in line]
         pytest.fail(f"exit code {code}\n" + "\n".join(lines[-60:]), pytrace=False)
