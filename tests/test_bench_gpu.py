@@ -647,8 +647,10 @@ def test_what_runs_ends_with_make_gpu(tmp_path, number):
     )
     script = [sys.executable, str(ROOT / "tests" / "gpu" / "run.py"), "--dry", str(slow)]
     with subprocess.Popen(
-        [*script, "--out", "here"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as runs:
+        [*script, "--out", "here"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        # A shell's background jobs ignore SIGINT, and so does what they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as runs:  # fmt: skip
         pid = tmp_path / "pid"
         while not (pid.exists() and pid.read_text()):
             assert runs.poll() is None, runs.stdout.read()
