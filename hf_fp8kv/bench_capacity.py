@@ -179,7 +179,7 @@ def run_capacity_suite(
             base = base or tokens
             rows.append(_row(model, cache, 2.0 * numbers, tokens, base))
         for cache, keywords in OURS.items():
-            settings = _settings(**keywords)
+            settings = Settings.parse(backend="torch", **keywords)
             each = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
             tokens = planned_tokens(text, memory, settings)
             rows.append(_row(model, cache, each, tokens, base))
@@ -195,14 +195,6 @@ def shape(name: str) -> PreTrainedConfig:
     """Returns the config of one of `MODELS`."""
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _settings(**keywords: Any) -> Settings:
-    standard = {
-        "scales": None, "dtype": "fp8", "key_dtype": None, "value_dtype": None,
-        "center_keys": None, "backend": "torch",
-    }  # fmt: skip
-    return Settings.parse(**{**standard, **keywords})
 
 
 def _row(model: str, cache: str, each: float, tokens: int, base: int) -> dict[str, Any]:

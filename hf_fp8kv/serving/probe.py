@@ -125,9 +125,8 @@ class _PackedCache(EngineCache):
     def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
         config, chosen = model.config.get_text_config(), settings.options
         settings = Settings.parse(
-            scales=None, dtype=AUTO, key_dtype=None, value_dtype=None, center_keys=None,
-            backend=chosen.backend, tp_rank=chosen.tp_rank, tp_size=chosen.tp_size,
-        )  # fmt: skip
+            dtype=AUTO, backend=chosen.backend, tp_rank=chosen.tp_rank, tp_size=chosen.tp_size
+        )
         heads, dim = sizes(config)
         heads //= chosen.tp_size
         self.page_layout = PageLayout.of(settings.options, heads, dim, _SLOTS, model.dtype)

@@ -44,12 +44,12 @@ class Settings:
     def parse(
         cls,
         *,
-        scales: KVScales | str | os.PathLike[str] | float | None,
-        dtype: object,
-        key_dtype: object,
-        value_dtype: object,
-        center_keys: bool | None,
-        backend: str,
+        scales: KVScales | str | os.PathLike[str] | float | None = None,
+        dtype: object = "fp8_e4m3",
+        key_dtype: object = None,
+        value_dtype: object = None,
+        center_keys: bool | None = None,
+        backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> "Settings":

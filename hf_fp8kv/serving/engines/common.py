@@ -13,7 +13,7 @@ from ..layout import PageLayout, Stored
 from ..settings import LayerNumbers, Settings
 from ..step import Calls, Kind, Step, decode_calls
 
-__all__ = ["EngineCache", "sizes"]
+__all__ = ["EngineCache", "sizes", "tokens_in"]
 
 
 def sizes(config: Any) -> tuple[int, int]:
@@ -40,6 +40,25 @@ def sizes(config: Any) -> tuple[int, int]:
             f"hidden_size), got {type(config).__name__}; continuous batching cannot run this model"
         )
     return int(heads), int(dim)
+
+
+def tokens_in(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
+    """Returns the tokens in the blocks of one kind of layers; a block that is shared counts once.
+
+    Args:
+        kind: what has the block tables of these layers, and a window if they have one.
+        kept: blocks that nobody uses and that are kept for reuse: full ones.
+        lengths: tokens stored for each live request.
+        size: tokens per page.
+    """
+    held = dict.fromkeys(kept, size)
+    # Copies: the engine's thread goes on meanwhile.
+    for request, blocks in list(kind.block_table.items()):
+        left = min(lengths.get(request, 0), getattr(kind, "sliding_window", 2**62))
+        for block in list(blocks):
+            held[block] = max(held.get(block, 0), min(left, size))
+            left = max(left - size, 0)
+    return sum(held.values())
 
 
 class EngineCache:
@@ -208,8 +227,16 @@ class EngineCache:
             self._tables[kind] = decode_calls(table, lengths, self.page_layout.slots)
         return self._tables[kind]
 
-    def refuse_dense(self) -> NoReturn:
-        """What happens when another attention asks the cache for dense keys and values."""
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """As the engine's own, and counted."""
+        engine: Any = super()
+        found = int(engine.search_prefix_match(request_id, prompt_ids))
+        self.prefix_hits += found > 0
+        self.prefix_tokens += found
+        return found
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Only for attention that wants dense keys and values: there are none."""
         raise ConfigError(
             "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a model that "
             "runs another attention on them; do not change the attention while the engine runs"

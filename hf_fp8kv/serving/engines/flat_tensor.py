@@ -14,7 +14,7 @@ from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
 from ..step import Kind, numbers_at_peak
 from . import rebound, unknown_engine
-from .common import EngineCache, sizes
+from .common import EngineCache, sizes, tokens_in
 
 __all__ = ["make"]
 
@@ -124,24 +124,8 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
         kinds = self.cache_allocators
         allocator = kinds.get(stock.FULL_ATTENTION) or next(iter(kinds.values()))
         size = self.page_layout.slots
-        held = dict.fromkeys(list(allocator.ledger.cached_blocks), size)
-        for request, blocks in list(allocator.block_table.items()):
-            left = min(lengths.get(request, 0), getattr(allocator, "sliding_window", 2**62))
-            for block in list(blocks):
-                held[block] = max(held.get(block, 0), min(left, size))
-                left = max(left - size, 0)
-        return total, total - free, page, sum(held.values())
-
-    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """As the engine's own, and counted."""
-        found = int(super().search_prefix_match(request_id, prompt_ids))
-        self.prefix_hits += found > 0
-        self.prefix_tokens += found
-        return found
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Only for attention that wants dense keys and values: there are none."""
-        self.refuse_dense()
+        tokens = tokens_in(allocator, list(allocator.ledger.cached_blocks), lengths, size)
+        return total, total - free, page, tokens
 
 
 class _OurPages:

@@ -14,7 +14,7 @@ from ..layout import BlockRows, PageLayout, Stored
 from ..settings import Settings
 from ..step import Kind, numbers_at_peak
 from . import rebound, unknown_engine
-from .common import EngineCache, sizes
+from .common import EngineCache, sizes, tokens_in
 
 __all__ = ["make"]
 
@@ -140,25 +140,9 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
         size = int(self.block_size)
         # Kept for reuse, of this group: each is full.
         kept = [b for b in list(blocks._init_block_ids) if _group(blocks, b) == group._index]
-        held = dict.fromkeys(kept, size)
-        for request, table in list(group.block_table.items()):
-            left = min(lengths.get(request, 0), getattr(group, "sliding_window", 2**62))
-            for number in list(table):
-                held[number] = max(held.get(number, 0), min(left, size))
-                left = max(left - size, 0)
         all_layers = page * self.config.num_hidden_layers
-        return self.num_blocks * block, taken * block, all_layers, sum(held.values())
-
-    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """As the engine's own, and counted."""
-        found = int(super().search_prefix_match(request_id, prompt_ids))
-        self.prefix_hits += found > 0
-        self.prefix_tokens += found
-        return found
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Only for attention that wants dense keys and values: there are none."""
-        self.refuse_dense()
+        tokens = tokens_in(group, kept, lengths, size)
+        return self.num_blocks * block, taken * block, all_layers, tokens
 
 
 def _group(blocks: Any, number: int) -> int | None:
