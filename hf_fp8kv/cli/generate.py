@@ -10,12 +10,15 @@ import typer
 from ..sidebyside import Asker, agreement, comparison
 from .shared import DEMO, load, show
 from .values import (
+    CacheDtype,
     Device,
     Json,
+    KeyDtype,
     Model,
+    StaticScales,
+    ValueDtype,
     attentions,
     backends,
-    cache_dtypes,
     completing,
     parse_dtype,
     parse_memory,
@@ -24,34 +27,16 @@ from .values import (
 
 __all__ = ["generate"]
 
-_dtypes = completing(cache_dtypes)
-
 
 def generate(
     prompt: Annotated[
         str, typer.Argument(help="The text to continue or to answer; - reads it from stdin.")
     ] = "London is the capital of",
     model: Model = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="fp8 = fp8_e4m3 = fp8_e4m3fn, fp8_e5m2, fp8_e3m4, fp8_e4m3fnuz, auto.",
-            autocompletion=_dtypes,
-        ),
-    ] = "fp8",
-    key_dtype: Annotated[
-        str | None, typer.Option(help="The same, for K alone.", autocompletion=_dtypes)
-    ] = None,
-    value_dtype: Annotated[
-        str | None, typer.Option(help="The same, for V alone.", autocompletion=_dtypes)
-    ] = None,
-    scales: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH|FLOAT",
-            help="Static scales: a file, a folder, a hub id or a constant. Default: dynamic ones.",
-        ),
-    ] = None,
+    kv_cache_dtype: CacheDtype = "fp8",
+    key_dtype: KeyDtype = None,
+    value_dtype: ValueDtype = None,
+    scales: StaticScales = None,
     center_keys: Annotated[
         bool | None,
         typer.Option("--center-keys/--no-center-keys", help="Store K minus a frozen centre."),

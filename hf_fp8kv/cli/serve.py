@@ -10,11 +10,19 @@ from typer.core import TyperCommand
 
 from ..errors import ConfigError
 from .shared import tell
-from .values import backends, cache_dtypes, completing, parse_dtype, parse_memory, parse_scales
+from .values import (
+    CacheDtype,
+    KeyDtype,
+    StaticScales,
+    ValueDtype,
+    backends,
+    completing,
+    parse_dtype,
+    parse_memory,
+    parse_scales,
+)
 
 __all__ = ["Serve", "serve"]
-
-_dtypes = completing(cache_dtypes)
 
 
 class Serve(TyperCommand):
@@ -63,26 +71,10 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="A folder or a hub id. Default: the demo's model.")
     ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="fp8 = fp8_e4m3 = fp8_e4m3fn, fp8_e5m2, fp8_e3m4, fp8_e4m3fnuz, auto.",
-            autocompletion=_dtypes,
-        ),
-    ] = "fp8",
-    key_dtype: Annotated[
-        str | None, typer.Option(help="The same, for K alone.", autocompletion=_dtypes)
-    ] = None,
-    value_dtype: Annotated[
-        str | None, typer.Option(help="The same, for V alone.", autocompletion=_dtypes)
-    ] = None,
-    scales: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH|FLOAT",
-            help="Static scales: a file, a folder, a hub id or a constant. Default: dynamic ones.",
-        ),
-    ] = None,
+    kv_cache_dtype: CacheDtype = "fp8",
+    key_dtype: KeyDtype = None,
+    value_dtype: ValueDtype = None,
+    scales: StaticScales = None,
     center_keys: Annotated[
         bool | None,
         typer.Option("--center-keys/--no-center-keys", help="Whether to use the scales' centres."),

@@ -14,10 +14,14 @@ import typer
 from ..errors import ConfigError
 
 __all__ = [
+    "CacheDtype",
     "Device",
     "Json",
+    "KeyDtype",
     "Model",
     "Scales",
+    "StaticScales",
+    "ValueDtype",
     "attentions",
     "backends",
     "cache_dtypes",
@@ -106,6 +110,27 @@ Device = Annotated[
 ]
 Scales = Annotated[
     str, typer.Argument(help="A file, a folder or a hub id, in any format that is read.")
+]
+_cache_dtypes = completing(cache_dtypes)
+CacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="fp8 = fp8_e4m3 = fp8_e4m3fn, fp8_e5m2, fp8_e3m4, fp8_e4m3fnuz, auto.",
+        autocompletion=_cache_dtypes,
+    ),
+]
+KeyDtype = Annotated[
+    str | None, typer.Option(help="The same, for K alone.", autocompletion=_cache_dtypes)
+]
+ValueDtype = Annotated[
+    str | None, typer.Option(help="The same, for V alone.", autocompletion=_cache_dtypes)
+]
+StaticScales = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH|FLOAT",
+        help="Static scales: a file, a folder, a hub id or a constant. Default: dynamic ones.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
