@@ -16,9 +16,8 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
 
 OLDEST_TRANSFORMERS := 5.17.0
-OLDEST_TESTS ?= $(wildcard tests/test_generate.py tests/test_cache.py tests/test_calibrate.py \
-  tests/test_serving.py tests/test_serving_layouts.py tests/test_serve.py tests/test_distributed.py \
-  tests/test_devices.py tests/test_bench_capacity.py)
+OLDEST_TESTS ?= tests/cache tests/serving tests/distributed \
+  tests/calibration/test_calibrate.py tests/bench/test_bench_capacity.py
 
 GPU_PYTHON ?=
 GPU_OUT ?= $(or $(OUT),build/gpu)

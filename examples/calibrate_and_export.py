@@ -15,7 +15,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import FP8PagedCache, KVScales, calibrate
-from hf_fp8kv.demo import model_path
+from hf_fp8kv.utils.demo_model import model_path
 
 
 def main() -> None:

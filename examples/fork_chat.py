@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.demo import model_path
+from hf_fp8kv.utils.demo_model import model_path
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from hf_fp8kv import disable, enable
-from hf_fp8kv.demo import model_path
+from hf_fp8kv.utils.demo_model import model_path
 
 PROMPTS = [
     "London is the capital of",

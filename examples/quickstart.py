@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import hf_fp8kv
-from hf_fp8kv.demo import model_path
+from hf_fp8kv.utils.demo_model import model_path
 
 
 def main() -> None:

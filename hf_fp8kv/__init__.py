@@ -7,13 +7,13 @@ nothing else.
 import importlib as _importlib
 from types import ModuleType as _Module
 
-from .attention import register
-from .cache import FP8PagedCache
+from .attention.enable import ModelReport, check_model, disable, enable
+from .attention.fp8_paged import register
+from .cache.cache import FP8PagedCache
 from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
-from .parallel import tensor_parallel
-from .scales import KVScales, LayerScales
-from .support import ModelReport, check_model, disable, enable
+from .modeling.tensor_parallel import tensor_parallel
+from .scales.kv_scales import KVScales, LayerScales
 
 __all__ = [
     "BackendError",

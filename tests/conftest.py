@@ -61,7 +61,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def interpreted() -> None:
     """Kernels compute in the interpreter what they compute on a GPU; does nothing where one is."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        from tests.interpreter import repair
+        from tests.helpers.interpreter import repair
 
         repair()
 
@@ -106,8 +106,8 @@ def _default_dtype() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """The folder of the demo's model (SmolLM2-135M-Instruct, bf16), converted on first use."""
-    from hf_fp8kv import demo
     from hf_fp8kv.errors import ConfigError
+    from hf_fp8kv.utils import demo_model as demo
 
     try:
         return demo.model_path()

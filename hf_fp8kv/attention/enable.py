@@ -16,13 +16,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .attention import NAME, fp8_paged_attention, fp8_paged_mask
-from .cache import FP8PagedCache
-from .errors import ConfigError, Fp8KVError
-from .handle import PagedKV
-from .layer import PagedLayerBase
-from .models import config_field, refusal
-from .parallel import tensor_parallel
+from ..cache.cache import FP8PagedCache
+from ..cache.layer import PagedLayerBase
+from ..cache.paged_tensor import PagedKV
+from ..errors import ConfigError, Fp8KVError
+from ..modeling.model_support import config_field, refusal
+from ..modeling.tensor_parallel import tensor_parallel
+from .fp8_paged import NAME, fp8_paged_attention, fp8_paged_mask
 
 __all__ = [
     "LayerReport",

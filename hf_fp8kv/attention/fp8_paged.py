@@ -19,12 +19,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-from . import ops
-from .errors import ConfigError
-from .handle import PagedKV, pages_of
-from .models import config_field, uses_interface
-from .once import warn_once
-from .ops.reference import visible
+from .. import ops
+from ..cache.paged_tensor import PagedKV, pages_of
+from ..errors import ConfigError
+from ..modeling.model_support import config_field, uses_interface
+from ..ops.reference import visible
+from ..utils.warn_once import warn_once
 
 __all__ = ["NAME", "engine_step", "fp8_paged_attention", "fp8_paged_mask", "register"]
 

@@ -1,0 +1,1 @@
+"""Benchmarks: speed, memory and accuracy, behind `hf-fp8kv bench`."""

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from transformers import PreTrainedModel
 
-from .cache import FP8PagedCache
-from .calibration import stages
-from .calibration.choose import Choice
-from .calibration.corpus import Corpus, read_corpus
-from .calibration.job import Job, Options, batches_of
-from .calibration.observe import Parts, paged_layers
-from .calibration.state import State
-from .environment import circumstances
-from .errors import ConfigError
-from .formats import FORMATS
-from .layer_scales import Granularity, LayerScales
+from ..attention.enable import paged_attention
+from ..cache.cache import FP8PagedCache
+from ..cache.serialization import _tensors_of
+from ..calibration import stages
+from ..calibration.choose import Choice
+from ..calibration.corpus import Corpus, read_corpus
+from ..calibration.job import Job, Options, batches_of
+from ..calibration.observe import Parts, paged_layers
+from ..calibration.state import State
+from ..errors import ConfigError
+from ..formats import FORMATS
+from ..scales.kv_scales import KVScales
+from ..scales.layer_scales import Granularity, LayerScales
+from ..utils.environment import circumstances
 from .quality import STOCK, TEXTS, Scores, compare, stock_cache
-from .scales import KVScales
-from .store import _tensors_of
-from .support import paged_attention
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoConfig, ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching import cache as stock
 
-from .attention import NAME
-from .environment import circumstances
-from .errors import ConfigError
-from .serving.engines import cache_class
-from .serving.engines.common import sizes
-from .serving.settings import Settings
+from ..attention.fp8_paged import NAME
+from ..errors import ConfigError
+from ..serving.engines import cache_class
+from ..serving.engines.common import sizes
+from ..serving.settings import Settings
+from ..utils.environment import circumstances
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

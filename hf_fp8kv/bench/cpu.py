@@ -21,9 +21,9 @@ import torch
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from .attention import fp8_paged_attention
-from .cache import FP8PagedCache
-from .environment import circumstances
+from ..attention.fp8_paged import fp8_paged_attention
+from ..cache.cache import FP8PagedCache
+from ..utils.environment import circumstances
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

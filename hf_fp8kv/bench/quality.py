@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, QuantizedCache
 
-from .cache import FP8PagedCache
-from .environment import circumstances
-from .errors import ConfigError
-from .support import paged_attention
+from ..attention.enable import paged_attention
+from ..cache.cache import FP8PagedCache
+from ..errors import ConfigError
+from ..utils.environment import circumstances
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import demo
-from .bench_clients import Load, Server, served
-from .environment import circumstances
+from ..utils import demo_model as demo
+from ..utils.environment import circumstances
+from .serve_clients import Load, Server, served
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,7 +106,7 @@ def _page_bytes(name: str, page_size: int, dtype: str) -> int:
     """Returns the bytes of a page of all layers; dynamic scales are in it."""
     from transformers import AutoConfig
 
-    from .formats import AUTO, parse_dtype
+    from ..formats import AUTO, parse_dtype
 
     config = AutoConfig.from_pretrained(name).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

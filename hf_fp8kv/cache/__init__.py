@@ -1,0 +1,1 @@
+"""Cache: all that knows transformers' cache classes."""

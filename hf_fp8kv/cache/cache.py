@@ -19,20 +19,20 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from . import store
-from .block_table import PageBudget
-from .building import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config
-from .errors import ConfigError, Fp8KVError, ScaleError
-from .group import LayerGroup
-from .handle import densify
+from ..errors import ConfigError, Fp8KVError, ScaleError
+from ..modeling.layer_specs import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config
+from ..modeling.model_support import refuse_config
+from ..modeling.tensor_parallel import check_divides, kv_heads
+from ..paging.block_table import PageBudget
+from ..paging.layer_group import LayerGroup
+from ..scales.kv_scales import KVScales
+from ..scales.resolve import declared_kv_scales, resolve
+from ..utils.warn_once import warn_once
+from . import serialization as store
 from .layer import FP8PagedLayer, PagedLayerBase, removal
-from .models import refuse_config
-from .once import warn_once
 from .options import CacheOptions
-from .parallel import check_divides, kv_heads
-from .scale_argument import declared_kv_scales, resolve
-from .scales import KVScales
-from .static_layer import FP8PagedStaticLayer
+from .paged_tensor import densify
+from .preallocated_layer import FP8PagedStaticLayer
 
 __all__ = ["FP8PagedCache"]
 

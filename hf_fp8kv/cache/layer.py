@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from . import ops
-from .errors import ConfigError
-from .formats import AUTO
-from .group import LayerGroup
-from .handle import PagedKV, make_handle
-from .ops import Pages
+from .. import ops
+from ..errors import ConfigError
+from ..formats import AUTO
+from ..modeling.tensor_parallel import check_split
+from ..ops import Pages
+from ..paging.layer_group import LayerGroup
+from ..paging.page_pool import PagePool
 from .options import CacheOptions
-from .parallel import check_split
-from .pool import PagePool
+from .paged_tensor import PagedKV, make_handle
 
 __all__ = ["FP8PagedLayer", "PagedLayerBase"]
 

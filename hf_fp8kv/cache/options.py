@@ -5,10 +5,10 @@ from typing import Literal
 
 import torch
 
-from . import ops
-from .errors import ConfigError
-from .formats import AUTO, FORMATS, parse_dtype
-from .scales import KVScales, LayerScales, check_ranks
+from .. import ops
+from ..errors import ConfigError
+from ..formats import AUTO, FORMATS, parse_dtype
+from ..scales.kv_scales import KVScales, LayerScales, check_ranks
 
 __all__ = ["CacheOptions"]
 

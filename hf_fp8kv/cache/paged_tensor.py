@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from . import ops
-from .errors import ConfigError
-from .once import warn_once
-from .ops import Pages
+from .. import ops
+from ..errors import ConfigError
+from ..ops import Pages
+from ..utils.warn_once import warn_once
 
 __all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .errors import OutOfPagesError
-from .group import LayerGroup
-from .handle import PagedKV
+from .. import ops
+from ..errors import OutOfPagesError
+from ..ops import Pages
+from ..paging.layer_group import LayerGroup
+from ..paging.page_pool import zeros
 from .layer import PagedLayerBase, removal
-from .ops import Pages
 from .options import CacheOptions
-from .pool import zeros
+from .paged_tensor import PagedKV
 
 __all__ = ["FP8PagedStaticLayer"]
 

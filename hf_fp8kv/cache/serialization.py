@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from ..scales.kv_scales import KVScales, LayerScales
 from .layer import FP8PagedLayer, PagedLayerBase
 from .options import CacheOptions
-from .scales import KVScales, LayerScales
-from .static_layer import FP8PagedStaticLayer
+from .preallocated_layer import FP8PagedStaticLayer
 
 if TYPE_CHECKING:
     from .cache import FP8PagedCache

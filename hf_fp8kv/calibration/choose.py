@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import Format
-from ..layer_scales import Granularity
-from ..quantize import SEARCH_STEPS, rounded
+from ..formats.codec import SEARCH_STEPS, rounded
+from ..scales.layer_scales import Granularity
 from .observe import Parts
 from .pairs import Partners
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..scale_checks import shortened, shown
+from ..utils.text import format_list, format_value
 from .text_files import is_json_lines, json_values, pieces
 from .text_tokens import TextTokenizer
 
@@ -149,7 +149,7 @@ def _items(
     if isinstance(texts, Mapping):
         raise ConfigError(
             f"texts: expected a file or a list of texts, got a mapping of "
-            f"{shortened(map(repr, texts))}; pass one of its values, such as a split"
+            f"{format_list(map(repr, texts))}; pass one of its values, such as a split"
         )
     if isinstance(texts, torch.Tensor) and texts.ndim < 2:
         raise ConfigError(
@@ -179,7 +179,7 @@ def _file(texts: str | os.PathLike[Any]) -> Path:
         return path
     if isinstance(texts, str):
         raise ConfigError(
-            f"texts: {expected}, got {shown(texts)}; pass [text] for one text, or the path of a "
+            f"texts: {expected}, got {format_value(texts)}; pass [text] for one text, or the path of a "
             "file that exists"
         )
     raise ConfigError(f"{path}: {expected}, got no such file; check the path")
@@ -192,7 +192,7 @@ def _name(texts: object) -> str:
 def _check_number(name: str, value: object, lowest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ConfigError(
-            f"{name}: expected a whole number of tokens, {lowest} or more, got {shown(value)}; "
+            f"{name}: expected a whole number of tokens, {lowest} or more, got {format_value(value)}; "
             "pass an int"
         )
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..formats import Format
-from ..layer_scales import Granularity
+from ..scales.layer_scales import Granularity
 from .observe import Batch, Parts
 from .state import State
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ..cache import FP8PagedCache
+from ..bench.quality import one_logit
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
-from ..parallel import tensor_parallel
-from ..quality import one_logit
+from ..modeling.tensor_parallel import tensor_parallel
 
 __all__ = [
     "MODEL_ERRORS", "Batch", "Parts", "Seen", "input_device", "merged", "observe", "paged_layers",

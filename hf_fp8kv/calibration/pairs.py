@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..models import config_field
+from ..modeling.model_support import config_field
 from .observe import Batch, observe, takes
 
 __all__ = ["Partners", "measure_pairs", "partners_of"]

@@ -12,23 +12,23 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..cache import FP8PagedCache
-from ..environment import hardware, today, version, versions
+from ..attention.enable import in_eval_mode
+from ..bench.quality import UNQUANTISED, Quality
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, Format, parse_dtype
-from ..layer_scales import Granularity, LayerScales
-from ..models import config_field
-from ..quality import UNQUANTISED, Quality
-from ..scale_argument import resolve
-from ..scale_checks import shortened, shown
-from ..scales import KVScales
-from ..support import in_eval_mode
+from ..modeling.model_support import config_field
+from ..scales.kv_scales import KVScales
+from ..scales.layer_scales import Granularity, LayerScales
+from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
+from ..scales.resolve import resolve
+from ..utils.environment import hardware, today, version, versions
+from ..utils.text import format_list, format_value
 from . import scoring, stages
 from .corpus import Corpus, read_corpus
 from .job import Job, Options, batches_of
 from .observe import Batch, paged_layers
 from .pairs import Partners
-from .report import CalibrationReport, LayerStatistics, QualityRow
 from .state import State, digest_of
 from .statistics import amax_of, statistics
 
@@ -204,7 +204,7 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
     number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
         raise ConfigError(
-            f"margin: expected a factor from 1 to 16, got {shown(margin)}; less than 1 would "
+            f"margin: expected a factor from 1 to 16, got {format_value(margin)}; less than 1 would "
             "saturate what was seen"
         )
     return Options(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
 
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: expected a whole number above 0, got {shown(value)}")
+        raise ConfigError(f"{name}: expected a whole number above 0, got {format_value(value)}")
 
 
 def _longest(model: PreTrainedModel, max_length: int) -> int:
@@ -273,7 +273,7 @@ def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
         logger.warning(
             "layers %s stored nothing while the model read the texts, and have no scales; a cache "
             "with these scales needs skip_layers=%s",
-            shortened(missing),
+            format_list(missing),
             missing,
         )
 
@@ -284,7 +284,7 @@ def _tell_unknown(partners: Mapping[int, Partners], options: Options) -> None:
         logger.warning(
             "layers %s: K has a scale for each head, not for each channel, since it is not known "
             "which channels are rotated together: the model takes no position_ids",
-            shortened(unknown),
+            format_list(unknown),
         )
 
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..cache import FP8PagedCache
+from ..attention.enable import paged_attention
+from ..bench.quality import UNQUANTISED, Scores, compare
+from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
 from ..formats import Format
-from ..layer_scales import LayerScales
-from ..quality import UNQUANTISED, Scores, compare
-from ..scales import KVScales
-from ..support import paged_attention
+from ..scales.kv_scales import KVScales
+from ..scales.layer_scales import LayerScales
 from .choose import Choice
 from .corpus import Corpus
 from .job import Job, Options

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..attention.enable import watched_attention
 from ..errors import ConfigError
-from ..support import watched_attention
 from .choose import Choice, Queries, chosen_scales, costs, trials
 from .job import Job, Options
 from .observe import Batch, Parts, merged, observe, range_of

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..errors import ConfigError, ScaleError
-from ..files import wrapped, write_all
+from ..utils.files import wrapped, write_all
 from .observe import Parts
 
 __all__ = ["State", "digest_of"]

@@ -8,11 +8,11 @@ import torch
 
 from ..errors import ConfigError
 from ..formats import FORMATS, Format
-from ..layer_scales import LayerScales
-from ..quantize import dynamic_scale, rounded, search_scale
+from ..formats.codec import dynamic_scale, rounded, search_scale
+from ..scales.layer_scales import LayerScales
+from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
 from .job import Job
 from .observe import Batch, Parts, observe
-from .report import DYNAMIC, LayerStatistics, SideStatistics
 
 __all__ = ["amax_of", "statistics"]
 

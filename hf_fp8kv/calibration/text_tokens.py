@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import ConfigError
-from ..scale_checks import shortened, shown
+from ..utils.text import format_list, format_value
 
 __all__ = ["TextTokenizer"]
 
@@ -49,12 +49,12 @@ class TextTokenizer:
             )
         if chat_template not in (None, True, False):
             raise ConfigError(
-                f"chat_template: expected None, True or False, got {shown(chat_template)}; set the "
+                f"chat_template: expected None, True or False, got {format_value(chat_template)}; set the "
                 "text of a template as tokenizer.chat_template"
             )
         if not isinstance(text_column, str):
             raise ConfigError(
-                f"text_column: expected the name of a column, got {shown(text_column)}; pass a str"
+                f"text_column: expected the name of a column, got {format_value(text_column)}; pass a str"
             )
         self._tokenizer = tokenizer
         self._text_column = text_column
@@ -153,12 +153,12 @@ class TextTokenizer:
                 if (role := _ROLES.get(item["from"])) is None:
                     raise ConfigError(
                         f"{where}, message {number}: expected 'from' to be one of "
-                        f"{', '.join(_ROLES)}, got {shown(item['from'])}; rename it"
+                        f"{', '.join(_ROLES)}, got {format_value(item['from'])}; rename it"
                     )
                 messages.append({"role": role, "content": item["value"]})
                 continue
             else:
-                got = shown(dict(item))
+                got = format_value(dict(item))
             raise ConfigError(
                 f"{where}, message {number}: expected {{'role': ..., 'content': ...}} or "
                 f"{{'from': ..., 'value': ...}}, got {got}; rename its keys, or pass the texts "
@@ -179,7 +179,7 @@ class TextTokenizer:
             hint = "name the column with text_column"
         raise ConfigError(
             f"{where}: expected a column {' or '.join(map(repr, names))}, got the columns "
-            f"{shortened(map(repr, row), 20)}; {hint}"
+            f"{format_list(map(repr, row), 20)}; {hint}"
         )
 
     def _given(self, where: str, item: Any) -> torch.Tensor:
@@ -200,7 +200,7 @@ class TextTokenizer:
         wrong = next((i for i in ids if not 0 <= i < limit), None)
         if wrong is not None:
             raise ConfigError(
-                f"{where}: expected token ids from 0 to {limit - 1}, got {shown(wrong)}; tokenise "
+                f"{where}: expected token ids from 0 to {limit - 1}, got {format_value(wrong)}; tokenise "
                 "with the model's tokenizer"
             )
         return torch.tensor(ids, dtype=torch.int32, device="cpu")

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..environment import version
 from ..errors import Fp8KVError
+from ..utils.environment import version
 from . import bench, calibrate, check, convert, generate, inspect, serve
 
 __all__ = ["NAME", "app", "main"]

@@ -14,12 +14,12 @@ from .values import Device, Model, check_plot, check_writable, completing, one_o
 __all__ = ["bench"]
 
 _SUITES = {
-    "cpu": ("hf_fp8kv.bench", "run_cpu_suite"),
-    "gpu": ("hf_fp8kv.bench_gpu", "run_gpu_suite"),
-    "quality": ("hf_fp8kv.quality", "run_quality_suite"),
-    "accuracy": ("hf_fp8kv.accuracy", "run_accuracy_suite"),
-    "serve": ("hf_fp8kv.bench_serve", "run_serve_suite"),
-    "capacity": ("hf_fp8kv.bench_capacity", "run_capacity_suite"),
+    "cpu": ("hf_fp8kv.bench.cpu", "run_cpu_suite"),
+    "gpu": ("hf_fp8kv.bench.gpu", "run_gpu_suite"),
+    "quality": ("hf_fp8kv.bench.quality", "run_quality_suite"),
+    "accuracy": ("hf_fp8kv.bench.accuracy", "run_accuracy_suite"),
+    "serve": ("hf_fp8kv.bench.serve", "run_serve_suite"),
+    "capacity": ("hf_fp8kv.bench.capacity", "run_capacity_suite"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ScaleError
-from ..tables import rows_table
+from ..utils.terminal import rows_table
 from .shared import facts, load, show, spoken, tell
 from .texts import (
     TEXTS_HELP,
@@ -20,7 +20,7 @@ from .texts import (
     TextColumn,
     given,
     texts_of,
-)  # fmt: skip
+)
 from .values import (
     Device,
     Json,
@@ -31,10 +31,10 @@ from .values import (
     model_dtypes,
     one_of,
     parse_format,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
-    from ..scales import KVScales
+    from ..scales.kv_scales import KVScales
 
 __all__ = ["calibrate"]
 
@@ -149,11 +149,11 @@ def _fitting(format: str) -> dict[str, Any]:
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """The folder can take the scales: known before minutes are spent."""
-    from ..calibration.report import REPORT_FILE
-    from ..export_files import SCALES_FILE, scale_files
-    from ..own_file import OWN_FILE
-    from ..scales import KVScales
-    from ..sources import JSON_FILE
+    from ..scales.formats import JSON_FILE
+    from ..scales.formats.native import OWN_FILE
+    from ..scales.formats.write_files import SCALES_FILE, scale_files
+    from ..scales.kv_scales import KVScales
+    from ..scales.report import REPORT_FILE
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..environment import PACKAGES, version
 from ..errors import ConfigError
-from ..tables import rows_table
+from ..utils.environment import PACKAGES, version
+from ..utils.terminal import rows_table
 from .shared import load, progress, show
 from .values import Device, Json, Model, completing, one_of, targets
 
@@ -68,7 +68,7 @@ def check(
 
 
 def _check_kernels(chosen: list[str] | None, as_json: bool) -> None:
-    from .. import kernel_check
+    from ..kernel_check import check as kernel_check
 
     for name in chosen or ():
         one_of(name, kernel_check.TARGETS, "--target")

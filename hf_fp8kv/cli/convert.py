@@ -13,7 +13,7 @@ from .shared import facts, spoken, tell
 from .values import Json, Scales, completing, formats, one_of, weights
 
 if TYPE_CHECKING:
-    from ..scales import KVScales
+    from ..scales.kv_scales import KVScales
 
 __all__ = ["convert"]
 
@@ -69,7 +69,7 @@ def convert(
 
     What the format cannot hold is reduced, and a warning says how; nothing saturates for it.
     """
-    from ..scale_argument import resolve
+    from ..scales.resolve import resolve
 
     one_of(to, formats(), "--to")
     way: Any = one_of(kept, weights(), "--weights")

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..sidebyside import Asker, agreement, comparison
 from .shared import DEMO, load, show
+from .side_by_side import Asker, agreement, comparison
 from .values import (
     CacheDtype,
     Device,

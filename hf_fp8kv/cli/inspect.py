@@ -16,14 +16,14 @@ from .texts import (
     TextColumn,
     given,
     texts_of,
-)  # fmt: skip
+)
 from .values import Device, Json, Model, Scales, check_plot, parse_format
 
 if TYPE_CHECKING:
     import torch
 
-    from ..calibration.report import CalibrationReport, SideStatistics
-    from ..scales import KVScales
+    from ..scales.kv_scales import KVScales
+    from ..scales.report import CalibrationReport, SideStatistics
 
 __all__ = ["inspect"]
 
@@ -52,7 +52,7 @@ def inspect(
 
     With --texts they are measured; else what their calibration found is shown, where it is there.
     """
-    from ..scale_argument import resolve
+    from ..scales.resolve import resolve
 
     options = given(
         dtype=dtype and parse_format(dtype, "--dtype"),
@@ -74,7 +74,7 @@ def inspect(
         report = getattr(read, "report", None)
         if texts is not None:
             report = _measured(read, texts, model, device, options)
-        from .. import report as pictures
+        from . import scales_table as pictures
 
         if plot is not None:
             pictures.plot_scales(read, report, plot)
@@ -97,7 +97,7 @@ def _measured(
 
 def _described(scales: "KVScales", report: "CalibrationReport | None") -> dict[str, Any]:
     """Returns all that is known, as JSON values."""
-    from ..report import remarks
+    from .scales_table import remarks
 
     layers = {}
     for index, layer in scales.layers.items():

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from .calibration.report import DYNAMIC, CalibrationReport
-from .errors import ConfigError
-from .files import write_all
-from .formats import FORMATS
-from .scales import KVScales
+from ..errors import ConfigError
+from ..formats import FORMATS
+from ..scales.kv_scales import KVScales
+from ..scales.report import DYNAMIC, CalibrationReport
+from ..utils.files import write_all
 
 __all__ = ["plot_scales", "scales_figure"]
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from .calibration.report import CalibrationReport, LayerStatistics, QualityRow
-from .formats import FORMATS
-from .report_plot import plot_scales
-from .scale_checks import shortened
-from .scales import KVScales
+from ..formats import FORMATS
+from ..scales.kv_scales import KVScales
+from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
+from ..utils.text import format_list
+from .scales_plot import plot_scales
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -82,7 +82,7 @@ def remarks(scales: KVScales) -> list[str]:
 
 
 def _layers(indices: list[int]) -> str:
-    return f"layer{'s' if len(indices) > 1 else ''} {shortened(indices)}"
+    return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
 def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:

@@ -118,9 +118,9 @@ def serve(
         "center_keys": center_keys,
         "backend": backend,
     }
-    from .. import demo
     from ..serving.server.options import check_options
     from ..serving.server.settings import Settings
+    from ..utils import demo_model as demo
 
     command: Any = ctx.command
     check_options(given, command.stock_defaults())

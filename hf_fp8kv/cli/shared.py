@@ -12,7 +12,7 @@ from ..errors import ConfigError, ScaleError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ..scales import KVScales
+    from ..scales.kv_scales import KVScales
 
 __all__ = ["DEMO", "facts", "load", "load_config", "progress", "show", "spoken", "tell"]
 
@@ -33,7 +33,7 @@ def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .. import demo
+    from ..utils import demo_model as demo
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

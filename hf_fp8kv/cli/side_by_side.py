@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
-from .tables import readable_size
+from ..errors import ConfigError
+from ..utils.terminal import readable_size
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,7 @@ class Asker:
         self, inputs: Mapping[str, Any], room: int, attn: str, options: Mapping[str, Any]
     ) -> Run:
         """Returns the answer from FP8 pages, read by the attention `attn`."""
-        from . import FP8PagedCache
+        from .. import FP8PagedCache
 
         try:
             self.model.set_attn_implementation(attn)

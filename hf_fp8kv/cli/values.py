@@ -54,13 +54,13 @@ def cache_dtypes() -> Iterable[str]:
 
 
 def formats() -> Iterable[str]:
-    from ..scales import CHECKPOINT_FORMATS
+    from ..scales.kv_scales import CHECKPOINT_FORMATS
 
     return CHECKPOINT_FORMATS
 
 
 def granularities() -> Iterable[str]:
-    from ..scales import Granularity
+    from ..scales.kv_scales import Granularity
 
     return get_args(Granularity)
 
@@ -70,7 +70,7 @@ def model_dtypes() -> Iterable[str]:
 
 
 def weights() -> Iterable[str]:
-    from ..export_checkpoint import Weights
+    from ..scales.formats.write_checkpoint import Weights
 
     return get_args(Weights)
 
@@ -82,7 +82,7 @@ def backends() -> Iterable[str]:
 
 
 def targets() -> Iterable[str]:
-    from ..kernel_check import TARGETS
+    from ..kernel_check.check import TARGETS
 
     return TARGETS
 

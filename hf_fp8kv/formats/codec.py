@@ -14,7 +14,7 @@ import math
 
 import torch
 
-from .formats import MIN_SCALE, Format
+from . import MIN_SCALE, Format
 
 __all__ = [
     "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit", "rounded",

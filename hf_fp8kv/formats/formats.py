@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["AUTO", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .kernel_assembly import read
-from .kernel_rules import TARGETS, programs_that_fit, violations
-from .kernel_variants import Variant, call, variants
+from .assembly import read
+from .rules import TARGETS, programs_that_fit, violations
+from .variants import Variant, call, variants
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -115,7 +115,7 @@ def environment() -> dict[str, str]:
 
 
 def _in_process(name: str, few: bool, tell: Callable[[str], None]) -> Iterator[Row]:
-    command = [sys.executable, "-m", "hf_fp8kv.kernel_check", name, *(["few"] if few else [])]
+    command = [sys.executable, "-m", "hf_fp8kv.kernel_check.check", name, *(["few"] if few else [])]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -142,7 +142,7 @@ def compile_kernels(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
 
     Only for a process of its own: Triton takes the target for the GPU of this process from now on.
     """
-    from .ops.kernels.target import Target, assuming, compiling
+    from ..ops.triton.target import Target, assuming, compiling
 
     pretend(name)
     target = Target.parse(name)

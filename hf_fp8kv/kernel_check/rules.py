@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .kernel_assembly import Assembly
-from .kernel_variants import Variant
-from .ops.kernels.target import Target
-from .ops.kernels.tuning import programs_per_processor
+from ..ops.triton.target import Target
+from ..ops.triton.tuning import programs_per_processor
+from .assembly import Assembly
+from .variants import Variant
 
 __all__ = ["TARGETS", "Device", "programs_that_fit", "violations"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .formats import AUTO
-from .ops import Pages
+from ..formats import AUTO
+from ..ops import Pages
 
 __all__ = ["Variant", "call", "variants"]
 
@@ -112,7 +112,7 @@ HEADS, BATCH, LENGTH = 8, 3, 2001
 
 def call(variant: Variant) -> None:
     """Does what the cache does for `variant`."""
-    kernels = importlib.import_module(f".ops.kernels.{variant.operation}", __package__)
+    kernels = importlib.import_module(f"hf_fp8kv.ops.triton.{variant.operation}")
     pages = _pages(variant)
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
     if variant.operation == "gather":

@@ -1,0 +1,1 @@
+"""Modeling: what transformers' configs and models are like."""

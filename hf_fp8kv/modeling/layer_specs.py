@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["NOTHING_NEW", "check_prompt", "layers_named", "layers_of", "read_config"]
 

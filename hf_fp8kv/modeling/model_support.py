@@ -4,7 +4,7 @@ import functools
 import inspect
 from typing import Any
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["config_field", "model_class", "refusal", "refuse_config", "uses_interface"]
 

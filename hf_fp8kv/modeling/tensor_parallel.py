@@ -8,8 +8,8 @@ from typing import Any, TypedDict
 
 from transformers import PreTrainedModel
 
-from .errors import ConfigError
-from .models import config_field
+from ..errors import ConfigError
+from .model_support import config_field
 
 __all__ = ["Ranks", "check_divides", "check_split", "kv_heads", "tensor_parallel"]
 

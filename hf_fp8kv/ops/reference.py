@@ -7,7 +7,7 @@ import torch
 
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
-from ..quantize import decode, dynamic_scale, encode, search_scale
+from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from .pages import Pages
 
 __all__ = ["attend", "gather", "locate", "quantize", "visible", "write"]

@@ -1,113 +1,15 @@
-"""The three operations on stored pages, and which backend runs them.
+"""The operations as torch.library knows them: their schemas, and the way to a backend."""
 
-Axes, the same letters everywhere: `B` sequences, `T` new tokens, `N` tokens that attention may see,
-`Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of a page,
-`M` pages of one sequence.
-
-    write(pages, key, value, lengths)            centre, scale, encode, scatter
-    attend(query, pages, lengths, ...)           softmax attention that reads the stored bytes
-    gather(pages, lengths, side, start, stop)    the dense K or V that the bytes stand for
-
-What a stored code stands for (reference.py is the specification):
-
-    dynamic scales   K[b, h, n, d] = code * k_scales[page, h, slot] + k_center[b, h, d]
-    static scales    K[b, h, n, d] = code * k_scale[h, d]           + k_center[b, h, d]
-    "auto"           K[b, h, n, d] = the stored number
-    where page = table[b, n // S] and slot = n % S; V the same, without a centre.
-"""
-
-import functools
-import importlib
-import importlib.util
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from ..errors import BackendError, OutOfPagesError
-from ..formats import AUTO
-from . import reference
-from .kernels.target import is_interpreted
+from ..errors import OutOfPagesError
+from . import backends, reference
 from .pages import Pages
 
-__all__ = [
-    "BACKENDS", "Pages", "attend", "available_backends", "choose_backend", "gather", "make_plan",
-    "plan_rows", "write",
-]  # fmt: skip
-
-# name -> module. Each has write, attend and gather, with reference.py's arguments; "triton" has a
-# limit and plans besides. "reference" is for tests; a user chooses among the others.
-BACKENDS = {
-    "torch": ".chunked",
-    "numba": ".cpu",
-    "triton": ".gpu",
-    "reference": ".reference",
-}
-CHOICES = ("auto", "torch", "numba", "triton")
-
-
-def available_backends() -> dict[str, str | None]:
-    """Returns for each backend None if it runs here, otherwise why it does not."""
-    numba = importlib.util.find_spec("numba")
-    return {
-        "torch": None,
-        "numba": None if numba else "numba is not installed: pip install 'hf-fp8kv[cpu]'",
-        "triton": _why_not_triton(),
-    }
-
-
-def _why_not_triton() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
-    # Triton's interpreter runs kernels on a CPU: many times slower than anything else, for tests.
-    if torch.cuda.is_available() or is_interpreted():
-        return None
-    return "torch finds no CUDA or ROCm device"
-
-
-def choose_backend(name: str, device: torch.device) -> str:
-    """Returns the backend to use on `device`: a key of `BACKENDS`.
-
-    Args:
-        name: "auto", or the backend that a user insists on.
-        device: where the pages are.
-
-    Raises:
-        BackendError: the name is unknown, or that backend cannot run on `device`.
-    """
-    if name == "reference":
-        return name
-    if name not in CHOICES:
-        raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
-    why = available_backends()
-    if name == AUTO:
-        best = {"cpu": "numba", "cuda": "triton"}.get(device.type, "torch")
-        known = best != "triton" or _kernels_fit(device)
-        return best if known and why[best] is None else "torch"
-    if why[name] is not None:
-        raise BackendError(f"backend {name!r} cannot run here: {why[name]}")
-    if name == "numba" and device.type != "cpu":
-        raise BackendError(
-            f"backend 'numba' expected pages on the CPU, got {device}; use backend='auto'"
-        )
-    interpreted = device.type == "cpu" and is_interpreted()
-    if name == "triton" and device.type != "cuda" and not interpreted:
-        raise BackendError(
-            f"backend 'triton' expected pages on a CUDA or ROCm device, got {device}; use "
-            "backend='auto'"
-        )
-    return name
-
-
-def _kernels_fit(device: torch.device) -> bool:
-    """Whether kernels fit on a CUDA or ROCm device: GPUs before sm_80 have 64 KB for a program."""
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-@functools.cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(BACKENDS[name], __name__)
+__all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
 
 def write(
@@ -180,7 +82,7 @@ def plan_rows(backend: str, device: torch.device, batch: int, heads: int) -> int
     """
     if backend != "triton":
         return None
-    rows = _module(backend).plan_rows(device, batch, heads)
+    rows = backends.load_backend(backend).plan_rows(device, batch, heads)
     assert isinstance(rows, int)
     return rows
 
@@ -222,7 +124,9 @@ def _write(*args: Any) -> None:
     *stored, key, value, lengths, k_format, v_format, limit, backend = args
     pages = _pages(stored, (k_format, v_format))
     if backend == "triton" and not lengths.is_cpu:
-        _module(backend).write(pages, key, value, lengths, None if limit < 0 else limit)
+        backends.load_backend(backend).write(
+            pages, key, value, lengths, None if limit < 0 else limit
+        )
         return
     if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + key.shape[2] > limit:
         raise OutOfPagesError(
@@ -234,12 +138,12 @@ def _write(*args: Any) -> None:
     if backend == "triton":
         # In the interpreter: what the other backends refuse is refused here too.
         reference.locate_all(pages, lengths, key.shape[2])
-    _module(backend).write(pages, key, value, lengths)
+    backends.load_backend(backend).write(pages, key, value, lengths)
 
 
 def _gather(*args: Any) -> torch.Tensor:
     stored, lengths, names, rest, backend = args[:8], args[8], args[9:11], args[11:16], args[16]
-    found = _module(backend).gather(_pages(stored, names), lengths, *rest)
+    found = backends.load_backend(backend).gather(_pages(stored, names), lengths, *rest)
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -256,7 +160,7 @@ def _attend(query: torch.Tensor, *args: Any) -> torch.Tensor:
     stored, (lengths, sinks, mask, bias, plan), names = args[:8], args[8:13], args[13:15]
     start, stop, scaling, causal, window, softcap, backend = args[15:]
     more = {"plan": plan} if backend == "triton" else {}
-    found = _module(backend).attend(
+    found = backends.load_backend(backend).attend(
         query, _pages(stored, names), lengths, start, stop,
         scaling=scaling, causal=causal, window=window, softcap=softcap,
         sinks=sinks, mask=mask, bias=bias, **more,
@@ -274,7 +178,7 @@ def _attend_shape(
 
 def _plan(plan: torch.Tensor, lengths: torch.Tensor, *args: Any) -> None:
     *rest, backend = args
-    _module(backend).make_plan(plan, lengths, *rest)
+    backends.load_backend(backend).make_plan(plan, lengths, *rest)
 
 
 # A library rather than `torch.library.custom_op`: its dispatch costs a sixth, and these run once

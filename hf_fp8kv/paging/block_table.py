@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from .errors import OutOfPagesError
+from ..errors import OutOfPagesError
 
 __all__ = ["NO_PAGE", "BlockTable", "Copies", "PageAllocator", "PageBudget"]
 

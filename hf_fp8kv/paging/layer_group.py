@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from . import ops
+from .. import ops
+from ..errors import ConfigError
 from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
-from .errors import ConfigError
-from .pool import PagePool, zeros
+from .page_pool import PagePool, zeros
 
 __all__ = ["LayerGroup"]
 

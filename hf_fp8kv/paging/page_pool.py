@@ -2,9 +2,9 @@
 
 import torch
 
+from ..errors import ConfigError
+from ..formats import AUTO
 from .block_table import Copies
-from .errors import ConfigError
-from .formats import AUTO
 
 __all__ = ["PagePool", "zeros"]
 

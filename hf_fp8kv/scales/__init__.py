@@ -1,0 +1,1 @@
+"""Scales: static scales of K and V, and the files they come in."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import ScaleError
+from ..errors import ScaleError
+from ..utils.text import format_list
 from .layer_scales import Granularity, LayerScales
-from .scale_checks import check_ranks, checked_constant, scalar, shortened
+from .validation import check_ranks, checked_constant, scalar
 
 if TYPE_CHECKING:
-    from .calibration.report import CalibrationReport
-    from .export_checkpoint import Weights
+    from .formats.write_checkpoint import Weights
+    from .report import CalibrationReport
 
 __all__ = [
     "CHECKPOINT_FORMATS",
@@ -27,7 +28,6 @@ __all__ = [
     "check_ranks",
     "checked_constant",
     "scalar",
-    "shortened",
 ]
 
 CHECKPOINT_FORMATS = (
@@ -144,7 +144,7 @@ class KVScales:
         Raises:
             ScaleError: whatever is wrong with the file.
         """
-        from .sources import Request, read_file
+        from .formats import Request, read_file
 
         want = Request(tp_rank, tp_size, strict, num_layers, model_type)
         return read_file(Path(path), want)
@@ -173,7 +173,7 @@ class KVScales:
         Raises:
             ScaleError: whatever is wrong, also when there are no scales at all.
         """
-        from .sources import Request, read_checkpoint
+        from .formats import Request, read_checkpoint
 
         return read_checkpoint(
             os.fspath(repo_or_dir),
@@ -214,7 +214,7 @@ class KVScales:
         if index not in self.layers:
             raise ScaleError(
                 f"scales ({self.origin}): expected layer {index}, got layers "
-                f"{shortened(self.layers)}; use the scales of this very model, or keep the layer "
+                f"{format_list(self.layers)}; use the scales of this very model, or keep the layer "
                 "out with skip_layers"
             )
         return self.layers[index].spread(
@@ -253,7 +253,7 @@ class KVScales:
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        from .export import save
+        from .formats.write import save
 
         return save(
             self,
@@ -290,7 +290,7 @@ class KVScales:
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        from .upload import upload
+        from .formats.upload import upload
 
         return upload(
             self,

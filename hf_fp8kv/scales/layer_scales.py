@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from .errors import ScaleError
-from .formats import Format
-from .scale_checks import checked_center, checked_scale
+from ..errors import ScaleError
+from ..formats import Format
+from .validation import checked_center, checked_scale
 
 __all__ = ["Granularity", "LayerScales"]
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from ..formats import FORMATS
-from .entries import Read, built, count, flag, json_object, named, number, refused, text
+from .report_schema import Read, built, count, flag, json_object, named, number, refused, text
 
 __all__ = [
     "DYNAMIC",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ..errors import ScaleError
-from ..scale_checks import shown
+from ..utils.text import format_value
 
 __all__ = [
     "Read", "built", "count", "flag", "json_object", "named", "number", "refused", "text",
@@ -19,7 +19,7 @@ Read = Callable[[object, str], Any]
 def refused(expected: str, value: object, what: str) -> ScaleError:
     """Returns the error for an entry that is malformed."""
     return ScaleError(
-        f"{what.rstrip(':. ')}: expected {expected}, got {shown(value)}; calibrate again, or "
+        f"{what.rstrip(':. ')}: expected {expected}, got {format_value(value)}; calibrate again, or "
         "delete the report: the scales do not need it"
     )
 

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from .errors import ScaleError
-from .scale_checks import checked_constant
-from .scales import KVScales
+from ..errors import ScaleError
+from .kv_scales import KVScales
+from .validation import checked_constant
 
 __all__ = ["declared_kv_scales", "resolve"]
 
@@ -64,7 +64,7 @@ def declared_kv_scales(config: object) -> str | None:
     Args:
         config: transformers' config, or the dict of a `config.json`.
     """
-    from .sources import declaration
+    from .formats import declaration
 
     found = declaration(config)
     return found.what if found.kind == "static" else None

@@ -1,12 +1,10 @@
 """What a scale, a centre and a rank can be, with the error that says so."""
 
-from collections.abc import Iterable
-from itertools import islice
-
 import torch
 
-from .errors import ScaleError
-from .formats import MIN_SCALE
+from ..errors import ScaleError
+from ..formats import MIN_SCALE
+from ..utils.text import format_value
 
 __all__ = [
     "check_ranks",
@@ -14,8 +12,6 @@ __all__ = [
     "checked_constant",
     "checked_scale",
     "scalar",
-    "shortened",
-    "shown",
 ]
 
 # Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
@@ -40,18 +36,6 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def shortened(values: Iterable[object], limit: int = 8) -> str:
-    """The first few values for a message, and dots when there are more."""
-    shown = [str(value) for value in islice(values, limit + 1)]
-    return ", ".join(shown[:limit]) + (", ..." if len(shown) > limit else "")
-
-
-def shown(value: object, limit: int = 120) -> str:
-    """What was found, for a message: a file may hold a number of a thousand digits."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
 def checked_constant(value: object, what: str) -> float:
     """The number as a float; ScaleError unless it can be a scale."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -59,7 +43,7 @@ def checked_constant(value: object, what: str) -> float:
     if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
-        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {shown(value)}; "
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {format_value(value)}; "
         "calibrate again, or leave the scales out (scales=None is dynamic)"
     )
 

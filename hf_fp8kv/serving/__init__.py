@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..parallel import tensor_parallel
-from ..scales import KVScales
+from ..modeling.tensor_parallel import tensor_parallel
+from ..scales.kv_scales import KVScales
 from .engines import cache_class, stock_manager
 from .manager import PLACE, Enabled, dispatch, put_back_attention
 from .probe import check_kinds, check_packing

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import AUTO
-from ..options import CacheOptions
 
 __all__ = ["BlockRows", "PageLayout", "Stored"]
 

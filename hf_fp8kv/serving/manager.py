@@ -7,10 +7,10 @@ from typing import Any
 
 import transformers
 
-from ..attention import NAME, engine_step
+from ..attention.enable import implementations, restore
+from ..attention.fp8_paged import NAME, engine_step
 from ..errors import ConfigError
 from ..ops import choose_backend
-from ..support import implementations, restore
 from .engines import cache_class, rebound, stock_manager
 from .settings import Settings
 

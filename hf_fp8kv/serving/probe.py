@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention import NAME, engine_step
+from ..attention.enable import implementations, in_eval_mode, restore
+from ..attention.fp8_paged import NAME, engine_step
 from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
-from ..support import implementations, in_eval_mode, restore
 from .engines.common import EngineCache, sizes
 from .layout import PageLayout, Stored
 from .settings import Settings

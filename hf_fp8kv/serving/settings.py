@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import AUTO
-from ..options import CacheOptions
-from ..scale_argument import resolve
-from ..scales import KVScales
+from ..scales.kv_scales import KVScales
+from ..scales.resolve import resolve
 
 __all__ = ["LayerNumbers", "Settings"]
 

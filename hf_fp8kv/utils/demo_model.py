@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 __all__ = ["cache_folder", "gguf_file", "model_path", "no_bars"]
 

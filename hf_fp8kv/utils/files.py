@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from .errors import ScaleError
-from .scale_checks import shown
+from ..errors import ScaleError
+from ..utils.text import format_value
 
 __all__ = [
     "PICKLES",
@@ -62,13 +62,13 @@ def read_weight_map(path: Path) -> dict[str, str]:
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ScaleError(
-            f"{path}: expected a weight_map with tensors, got {shown(files)}; fetch it again"
+            f"{path}: expected a weight_map with tensors, got {format_value(files)}; fetch it again"
         )
     for file in files.values():
         # A file of another folder is not part of the checkpoint.
         if not isinstance(file, str) or Path(file).name != file:
             raise ScaleError(
-                f"{path}: expected file names in weight_map, got {shown(file)}; fetch it again"
+                f"{path}: expected file names in weight_map, got {format_value(file)}; fetch it again"
             )
     return files
 

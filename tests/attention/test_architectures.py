@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.sweep import Row, answer, baseline, check_type, compare, counts, sweep
-from tests.tiny_models import VARIANTS, build, tiny, type_names
+from tests.helpers.sweep import Row, answer, baseline, check_type, compare, counts, sweep
+from tests.helpers.tiny_models import VARIANTS, build, tiny, type_names
 
 # What transformers says about odd tiny configurations is no concern of these tests.
 pytestmark = pytest.mark.filterwarnings("ignore")

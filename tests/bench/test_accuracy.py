@@ -14,12 +14,12 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from hf_fp8kv import accuracy
-from hf_fp8kv.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
+from hf_fp8kv.bench import accuracy
+from hf_fp8kv.bench.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
+from hf_fp8kv.bench.quality import CACHES, STOCK
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.quality import CACHES, STOCK
-from tests import command_line
+from tests.helpers import command_line
 
 PREFILL, SCORED, TEXTS, CALIBRATED = 24, 16, 5, 600
 SMALL: dict[str, Any] = {
@@ -252,7 +252,7 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
 
 
 def test_the_tables_of_the_docs_are_those_of_the_run():
-    docs = Path(__file__).parent.parent / "docs"
+    docs = Path(__file__).parents[2] / "docs"
     result = json.loads((docs / "benchmarks" / "2026-11-21-accuracy.json").read_text())
     rows = {(row["format"], row["scales"], row["centered"]): row for row in result["rows"]}
     text = (docs / "accuracy.md").read_text()

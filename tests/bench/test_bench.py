@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv import bench
+from hf_fp8kv.bench import cpu as bench
 
 SMALL = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
 

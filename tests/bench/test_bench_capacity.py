@@ -11,7 +11,7 @@ from tiny_models import tiny
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, KVScales, serving
-from hf_fp8kv.bench_capacity import GIB, MODELS, planned_tokens, run_capacity_suite, shape
+from hf_fp8kv.bench.capacity import GIB, MODELS, planned_tokens, run_capacity_suite, shape
 from hf_fp8kv.serving.settings import Settings
 
 

@@ -24,15 +24,16 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_fp8kv import ConfigError, bench_gpu, cli, ops
-from hf_fp8kv.bench_gpu import baselines, decode, experiments, serving, suite, timing, write
-from hf_fp8kv.bench_gpu.record import DeviceLost, Record
-from hf_fp8kv.bench_gpu.results import complete
-from hf_fp8kv.bench_gpu.shapes import BF16, FULL, KINDS, TINY, Case
-from hf_fp8kv.bench_gpu.timing import Stage
+from hf_fp8kv import ConfigError, cli, ops
+from hf_fp8kv.bench import gpu as bench_gpu
+from hf_fp8kv.bench.gpu import baselines, decode, experiments, serving, suite, timing, write
+from hf_fp8kv.bench.gpu.record import DeviceLost, Record
+from hf_fp8kv.bench.gpu.results import complete
+from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case
+from hf_fp8kv.bench.gpu.timing import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DRY = {"device": "cpu", "backend": "torch", "dry": True}
 OURS = {kind.name for kind in KINDS}
 E4M3 = KINDS[0]
@@ -413,7 +414,7 @@ def test_flashinfer_where_there_is_one(record, monkeypatch):
 
 
 def test_the_kernel_that_only_reads(triton_record):
-    from hf_fp8kv.ops.kernels.reading import read_all
+    from hf_fp8kv.ops.triton.reading import read_all
 
     source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
     found = read_all(source.to(triton_record.stage.device), 4, 64, 2)

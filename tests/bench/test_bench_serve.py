@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
-from hf_fp8kv import bench_serve
-from hf_fp8kv.bench_clients import Answer, Server
-from tests.serve_process import save_chat_model
+from hf_fp8kv.bench import serve as bench_serve
+from hf_fp8kv.bench.serve_clients import Answer, Server
+from tests.helpers.serve_process import save_chat_model
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.quality import UNQUANTISED, Quality, _scores, compare
-from tests.tiny_models import VOCAB, tiny
+from hf_fp8kv.bench.quality import UNQUANTISED, Quality, _scores, compare
+from tests.helpers.tiny_models import VOCAB, tiny
 
 TEXTS = ("objects", "execmodel", "import", "customization")
 PREFILL, SCORED = 512, 128

@@ -19,7 +19,7 @@ from hf_fp8kv import (
     ScaleError,
 )
 from hf_fp8kv.formats import FORMATS
-from tests.tiny_models import causal_config, tiny
+from tests.helpers.tiny_models import causal_config, tiny
 
 LAYERS, HEADS, DIM = 2, 2, 16
 
@@ -249,7 +249,7 @@ def test_scales_of_k_and_v_are_not_swapped() -> None:
     cache.update(tokens(3), tokens(3), 0)
     pool = cache.layers[0].pool
     codes = [FORMATS["fp8_e4m3"], pool.k[0, :, :3], pool.v[0].transpose(1, 2)[:, :3]]
-    from hf_fp8kv.quantize import decode
+    from hf_fp8kv.formats.codec import decode
 
     assert torch.equal(decode(codes[1], codes[0]) * 0.25, tokens(3)[0])
     assert torch.equal(decode(codes[2], codes[0]) * 2.0, tokens(3)[0])
@@ -316,7 +316,7 @@ def test_a_declared_scale_that_is_not_used_is_told_once(caplog: pytest.LogCaptur
         "quant_method": "compressed-tensors", "config_groups": {},
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
     }  # fmt: skip
-    from hf_fp8kv import once
+    from hf_fp8kv.utils import warn_once as once
 
     once._WARNED.clear()
     for _ in range(2):

@@ -18,8 +18,8 @@ from transformers import CompileConfig
 from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError
-from tests.standin import triton_standin
-from tests.tiny_models import tiny
+from tests.helpers.standin import triton_standin
+from tests.helpers.tiny_models import tiny
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

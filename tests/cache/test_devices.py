@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
 from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate, ops
-from hf_fp8kv.handle import PagedKV, pages_of
-from tests.tiny_models import prompt, tiny
+from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
+from tests.helpers.tiny_models import prompt, tiny
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 LAYERS, HEADS, DIM = 4, 2, 16

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
-from tests.tiny_models import tiny
+from tests.helpers.tiny_models import tiny
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # Windows of 8 tokens, prompts of 13 and 24 new tokens: every window is left behind.

@@ -14,9 +14,9 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
 from hf_fp8kv.calibration import measure
 from hf_fp8kv.calibration.job import batches_of
-from hf_fp8kv.calibration.report import REPORT_FILE
 from hf_fp8kv.formats import FORMATS
-from tests.tiny_models import VOCAB, tiny
+from hf_fp8kv.scales.report import REPORT_FILE
+from tests.helpers.tiny_models import VOCAB, tiny
 
 QUIET = {"max_length": 24, "held_out": 100, "progress": False}
 
@@ -186,7 +186,7 @@ def test_padding_is_not_looked_at():
 
 def test_killed_twenty_times_and_the_same_scales(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), "20", "3"]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     found = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "PYTHONPATH": str(root)},
@@ -536,7 +536,7 @@ def test_a_real_model(demo_model_path):
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_fp8kv.quality import TEXTS, Scores, compare
+    from hf_fp8kv.bench.quality import TEXTS, Scores, compare
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path)

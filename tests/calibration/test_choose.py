@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_fp8kv import KVScales
+from hf_fp8kv.bench.quality import Scores
 from hf_fp8kv.calibration import scoring, stages
 from hf_fp8kv.calibration.choose import Choice, Queries, Trial, chosen_scales, costs, trials
 from hf_fp8kv.calibration.job import Job, Options
@@ -16,9 +17,8 @@ from hf_fp8kv.calibration.observe import Batch, observe, paged_layers, range_of
 from hf_fp8kv.calibration.pairs import Partners, partners_of
 from hf_fp8kv.calibration.state import State
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.quality import Scores
-from hf_fp8kv.quantize import SEARCH_STEPS, decode, encode
-from tests.tiny_models import VOCAB, tiny
+from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
+from tests.helpers.tiny_models import VOCAB, tiny
 
 E4M3, E3M4 = FORMATS["fp8_e4m3"], FORMATS["fp8_e3m4"]
 HEADS, GROUP, TOKENS, DIM = 2, 3, 7, 4

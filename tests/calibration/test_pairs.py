@@ -5,7 +5,7 @@ import torch
 
 from hf_fp8kv.calibration.observe import paged_layers
 from hf_fp8kv.calibration.pairs import measure_pairs, partners_of
-from tests.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, tiny
 
 
 def halves(size: int, block: int | None = None, start: int = 0) -> list[int]:

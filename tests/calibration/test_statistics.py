@@ -16,9 +16,9 @@ from hf_fp8kv.calibration.observe import Batch, merged, range_of
 from hf_fp8kv.calibration.state import State
 from hf_fp8kv.calibration.statistics import amax_of, statistics
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.layer_scales import LayerScales
-from hf_fp8kv.quantize import decode, dynamic_scale, encode, search_scale
-from tests.tiny_models import VOCAB, tiny
+from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
+from hf_fp8kv.scales.layer_scales import LayerScales
+from tests.helpers.tiny_models import VOCAB, tiny
 
 HEADS = 2
 AMAX = {"k": (1.0, 2.0), "v": (3.0, 4.0)}

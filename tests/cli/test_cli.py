@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fp8kv import bench, quality
+from hf_fp8kv.bench import cpu as bench
+from hf_fp8kv.bench import quality
 from hf_fp8kv.cli import values
-from hf_fp8kv.environment import version
-from hf_fp8kv.sidebyside import Run, agreement
-from hf_fp8kv.tables import rows_table
-from tests import command_line
+from hf_fp8kv.cli.side_by_side import Run, agreement
+from hf_fp8kv.utils.environment import version
+from hf_fp8kv.utils.terminal import rows_table
+from tests.helpers import command_line
 
 TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
@@ -238,7 +239,7 @@ def measures(monkeypatch) -> list[dict[str, object]]:
     stand_in = types.SimpleNamespace(
         run_cpu_suite=run_cpu_suite, format_table=lambda result: rows_table(result["rows"])
     )
-    monkeypatch.setitem(sys.modules, "hf_fp8kv.bench", stand_in)
+    monkeypatch.setitem(sys.modules, "hf_fp8kv.bench.cpu", stand_in)
     return rows
 
 

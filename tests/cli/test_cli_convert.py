@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_fp8kv import upload
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from tests import command_line
-from tests.test_export import expected, random_scales
+from hf_fp8kv.scales.formats import upload
+from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from tests.helpers import command_line
+from tests.scales.test_export import expected, random_scales
 
-DATA = Path(__file__).parent / "data" / "scales"
+DATA = Path(__file__).parents[1] / "data" / "scales"
 
 
 @pytest.fixture(scope="module")

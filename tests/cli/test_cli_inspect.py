@@ -10,17 +10,12 @@ import pytest
 import torch
 
 import hf_fp8kv.calibration
-from hf_fp8kv.calibration.report import (
-    CalibrationReport,
-    LayerStatistics,
-    QualityRow,
-    SideStatistics,
-)
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from tests import command_line
-from tests.test_export import random_scales
+from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales.report import CalibrationReport, LayerStatistics, QualityRow, SideStatistics
+from tests.helpers import command_line
+from tests.scales.test_export import random_scales
 
-DATA = Path(__file__).parent / "data" / "scales"
+DATA = Path(__file__).parents[1] / "data" / "scales"
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +214,7 @@ def test_a_report_beside_the_scales_is_shown(run, tmp_path, monkeypatch):
         pytest.skip("scales carry no report yet")
     scales = random_scales("head")
     monkeypatch.setattr(
-        sys.modules["hf_fp8kv.scale_argument"],
+        sys.modules["hf_fp8kv.scales.resolve"],
         "resolve",
         lambda *_, **__: replace(scales, report=found(3)),
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hf_fp8kv import cli
-from hf_fp8kv.kernel_check import TARGETS
-from hf_fp8kv.scales import CHECKPOINT_FORMATS
-from tests import command_line
+from hf_fp8kv.kernel_check.check import TARGETS
+from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS
+from tests.helpers import command_line
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_zsh_completes_too(completed):
 
 
 COMMAND = [sys.executable, "-m", "hf_fp8kv.cli"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def test_completion_of_a_process_of_its_own():

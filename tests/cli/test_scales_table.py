@@ -16,7 +16,12 @@ import torch
 from hypothesis import given
 from rich.console import Console
 
-from hf_fp8kv.calibration.report import (
+from hf_fp8kv.cli.scales_plot import scales_figure
+from hf_fp8kv.cli.scales_table import inspect_table, plot_scales, remarks
+from hf_fp8kv.errors import ConfigError, ScaleError
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.scales.kv_scales import KVScales, LayerScales
+from hf_fp8kv.scales.report import (
     DYNAMIC,
     REPORT_FILE,
     CalibrationReport,
@@ -24,11 +29,6 @@ from hf_fp8kv.calibration.report import (
     QualityRow,
     SideStatistics,
 )
-from hf_fp8kv.errors import ConfigError, ScaleError
-from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.report import inspect_table, plot_scales, remarks
-from hf_fp8kv.report_plot import scales_figure
-from hf_fp8kv.scales import KVScales, LayerScales
 
 NAN, INF = float("nan"), float("inf")
 ERRORS = [start + name for start in ("", DYNAMIC) for name in FORMATS]

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
-from tests.serving_tools import batched, prompts
-from tests.tiny_models import prompt, tiny
+from tests.helpers.serving_tools import batched, prompts
+from tests.helpers.tiny_models import prompt, tiny
 
 LAYERS, DIM = 2, 16
 # An even number of tokens: transformers 5.17 splits the output layer evenly or not at all.

@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, tensor_parallel
 from tests.distributed import cases
-from tests.tiny_models import prompt, tiny
+from tests.helpers.tiny_models import prompt, tiny
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROCESSES, SECONDS = 2, 150
 # Seldom, on a busy machine, a process that is through is aborted by torch as it takes its threads
 # down: seen once in some fifty launches.

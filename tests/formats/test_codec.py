@@ -20,7 +20,7 @@ from hypothesis import example, given
 
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS, MIN_SCALE, Format, parse_dtype
-from hf_fp8kv.quantize import code_table, decode, dynamic_scale, encode
+from hf_fp8kv.formats.codec import code_table, decode, dynamic_scale, encode
 
 Floats = npt.NDArray[np.float64]
 INF, NAN = float("inf"), float("nan")

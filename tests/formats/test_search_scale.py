@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fp8kv import ops, quantize
+from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats import codec as quantize
+from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.ops import Pages
-from hf_fp8kv.quantize import decode, dynamic_scale, encode, search_scale
 
 NUMBA = pytest.param(
     "numba",
@@ -193,7 +194,7 @@ def fmt_size(name: str) -> float:
 
 def test_as_many_scales_as_lanes():
     """The numba backend keeps one scale per lane."""
-    vectors = pytest.importorskip("hf_fp8kv.ops.cpu_vectors")
+    vectors = pytest.importorskip("hf_fp8kv.ops.numba.vectors")
     assert vectors.LANES == quantize.SEARCH_STEPS
 
 

@@ -145,7 +145,7 @@ def facts(found: Path) -> dict[str, object]:
     if not found.exists():
         return {}
     sys.path.insert(0, str(ROOT))
-    from hf_fp8kv.bench_gpu import line
+    from hf_fp8kv.bench.gpu import line
 
     return line(json.loads(found.read_text()))
 

@@ -15,15 +15,15 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache, calibrate, ops
-from hf_fp8kv.attention import fp8_paged_attention
-from hf_fp8kv.bench import _Module
-from hf_fp8kv.bench_gpu.decode import _attend, _planned, _query
-from hf_fp8kv.bench_gpu.pools import check, pages_for, poisoned, relative_error
-from hf_fp8kv.bench_gpu.record import TOLERANCE, Record
-from hf_fp8kv.bench_gpu.shapes import BF16, KINDS, TINY, Case, Heads
-from hf_fp8kv.bench_gpu.timing import Stage
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.bench.cpu import _Module
+from hf_fp8kv.bench.gpu.decode import _attend, _planned, _query
+from hf_fp8kv.bench.gpu.pools import check, pages_for, poisoned, relative_error
+from hf_fp8kv.bench.gpu.record import TOLERANCE, Record
+from hf_fp8kv.bench.gpu.shapes import BF16, KINDS, TINY, Case, Heads
+from hf_fp8kv.bench.gpu.timing import Stage
 from hf_fp8kv.ops import Pages, reference
-from tests.tiny_models import tiny
+from tests.helpers.tiny_models import tiny
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 if ops.available_backends()["triton"] is not None:
@@ -253,7 +253,7 @@ def test_no_step_compiles_a_kernel_again(static, monkeypatch):
     """Triton makes another kernel for a number that is 1 or a multiple of 16, if it is let."""
     import triton
 
-    from hf_fp8kv.ops.kernels import decode, plan, write
+    from hf_fp8kv.ops.triton import decode, plan, write
 
     # What tests before this one compiled in this process would not be compiled now.
     for kernel in (decode._decode, decode._combine, plan._plan, write._write):
@@ -310,7 +310,7 @@ def test_a_replayed_graph_follows_the_lengths(keywords):
 @pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
 def test_many_repeats_give_the_same_bits(kind, combine):
     """A race would show: sequences in many parts, merged by whoever is told to."""
-    from hf_fp8kv.ops.kernels import tuning
+    from hf_fp8kv.ops.triton import tuning
 
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
     case, here = Case(lengths, HEADS, label="repeats"), record()

@@ -15,14 +15,15 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import offloading_manager
 
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
+from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.engines import common, layout
 from hf_fp8kv.serving.layout import PageLayout, Stored
 from hf_fp8kv.serving.settings import LayerNumbers
 from hf_fp8kv.serving.step import Kind, Step
-from tests import serving_tools
-from tests.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
-from tests.tiny_models import tiny
+from tests.helpers import serving_tools
+from tests.helpers.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
+from tests.helpers.tiny_models import tiny
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"
 if ops.available_backends()["triton"] is not None:
@@ -273,7 +274,7 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     model, wanted = served
     if not ON_GPU:
         # On a CPU a token without a page is an error; a GPU leaves it out.
-        monkeypatch.setattr(ops.reference, "locate_all", lambda *_: None)
+        monkeypatch.setattr(reference, "locate_all", lambda *_: None)
     # Shared, the pages of the same beginning would be written twice and one of them given up.
     config = batching(pages=PAGES, allow_block_sharing=False)
     manager = model.init_continuous_batching(greedy(), config)

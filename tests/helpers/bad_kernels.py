@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_fp8kv.kernel_assembly import read
-from hf_fp8kv.kernel_check import pretend
+from hf_fp8kv.kernel_check.assembly import read
+from hf_fp8kv.kernel_check.check import pretend
 
 PAGE, TILE, DIM = 64, 64, 128
 # name -> what is changed

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.calibration import state as states
-from tests.tiny_models import tiny
+from tests.helpers.tiny_models import tiny
 
 # Every step is saved, as it is where each takes seconds.
 states._SECONDS = 0.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.ops import Pages, reference
+from hf_fp8kv.ops import Pages, backends, reference
 
 __all__ = ["Made", "triton_standin"]
 
@@ -56,7 +56,9 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
         plan_rows=lambda _device, batch, _heads: batch,
     )  # fmt: skip
-    others = ops._module
-    monkeypatch.setattr(ops, "_module", lambda name: module if name == "triton" else others(name))
+    others = backends.load_backend
+    monkeypatch.setattr(
+        backends, "load_backend", lambda name: module if name == "triton" else others(name)
+    )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
     return made

@@ -262,7 +262,7 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        from hf_fp8kv.handle import PagedKV
+        from hf_fp8kv.cache.paged_tensor import PagedKV
 
         inner = ALL_ATTENTION_FUNCTIONS[NAME]
 

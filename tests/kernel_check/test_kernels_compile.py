@@ -14,15 +14,16 @@ import torch
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton")
 
-from hf_fp8kv import cli, kernel_check
+from hf_fp8kv import cli
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.kernel_assembly import Assembly, amd_assembly, nvidia_assembly
-from hf_fp8kv.kernel_check import TARGETS, Row, check_targets
-from hf_fp8kv.kernel_rules import programs_that_fit, violations
-from hf_fp8kv.kernel_variants import Variant, variants
-from hf_fp8kv.ops.kernels import codec, tuning
-from hf_fp8kv.ops.kernels.target import Target
-from hf_fp8kv.quantize import decode
+from hf_fp8kv.formats.codec import decode
+from hf_fp8kv.kernel_check import check as kernel_check
+from hf_fp8kv.kernel_check.assembly import Assembly, amd_assembly, nvidia_assembly
+from hf_fp8kv.kernel_check.check import TARGETS, Row, check_targets
+from hf_fp8kv.kernel_check.rules import programs_that_fit, violations
+from hf_fp8kv.kernel_check.variants import Variant, variants
+from hf_fp8kv.ops.triton import codec, tuning
+from hf_fp8kv.ops.triton.target import Target
 
 GOOD = Assembly(
     registers=120, spills=0, doubles=0, loop=400, wide_bytes=128, byte_loads=0, conversions=64
@@ -86,7 +87,7 @@ def test_what_does_not_compile_is_a_row_that_says_why():
 def _python(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False,
-        env=kernel_check.environment(), cwd=Path(__file__).parent.parent,
+        env=kernel_check.environment(), cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

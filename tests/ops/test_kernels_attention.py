@@ -20,7 +20,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import Pages, reference
-from tests.test_ops import (
+from tests.ops.test_ops import (
     CASES,
     FAR,
     FAULTS,
@@ -32,13 +32,13 @@ from tests.test_ops import (
     poisoned,
     prepare,
     with_fault,
-)  # fmt: skip
+)
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
-from hf_fp8kv.ops.kernels import decode, extend, plan, tuning
-from hf_fp8kv.ops.kernels.target import Target, assuming, compiling, target_of
+from hf_fp8kv.ops.triton import decode, extend, plan, tuning
+from hf_fp8kv.ops.triton.target import Target, assuming, compiling, target_of
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 

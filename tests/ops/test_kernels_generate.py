@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache, ops
-from tests.test_compile import compiled, graphs
-from tests.tiny_models import tiny
+from tests.cache.test_compile import compiled, graphs
+from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)

@@ -13,10 +13,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from hf_fp8kv import ops, quantize
+from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
+from hf_fp8kv.formats import codec as quantize
 from hf_fp8kv.ops import Pages, reference
-from tests.test_search_scale import ordinary, special, ties
+from tests.formats.test_search_scale import ordinary, special, ties
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -24,9 +25,9 @@ if ops.available_backends()["triton"] is not None:
 import triton
 import triton.language as tl
 
-from hf_fp8kv.ops.kernels import encoder
-from hf_fp8kv.ops.kernels.gather import gather
-from hf_fp8kv.ops.kernels.write import SINGLE_TOKENS, TILE, UNLIMITED, write
+from hf_fp8kv.ops.triton import encoder
+from hf_fp8kv.ops.triton.gather import gather
+from hf_fp8kv.ops.triton.write import SINGLE_TOKENS, TILE, UNLIMITED, write
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 

@@ -18,7 +18,10 @@ numba = pytest.importorskip("numba", reason="numba is not installed: pip install
 
 # After the line above, which skips this file where numba is missing.
 from hf_fp8kv import ops  # noqa: E402
-from hf_fp8kv.ops import Pages, chunked, cpu, cpu_vectors, reference  # noqa: E402
+from hf_fp8kv.ops import Pages, reference  # noqa: E402
+from hf_fp8kv.ops.numba import backend as cpu  # noqa: E402
+from hf_fp8kv.ops.numba import vectors as cpu_vectors  # noqa: E402
+from hf_fp8kv.ops.torch import backend as chunked  # noqa: E402
 
 HEADS, DIM, SLOTS = 2, 32, 16
 
@@ -214,7 +217,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
         kernels = (cpu_attend.attend, cpu_attend.finish, cpu_store.write, cpu_store.gather)
         print(json.dumps([len(compiled.buffer), [len(k.signatures) for k in kernels]]))
     """
-    folders = [str(Path(__file__).parents[1]), *sys.path]
+    folders = [str(Path(__file__).parents[2]), *sys.path]
     environment = {
         **os.environ,
         "NUMBA_CACHE_DIR": str(tmp_path),

@@ -17,8 +17,8 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.errors import OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
-from hf_fp8kv.ops import Pages, reference
-from hf_fp8kv.quantize import code_table
+from hf_fp8kv.formats.codec import code_table
+from hf_fp8kv.ops import Pages, backends, reference
 
 NUMBA = pytest.param(
     "numba",
@@ -535,7 +535,7 @@ def test_every_backend_has_the_same_functions():
 
 def test_auto_takes_triton_where_its_kernels_fit(monkeypatch):
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(ops, "available_backends", lambda: dict.fromkeys(ops.CHOICES))
+    monkeypatch.setattr(backends, "available_backends", lambda: dict.fromkeys(ops.CHOICES))
     for hip, capability, expected in (
         (None, (7, 5), "torch"), (None, (8, 6), "triton"), ("6.4", (9, 4), "triton"),
     ):  # fmt: skip

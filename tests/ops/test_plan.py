@@ -13,9 +13,9 @@ import torch
 from transformers.masking_utils import create_chunked_causal_mask
 
 from hf_fp8kv import FP8PagedCache, ops
-from hf_fp8kv.attention import fp8_paged_attention
-from tests.standin import Made, triton_standin
-from tests.tiny_models import tiny
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from tests.helpers.standin import Made, triton_standin
+from tests.helpers.tiny_models import tiny
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 STEPS = GREEDY["max_new_tokens"] - 1  # the first token comes from the prefill

@@ -25,10 +25,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hf_fp8kv.block_table import NO_PAGE, BlockTable, PageAllocator, PageBudget
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
-from hf_fp8kv.group import LayerGroup
-from hf_fp8kv.pool import PagePool
+from hf_fp8kv.paging.block_table import NO_PAGE, BlockTable, PageAllocator, PageBudget
+from hf_fp8kv.paging.layer_group import LayerGroup
+from hf_fp8kv.paging.page_pool import PagePool
 
 CPU = torch.device("cpu")
 HEADS, K_DIM, V_DIM = 2, 3, 2

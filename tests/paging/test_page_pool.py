@@ -6,7 +6,7 @@ import torch
 
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.pool import PagePool
+from hf_fp8kv.paging.page_pool import PagePool
 
 S, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
 EIGHT_BIT = list(FORMATS)

@@ -17,12 +17,14 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_fp8kv import FP8PagedCache, export_checkpoint, upload
+from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from tests import server_rules
-from tests.server_rules import Refused
-from tests.test_sources import assert_helpful, numbers
+from hf_fp8kv.scales.formats import upload
+from hf_fp8kv.scales.formats import write_checkpoint as export_checkpoint
+from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from tests.helpers import server_rules
+from tests.helpers.server_rules import Refused
+from tests.scales.test_sources import assert_helpful, numbers
 
 ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark", "trtllm")
 PATCHED = tuple(f for f in CHECKPOINT_FORMATS if f != "trtllm")
@@ -711,7 +713,7 @@ def test_a_killed_process_leaves_no_half_folder(tmp_path, model, alone, at):
         random_scales("tensor").save_pretrained(target, format="autofp8")
         before = content(target)
     arguments = ["-" if alone else str(model), str(target), str(at), "autofp8"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", KILLED, *arguments], env=environment, check=False)
     assert done.returncode == -9
     if alone:

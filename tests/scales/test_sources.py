@@ -17,13 +17,13 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scale_argument import resolve
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from hf_fp8kv.sources import ROWS
-from hf_fp8kv.sources import hub as hub_module
-from hf_fp8kv.sources.rows import LIKELY
+from hf_fp8kv.scales.formats import ROWS
+from hf_fp8kv.scales.formats import hub as hub_module
+from hf_fp8kv.scales.formats.tensor_names import LIKELY
+from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales.resolve import resolve
 
-DATA = Path(__file__).parent / "data" / "scales"
+DATA = Path(__file__).parents[1] / "data" / "scales"
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)
 V = (0.0230364128947258, 0.01979283057153225, 0.0241350457072258)
 LARGER = (V[0], V[1], K[2])

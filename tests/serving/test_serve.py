@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.serving.server.calls import Calls
-from tests import command_line
-from tests.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
+from tests.helpers import command_line
+from tests.helpers.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
 
 
 def needed(name: str) -> types.ModuleType:

@@ -24,15 +24,8 @@ from tiny_models import tiny
 from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from hf_fp8kv import (
-    BackendError,
-    ConfigError,
-    FP8PagedCache,
-    KVScales,
-    ScaleError,
-    attention,
-    serving,
-)
+from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
+from hf_fp8kv.attention import fp8_paged as attention
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.engines import common, layout
 from hf_fp8kv.serving.manager import FP8Manager

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_fp8kv import demo
 from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.utils import demo_model as demo
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .. import ops
-from ..ops import Pages
+from ... import ops
+from ...ops import Pages
 from . import baselines
 from .pools import check, pages_for, poisoned
 from .record import Record

@@ -24,8 +24,8 @@ from transformers import (
     StaticCache,
 )
 
-from ..cache import FP8PagedCache
-from ..store import _tensors_of
+from ...cache.cache import FP8PagedCache
+from ...cache.serialization import _tensors_of
 from .record import Record
 from .shapes import Sizes
 from .timing import Stage

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..ops.kernels import tuning
+from ...ops.triton import tuning
 from .decode import paged
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ..formats import AUTO, FORMATS
-from ..ops import Pages, reference
+from ...formats import AUTO, FORMATS
+from ...ops import Pages, reference
 from .shapes import Case, Heads, Kind
 from .timing import Stage
 

@@ -16,10 +16,10 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
-from .. import serving
-from ..bench_capacity import GIB, planned_tokens
-from ..serving.engines import cache_class
-from ..serving.settings import Settings
+from ... import serving
+from ...serving.engines import cache_class
+from ...serving.settings import Settings
+from ..capacity import GIB, planned_tokens
 from .end_to_end import _model
 from .record import Record
 from .shapes import Served, Sizes

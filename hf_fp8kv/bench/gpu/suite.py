@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ..environment import circumstances
-from ..errors import ConfigError
+from ...errors import ConfigError
+from ...utils.environment import circumstances
 from . import ceilings, decode, end_to_end, experiments, serving, write
 from .record import DeviceLost, Record
 from .results import complete

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .. import ops
-from ..ops import Pages, reference
+from ... import ops
+from ...ops import Pages, reference
 from .pools import pages_for
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes

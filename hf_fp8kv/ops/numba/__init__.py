@@ -1,0 +1,1 @@
+"""The "numba" backend: fused loops for CPUs."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cpu_softmax import NOTHING, TILE, add_bias, adjust, hide, soften
-from .cpu_vectors import (
+from .softmax import NOTHING, TILE, add_bias, adjust, hide, soften
+from .vectors import (
     BF16,
     F32,
     FP8,

@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..formats import AUTO, FORMATS, MIN_SCALE
-from . import chunked, cpu_attend, cpu_store
-from .cpu_vectors import BF16, F16, F32, FP8, HAS_HALF
-from .pages import Pages
-from .reference import raise_overrun
+from ...formats import AUTO, FORMATS, MIN_SCALE
+from ..pages import Pages
+from ..reference import raise_overrun
+from ..torch import backend as chunked
+from . import attend as cpu_attend
+from . import store as cpu_store
+from .vectors import BF16, F16, F32, FP8, HAS_HALF
 
 __all__ = ["attend", "gather", "write"]
 

@@ -5,7 +5,7 @@
 
 import numpy as np
 
-from .cpu_vectors import (
+from .vectors import (
     LANES,
     Call,
     Floats,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_vectors import (
+from .vectors import (
     F32,
     FP8,
     LANES,
@@ -46,7 +46,7 @@ from .cpu_vectors import (
     sub,
     whole_total,
     width_of,
-)  # fmt: skip
+)
 
 __all__ = ["BLOCK", "GATHER", "WRITE", "gather", "has_pages", "write"]
 

@@ -1,0 +1,1 @@
+"""The "torch" backend: plain PyTorch, on any device."""

@@ -7,10 +7,10 @@ torch's own cast from float8 is many times slower on a CPU.
 
 import torch
 
-from ..formats import AUTO, FORMATS
-from ..quantize import code_table
-from .pages import Pages
-from .reference import gather, write
+from ...formats import AUTO, FORMATS
+from ...formats.codec import code_table
+from ..pages import Pages
+from ..reference import gather, write
 
 __all__ = ["attend", "gather", "write"]
 

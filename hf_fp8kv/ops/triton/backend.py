@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .kernels import decode, extend, plan
-from .kernels.gather import gather
-from .kernels.target import target_of
-from .kernels.write import write
-from .pages import Pages
+from ..pages import Pages
+from . import decode, extend, plan
+from .gather import gather
+from .target import target_of
+from .write import write
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ...formats import AUTO, FORMATS, MIN_SCALE
-from ...quantize import SEARCH_STEPS, error_unit
+from ...formats.codec import SEARCH_STEPS, error_unit
 
 __all__ = [
     "STEPS", "Encoder", "best_scale", "best_scale_at_once", "decode", "encode", "encoder_for",

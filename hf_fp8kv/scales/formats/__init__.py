@@ -8,9 +8,9 @@ A reader ends in scales that were checked, or in a `ScaleError` that says what w
 """
 
 from .config import Declaration, declaration
-from .readers import read_checkpoint, read_file
+from .read import read_checkpoint, read_file
 from .request import Request
-from .rows import ROWS, Row
+from .tensor_names import ROWS, Row
 from .vllm_json import JSON_FILE
 
 __all__ = [

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from ..errors import ScaleError
-from ..files import PICKLES, wrapped
+from ...errors import ScaleError
+from ...utils.files import PICKLES, wrapped
+from ...utils.text import format_list
+from ..kv_scales import KVScales
 from ..layer_scales import LayerScales
-from ..own_file import OWN_FILE
-from ..scale_checks import shortened
-from ..scales import KVScales
 from .config import Declaration, head_counts
 from .folder import Folder
+from .native import OWN_FILE
 from .request import Request, check_model_type, complete, expected_layers
-from .rows import FOREIGN, LAYER, LIKELY, ROWS, ZERO_POINT, Hit, matched
+from .tensor_names import FOREIGN, LAYER, LIKELY, ROWS, ZERO_POINT, Hit, matched
 from .vllm_json import JSON_FILE
 
 __all__ = ["read_tensors"]
@@ -60,7 +60,7 @@ def read_tensors(
     ours = [name for name in unknown if re.match(LAYER, name)]
     if ours:
         logger.warning("%s: not used, though they look like scales: %s", folder.origin,
-                       shortened(ours))  # fmt: skip
+                       format_list(ours))  # fmt: skip
     model_type = config.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
     check_model_type(folder.origin, model_type, want.model_type, want)
@@ -192,7 +192,7 @@ def _assembled(
         names = ", ".join(dict.fromkeys((k_hit.name, v_hit.name)))
         layers[index] = LayerScales(k, v, source=f"{folder.origin}/{files[k_hit.name]}: {names}")
     for oddity, indices in oddities.items():
-        logger.warning("%s: %s (layers %s)", folder.origin, oddity, shortened(indices))
+        logger.warning("%s: %s (layers %s)", folder.origin, oddity, format_list(indices))
     return layers
 
 
@@ -226,11 +226,11 @@ def _check_ties(folder: Folder, found: list[Hit], values: dict[str, torch.Tensor
 def _nothing(folder: Folder, files: Iterable[str], declared: Declaration) -> ScaleError:
     """The error for a checkpoint without scales: what was looked for, and what looks like it."""
     names = dict.fromkeys(row.name.format(side="{k,v}") for row in ROWS)
-    likely = shortened(name for name in files if LIKELY.search(name))
+    likely = format_list(name for name in files if LIKELY.search(name))
     found = f"got only {likely}, which no reader takes" if likely else "got none"
     pickles = [n for suffix in PICKLES for n in folder.others(suffix)]
     if pickles:
-        found += f" (pickles are never loaded: {shortened(pickles)})"
+        found += f" (pickles are never loaded: {format_list(pickles)})"
     return ScaleError(
         f"{folder.origin}: expected {OWN_FILE}, {JSON_FILE}, or scale tensors such as "
         f"{', '.join(names)} under the layers of the language model, {found}; the config declares "

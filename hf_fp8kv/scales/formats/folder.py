@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..files import read_header
+from ...utils.files import read_header
 
 __all__ = ["Folder", "LocalFolder"]
 

@@ -14,8 +14,8 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 
-from ..errors import ScaleError
-from ..files import read_header
+from ...errors import ScaleError
+from ...utils.files import read_header
 
 __all__ = ["HUB_ERRORS", "HubFolder"]
 

@@ -13,10 +13,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 
-from .errors import ScaleError
-from .files import wrapped
-from .layer_scales import LayerScales
-from .scale_checks import shortened
+from ...errors import ScaleError
+from ...utils.files import wrapped
+from ...utils.text import format_list
+from ..layer_scales import LayerScales
 
 __all__ = ["OWN_FILE", "OWN_SUMMARY", "OWN_VERSION", "own_files", "read_own"]
 
@@ -83,7 +83,7 @@ def read_own(path: Path, names: list[str], about: str) -> tuple[dict[int, LayerS
     if header.get("layers") != sorted(parts):
         raise ScaleError(
             f"{path}: expected the layers of its metadata, {header.get('layers')}, got "
-            f"{shortened(sorted(parts))}; write the file again"
+            f"{format_list(sorted(parts))}; write the file again"
         )
     layers = {}
     for index, part in parts.items():

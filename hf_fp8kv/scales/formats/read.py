@@ -5,18 +5,18 @@ import os
 import re
 from pathlib import Path
 
-from ..calibration.report import REPORT_FILE, CalibrationReport
-from ..errors import ScaleError
-from ..files import PICKLES, read_header, read_json, read_weight_map
-from ..own_file import OWN_FILE, read_own
-from ..scales import KVScales
+from ...errors import ScaleError
+from ...utils.files import PICKLES, read_header, read_json, read_weight_map
+from ..kv_scales import KVScales
+from ..report import REPORT_FILE, CalibrationReport
+from .checkpoint_tensors import read_tensors
 from .config import Declaration, declaration
 from .folder import Folder, LocalFolder
 from .hub import HubFolder
-from .ranks import rank_files, read_ranks
+from .native import OWN_FILE, read_own
 from .request import Request, check_model_type, complete
-from .rows import LIKELY, matched
-from .tensors import read_tensors
+from .tensor_names import LIKELY, matched
+from .trtllm import rank_files, read_ranks
 from .vllm_json import JSON_FILE, read_vllm_json
 
 __all__ = ["read_checkpoint", "read_file", "tensor_files"]

@@ -4,9 +4,10 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ScaleError
+from ...errors import ScaleError
+from ...utils.text import format_list
 from ..layer_scales import LayerScales
-from ..scale_checks import check_ranks, shortened
+from ..validation import check_ranks
 from .config import attention_layers
 
 __all__ = ["Request", "check_model_type", "complete", "expected_layers", "ranks_to_take"]
@@ -66,9 +67,9 @@ def complete(
     last = expected[-1] if expected else -1
     extra = [index for index in layers if index > last]
     if extra:
-        logger.info("%s: left out the layers %s, past the last one", origin, shortened(extra))
+        logger.info("%s: left out the layers %s, past the last one", origin, format_list(extra))
     kept = {index: layer for index, layer in layers.items() if index <= last}
-    missing = shortened(index for index in expected if index not in kept)
+    missing = format_list(index for index in expected if index not in kept)
     if not kept or (missing and want.strict):
         raise ScaleError(
             f"{origin}: expected scales for {len(expected)} layers, got {len(kept)}: missing "

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import torch
 
-from ..errors import ScaleError
+from ...errors import ScaleError
+from ...utils.text import format_list
+from ..kv_scales import KVScales
 from ..layer_scales import LayerScales
-from ..scale_checks import shortened
-from ..scales import KVScales
+from .checkpoint_tensors import read_tensors
 from .config import Declaration, as_mapping
 from .folder import Folder
 from .request import Request, ranks_to_take
-from .tensors import read_tensors
 
 __all__ = ["rank_files", "read_ranks"]
 
@@ -61,7 +61,7 @@ def _check_ranks(folder: Folder, ranks: Mapping[int, str], config: Mapping[str, 
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
             f"{folder.origin}: expected the ranks 0 to {len(ranks) - 1}, got "
-            f"{shortened(sorted(ranks))}; fetch the missing file"
+            f"{format_list(sorted(ranks))}; fetch the missing file"
         )
     mapping = as_mapping(config.get("mapping"))
     for owner in (mapping, config):

@@ -5,11 +5,11 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi
 
-from .errors import ScaleError
-from .own_file import OWN_FILE
-from .scale_checks import shortened
-from .scales import KVScales
-from .sources.hub import HUB_ERRORS
+from ...errors import ScaleError
+from ...utils.text import format_list
+from ..kv_scales import KVScales
+from .hub import HUB_ERRORS
+from .native import OWN_FILE
 
 __all__ = ["upload"]
 
@@ -58,12 +58,12 @@ def _check_repository(repo_id: str, there: list[str], names: list[str], overwrit
     same = sorted(set(names) & set(there))
     if same and not overwrite:
         raise ScaleError(
-            f"{repo_id}: expected a repository without {shortened(same)}, got one that has it; "
+            f"{repo_id}: expected a repository without {format_list(same)}, got one that has it; "
             "choose another, or pass overwrite=True"
         )
     weights = [n for n in there if n.endswith(".safetensors") and n not in (*names, OWN_FILE)]
     if "config.json" in names and weights:
         raise ScaleError(
-            f"{repo_id}: expected a repository without weights, got {shortened(weights)}; write a "
+            f"{repo_id}: expected a repository without weights, got {format_list(weights)}; write a "
             "copy of the checkpoint with save_pretrained(checkpoint=), and upload its folder"
         )

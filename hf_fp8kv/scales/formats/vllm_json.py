@@ -5,11 +5,12 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ..errors import ScaleError
-from ..files import wrapped
+from ...errors import ScaleError
+from ...utils.files import wrapped
+from ...utils.text import format_list, format_value
+from ..kv_scales import KVScales
 from ..layer_scales import LayerScales
-from ..scale_checks import checked_constant, scalar, shortened, shown
-from ..scales import KVScales
+from ..validation import checked_constant, scalar
 from .request import Request, check_model_type, complete, expected_layers, ranks_to_take
 
 __all__ = ["JSON_FILE", "read_vllm_json"]
@@ -27,17 +28,17 @@ def read_vllm_json(
     if not isinstance(cache, dict):
         raise ScaleError(
             f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
-            f"{shortened(data) or 'nothing'}; this is not a kv_cache_scales.json"
+            f"{format_list(data) or 'nothing'}; this is not a kv_cache_scales.json"
         )
     if cache.get("dtype") != "float8_e4m3fn":
         raise ScaleError(
-            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got {shown(cache.get('dtype'))}; "
+            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got {format_value(cache.get('dtype'))}; "
             "scales of another format cannot be used"
         )
     model_type = data.get("model_type")
     if not isinstance(model_type, str | None) or ("model_type" not in data and want.strict):
         raise ScaleError(
-            f"{path}: model_type: expected a string or null, got {shown(model_type)}; add it, or "
+            f"{path}: model_type: expected a string or null, got {format_value(model_type)}; add it, or "
             "pass strict=False"
         )
     wanted_type = want.model_type or config.get("model_type")
@@ -52,7 +53,7 @@ def read_vllm_json(
     extra = [layer for layer in layers if layer not in expected]
     if extra and want.strict:
         raise ScaleError(
-            f"{path}: expected {len(expected)} layers, got also layers {shortened(extra)}; use "
+            f"{path}: expected {len(expected)} layers, got also layers {format_list(extra)}; use "
             "the scales of this very model, or pass strict=False"
         )
     layers = complete(layers, expected, want, str(path))
@@ -63,7 +64,7 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     """The numbers of every rank, each of them checked; "rank0" is an old spelling of "0"."""
     if not isinstance(factors, dict) or not factors:
         raise ScaleError(
-            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got {shown(factors)}; "
+            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got {format_value(factors)}; "
             'it looks like {"0": {"0": 0.02}}'
         )
     ranks: dict[int, dict[int, float]] = {}
@@ -71,7 +72,7 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
         rank = _index(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
         if not isinstance(entries, dict) or not entries:
             raise ScaleError(
-                f"{path}: rank {rank}: expected an object of layers, got {shown(entries)}; it "
+                f"{path}: rank {rank}: expected an object of layers, got {format_value(entries)}; it "
                 'looks like {"0": 0.02}'
             )
         ranks[rank] = {}
@@ -84,7 +85,7 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
             ranks[rank][layer] = checked_constant(value, what)
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
-            f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {shortened(sorted(ranks))}; "
+            f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}; "
             "a rank is missing"
         )
     for rank, entry in ranks.items():
@@ -100,7 +101,7 @@ def _index(path: Path, key: str, pattern: str, what: str, seen: Collection[int])
     match = re.fullmatch(pattern, key)
     if match is None:
         raise ScaleError(
-            f"{path}: expected {what} such as '0' as the key, got {shown(key)}; rename it"
+            f"{path}: expected {what} such as '0' as the key, got {format_value(key)}; rename it"
         )
     if int(match[1]) in seen:
         raise ScaleError(f"{path}: expected {what} {match[1]} once, got it twice; delete one")

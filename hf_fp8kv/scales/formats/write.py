@@ -4,14 +4,14 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from .calibration.report import REPORT_FILE
-from .errors import ScaleError
-from .export_checkpoint import Weights, write_checkpoint
-from .export_files import reduced, scale_files
-from .files import write_all
-from .own_file import OWN_FILE
-from .scale_checks import shortened
-from .scales import CHECKPOINT_FORMATS, KVScales
+from ...errors import ScaleError
+from ...utils.files import write_all
+from ...utils.text import format_list
+from ..kv_scales import CHECKPOINT_FORMATS, KVScales
+from ..report import REPORT_FILE
+from .native import OWN_FILE
+from .write_checkpoint import Weights, write_checkpoint
+from .write_files import reduced, scale_files
 
 __all__ = ["save"]
 
@@ -60,7 +60,7 @@ def _write(folder: Path, files: Mapping[str, bytes], overwrite: bool) -> list[Pa
         there = [path.name for path in paths if path.exists()]
         if there and not overwrite:
             raise ScaleError(
-                f"{folder}: expected a folder without {shortened(there)}, got one that has it; "
+                f"{folder}: expected a folder without {format_list(there)}, got one that has it; "
                 "choose another, or pass overwrite=True"
             )
         if OWN_FILE not in files and (folder / OWN_FILE).exists():
@@ -71,7 +71,7 @@ def _write(folder: Path, files: Mapping[str, bytes], overwrite: bool) -> list[Pa
         weights = [p.name for p in folder.glob("*.safetensors") if p.name not in (*files, OWN_FILE)]
         if "config.json" in files and weights:
             raise ScaleError(
-                f"{folder}: expected a folder without weights, got {shortened(weights)}; choose "
+                f"{folder}: expected a folder without weights, got {format_list(weights)}; choose "
                 "another, and pass checkpoint= for a copy of the checkpoint with the scales"
             )
         folder.mkdir(parents=True, exist_ok=True)

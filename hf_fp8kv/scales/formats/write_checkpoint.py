@@ -9,10 +9,20 @@ from typing import Literal
 import torch
 from safetensors.torch import save as to_safetensors
 
-from .calibration.report import REPORT_FILE
-from .errors import ScaleError
-from .export_config import HF_QUANT_CONFIG, METHODS, declared, declared_beside
-from .export_files import (
+from ...errors import ScaleError
+from ...utils.files import PICKLES, read_header, read_json, write_all
+from ...utils.text import format_list, format_value
+from ..kv_scales import KVScales
+from ..layer_scales import LayerScales
+from ..report import REPORT_FILE
+from . import JSON_FILE
+from .config import text_config
+from .folder import LocalFolder
+from .native import OWN_FILE, OWN_SUMMARY
+from .read import tensor_files
+from .tensor_names import FOREIGN, MODULE, ROWS, ZERO_POINT
+from .write_config import HF_QUANT_CONFIG, METHODS, declared, declared_beside
+from .write_files import (
     INDEX_FILE,
     SCALES_FILE,
     as_json,
@@ -23,16 +33,6 @@ from .export_files import (
     tensors_of,
     vllm_json,
 )
-from .files import PICKLES, read_header, read_json, write_all
-from .layer_scales import LayerScales
-from .own_file import OWN_FILE, OWN_SUMMARY
-from .scale_checks import shortened, shown
-from .scales import KVScales
-from .sources import JSON_FILE
-from .sources.config import text_config
-from .sources.folder import LocalFolder
-from .sources.readers import tensor_files
-from .sources.rows import FOREIGN, MODULE, ROWS, ZERO_POINT
 
 __all__ = ["Weights", "write_checkpoint"]
 
@@ -112,7 +112,7 @@ def _check_files(source: Path, files: Mapping[str, str]) -> None:
         if missing:
             raise ScaleError(
                 f"{source / file}: expected the tensors of the index, found none named "
-                f"{shortened(sorted(missing))}; fetch the file again"
+                f"{format_list(sorted(missing))}; fetch the file again"
             )
 
 
@@ -130,7 +130,7 @@ def _check_scales(
     there = [name for name in files if any(p.fullmatch(name) for p in patterns)]
     if there:
         raise ScaleError(
-            f"{source}: expected a checkpoint without KV scales, got {shortened(there)}; use the "
+            f"{source}: expected a checkpoint without KV scales, got {format_list(there)}; use the "
             "one that it was made from"
         )
 
@@ -197,7 +197,7 @@ def _modules(files: Iterable[str], layers: Iterable[int], source: Path) -> dict[
         if len(paths) != 1:
             raise ScaleError(
                 f"{source}: expected one attention module in layer {index}, got "
-                f"{shortened(sorted(paths)) or 'none'}; use the scales of this very model"
+                f"{format_list(sorted(paths)) or 'none'}; use the scales of this very model"
             )
         modules[index] = paths.pop()
     return modules
@@ -254,7 +254,7 @@ def _check_copy(
         if None in pair or not _same(*pair):  # type: ignore[arg-type]
             raise ScaleError(
                 f"{target}: expected to read back what was written for layer {index}, got "
-                f"{shown([s and (s.k.tolist(), s.v.tolist()) for s in pair])}; config.json says "
+                f"{format_value([s and (s.k.tolist(), s.v.tolist()) for s in pair])}; config.json says "
                 "something else of the KV cache, remove that entry"
             )
 

@@ -3,9 +3,9 @@
 import copy
 from collections.abc import Sequence
 
-from .errors import ScaleError
-from .scale_checks import shown
-from .sources.config import nested_configs
+from ...errors import ScaleError
+from ...utils.text import format_value
+from .config import nested_configs
 
 __all__ = ["HF_QUANT_CONFIG", "METHODS", "declared", "declared_beside"]
 
@@ -84,7 +84,7 @@ def declared_beside(second: Config | None, config: Config) -> Config:
         inner = second.setdefault("quantization", {})
         if not isinstance(inner, dict):
             raise ScaleError(
-                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {shown(inner)}; fetch "
+                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}; fetch "
                 "the file again"
             )
         inner["kv_cache_quant_algo"] = "FP8"
@@ -153,7 +153,7 @@ def _declare_quark(block: Config) -> None:
     if not isinstance(export, dict) or not isinstance(layers, dict):
         raise ScaleError(
             f"quantization_config: expected the objects export and layer_quant_config, got "
-            f"{shown(export)} and {shown(layers)}; fetch the config again"
+            f"{format_value(export)} and {format_value(layers)}; fetch the config again"
         )
     export |= {"kv_cache_group": list(_PROJECTIONS), "min_kv_scale": 0.0}
     general = block.get("global_quant_config")

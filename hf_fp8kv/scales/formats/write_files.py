@@ -12,16 +12,16 @@ from collections.abc import Mapping
 import torch
 from safetensors.torch import save as to_safetensors
 
-from .calibration.report import REPORT_FILE
-from .errors import ScaleError
-from .export_config import HF_QUANT_CONFIG, declared, declared_beside
-from .formats import FORMATS
-from .layer_scales import LayerScales
-from .own_file import own_files
-from .scale_checks import shortened
-from .scales import KVScales
-from .sources import JSON_FILE
-from .sources.rows import written
+from ...errors import ScaleError
+from ...formats import FORMATS
+from ...utils.text import format_list
+from ..kv_scales import KVScales
+from ..layer_scales import LayerScales
+from ..report import REPORT_FILE
+from . import JSON_FILE
+from .native import own_files
+from .tensor_names import written
+from .write_config import HF_QUANT_CONFIG, declared, declared_beside
 
 __all__ = [
     "INDEX_FILE",
@@ -69,7 +69,7 @@ def reduced(
                 losses["K and V share the larger scale"].append(index)
             k = v = torch.maximum(k, v)
         result[index] = LayerScales(k, v, source=layer.source)
-    said = [f"{what} (layers {shortened(dict.fromkeys(i))})" for what, i in losses.items() if i]
+    said = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
     return result, said
 
 
@@ -183,7 +183,7 @@ def vllm_json(
     if sorted(layers) != list(range(len(layers))):
         raise ScaleError(
             f"format 'vllm-json': expected the layers 0 to {len(layers) - 1}, got "
-            f"{shortened(sorted(layers))}; its readers refuse a file with gaps, choose another"
+            f"{format_list(sorted(layers))}; its readers refuse a file with gaps, choose another"
         )
     ranks = {
         str(rank): {str(i): s.k.item() for i, s in of_rank(layers, rank, tp_size).items()}

@@ -1,6 +1,6 @@
 """What the server tells about itself: numbers for Prometheus, and a line for the log."""
 
-from ...tables import readable_size
+from ...utils.terminal import readable_size
 from .calls import Calls
 from .engine import Engine
 
