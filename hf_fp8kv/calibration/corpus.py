@@ -179,8 +179,8 @@ def _file(texts: str | os.PathLike[Any]) -> Path:
         return path
     if isinstance(texts, str):
         raise ConfigError(
-            f"texts: {expected}, got {format_value(texts)}; pass [text] for one text, or the path of a "
-            "file that exists"
+            f"texts: {expected}, got {format_value(texts)}; pass [text] for one text, or the path "
+            "of a file that exists"
         )
     raise ConfigError(f"{path}: {expected}, got no such file; check the path")
 
@@ -192,7 +192,8 @@ def _name(texts: object) -> str:
 def _check_number(name: str, value: object, lowest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ConfigError(
-            f"{name}: expected a whole number of tokens, {lowest} or more, got {format_value(value)}; "
+            f"{name}: expected a whole number of tokens, {lowest} or more, "
+            f"got {format_value(value)}; "
             "pass an int"
         )
 

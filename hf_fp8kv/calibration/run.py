@@ -204,8 +204,8 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
     number = isinstance(margin, int | float) and not isinstance(margin, bool)
     if not number or not 1.0 <= margin <= 16.0:  # type: ignore[operator]
         raise ConfigError(
-            f"margin: expected a factor from 1 to 16, got {format_value(margin)}; less than 1 would "
-            "saturate what was seen"
+            f"margin: expected a factor from 1 to 16, got {format_value(margin)}; less than 1 "
+            "would saturate what was seen"
         )
     return Options(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
 

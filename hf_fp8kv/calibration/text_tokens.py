@@ -49,12 +49,13 @@ class TextTokenizer:
             )
         if chat_template not in (None, True, False):
             raise ConfigError(
-                f"chat_template: expected None, True or False, got {format_value(chat_template)}; set the "
-                "text of a template as tokenizer.chat_template"
+                f"chat_template: expected None, True or False, got {format_value(chat_template)}; "
+                "set the text of a template as tokenizer.chat_template"
             )
         if not isinstance(text_column, str):
             raise ConfigError(
-                f"text_column: expected the name of a column, got {format_value(text_column)}; pass a str"
+                f"text_column: expected the name of a column, got {format_value(text_column)}; "
+                "pass a str"
             )
         self._tokenizer = tokenizer
         self._text_column = text_column
@@ -200,8 +201,8 @@ class TextTokenizer:
         wrong = next((i for i in ids if not 0 <= i < limit), None)
         if wrong is not None:
             raise ConfigError(
-                f"{where}: expected token ids from 0 to {limit - 1}, got {format_value(wrong)}; tokenise "
-                "with the model's tokenizer"
+                f"{where}: expected token ids from 0 to {limit - 1}, got {format_value(wrong)}; "
+                "tokenise with the model's tokenizer"
             )
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
 

@@ -19,8 +19,8 @@ Read = Callable[[object, str], Any]
 def refused(expected: str, value: object, what: str) -> ScaleError:
     """Returns the error for an entry that is malformed."""
     return ScaleError(
-        f"{what.rstrip(':. ')}: expected {expected}, got {format_value(value)}; calibrate again, or "
-        "delete the report: the scales do not need it"
+        f"{what.rstrip(':. ')}: expected {expected}, got {format_value(value)}; calibrate again, "
+        "or delete the report: the scales do not need it"
     )
 
 

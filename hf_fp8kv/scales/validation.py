@@ -43,7 +43,8 @@ def checked_constant(value: object, what: str) -> float:
     if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
-        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got {format_value(value)}; "
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), "
+        f"got {format_value(value)}; "
         "calibrate again, or leave the scales out (scales=None is dynamic)"
     )
 

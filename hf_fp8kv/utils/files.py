@@ -68,7 +68,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
         # A file of another folder is not part of the checkpoint.
         if not isinstance(file, str) or Path(file).name != file:
             raise ScaleError(
-                f"{path}: expected file names in weight_map, got {format_value(file)}; fetch it again"
+                f"{path}: expected file names in weight_map, got {format_value(file)}; fetch it "
+                "again"
             )
     return files
 

@@ -64,6 +64,6 @@ def _check_repository(repo_id: str, there: list[str], names: list[str], overwrit
     weights = [n for n in there if n.endswith(".safetensors") and n not in (*names, OWN_FILE)]
     if "config.json" in names and weights:
         raise ScaleError(
-            f"{repo_id}: expected a repository without weights, got {format_list(weights)}; write a "
-            "copy of the checkpoint with save_pretrained(checkpoint=), and upload its folder"
+            f"{repo_id}: expected a repository without weights, got {format_list(weights)}; write "
+            "a copy of the checkpoint with save_pretrained(checkpoint=), and upload its folder"
         )

@@ -32,14 +32,15 @@ def read_vllm_json(
         )
     if cache.get("dtype") != "float8_e4m3fn":
         raise ScaleError(
-            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got {format_value(cache.get('dtype'))}; "
+            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', "
+            f"got {format_value(cache.get('dtype'))}; "
             "scales of another format cannot be used"
         )
     model_type = data.get("model_type")
     if not isinstance(model_type, str | None) or ("model_type" not in data and want.strict):
         raise ScaleError(
-            f"{path}: model_type: expected a string or null, got {format_value(model_type)}; add it, or "
-            "pass strict=False"
+            f"{path}: model_type: expected a string or null, got {format_value(model_type)}; add "
+            "it, or pass strict=False"
         )
     wanted_type = want.model_type or config.get("model_type")
     check_model_type(path, model_type, wanted_type, want)
@@ -64,7 +65,8 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
     """The numbers of every rank, each of them checked; "rank0" is an old spelling of "0"."""
     if not isinstance(factors, dict) or not factors:
         raise ScaleError(
-            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got {format_value(factors)}; "
+            f"{path}: kv_cache.scaling_factor: expected an object of ranks, "
+            f"got {format_value(factors)}; "
             'it looks like {"0": {"0": 0.02}}'
         )
     ranks: dict[int, dict[int, float]] = {}
@@ -72,8 +74,8 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
         rank = _index(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
         if not isinstance(entries, dict) or not entries:
             raise ScaleError(
-                f"{path}: rank {rank}: expected an object of layers, got {format_value(entries)}; it "
-                'looks like {"0": 0.02}'
+                f"{path}: rank {rank}: expected an object of layers, got {format_value(entries)}; "
+                'it looks like {"0": 0.02}'
             )
         ranks[rank] = {}
         for layer_key, value in entries.items():

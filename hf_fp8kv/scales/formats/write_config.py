@@ -84,8 +84,8 @@ def declared_beside(second: Config | None, config: Config) -> Config:
         inner = second.setdefault("quantization", {})
         if not isinstance(inner, dict):
             raise ScaleError(
-                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}; fetch "
-                "the file again"
+                f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}; "
+                "fetch the file again"
             )
         inner["kv_cache_quant_algo"] = "FP8"
         return second
