@@ -31,7 +31,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fp8_paged")
 
     texts = list(pydoc_data.topics.topics.values())
-    # What other servers can hold: one number for K of a layer and one for V, and no centres.
+    # What other servers can hold: one number for K of a layer and one for V, and no centers.
     simple = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
     limits = {"max_tokens": args.max_tokens, "held_out": args.held_out}
     scales = calibrate(model, texts, **simple, **limits)

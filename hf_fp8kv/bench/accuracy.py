@@ -1,4 +1,4 @@
-"""Formats by kinds of scales, centred or not: how far each moves a model's predictions."""
+"""Formats by kinds of scales, centered or not: how far each moves a model's predictions."""
 
 import pydoc_data.topics
 import statistics
@@ -65,7 +65,7 @@ class _Row:
 
     @property
     def name(self) -> str:
-        return f"{self.format}, {self.scales}{', K centred' if self.centered else ''}"
+        return f"{self.format}, {self.scales}{', K centered' if self.centered else ''}"
 
 
 def run_accuracy_suite(
@@ -80,11 +80,11 @@ def run_accuracy_suite(
     calibrated: int = 2**15,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns what formats, scales and centres do to a model's predictions, for JSON.
+    """Returns what formats, scales and centers do to a model's predictions, for JSON.
 
     The texts are topics of Python's manual. Static scales are calibrated for each format and
     granularity, on topics that share no paragraph with those that are scored. In rows with a
-    centre, every layer has one.
+    center, every layer has one.
 
     Args:
         model: a causal language model, float32 to see the cache alone; left as it was.
@@ -187,7 +187,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         previous = row["format"]
         error = "" if row["kl_error"] is None else f" ± {1e3 * row['kl_error']:.2f}"
         table.add_row(
-            row["format"], row["scales"], "centred" if row["centered"] else "",
+            row["format"], row["scales"], "centered" if row["centered"] else "",
             f"{1e3 * row['kl']:.2f}{error}", f"{row['kl_max']:.2e}", f"{row['top1']:.2%}",
             f"{row['bytes_per_token']:.0f}",
         )  # fmt: skip
@@ -267,7 +267,7 @@ def _kinds(fmt: str) -> tuple[str, ...]:
 
 
 def _rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
-    """Every format, with every kind of scales, without a centre and with one."""
+    """Every format, with every kind of scales, without a center and with one."""
     rows = []
     for fmt in MEASURED:
         for scales, centered in product(_kinds(fmt), (False, True)):

@@ -29,7 +29,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8_e4m3": {},
     "fp8_e3m4": {"dtype": "fp8_e3m4"},
     "fp8_e5m2": {"dtype": "fp8_e5m2"},
-    "fp8_e4m3, K centred": {"center_keys": True},
+    "fp8_e4m3, K centered": {"center_keys": True},
     "K auto, V fp8_e4m3": {"key_dtype": "auto"},
     "fp8_e4m3, scale 1.0": {"scales": 1.0},
 }

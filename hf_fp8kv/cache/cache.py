@@ -61,8 +61,8 @@ class FP8PagedCache(DynamicCache):
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
             repository of the Hub: static ones. A number: that constant, in the unit of the stored
             format (`real = stored * scale`).
-        center_keys: store K minus a frozen centre per head and channel. None: if `scales` carry
-            centres; True: if they do not, the mean of the first call, per sequence (padding among
+        center_keys: store K minus a frozen center per head and channel. None: if `scales` carry
+            centers; True: if they do not, the mean of the first call, per sequence (padding among
             it); False: never.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
@@ -387,7 +387,7 @@ class FP8PagedCache(DynamicCache):
         self._forget_empty()
 
     def _forget_empty(self) -> None:
-        """After tokens went: an empty layer has no centre, and a pool without pages no memory."""
+        """After tokens went: an empty layer has no center, and a pool without pages no memory."""
         for layer in self.paged_layers:
             assert isinstance(layer, FP8PagedLayer)
             if not layer.get_seq_length():
@@ -530,7 +530,7 @@ class FP8PagedCache(DynamicCache):
         """Returns what the cache takes, in bytes (but for `tokens`).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
-        scales, centres), `tables` (block tables and lengths), `other` (transformers' own layers),
+        scales, centers), `tables` (block tables and lengths), `other` (transformers' own layers),
         `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
         this cache), and `tokens` (tokens held, over all sequences). Forks share pages: each
         reports all of them under `pages`.

@@ -105,7 +105,7 @@ class PagedLayerBase(CacheLayerMixin):
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
 
     def _first_center(self, key: torch.Tensor) -> torch.Tensor | None:
-        """The centre to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
+        """The center to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
         if self._scale_center is not None:
             return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
         if self.options.first_call_centers and self.options.key_format != AUTO:
@@ -326,7 +326,7 @@ class FP8PagedLayer(PagedLayerBase):
         self.crop_member(tokens)
 
     def select_rows(self, sequences: torch.Tensor) -> None:
-        """The part of `select` that concerns this layer alone: its per-sequence centre."""
+        """The part of `select` that concerns this layer alone: its per-sequence center."""
         if self.k_center is not None:
             self.k_center = self.k_center[sequences.to(self.k_center.device)]
 

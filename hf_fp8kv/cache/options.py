@@ -23,7 +23,7 @@ class CacheOptions:
         key_format: a key of `FORMATS`, or "auto".
         value_format: the same for V.
         scales: static scales, a constant, or None for dynamic ones.
-        center_keys: None: if the scales carry centres; True: if not, the mean of the first call;
+        center_keys: None: if the scales carry centers; True: if not, the mean of the first call;
             False: never.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the static form has room for; None: the dynamic form.
@@ -101,7 +101,7 @@ class CacheOptions:
 
     @property
     def first_call_centers(self) -> bool:
-        """Whether the centre is the mean of the first call."""
+        """Whether the center is the mean of the first call."""
         return self.center_keys is True and not self._scales_centered
 
     @property
@@ -118,7 +118,7 @@ class CacheOptions:
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Returns K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]`, K's centre `[Hkv, Dk]` of one layer.
+        """Returns K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]`, K's center `[Hkv, Dk]` of one layer.
 
         float32 on the CPU, already in the unit of the stored formats; None where there is none.
         """

@@ -235,7 +235,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         self._mark_static()
 
     def select_rows(self, sequences: torch.Tensor) -> None:
-        """The part of `select` that concerns this layer alone: centres and lengths."""
+        """The part of `select` that concerns this layer alone: centers and lengths."""
         if not self.is_initialized:
             return
         index = sequences.to(self.device)

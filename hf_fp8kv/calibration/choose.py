@@ -10,7 +10,7 @@ queries of some text, with the cost
     K:  sum over queries of  Var_a(q . e)      V:  sum over queries of  |sum_a e|^2
 
 where `e` are the rounding errors, and `a` the weights that the query gives to the tokens. The first
-is twice the KL divergence of the weights, to second order. On SmolLM2, per head and with centres,
+is twice the KL divergence of the weights, to second order. On SmolLM2, per head and with centers,
 it makes the KL of the predictions 0.78 of what `amax / 448` gives (docs/accuracy.md).
 
 Then there is room: where a scale that is larger by whole octaves loses next to nothing, it is
@@ -121,7 +121,7 @@ def trials(
     margin: float,
     center: bool,
 ) -> dict[str, Trial]:
-    """What to try for a layer: "k", "v", and "k_centered" where a centre is wanted.
+    """What to try for a layer: "k", "v", and "k_centered" where a center is wanted.
 
     Args:
         parts: the range of the layer, see `range_of`.
@@ -230,14 +230,14 @@ def _squares(
 
 @dataclass(frozen=True)
 class Choice:
-    """The scales of one layer without a centre and with one, float32 on the CPU, unit of E4M3.
+    """The scales of one layer without a center and with one, float32 on the CPU, unit of E4M3.
 
     Attributes:
         k: of K as it is.
         v: of V.
-        k_centered: of K minus the centre; None where a centre was not wanted.
+        k_centered: of K minus the center; None where a center was not wanted.
         k_center: `[Hkv, Dk]`: the mean of K; None likewise.
-        gain: what K costs without the centre, divided by what it costs with it; None likewise.
+        gain: what K costs without the center, divided by what it costs with it; None likewise.
     """
 
     k: torch.Tensor

@@ -74,7 +74,7 @@ def calibrate(
         granularity: a scale for each layer and side ("tensor"), each KV head ("head"), or each head
             and channel ("channel").
         center: also try to store K minus its mean, and do so where it helps. Only the format
-            "hf_fp8kv" can hold a centre.
+            "hf_fp8kv" can hold a center.
         dtype: the format that scales are chosen for; they can be used for any.
         margin: times the largest magnitude; 1.1 leaves a tenth for what the texts did not have.
         max_tokens: reading stops there.
@@ -186,7 +186,7 @@ def measure(
         rows = _quality(job, few, scales, options.fmt)
     return _report(
         model, scales, options.fmt, 1.0, job.state.seconds, found, rows,
-        "Centres were not tried: the scales were given.", texts=0, tokens=0,
+        "Centers were not tried: the scales were given.", texts=0, tokens=0,
         held_out=corpus.tokens,
     )  # fmt: skip
 

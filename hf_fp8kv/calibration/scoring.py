@@ -1,4 +1,4 @@
-"""How good scales are for the model's predictions; and so, whether centres help."""
+"""How good scales are for the model's predictions; and so, whether centers help."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Tokens of a window: two to read first, and two to score.
 SHORTEST = 4
-# A centre is tried where it makes what K's errors cost this much smaller.
+# A center is tried where it makes what K's errors cost this much smaller.
 _GAIN = 1.05
-# Tokens scored to see whether centres help.
+# Tokens scored to see whether centers help.
 _TRIAL_TOKENS = 1024
 # Tokens of a later call when a text is scored, and the most logits that it may have.
 _CHUNK = 128
@@ -43,7 +43,7 @@ def with_centers(
     made: Callable[[dict[int, LayerScales]], KVScales],
     options: Options,
 ) -> tuple[KVScales, str]:
-    """The scales, with centres where they help, and a sentence that says so.
+    """The scales, with centers where they help, and a sentence that says so.
 
     Args:
         job: see `Job`.
@@ -54,10 +54,10 @@ def with_centers(
     """
     plain = {index: LayerScales(choice.k, choice.v) for index, choice in choices.items()}
     if not options.center:
-        return made(plain), "Centres of K were not asked for."
+        return made(plain), "Centers of K were not asked for."
     helped = [index for index, choice in choices.items() if (choice.gain or 0.0) > _GAIN]
     if not helped:
-        return made(plain), "No centres: in no layer do they make the error of K much smaller."
+        return made(plain), "No centers: in no layer do they make the error of K much smaller."
     layers = dict(plain)
     for index in helped:
         choice = choices[index]
@@ -66,25 +66,25 @@ def with_centers(
     where = f"{len(helped)} of {len(choices)} layers"
     centered = made(layers)
     if not gives_logits(job.model):
-        return centered, f"Centres in {where}, by the error of K: the model gives no logits."
+        return centered, f"Centers in {where}, by the error of K: the model gives no logits."
     trial = _trial(windows)
     if not trial:
-        return made(plain), "No centres: the texts are too short to try them on."
+        return made(plain), "No centers: the texts are too short to try them on."
     caches = {
         "without": paged(job, options.fmt, made(plain), plain),
         "with": paged(job, options.fmt, centered, plain),
     }
     try:
-        found = scored(job, "centres", [Batch((window,)) for window in trial], caches)
+        found = scored(job, "centers", [Batch((window,)) for window in trial], caches)
     except ConfigError as error:
-        logger.warning("centres are not tried: %s", error)
-        return made(plain), "No centres: the model's predictions could not be compared."
+        logger.warning("centers are not tried: %s", error)
+        return made(plain), "No centers: the model's predictions could not be compared."
     less = found["without"].kl - found["with"].kl
     deviation = less.std().item() / len(less) ** 0.5 if len(less) > 1 else float("inf")
     kl = f"KL {found['without'].quality.kl:.2e} without, {found['with'].quality.kl:.2e} with"
     if less.mean().item() > 2 * deviation:
-        return centered, f"Centres in {where}: {kl}, on {len(less)} tokens."
-    return made(plain), f"No centres: in {where} they do not help for certain: {kl}."
+        return centered, f"Centers in {where}: {kl}, on {len(less)} tokens."
+    return made(plain), f"No centers: in {where} they do not help for certain: {kl}."
 
 
 def paged(

@@ -85,7 +85,7 @@ def chosen(
     partners: Mapping[int, Partners],
     options: Options,
 ) -> dict[int, Choice]:
-    """The scales of each layer, with and without centres, tried on some of the windows."""
+    """The scales of each layer, with and without centers, tried on some of the windows."""
     tried = {
         index: trials(
             parts, partners[index], granularity=options.granularity, fmt=options.fmt,

@@ -48,7 +48,7 @@ def statistics(
         batches: the text.
         layers: the scales, in the unit of E4M3.
         amax: of each layer, what was seen where they were made.
-        gains: what a centre gains in each layer, see `LayerStatistics`.
+        gains: what a center gains in each layer, see `LayerStatistics`.
         fmt: the format that saturation and underflow are counted in.
     """
     tokens = sum(batch.tokens for batch in batches)

@@ -28,7 +28,7 @@ def bench(
         str,
         typer.Option(
             help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
-            "by format, kind of scales and centre (minutes). capacity: how many tokens fit. "
+            "by format, kind of scales and center (minutes). capacity: how many tokens fit. "
             "serve: the server under load.",
             autocompletion=completing(lambda: _SUITES),
         ),

@@ -60,7 +60,7 @@ def calibrate(
         bool | None,
         typer.Option(
             "--center/--no-center",
-            help="Try centres of K, and keep those that help. "
+            help="Try centers of K, and keep those that help. "
             "Default: on for hf_fp8kv, which alone holds them.",
         ),
     ] = None,

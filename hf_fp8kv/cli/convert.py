@@ -100,7 +100,7 @@ def convert(
         return
     tell(
         f"{about['format']} -> {to}: {about['num_layers']} layers, per {about['granularity']}"
-        f"{', K centred' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
+        f"{', K centered' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
     )
     print("\n".join(written))
 

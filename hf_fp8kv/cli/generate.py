@@ -39,7 +39,7 @@ def generate(
     scales: StaticScales = None,
     center_keys: Annotated[
         bool | None,
-        typer.Option("--center-keys/--no-center-keys", help="Store K minus a frozen centre."),
+        typer.Option("--center-keys/--no-center-keys", help="Store K minus a frozen center."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 48,
     page_size: Annotated[int, typer.Option(min=1, help="In tokens.")] = 64,

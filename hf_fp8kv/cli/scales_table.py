@@ -91,9 +91,9 @@ def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str
     kinds = sorted({layer.granularity for layer in layers.values()}, key=order.index)
     centered = sum(layer.k_center is not None for layer in layers.values())
     count = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
-    centers = "K not centred"
+    centers = "K not centered"
     if centered:
-        centers = "K centred" + (f" in {centered} of {count}" if centered < len(layers) else "")
+        centers = "K centered" + (f" in {centered} of {count}" if centered < len(layers) else "")
     model = scales.model_type or "model type unknown"
     yield f"{scales.format}, {model}, {count}, per {'/'.join(kinds)}, {centers}"
     yield f"from {scales.origin}"
@@ -202,9 +202,9 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
     centered = ["no" if layer.k_center is None else "yes" for layer in layers]
     if any(gains):
         both = [", ".join(filter(None, pair)) for pair in zip(centered, gains, strict=True)]
-        yield [_Column("centred,\ngain", both)]
+        yield [_Column("centered,\ngain", both)]
     elif scales.centered:
-        yield [_Column("centred", centered)]
+        yield [_Column("centered", centered)]
     if report is not None and report.held_out_tokens:
         yield [
             _Column("saturated\nK", measured(lambda layer: _share(layer.k.saturated))),

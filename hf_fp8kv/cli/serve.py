@@ -77,7 +77,7 @@ def serve(
     scales: StaticScales = None,
     center_keys: Annotated[
         bool | None,
-        typer.Option("--center-keys/--no-center-keys", help="Whether to use the scales' centres."),
+        typer.Option("--center-keys/--no-center-keys", help="Whether to use the scales' centers."),
     ] = None,
     backend: Annotated[
         str,

@@ -4,7 +4,7 @@ Axes, the same letters everywhere: `B` sequences, `T` new tokens, `N` tokens tha
 `Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of a page,
 `M` pages of one sequence.
 
-    write(pages, key, value, lengths)            centre, scale, encode, scatter
+    write(pages, key, value, lengths)            center, scale, encode, scatter
     attend(query, pages, lengths, ...)           softmax attention that reads the stored bytes
     gather(pages, lengths, side, start, stop)    the dense K or V that the bytes stand for
 
@@ -13,7 +13,7 @@ What a stored code stands for (reference.py is the specification):
     dynamic scales   K[b, h, n, d] = code * k_scales[page, h, slot] + k_center[b, h, d]
     static scales    K[b, h, n, d] = code * k_scale[h, d]           + k_center[b, h, d]
     "auto"           K[b, h, n, d] = the stored number
-    where page = table[b, n // S] and slot = n % S; V the same, without a centre.
+    where page = table[b, n // S] and slot = n % S; V the same, without a center.
 """
 
 # Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.

@@ -85,13 +85,13 @@ class KVScales:
     def __repr__(self) -> str:
         kinds = "/".join(sorted({layer.granularity for layer in self.layers.values()}))
         return (
-            f"KVScales({len(self.layers)} layers, per {kinds}, centred={self.centered}, "
+            f"KVScales({len(self.layers)} layers, per {kinds}, centered={self.centered}, "
             f"format={self.format!r}, origin={self.origin!r})"
         )
 
     @property
     def centered(self) -> bool:
-        """Whether any layer carries a centre of K."""
+        """Whether any layer carries a center of K."""
         return any(layer.k_center is not None for layer in self.layers.values())
 
     @property
@@ -238,7 +238,7 @@ class KVScales:
     ) -> list[Path]:
         """Writes the scales in a format, alone or into a copy of a checkpoint; returns the paths.
 
-        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centres
+        All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
         exactly; what another format cannot hold is reduced to the largest scale, with a warning.
 
         Args:

@@ -21,7 +21,7 @@ Granularity = Literal["tensor", "head", "channel"]
 
 @dataclass(frozen=True, eq=False)
 class LayerScales:
-    """The scales of one layer: `real = stored * scale (+ centre)`.
+    """The scales of one layer: `real = stored * scale (+ center)`.
 
     Attributes:
         k: float32 on the CPU: `[]` per tensor, `[Hkv, 1]` per head, `[Hkv, Dk]` or `[1, Dk]` per
@@ -40,14 +40,14 @@ class LayerScales:
         object.__setattr__(self, "k", checked_scale(self.k, f"K scale ({self.source})"))
         object.__setattr__(self, "v", checked_scale(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
-            what = f"centre of K ({self.source})"
+            what = f"center of K ({self.source})"
             object.__setattr__(self, "k_center", checked_center(self.k_center, what))
-        sided = {"K": self.k, "V": self.v, "the centre": self.k_center}
+        sided = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in sided.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
             raise ScaleError(
                 f"scales ({self.source}): expected one number of heads, got {heads}; "
-                "give K, V and the centre scales of the same layer"
+                "give K, V and the center scales of the same layer"
             )
 
     @property
@@ -61,7 +61,7 @@ class LayerScales:
         """The scales that let `k_format` (and `v_format`; None: the same) hold the same numbers.
 
         Only ever call this on scales in the unit of E4M3FN, and once: it is the last step before
-        an operation. Centres are real numbers and stay.
+        an operation. Centers are real numbers and stay.
         """
         v_format = v_format or k_format
         return LayerScales(
@@ -107,7 +107,7 @@ class LayerScales:
         return LayerScales(
             spread(self.k, k_head_dim, "K scale"),
             spread(self.v, v_head_dim, "V scale"),
-            None if center is None else spread(center, k_head_dim, "centre of K"),
+            None if center is None else spread(center, k_head_dim, "center of K"),
             self.source,
         )
 

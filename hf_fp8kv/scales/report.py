@@ -56,8 +56,8 @@ class LayerStatistics:
     Attributes:
         k: the keys.
         v: the values.
-        centered: whether the scales carry a centre of K.
-        center_gain: what K's errors cost (see `calibration.choose`) without a centre, over that
+        centered: whether the scales carry a center of K.
+        center_gain: what K's errors cost (see `calibration.choose`) without a center, over that
             with one: above 1, it helps. None: not tried.
     """
 
@@ -105,7 +105,7 @@ class CalibrationReport:
         versions: package -> version.
         hardware: what it ran on; JSON values.
         scales_digest: sha256 of the scales that this is about.
-        centers: one sentence: which centres were tried and chosen.
+        centers: one sentence: which centers were tried and chosen.
         layers: the layers by their index.
         quality: one row for each cache.
     """

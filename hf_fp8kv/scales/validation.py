@@ -1,4 +1,4 @@
-"""What a scale, a centre and a rank can be, with the error that says so."""
+"""What a scale, a center and a rank can be, with the error that says so."""
 
 import torch
 
@@ -82,7 +82,7 @@ def checked_scale(tensor: object, what: str) -> torch.Tensor:
 
 
 def checked_center(tensor: object, what: str) -> torch.Tensor:
-    """The centre as float32 on the CPU, `[heads, D]`; ScaleError if it is none."""
+    """The center as float32 on the CPU, `[heads, D]`; ScaleError if it is none."""
     center = _checked_tensor(tensor, what)
     if center.ndim != 2 or center.numel() == 0:
         raise ScaleError(

@@ -55,8 +55,8 @@ def enable(
         dtype: as `FP8PagedCache` takes it.
         key_dtype: overrides one side.
         value_dtype: overrides one side.
-        center_keys: None: if the scales carry centres; False: never. True asks for scales that do:
-            pages are shared between requests, so none can have a centre of its own.
+        center_keys: None: if the scales carry centers; False: never. True asks for scales that do:
+            pages are shared between requests, so none can have a center of its own.
         backend: as `FP8PagedCache` takes it.
         probe: run the model on seven tokens, packed as an engine packs them and one text after
             the other. Models that count positions by themselves, or do not hand the engine's cache

@@ -37,7 +37,7 @@ def attend_layer(
         value: `[1, Hkv, N, D]`.
         calls: what to do.
         stored: the layer's pages.
-        numbers: its static scales and centre.
+        numbers: its static scales and center.
         layout: of a page.
         backend: a key of `ops.BACKENDS`.
         window: the sliding window in tokens, or None.

@@ -62,8 +62,8 @@ class Settings:
         )  # fmt: skip
         if options.first_call_centers:
             raise ConfigError(
-                "center_keys=True: expected scales that carry centres, got none; the engine shares "
-                "pages between requests, so a centre of each request's own is not possible. Make "
+                "center_keys=True: expected scales that carry centers, got none; the engine shares "
+                "pages between requests, so a center of each request's own is not possible. Make "
                 "the scales with hf_fp8kv.calibrate(center=True), or leave center_keys out"
             )
         return cls(options)

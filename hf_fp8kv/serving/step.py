@@ -269,7 +269,7 @@ def numbers_at_peak(hidden: int, queries: int, heads: int, dim: int) -> int:
 
     Beside the hidden states, the queries and the new keys and values: the states before the norm,
     queries in the order of calls and their results in that order (both with padding), results in
-    the engine's order, and keys in float32 when they are centred.
+    the engine's order, and keys in float32 when they are centered.
     """
     return hidden + math.ceil((2 / ALIKE + 1) * queries * dim) + 2 * heads * dim
 

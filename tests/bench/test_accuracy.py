@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
     def cache(self, fmt: str, scales: str, centered: bool) -> Any:
         """A cache as that row had it."""
-        return self.makers[f"{fmt}, {scales}{', K centred' if centered else ''}"]()
+        return self.makers[f"{fmt}, {scales}{', K centered' if centered else ''}"]()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_static_rows_use_the_scales_that_a_calibration_gives(run, fmt, scales):
         assert not torch.equal(layer.k, expected.layers[index].k)
 
 
-def test_static_centres_are_the_mean_of_the_text(run):
+def test_static_centers_are_the_mean_of_the_text(run):
     topics = pydoc_data.topics.topics
     text = [topics[name] for name in run.result["settings"]["calibrated_on"]]
     ids = [run.tokenizer(t, return_tensors="pt").input_ids[0] for t in text]
@@ -217,7 +217,7 @@ def test_table(run):
         run.rows.values(), cells, strict=True
     ):
         assert (fmt.strip(), scales.strip()) == (row["format"], row["scales"])
-        assert centered.strip() == ("centred" if row["centered"] else "")
+        assert centered.strip() == ("centered" if row["centered"] else "")
         assert kl.strip() == f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}"
         assert top1.strip() == f"{row['top1']:.2%}"
         assert size.strip() == f"{row['bytes_per_token']:.0f}"

@@ -216,7 +216,7 @@ def test_half_of_the_memory_at_8k(keywords: dict[str, Any], share: float, dim: i
     assert footprint["tokens"] == 8195
 
 
-# -- scales and centres --------------------------------------------------------------------------
+# -- scales and centers --------------------------------------------------------------------------
 
 
 def scales_per_head() -> KVScales:
@@ -268,7 +268,7 @@ def test_dynamic_scales_do_not_depend_on_company() -> None:
     assert error.max() <= 2.0**-4, "each token has a scale of its own"
 
 
-def test_centres_remove_a_common_bias() -> None:
+def test_centers_remove_a_common_bias() -> None:
     bias = 50 * torch.randn(1, HEADS, 1, DIM)
     k = torch.randn(2, HEADS, 64, DIM) + bias
     v = torch.randn(2, HEADS, 64, DIM)

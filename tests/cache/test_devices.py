@@ -35,7 +35,7 @@ def scales(layers: int = LAYERS) -> KVScales:
 
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "centre of the first call": {"center_keys": True},
+    "center of the first call": {"center_keys": True},
     "static scales": {"scales": scales()},
     "keys as they are": {"key_dtype": "auto", "scales": scales()},
 }

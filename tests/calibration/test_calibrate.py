@@ -128,13 +128,13 @@ def test_a_head_of_zeros_gets_the_scale_of_its_neighbours(side):
     FP8PagedCache(model.config, scales=scales)
 
 
-# -- centres ---------------------------------------------------------------------------------------
+# -- centers ---------------------------------------------------------------------------------------
 
 
-def test_centres_where_k_is_biased_and_not_elsewhere(biased, llama):
+def test_centers_where_k_is_biased_and_not_elsewhere(biased, llama):
     with_bias = calibrate(biased, texts(), **QUIET)
     assert with_bias.centered
-    assert with_bias.report.centers.startswith("Centres in ")
+    assert with_bias.report.centers.startswith("Centers in ")
     k, _ = seen(biased, [t[:24] for t in texts()])[0]
     center = with_bias.layers[0].k_center
     assert (center - k.mean(0)).abs().max() < 0.1 * k.mean(0).abs().max()
@@ -147,7 +147,7 @@ def test_centres_where_k_is_biased_and_not_elsewhere(biased, llama):
 
     without = calibrate(llama, texts(), **QUIET)
     assert not without.centered
-    assert without.report.centers.startswith("No centres: ")
+    assert without.report.centers.startswith("No centers: ")
 
 
 # -- the same for any order ------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_parts_without_an_attention_implementation(capsys):
     assert model.config.attn_config._attn_implementation == before
 
 
-def test_texts_that_are_too_short_to_try_centres_on(biased):
+def test_texts_that_are_too_short_to_try_centers_on(biased):
     scales = calibrate(biased, [[5, 6, 7], [8, 9]], progress=False)
     assert not scales.centered
     assert "too short" in scales.report.centers
@@ -486,7 +486,7 @@ def test_a_model_that_takes_one_token_at_a_time(caplog):
     assert "the predictions are not compared" in caplog.text
 
 
-def test_scales_per_channel_with_a_centre_hold_at_other_positions(biased):
+def test_scales_per_channel_with_a_center_hold_at_other_positions(biased):
     known = texts()[:6]
     scales = calibrate(biased, known, granularity="channel", **QUIET | {"held_out": 0})
     assert scales.centered
@@ -531,7 +531,7 @@ def test_measure_needs_scales_of_the_model(llama):
 
 
 def test_a_real_model(demo_model_path):
-    """Static scales per head, e4m3, with centres: KL on text of other topics, in float32."""
+    """Static scales per head, e4m3, with centers: KL on text of other topics, in float32."""
     from pydoc_data.topics import topics
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

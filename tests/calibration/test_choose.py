@@ -1,4 +1,4 @@
-"""How scales are chosen: what errors cost, which scale costs least, and whether centres help.
+"""How scales are chosen: what errors cost, which scale costs least, and whether centers help.
 
 What is computed with tensors is compared with loops over numbers that say the same.
 """
@@ -161,7 +161,7 @@ SUMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("granularity", ["tensor", "head", "channel"])
 def test_cost_of_scales(numbers, side, granularity):
-    """Every scale of an octave, minus the centre; heads and channels as the scales have them."""
+    """Every scale of an octave, minus the center; heads and channels as the scales have them."""
     q, k = numbers
     queries = Queries.of(q, k, AT, 1.0, None)
     center = torch.randn(HEADS, DIM) if side == "k" else None
@@ -328,7 +328,7 @@ def centered_choice(cost: dict[str, torch.Tensor], room: dict[str, torch.Tensor]
     return choice
 
 
-def test_what_a_centre_gains():
+def test_what_a_center_gains():
     cost = {"k": 6 * least_at(2, 3), "v": least_at(4, 5), "k_centered": 2 * least_at(6, 7)}
     room = dict.fromkeys(cost, rooms(NO_ROOM, NO_ROOM))
     choice = centered_choice(cost, room)
@@ -342,7 +342,7 @@ def test_what_a_centre_gains():
     assert again.k_center.equal(choice.k_center)
 
 
-def test_what_a_centre_gains_without_queries_and_where_nothing_is_lost():
+def test_what_a_center_gains_without_queries_and_where_nothing_is_lost():
     none = dict.fromkeys(("k", "v", "k_centered"), torch.zeros(SEARCH_STEPS, 2, 1).double())
     room = dict.fromkeys(none, rooms(4 * NO_ROOM, 4 * NO_ROOM))
     room["k_centered"] = rooms(NO_ROOM, NO_ROOM)
@@ -402,7 +402,7 @@ def test_the_smallest_scales_and_how_far_they_may_grow(ranges, granularity, marg
             torch.testing.assert_close(trial.center, center)
 
 
-def test_a_centre_only_where_it_is_wanted(ranges):
+def test_a_center_only_where_it_is_wanted(ranges):
     assert tried_of(*ranges, "head", center=False).keys() == {"k", "v"}
 
 
@@ -545,7 +545,7 @@ def test_queries_of_several_texts_or_of_other_tokens_are_none():
     assert stages._queries(torch.randn(1, 6, 7, DIM), k, {}) is None
 
 
-# -- centres ---------------------------------------------------------------------------------------
+# -- centers ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -559,7 +559,7 @@ def choice_with(gain: float | None) -> Choice:
 
 
 def tried_centers(llama, monkeypatch, gains, kl, *, center=True):
-    """What `with_centers` says of such KLs, and the layers that it tried with a centre."""
+    """What `with_centers` says of such KLs, and the layers that it tried with a center."""
     asked: list[list[int]] = []
 
     def scored(job, name, batches, caches):
@@ -595,13 +595,13 @@ CLEAR = ([0.30, 0.31, 0.32, 0.33], [0.10, 0.11, 0.13, 0.12])
         ((None, 2.0), [1]),
     ],
 )
-def test_a_centre_is_tried_where_it_gains(llama, monkeypatch, gains, layers):
+def test_a_center_is_tried_where_it_gains(llama, monkeypatch, gains, layers):
     found, asked, why, scales = tried_centers(llama, monkeypatch, gains, CLEAR)
     assert found == layers
     assert asked == ([layers] if layers else [])
-    assert why.startswith(f"Centres in {len(layers)} of 2" if layers else "No centres: in no layer")
+    assert why.startswith(f"Centers in {len(layers)} of 2" if layers else "No centers: in no layer")
     for index, layer in scales.layers.items():
-        # A centre comes with the scale that it allows.
+        # A center comes with the scale that it allows.
         assert (layer.k == (0.125 if index in layers else 0.5)).all()
         assert (layer.v == 0.5).all()
 
@@ -620,18 +620,18 @@ def test_a_centre_is_tried_where_it_gains(llama, monkeypatch, gains, layers):
         ([0.3], False),
     ],
 )
-def test_a_centre_must_help_for_certain(llama, monkeypatch, less, helps):
+def test_a_center_must_help_for_certain(llama, monkeypatch, less, helps):
     without = [1.0] * len(less)
     kl = (without, [1.0 - x for x in less])
     found, asked, why, _ = tried_centers(llama, monkeypatch, (2.0, 2.0), kl)
     assert asked == [[0, 1]]
     assert found == ([0, 1] if helps else [])
-    assert why.startswith("Centres in 2 of 2 layers: KL" if helps else "No centres: in 2 of 2")
+    assert why.startswith("Centers in 2 of 2 layers: KL" if helps else "No centers: in 2 of 2")
 
 
-def test_a_centre_that_is_not_wanted_is_not_tried(llama, monkeypatch):
+def test_a_center_that_is_not_wanted_is_not_tried(llama, monkeypatch):
     found, asked, why, _ = tried_centers(llama, monkeypatch, (2.0, 2.0), CLEAR, center=False)
-    assert (found, asked, why) == ([], [], "Centres of K were not asked for.")
+    assert (found, asked, why) == ([], [], "Centers of K were not asked for.")
 
 
 # -- partners --------------------------------------------------------------------------------------

@@ -82,14 +82,14 @@ def test_underflow_is_what_becomes_zero_and_was_not(monkeypatch, name):
     assert found.v.underflow == 0.0
 
 
-def test_a_centre_is_subtracted_first(monkeypatch):
-    """Neither saturates what is near the centre, nor does the centre itself vanish."""
+def test_a_center_is_subtracted_first(monkeypatch):
+    """Neither saturates what is near the center, nor does the center itself vanish."""
     center = torch.tensor([[1000.0], [-1000.0]])
     k = center + filled(0.0, 100.0, 448.0, 0.25 * 2.0**-10)
     found = found_of(monkeypatch, [(k, k)], of(1.0, 1.0, center))
     assert found.k.saturated == 0.0
     assert found.k.underflow == pytest.approx(1 / 3)
-    assert found.v.saturated == 1.0  # a centre is of K alone
+    assert found.v.saturated == 1.0  # a center is of K alone
     assert found.centered
     assert not found_of(monkeypatch, [(k, k)], of(1.0, 1.0)).centered
     away = found_of(monkeypatch, [(-k, k)], of(1.0, 1.0, center))

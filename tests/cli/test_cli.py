@@ -67,7 +67,7 @@ def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask):
         (["--value-dtype", "fp8_e5m2", "--scales", "1.0"], 1 / 2),
         (["--kv-cache-dtype", "fp8_e3m4", "--center-keys", "--scales", "1.0"], 1 / 2),
     ],
-    ids=["constant", "dynamic", "alias-small-pages", "keys-kept", "two-formats", "centred"],
+    ids=["constant", "dynamic", "alias-small-pages", "keys-kept", "two-formats", "centered"],
 )
 def test_eight_bits_take_their_share(ask, options, ratio):
     dense, pages = ask(*options)["runs"]

@@ -36,7 +36,7 @@ def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
         assert torch.equal(read.layers[index].v.flatten(), v.flatten())
 
 
-@pytest.mark.parametrize("kind", ["tensor", "centred-head"])
+@pytest.mark.parametrize("kind", ["tensor", "centered-head"])
 @pytest.mark.parametrize("format", [f for f in CHECKPOINT_FORMATS if f != "hf_fp8kv"])
 def test_into_every_format(run, tmp_path, format, kind):
     scales = random_scales(kind)
@@ -45,10 +45,10 @@ def test_into_every_format(run, tmp_path, format, kind):
     assert code == 0, err
     assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
     assert_holds(tmp_path / "out", scales, format)
-    assert f"hf_fp8kv -> {format}: 3 layers, per {kind.removeprefix('centred-')}" in err
-    if kind == "centred-head":
+    assert f"hf_fp8kv -> {format}: 3 layers, per {kind.removeprefix('centered-')}" in err
+    if kind == "centered-head":
         assert err.count("warning: ") == 1
-        assert "make room for the centres" in err
+        assert "make room for the centers" in err
     elif format != "vllm-json":
         assert "warning" not in err
 

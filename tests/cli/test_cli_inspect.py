@@ -34,7 +34,7 @@ def found(layers: int) -> CalibrationReport:
     rows = (QualityRow("static fp8_e4m3", 0.0123, 0.4, 0.96, 9.5, 77),)
     return CalibrationReport(
         "tiny", "fp8_e4m3", "head", 1.0, 3, 500, 77, 1.5, "2026-11-21T10:00:00", {}, {},
-        "0" * 64, "centres: none helped",
+        "0" * 64, "centers: none helped",
         {i: LayerStatistics(side, side, False, None) for i in range(layers)}, rows,
     )  # fmt: skip
 
@@ -58,7 +58,7 @@ def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
     scales.save_pretrained(tmp_path, format=format)
     code, out, err = run("inspect", str(tmp_path))
     assert (code, err) == (0, "")
-    assert f"{format}, llama, 3 layers, per tensor, K not centred" in out
+    assert f"{format}, llama, 3 layers, per tensor, K not centered" in out
     assert str(tmp_path) in out
     for index, layer in KVScales.from_pretrained(tmp_path).layers.items():
         (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
@@ -67,7 +67,7 @@ def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
         assert f"{448 * layer.k.item():#.3g}" in row
 
 
-@pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centred-channel"])
+@pytest.mark.parametrize("kind", ["tensor", "head", "channel", "row", "centered-channel"])
 def test_json_has_all_of_it(run, tmp_path, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path)
@@ -80,7 +80,7 @@ def test_json_has_all_of_it(run, tmp_path, kind):
     assert (said["report"], said["warnings"], said["remarks"]) == (None, [], [])
     for index, layer in scales.layers.items():
         row = said["layers"][str(index)]
-        assert row["centered"] == kind.startswith("centred")
+        assert row["centered"] == kind.startswith("centered")
         assert row["granularity"] == layer.granularity
         for name, scale in (("k", layer.k), ("v", layer.v)):
             side = row[name]
@@ -221,4 +221,4 @@ def test_a_report_beside_the_scales_is_shown(run, tmp_path, monkeypatch):
     code, out, err = run("inspect", str(tmp_path))
     assert code == 0, err
     assert "12.5 %" in out
-    assert "centres: none helped" in out
+    assert "centers: none helped" in out

@@ -47,7 +47,7 @@ def found(layers: int = 4, heads: int = 3, **changes: Any) -> CalibrationReport:
         model="a model", dtype="fp8_e4m3", granularity="head", margin=1.0, texts=2, tokens=5000,
         held_out_tokens=400, seconds=12.5, date="2026-11-21T10:00:00+00:00",
         versions={"torch": "2.13"}, hardware={"cpu": "a cpu", "cores": 2, "gpus": []},
-        scales_digest="0f" * 32, centers="No centre was kept.",
+        scales_digest="0f" * 32, centers="No center was kept.",
         layers={
             i: LayerStatistics(
                 side([10.0 + i + h / 8 for h in range(heads)], 0.02 + i / 1000),
@@ -293,7 +293,7 @@ def test_a_table_of_what_was_measured():
         "V scale": ["0.00223 .. 0.00279", "0.00446 .. 0.00502"],
         "amax K": ["10.2", "11.2"],
         "amax V": ["1.25", "2.25"],
-        "centred, gain": ["no", "yes, 2.50 x"],
+        "centered, gain": ["no", "yes, 2.50 x"],
         "saturated K": ["0.003 %"] * 2,
         "saturated V": ["0.003 %"] * 2,
         "underflow K": ["12.5 %"] * 2,
@@ -301,13 +301,13 @@ def test_a_table_of_what_was_measured():
         "source": ["layers.0", "layers.1"],
     }
     lines = text.splitlines()
-    assert lines[0] == "hf_fp8kv, llama, 2 layers, per head, K centred in 1 of 2 layers"
+    assert lines[0] == "hf_fp8kv, llama, 2 layers, per head, K centered in 1 of 2 layers"
     assert lines[1] == "from a: b/kv.safetensors"
     assert lines[2] == (
         "a model: 5000 tokens of 2 texts, margin 1; checked as fp8_e4m3 on 400 other tokens; "
         "2026-11-21"
     )
-    assert lines[-1] == "No centre was kept."
+    assert lines[-1] == "No center was kept."
     assert rows(text)[-1] == [
         ["", "mean", "largest", "same", "", ""],
         ["cache", "KL", "KL", "top-1", "perplexity", "tokens"],
@@ -327,7 +327,7 @@ def test_a_table_of_scales_alone_says_what_they_stand_for():
         "source": ["uniform", "uniform"],
     }
     assert text.splitlines()[0] == (
-        "hf_fp8kv, model type unknown, 2 layers, per tensor, K not centred"
+        "hf_fp8kv, model type unknown, 2 layers, per tensor, K not centered"
     )
     assert len(rows(text)) == 1
 

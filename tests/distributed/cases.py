@@ -70,13 +70,13 @@ def scales(kind: str, model: Any) -> KVScales:
     """Scales that differ by layer, side and head: some saturate, and each rounds its own way."""
     heads = model.config.num_key_value_heads
     sources = torch.Generator().manual_seed(5)
-    shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "centres": (heads, 1)}
+    shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "centers": (heads, 1)}
 
     def one(base: float) -> torch.Tensor:
         return base * (0.3 + torch.rand(shapes[kind], generator=sources)) / 448
 
     def layer() -> LayerScales:
-        center = torch.randn(heads, DIM, generator=sources) if kind == "centres" else None
+        center = torch.randn(heads, DIM, generator=sources) if kind == "centers" else None
         return LayerScales(one(2.0), one(1.5), center)
 
     return KVScales({index: layer() for index in range(LAYERS)})
@@ -277,10 +277,10 @@ EQUAL: dict[str, tuple[str, Case]] = {
     **{
         f"{model}, per {kind}": (model, attended("fp8_paged", kind))
         for model in ("4q-2kv", "8q-4kv")
-        for kind in ("tensor", "channel", "centres")
+        for kind in ("tensor", "channel", "centers")
     },
     "dynamic": ("4q-2kv", attended("fp8_paged", None)),
-    "dynamic, centre of the first call": (
+    "dynamic, center of the first call": (
         "biased-keys", attended("fp8_paged", None, center_keys=True),
     ),
     "keys as they are": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
@@ -296,7 +296,7 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
     "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
     "generate_batch": ("8q-4kv", served("head")),
-    "generate_batch, chunked, centres": ("biased-keys", served("centres", max_batch_tokens=16)),
+    "generate_batch, chunked, centers": ("biased-keys", served("centers", max_batch_tokens=16)),
     "generate_batch, dynamic": ("4q-2kv", served(None)),
     "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", served(2)),
 }  # fmt: skip

@@ -130,7 +130,7 @@ def test_of_every_dtype(name, dim, dtype, backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [24, 64])
 @pytest.mark.parametrize("name", NAMES)
-def test_around_a_centre(name, dim, dtype, backend):
+def test_around_a_center(name, dim, dtype, backend):
     center = 3 * torch.randn(1, HEADS, dim)
     key = (center[:, :, None] + torch.randn(1, HEADS, 40, dim)).to(dtype)
     key[..., 7, :] = center.to(dtype)

@@ -156,7 +156,7 @@ def test_tokens_of_generate(name: str, kind: str, chunk: int) -> None:
         serving.disable(model)
 
 
-@pytest.mark.parametrize("center", [False, True], ids=["", "centred"])
+@pytest.mark.parametrize("center", [False, True], ids=["", "centered"])
 def test_bfloat16_differs_only_where_two_tokens_are_as_good(center: bool) -> None:
     """Products of other shapes round otherwise: what generate() says may lose by a rounding."""
     model = llama(torch.bfloat16)

@@ -115,7 +115,7 @@ _HALF = [
     ),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
     Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
-    Case("centre, fp16", center=True, dtype=torch.float16, lengths=(199,), tokens=3),
+    Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), tokens=3),
     Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), tokens=5),
     Case("head size 128, fp16", k_dim=128, v_dim=128, page_size=64, dtype=torch.float16,
          lengths=(1300,), heads=1, q_heads=4),

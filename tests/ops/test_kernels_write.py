@@ -168,7 +168,7 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     assert_equal(found, expected(case, pages, key, value))
 
 
-SCALES = {"dynamic": {}, "static": {"dynamic": False}, "centred": {"center": True}}
+SCALES = {"dynamic": {}, "static": {"dynamic": False}, "centered": {"center": True}}
 SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
     "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
@@ -359,7 +359,7 @@ def test_the_scales_that_are_tried():
 GATHERED = [
     Case(key=name, value=NEXT[name], lengths=(5, 37), page_size=page, **scales)
     for name in [*NAMES, AUTO]
-    for page, scales in ((16, SCALES["centred"]), (6, SCALES["static"]))
+    for page, scales in ((16, SCALES["centered"]), (6, SCALES["static"]))
 ]
 
 

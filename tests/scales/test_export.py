@@ -39,8 +39,8 @@ def random_scales(kind: str, seed: int = 0, layers: int = LAYERS) -> KVScales:
         return torch.rand(shape, generator=generator) / 8 + 2**-10
 
     shape = {"tensor": (), "head": (HEADS, 1), "channel": (HEADS, DIM), "row": (1, DIM)}
-    k_shape = shape[kind.removeprefix("centred-")]
-    center = kind.startswith("centred")
+    k_shape = shape[kind.removeprefix("centered-")]
+    center = kind.startswith("centered")
     made = {
         i: LayerScales(
             draw(*k_shape),
@@ -52,7 +52,7 @@ def random_scales(kind: str, seed: int = 0, layers: int = LAYERS) -> KVScales:
     return KVScales(made, model_type="llama")
 
 
-KINDS = ["tensor", "head", "channel", "row", "centred-tensor", "centred-head", "centred-channel"]
+KINDS = ["tensor", "head", "channel", "row", "centered-tensor", "centered-head", "centered-channel"]
 
 
 def expected(layer: LayerScales, format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,9 +128,9 @@ def test_a_reduction_makes_nothing_saturate(tmp_path_factory, seed, kind, format
 
 
 def test_the_warning_says_what_is_lost(tmp_path, caplog):
-    random_scales("centred-channel").save_pretrained(tmp_path, format="vllm-json")
+    random_scales("centered-channel").save_pretrained(tmp_path, format="vllm-json")
     assert [r.message for r in caplog.records] == [
-        f"{tmp_path}: written as vllm-json: K's scales make room for the centres, which are left "
+        f"{tmp_path}: written as vllm-json: K's scales make room for the centers, which are left "
         "out (layers 0, 1, 2); the largest scale of each layer is written (layers 0, 1, 2); K and "
         "V share the larger scale (layers 0, 1, 2)"
     ]
@@ -151,7 +151,7 @@ def test_every_rank_of_the_json_has_the_same_scales(tmp_path, caplog, rank):
     assert numbers(KVScales.from_pretrained(tmp_path), "k") == numbers(read, "k")
 
 
-@pytest.mark.parametrize("kind", ["head", "channel", "centred-head"])
+@pytest.mark.parametrize("kind", ["head", "channel", "centered-head"])
 def test_each_rank_of_the_json_has_the_largest_scale_of_its_heads(tmp_path, caplog, kind):
     scales = twice_the_heads(kind)
     scales.save_pretrained(tmp_path, format="vllm-json", tp_size=2)
@@ -187,7 +187,7 @@ def twice_the_heads(kind: str) -> KVScales:
 
 
 def roomy_k(layer: LayerScales) -> torch.Tensor:
-    """K's scale that also has room for the centre."""
+    """K's scale that also has room for the center."""
     return layer.k if layer.k_center is None else layer.k + layer.k_center.abs() / 448
 
 
@@ -380,12 +380,12 @@ def patched(source: Path, target: Path, format: str, kind: str = "tensor", **opt
 def test_a_copy_has_the_same_weights_and_reads_back(tmp_path, request, source, format):
     source = request.getfixturevalue(source)
     before = content(source)
-    copy = patched(source, tmp_path / "copy", format, "centred-head")
+    copy = patched(source, tmp_path / "copy", format, "centered-head")
     assert content(source) == before
     assert weights_of(copy) == weights_of(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
     read = KVScales.from_pretrained(copy)
-    for index, layer in random_scales("centred-head").layers.items():
+    for index, layer in random_scales("centered-head").layers.items():
         wanted = (layer.k, layer.v) if format == "hf_fp8kv" else expected(layer, format)
         assert torch.equal(read.layers[index].k, wanted[0])
         assert torch.equal(read.layers[index].v, wanted[1])

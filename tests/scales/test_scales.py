@@ -22,7 +22,7 @@ ONE = torch.tensor(1.0)
 
 
 def two_layers(heads: int = 4, k_dim: int = 3, v_dim: int = 5) -> KVScales:
-    """Layer 0 per tensor; layer 1 per channel with centres; no two numbers are the same."""
+    """Layer 0 per tensor; layer 1 per channel with centers; no two numbers are the same."""
     channel = LayerScales(
         torch.arange(1.0, 1 + heads * k_dim).view(heads, k_dim),
         torch.arange(100.0, 100 + heads * v_dim).view(heads, v_dim),
@@ -113,8 +113,8 @@ def test_bad_scales_are_refused(bad, side):
     [torch.full((2, 4), NAN), torch.full((2, 4), INF), torch.ones(4), ONE, torch.ones(2, 4).int()],
     ids=["nan", "infinity", "one-dimension", "scalar", "int32"],
 )
-def test_bad_centres_are_refused(bad):
-    with pytest.raises(ScaleError, match="centre of K"):
+def test_bad_centers_are_refused(bad):
+    with pytest.raises(ScaleError, match="center of K"):
         LayerScales(ONE, ONE, bad)
 
 
@@ -125,7 +125,7 @@ def test_bad_centres_are_refused(bad):
         (torch.ones(4, 8), torch.ones(2, 8), None),
         (torch.ones(4, 1), ONE, torch.zeros(2, 8)),
     ],
-    ids=["per-head", "per-channel", "centre"],
+    ids=["per-head", "per-channel", "center"],
 )
 def test_sides_with_other_heads_are_refused(k, v, center):
     with pytest.raises(ScaleError, match="one number of heads"):
@@ -139,7 +139,7 @@ def test_sides_with_other_heads_are_refused(k, v, center):
     ("name", "factor"),
     [("fp8_e4m3", 1.0), ("fp8_e4m3fnuz", 2.0), ("fp8_e3m4", 448 / 31), ("fp8_e5m2", 448 / 57344)],
 )
-def test_conversion_multiplies_the_scales_and_leaves_the_centres(name, factor):
+def test_conversion_multiplies_the_scales_and_leaves_the_centers(name, factor):
     layer = two_layers().layers[1]
     converted = layer.converted(FORMATS[name])
     torch.testing.assert_close(converted.k, layer.k * factor, rtol=1e-7, atol=0)
@@ -173,7 +173,7 @@ def test_layers_are_sorted_and_checked():
     assert scales.layers[0].v.item() == 0.25
     assert scales.centered
     assert repr(scales) == (
-        "KVScales(2 layers, per channel/tensor, centred=True, format='hf_fp8kv', origin='memory')"
+        "KVScales(2 layers, per channel/tensor, centered=True, format='hf_fp8kv', origin='memory')"
     )
 
 

@@ -903,8 +903,8 @@ CENTRE = "layers.0.k_center"
 BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "zero": (own(pair(k=0.0)), "K scale.*layers.0.*got 0.0"),
     "nan": (own(pair(v=float("nan"))), "V scale.*layers.0.*got nan"),
-    "centre-nan": (own(pair() | {CENTRE: torch.full((2, 2), float("nan"))}), "centre of K.*nan"),
-    "centre-scalar": (own(pair() | {CENTRE: torch.zeros(())}), "centre of K.*shape"),
+    "center-nan": (own(pair() | {CENTRE: torch.full((2, 2), float("nan"))}), "center of K.*nan"),
+    "center-scalar": (own(pair() | {CENTRE: torch.zeros(())}), "center of K.*shape"),
     "other-dtype": (own({n: t.half() for n, t in pair().items()}), "in F32, got layers.0"),
     "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "expected k_scale and v_scale"),
     "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "got model.norm"),

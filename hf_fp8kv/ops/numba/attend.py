@@ -68,7 +68,7 @@ class Scratch(NamedTuple):
 
     q: Floats  # [rows, Dk to a whole vector], float32
     logits: Floats  # [rows, TILE], float32; then weights
-    offset: Floats  # [rows], float32, the logit of K's centre
+    offset: Floats  # [rows], float32, the logit of K's center
     fade: Floats  # [rows], float32: what the older sums are still worth
     k_scales: Floats  # [2 * TILE], float32: a page may end inside a vector, which is stored whole
     v_scales: Floats  # the same

@@ -81,7 +81,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(pages: Pages) -> Pages:
-    """The same pages, with scales and centre in memory as their shapes say."""
+    """The same pages, with scales and center in memory as their shapes say."""
     assert pages.k.is_contiguous()
     assert pages.v.is_contiguous()
     assert pages.table.dtype == torch.int32

@@ -90,7 +90,7 @@ def _tanh(x: Floats) -> Floats:
 
 @jit
 def adjust(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: int) -> None:
-    """Dynamic scales, the centre's share, softcap."""
+    """Dynamic scales, the center's share, softcap."""
     cap = splat(np.float32(c.softcap))
     for row in range(rows):
         extra = splat(offset[row])

@@ -215,7 +215,7 @@ def _write_v(
 
 @jit
 def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
-    """The numbers at `line` times their scale, plus the centre, in the order of reference.py."""
+    """The numbers at `line` times their scale, plus the center, in the order of reference.py."""
     factor = splat(np.float32(c.factor))
     for i in range(0, c.dim, LANES):
         x = load(line + 4 * i)

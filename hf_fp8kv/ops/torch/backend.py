@@ -41,7 +41,7 @@ def attend(
     exact = query.float() * scaling
     q = exact if pages.k_scale is None else _per_head(exact, heads) * pages.k_scale[:, None]
     q = q.reshape(batch * heads, rows, -1)
-    # softmax(x + a) = softmax(x): the centre's share of the logits counts only where something is
+    # softmax(x + a) = softmax(x): the center's share of the logits counts only where something is
     # compared with them that does not contain it.
     offset = None
     if pages.k_center is not None and (softcap or sinks is not None):

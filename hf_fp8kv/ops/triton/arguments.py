@@ -21,7 +21,7 @@ class Call:
     """One call of attention, as kernels take it.
 
     Attributes:
-        tensors: query, pools, scales, centre, table, lengths, mask, bias, sinks: positional.
+        tensors: query, pools, scales, center, table, lengths, mask, bias, sinks: positional.
         numbers: those after the kernel's own tensors: positional.
         constants: constexpr parameters that do not depend on how the launch is cut.
         target: the GPU.
@@ -101,14 +101,14 @@ def prepare(
         kind = attention.COMPACT if mask.shape[1:3] == (1, 1) else attention.COMPLETE
     mask, mask_strides = _broadcast(mask)
     bias, bias_strides = _broadcast(bias)
-    # The centre's share of the logits counts only beside what does not contain it.
-    centred = pages.k_center is not None and (softcap != 0 or sinks is not None)
+    # The center's share of the logits counts only beside what does not contain it.
+    centered = pages.k_center is not None and (softcap != 0 or sinks is not None)
     dims = (pages.k.shape[3], pages.v.shape[2])
     width = _padded(max(dims))
     return Call(
         tensors=(
             query, pages.k, pages.v, pages.k_scales, pages.v_scales, pages.k_scale,
-            pages.k_center if centred else None, pages.table, lengths, mask, bias, sinks,
+            pages.k_center if centered else None, pages.table, lengths, mask, bias, sinks,
             pages.v_scale,
         ),
         numbers=(
@@ -121,7 +121,7 @@ def prepare(
             "K_HOW": k.how, "K_SHIFT": k.shift, "K_NAN": k.nan, "K_OPERAND": k.operand,
             "V_HOW": v.how, "V_SHIFT": v.shift, "V_NAN": v.nan, "V_OPERAND": v.operand,
             "CAUSAL": causal, "WINDOWED": window > 0, "SOFTCAP": softcap != 0,
-            "MASK": kind.value, "CENTER": centred,
+            "MASK": kind.value, "CENTER": centered,
             # Of float32 operands: as exact as float32 on tensor cores, in three products. Their
             # parts of large heads do not fit into shared memory.
             "PRECISION": "tf32x3" if target.is_nvidia and width <= 256 else "ieee",

@@ -1,4 +1,4 @@
-"""Storing new tokens: centre, scale, encode and scatter K and V in one launch."""
+"""Storing new tokens: center, scale, encode and scatter K and V in one launch."""
 
 import torch
 import triton
@@ -181,7 +181,7 @@ def _write_side(
 
 @triton.jit
 def _centered(at, mask, center, d, DIM: tl.constexpr):
-    """The numbers at `at`, float32, less the centre of their channel."""
+    """The numbers at `at`, float32, less the center of their channel."""
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if center is not None:
         x -= tl.load(center + d, mask=d < DIM, other=0.0)[None, :]

@@ -1,6 +1,6 @@
 """Our own file of static scales, `kv_scales.safetensors`: its writer and its reader.
 
-It holds every granularity and the centres exactly. Beside it lies `kv_scales.json`, for people.
+It holds every granularity and the centers exactly. Beside it lies `kv_scales.json`, for people.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 The names are those of the readers' table (`sources.rows`), used the other way. What a format cannot
 hold is reduced so that nothing saturates that did not before: the largest scale is taken, and the
-centre of K is made room for.
+center of K is made room for.
 """
 
 import json
@@ -50,13 +50,13 @@ def reduced(
     if format == "hf_fp8kv":
         return dict(layers), []
     losses: dict[str, list[int]] = defaultdict(list)
-    centred = {index: _without_center(layer) for index, layer in layers.items()}
-    losses["K's scales make room for the centres, which are left out"] = [
+    centered = {index: _without_center(layer) for index, layer in layers.items()}
+    losses["K's scales make room for the centers, which are left out"] = [
         index for index, layer in layers.items() if layer.k_center is not None
     ]
-    per_head = _heads_of(centred) if format == "compressed-tensors" else {}
+    per_head = _heads_of(centered) if format == "compressed-tensors" else {}
     result = {}
-    for index, layer in centred.items():
+    for index, layer in centered.items():
         heads = per_head.get(index)
         k, v = (_largest(tensor, heads, tp_size) for tensor in (layer.k, layer.v))
         for before, after in ((layer.k, k), (layer.v, v)):
@@ -74,7 +74,7 @@ def reduced(
 
 
 def _without_center(layer: LayerScales) -> LayerScales:
-    """A scale of K for the same numbers without their centre: |K| <= max * scale + |centre|."""
+    """A scale of K for the same numbers without their center: |K| <= max * scale + |center|."""
     if layer.k_center is None:
         return layer
     room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
