@@ -1,0 +1,109 @@
+"""The layout of docs/architecture.md: which room may import which, and the sizes of files."""
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "hf_fp8kv"
+# From the bottom to the top: a room imports rooms of lower floors, and none beside it. Imports in
+# functions and for types count.
+FLOORS = (
+    ("errors",),
+    ("formats", "utils"),
+    ("modeling", "ops", "scales"),
+    ("paging",),
+    ("cache",),
+    ("attention",),
+    ("calibration", "serving"),
+    ("__init__",),
+    ("bench", "kernel_check"),
+    ("cli",),
+)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_modules(name: str) -> Iterator[str]:
+    """Yield the modules of the package that a module imports, wherever the statement stands."""
+    path = MODULES[name]
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1]
+            source = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            for alias in node.names:
+                member = f"{source}.{alias.name}"
+                if member in MODULES or source in MODULES:
+                    yield member if member in MODULES else source
+
+
+GRAPH = {name: set(imported_modules(name)) - {name} for name in MODULES}
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def find_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the groups of modules that import each other in a circle."""
+    reached = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for targets in reached.values():
+            if middle in targets:
+                targets |= reached[middle]
+    groups = {
+        frozenset(other for other in reached[name] if name in reached[other])
+        for name in graph
+        if name in reached[name]
+    }
+    return sorted(sorted(group) for group in groups)
+
+
+def test_no_import_cycles():
+    cycles = find_cycles(GRAPH)
+    print(f"{len(cycles)} import cycles among {len(GRAPH)} modules")
+    assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
+
+
+def test_a_cycle_is_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}
+    assert find_cycles(graph) == [["a", "b", "c"]]
+
+
+def test_imports_run_from_the_top_to_the_bottom():
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    assert {room_of(module) for module in GRAPH} == set(floor)
+    against = [
+        f"{module} imports {target}"
+        for module, targets in GRAPH.items()
+        for target in sorted(targets)
+        if room_of(module) != room_of(target) and floor[room_of(target)] >= floor[room_of(module)]
+    ]
+    print(f"{len(against)} imports against the order")
+    assert not against, "\n".join(against)
+
+
+def test_docs_show_this_order():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    rooms = [room for rooms in FLOORS for room in rooms]
+    places = [text.find(f"`{room}`") for room in rooms if room != "__init__"]
+    assert -1 not in places, "every room stands in docs/architecture.md"
+
+
+def test_sizes_of_files():
+    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
+    root = [path for path in MODULES.values() if path.parent == PACKAGE]
+    median = statistics.median(lines.values())
+    print(f"{len(lines)} files, {sum(lines.values())} lines, median {median:.0f}")
+    assert len(root) <= 6, [path.name for path in root]
+    assert {name: count for name, count in lines.items() if count > 400} == {}
+    assert median <= 150
