@@ -17,6 +17,7 @@ from ..cache.serialization import _tensors_of
 from ..calibration import stages
 from ..calibration.choose import Choice
 from ..calibration.corpus import Corpus, read_corpus
+from ..calibration.divergence import Scores, compare_caches
 from ..calibration.job import Job, Options, batches_of
 from ..calibration.observe import Parts, paged_layers
 from ..calibration.state import State
@@ -25,7 +26,7 @@ from ..formats import FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import circumstances
-from .quality import STOCK, TEXTS, Scores, compare, stock_cache
+from .quality import STOCK, TEXTS, stock_cache
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -134,13 +135,15 @@ def run_accuracy_suite(
     makers = {row.name: row.make for row in rows}
     found: list[dict[str, Scores]] = []
 
-    def after(cache: str, tokens: int) -> None:
+    def on_call(cache: str, tokens: int) -> None:
         tell(f"text {len(found) + 1} of {texts}", tokens)
 
     with paged_attention(model):
         for ids in scored.values():
             ids = ids.to(model.device)
-            found.append(compare(model, ids, makers, prefill=prefill, chunk=chunk, after=after))
+            found.append(
+                compare_caches(model, ids, makers, prefill=prefill, chunk=chunk, on_call=on_call)
+            )
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
         **circumstances("accuracy", device=str(model.device)),
@@ -307,7 +310,7 @@ def _scores(by_text: Sequence[Scores]) -> dict[str, Any]:
     means = [scores.quality.kl for scores in by_text]
     error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
     return {
-        **asdict(Scores.together(by_text).quality),
+        **asdict(Scores.concat(by_text).quality),
         "kl_error": error,
         "kl_by_text": means,
     }

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ..bench.quality import one_logit
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
 from ..modeling.tensor_parallel import tensor_parallel
+from .divergence import last_logit_only
 
 __all__ = [
     "MODEL_ERRORS", "Batch", "Parts", "Seen", "input_device", "merged", "observe", "paged_layers",
@@ -139,7 +139,7 @@ def observe(
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
         with torch.no_grad():
-            model(**inputs, past_key_values=cache, use_cache=True, **one_logit(model))
+            model(**inputs, past_key_values=cache, use_cache=True, **last_logit_only(model))
     except Fp8KVError:
         raise
     except MODEL_ERRORS as error:

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..attention.enable import in_eval_mode
-from ..bench.quality import UNQUANTISED, Quality
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, Format, parse_dtype
@@ -26,6 +25,7 @@ from ..utils.environment import hardware, today, version, versions
 from ..utils.text import format_list, format_value
 from . import scoring, stages
 from .corpus import Corpus, read_corpus
+from .divergence import UNQUANTISED, Quality
 from .job import Job, Options, batches_of
 from .observe import Batch, paged_layers
 from .pairs import Partners

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.enable import paged_attention
-from ..bench.quality import UNQUANTISED, Scores, compare
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
 from ..formats import Format
@@ -16,6 +15,7 @@ from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import LayerScales
 from .choose import Choice
 from .corpus import Corpus
+from .divergence import UNQUANTISED, Scores, compare_caches
 from .job import Job, Options
 from .observe import MODEL_ERRORS, Batch, Parts, input_device
 from .pairs import TOKENS
@@ -123,9 +123,9 @@ def scored(
         ids = batch.ids.to(input_device(job.model))
         try:
             with paged_attention(job.model):
-                found = compare(
+                found = compare_caches(
                     job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
-                    after=lambda cache, tokens: job.told(f"{name}: {cache}", tokens, False),
+                    on_call=lambda cache, tokens: job.told(f"{name}: {cache}", tokens, False),
                 )  # fmt: skip
         except Fp8KVError:
             raise

@@ -62,7 +62,7 @@ def run(folder) -> Run:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     makers: dict[str, Callable[[], Any]] = {}
     scored, said = [], []
-    compare = accuracy.compare
+    compare = accuracy.compare_caches
 
     def spy(model, ids, caches, **more):
         makers.update(caches)
@@ -70,7 +70,7 @@ def run(folder) -> Run:
         return compare(model, ids, caches, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accuracy, "compare", spy)
+        patch.setattr(accuracy, "compare_caches", spy)
         result = run_accuracy_suite(
             model, tokenizer, name="tiny", texts=TEXTS, **SMALL,
             progress=lambda what, share: said.append((what, share)),

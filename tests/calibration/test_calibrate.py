@@ -536,7 +536,8 @@ def test_a_real_model(demo_model_path):
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_fp8kv.bench.quality import TEXTS, Scores, compare
+    from hf_fp8kv.bench.quality import TEXTS
+    from hf_fp8kv.calibration.divergence import Scores, compare_caches
 
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path)
@@ -551,8 +552,8 @@ def test_a_real_model(demo_model_path):
     for name in TEXTS:
         ids = tokenizer(topics[name], return_tensors="pt").input_ids[:, :640]
         caches = {"static": lambda: FP8PagedCache(model.config, scales=scales)}
-        found.append(compare(model, ids, caches, prefill=512, chunk=128)["static"])
-    quality = Scores.together(found).quality
+        found.append(compare_caches(model, ids, caches, prefill=512, chunk=128)["static"])
+    quality = Scores.concat(found).quality
     assert quality.kl <= 9e-3, quality
     assert quality.top1 > 0.93
 

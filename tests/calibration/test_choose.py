@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_fp8kv import KVScales
-from hf_fp8kv.bench.quality import Scores
 from hf_fp8kv.calibration import scoring, stages
 from hf_fp8kv.calibration.choose import Choice, Queries, Trial, chosen_scales, costs, trials
+from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.job import Job, Options
 from hf_fp8kv.calibration.observe import Batch, observe, paged_layers, range_of
 from hf_fp8kv.calibration.pairs import Partners, partners_of

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.bench.quality import UNQUANTISED, Quality, _scores, compare
+from hf_fp8kv.calibration.divergence import UNQUANTISED, Quality, _score, compare_caches
 from tests.helpers.tiny_models import VOCAB, tiny
 
 TEXTS = ("objects", "execmodel", "import", "customization")
@@ -51,7 +51,7 @@ def measured(demo_model_path: Path) -> dict[str, Quality]:
     }
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
-    found = compare(model, ids, caches, prefill=PREFILL)
+    found = compare_caches(model, ids, caches, prefill=PREFILL)
     return {name: scores.quality for name, scores in found.items()}
 
 
@@ -97,7 +97,7 @@ def test_scores_of_a_tiny_model(chunk: int) -> None:
     model, _ = tiny("llama", attn_implementation="fp8_paged")
     ids = torch.randint(3, VOCAB, (2, 24))
     prefill = 8
-    found = compare(
+    found = compare_caches(
         model, ids, {"fp8": lambda: FP8PagedCache(model.config, scales=0.25)},
         prefill=prefill, chunk=chunk,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def test_perplexity_is_that_of_the_models_own_loss() -> None:
     """Of all tokens after the first two, which are read first."""
     model, _ = tiny("llama")
     ids = torch.randint(3, VOCAB, (1, 30))
-    quality = compare(model, ids, {}, prefill=2, chunk=7)[UNQUANTISED].quality
+    quality = compare_caches(model, ids, {}, prefill=2, chunk=7)[UNQUANTISED].quality
     labels = ids.clone()
     labels[:, :3] = -100  # of which the model says nothing that is scored
     with torch.no_grad():
@@ -138,7 +138,7 @@ def logs(*rows: list[float]) -> torch.Tensor:
 def test_kl_has_a_direction_and_a_largest() -> None:
     expected = logs([0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
     got = logs([0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
-    scores = _scores(expected, got, torch.tensor([[2, 0]]))
+    scores = _score(expected, got, torch.tensor([[2, 0]]))
     third = 0.4 * math.log(2) + 0.6 * math.log(0.6 / 0.8)
     assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third])
     assert scores.same.tolist() == [0.0, 1.0, 1.0]
@@ -153,8 +153,8 @@ def test_kl_has_a_direction_and_a_largest() -> None:
 
 def test_a_token_that_cannot_follow_counts_nothing() -> None:
     expected, got = logs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0]), logs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
-    scores = _scores(expected, got, torch.tensor([[0, 0]]))
+    scores = _score(expected, got, torch.tensor([[0, 0]]))
     first = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
     assert scores.kl.tolist() == pytest.approx([first, math.log(2)])
     # What was possible and no longer is moves the predictions without limit.
-    assert _scores(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf
+    assert _score(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf

@@ -1,0 +1,172 @@
+"""Divergence of a model's predictions under a cache from those under the unquantised cache."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from ..errors import ConfigError
+
+__all__ = ["UNQUANTISED", "Quality", "Scores", "compare_caches", "last_logit_only"]
+
+UNQUANTISED = "unquantised"
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How far one cache is from the unquantised one, on the same text.
+
+    Attributes:
+        kl: mean KL divergence from the unquantised cache's next-token distribution, in nats.
+        kl_max: the largest at one token.
+        top1: share of tokens at which the most likely next token is the same.
+        perplexity: of the text itself; NaN where no token of it is known to follow a scored one.
+        tokens: how many were scored.
+    """
+
+    kl: float
+    kl_max: float
+    top1: float
+    perplexity: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The divergence at each scored token, float64 on the CPU.
+
+    Attributes:
+        kl: `[n]`.
+        same: `[n]`: 1 where the most likely next token is the same, else 0.
+        surprise: `[m]`: minus the log-probability of the next token of the text, where one is.
+    """
+
+    kl: torch.Tensor
+    same: torch.Tensor
+    surprise: torch.Tensor
+
+    @property
+    def quality(self) -> Quality:
+        """The mean over all tokens."""
+        return Quality(
+            self.kl.mean().item(),
+            self.kl.max().item(),
+            self.same.mean().item(),
+            self.surprise.mean().exp().item(),
+            self.kl.numel(),
+        )
+
+    @classmethod
+    def concat(cls, parts: Iterable["Scores"]) -> "Scores":
+        """Return the scores of several texts as one."""
+        parts = list(parts)
+        names = [field.name for field in fields(cls)]
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+
+def compare_caches(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    caches: Mapping[str, Callable[[], Any]],
+    *,
+    prefill: int = 512,
+    chunk: int = 32,
+    on_call: Callable[[str, int], None] | None = None,
+) -> dict[str, Scores]:
+    """Score a text under several caches, and under `DynamicCache`, which is the yardstick.
+
+    The first `prefill` tokens are one call on an empty cache; the rest is scored `chunk` tokens at
+    a call, each call reading what the cache stores. The caches take turns, so that only the logits
+    of one chunk are held at a time.
+
+    Args:
+        model: a language model, in the attention implementation to measure; an encoder-decoder
+            reads the whole text in its encoder.
+        ids: `[B, N]`, int64, the text, on the model's device; N is above `prefill`.
+        caches: name -> a function that makes an empty cache (for the decoder's own attention).
+        prefill: tokens of the first call, not scored.
+        chunk: tokens of each later call.
+        on_call: called after each call of the model, with the name of the cache and the tokens.
+
+    Returns:
+        The scores under each name, and those of the yardstick under `UNQUANTISED`.
+
+    Raises:
+        ConfigError: `ids` has no token to score, or the model does not give a logit per token.
+    """
+    if ids.ndim != 2 or ids.shape[1] <= prefill:
+        raise ConfigError(
+            f"ids: expected [B, N] with N > prefill={prefill}, got {tuple(ids.shape)}"
+        )
+    filled: dict[str, Any] = {UNQUANTISED: DynamicCache(config=model.config)}
+    filled |= {name: make() for name, make in caches.items()}
+    inputs: dict[str, Any] = {}
+    if model.config.is_encoder_decoder:
+        with torch.no_grad():
+            inputs["encoder_outputs"] = model.get_encoder()(input_ids=ids)
+        filled = {name: EncoderDecoderCache(c, DynamicCache()) for name, c in filled.items()}
+    scores: dict[str, list[Scores]] = {name: [] for name in filled}
+    following = ids.roll(-1, dims=1)
+    start = 0
+    for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
+        stop = start + part.shape[1]
+        expected: torch.Tensor | None = None
+        for name, cache in filled.items():
+            logits = _compute_logits(model, part, cache, inputs, scored=start > 0)
+            if on_call is not None:
+                on_call(name, part.numel())
+            if start == 0:
+                continue
+            log_p = _to_float64(logits).log_softmax(-1)
+            expected = log_p if expected is None else expected
+            known = following[:, start : min(stop, ids.shape[1] - 1)]
+            scores[name].append(_score(expected, log_p, known))
+        start = stop
+    return {name: Scores.concat(parts) for name, parts in scores.items()}
+
+
+@torch.no_grad()
+def _compute_logits(
+    model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
+) -> torch.Tensor:
+    """Return `[B, T, vocabulary]`; where they are not scored, of the last token alone."""
+    text = "decoder_input_ids" if inputs else "input_ids"
+    options = {} if scored else last_logit_only(model)
+    logits: torch.Tensor = model(
+        **{text: ids}, **inputs, past_key_values=cache, use_cache=True, **options
+    ).logits
+    if scored and logits.shape[1] != ids.shape[1]:
+        raise ConfigError(
+            f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "
+            f"{type(model).__name__}; its predictions cannot be compared"
+        )
+    return logits
+
+
+def _to_float64(x: torch.Tensor) -> torch.Tensor:
+    return (x.cpu() if x.device.type == "mps" else x).double()  # mps has no float64
+
+
+def _score(expected: torch.Tensor, log_p: torch.Tensor, known: torch.Tensor) -> Scores:
+    """Return the scores of one chunk.
+
+    Args:
+        expected: `[B, T, vocabulary]`, float64: log-probabilities under the unquantised cache.
+        log_p: the same under another cache.
+        known: `[B, T or T - 1]`, int64: the next tokens of the text.
+    """
+    of_text = log_p[:, : known.shape[1]].gather(-1, known[..., None].to(log_p.device))
+    p = expected.exp()
+    # A token that cannot follow, with a logit of -inf, adds nothing.
+    kl = torch.where(p > 0, p * (expected - log_p), 0.0).sum(-1)
+    same = (expected.argmax(-1) == log_p.argmax(-1)).double()
+    return Scores(kl.flatten().cpu(), same.flatten().cpu(), -of_text.flatten().cpu())
+
+
+def last_logit_only(model: PreTrainedModel) -> dict[str, int]:
+    """Return the argument that spares all logits but the last, where the model takes it."""
+    names = inspect.signature(type(model).forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in names else {}
