@@ -7,7 +7,8 @@ nothing else.
 import importlib as _importlib
 from types import ModuleType as _Module
 
-from .attention.enable import ModelReport, check_model, disable, enable
+from .attention.check_model import ModelReport, check_model
+from .attention.enable import disable, enable
 from .attention.fp8_paged import register
 from .cache.cache import FP8PagedCache
 from .calibration import calibrate

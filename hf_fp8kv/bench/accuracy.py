@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.enable import paged_attention
+from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..cache.serialization import _tensors_of
 from ..calibration import stages

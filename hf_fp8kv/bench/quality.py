@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel, QuantizedCache
 
-from ..attention.enable import paged_attention
+from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import Scores, compare_caches
 from ..errors import ConfigError

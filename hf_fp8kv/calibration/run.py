@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
-from ..attention.enable import in_eval_mode
+from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, Format, parse_dtype
@@ -294,7 +294,7 @@ def _at_work(
 ) -> Iterator[Job]:
     """Inside, the model is in eval mode, and a bar is drawn."""
     shown = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True}
-    with in_eval_mode(model), tqdm(total=total, disable=not progress, **shown) as bar:
+    with eval_mode(model), tqdm(total=total, disable=not progress, **shown) as bar:
 
         def told(stage: str, tokens: int, again: bool) -> None:
             bar.set_description(stage, refresh=False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.enable import paged_attention
+from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
 from ..formats import Format

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.enable import watched_attention
+from ..attention.switching import watched_attention
 from ..errors import ConfigError
 from .choose import Choice, Queries, chosen_scales, costs, trials
 from .job import Job, Options

@@ -7,8 +7,9 @@ from typing import Any
 
 import transformers
 
-from ..attention.enable import implementations, restore
-from ..attention.fp8_paged import NAME, engine_step
+from ..attention.fp8_paged import NAME
+from ..attention.masks import engine_step
+from ..attention.switching import get_implementations, set_implementations
 from ..errors import ConfigError
 from ..ops import choose_backend
 from .engines import cache_class, rebound, stock_manager
@@ -62,14 +63,14 @@ class FP8Manager(_Stock):  # type: ignore[misc]
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
         self._enabled: Enabled = vars(model)[PLACE]
         self._put_back_at_end = False
-        before = implementations(model)
+        before = get_implementations(model)
         try:
             super().__init__(model, *args, **kwargs)
             asked, hints = _settings_of(args, kwargs)
             self._decide_compiling(asked)
             self._decide_graphs(asked, hints)
         except BaseException:
-            restore(model, before)
+            set_implementations(model, before)
             if _another(before):
                 vars(model).pop(_BEFORE, None)
             raise
@@ -122,7 +123,7 @@ class FP8Manager(_Stock):  # type: ignore[misc]
     def switch_to_cb_friendly_attn(self, model: Any, *args: Any, **kwargs: Any) -> None:
         """The model then runs "fp8_paged"; `stop` puts back what it ran before."""
         with _lock:
-            before = implementations(model)
+            before = get_implementations(model)
             if _another(before):
                 vars(model)[_BEFORE] = before
                 model.set_attn_implementation(NAME)
@@ -173,7 +174,7 @@ def put_back_attention(model: Any, *, but: FP8Manager | None = None) -> None:
         if not any(manager.is_running() for manager in others):
             before = vars(model).pop(_BEFORE, None)
             if before is not None:
-                restore(model, before)
+                set_implementations(model, before)
 
 
 def _another(attention: dict[str, Any]) -> bool:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.enable import implementations, in_eval_mode, restore
-from ..attention.fp8_paged import NAME, engine_step
+from ..attention.fp8_paged import NAME
+from ..attention.masks import engine_step
+from ..attention.switching import eval_mode, get_implementations, set_implementations
 from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
 from .engines.common import EngineCache, sizes
@@ -62,9 +63,9 @@ def check_packing(model: PreTrainedModel, settings: Settings) -> None:
     name = type(model).__name__
     vocabulary = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
-    before = implementations(model)
+    before = get_implementations(model)
     try:
-        with torch.no_grad(), in_eval_mode(model):
+        with torch.no_grad(), eval_mode(model):
             # For both: the model's own may leave something out, such as sdpa a softcap.
             model.set_attn_implementation(NAME)
             wanted = [
@@ -81,7 +82,7 @@ def check_packing(model: PreTrainedModel, settings: Settings) -> None:
             f"{type(error).__name__}: {error}; use generate() with FP8PagedCache"
         ) from error
     finally:
-        restore(model, before)
+        set_implementations(model, before)
     apart = _relative_error(torch.cat(found), torch.cat(wanted))
     if not apart < TOLERANCES.get(model.dtype, TOLERANCE_16):
         raise ConfigError(

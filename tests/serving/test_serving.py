@@ -25,7 +25,7 @@ from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
-from hf_fp8kv.attention import fp8_paged as attention
+from hf_fp8kv.attention import masks
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.engines import common, layout
 from hf_fp8kv.serving.manager import FP8Manager
@@ -561,9 +561,9 @@ class TestRunning:
             out = llama.generate_batch([[5, 6]], greedy(), batching())
         assert all(found.error == "boom" for found in out.values())
         assert llama.config._attn_implementation == "sdpa"
-        with pytest.raises(ValueError, match="boom"), attention.engine_step():
+        with pytest.raises(ValueError, match="boom"), masks.engine_step():
             fail()
-        assert not attention._engine.runs
+        assert not masks._engine.runs
         assert batched(llama, [[5, 6]])
 
     def test_padding_has_no_result(self) -> None:

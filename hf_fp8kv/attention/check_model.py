@@ -1,0 +1,175 @@
+"""Model check: which layers of a model run fused, dense or stock, and why."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.cache import FP8PagedCache
+from ..cache.layer import PagedLayerBase
+from ..cache.paged_tensor import PagedKV
+from ..errors import ConfigError, Fp8KVError
+from ..modeling.model_support import config_field, refusal
+from .switching import eval_mode, watched_attention
+
+__all__ = ["LayerReport", "ModelReport", "check_model"]
+
+logger = logging.getLogger(__name__)
+
+FUSED, DENSE, STOCK, REFUSED = "fused", "dense", "stock", "refused"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """How one layer of a model uses the cache.
+
+    Attributes:
+        index: the layer.
+        kind: the layer's class in the cache.
+        path: "fused": attention reads the stored bytes; "dense": it gets dense K and V made from
+            them; "stock": transformers' own layer, in the model's dtype; "refused": not at all.
+        why: a sentence, for every path but "fused".
+    """
+
+    index: int
+    kind: str
+    path: str
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """Result of `check_model`.
+
+    Attributes:
+        model: the class of the model.
+        layers: one report per layer; empty when the model is refused.
+        refused: why the model cannot use the cache at all; empty when it can.
+        probed: whether the model was run to find out; else only its class and config were read.
+    """
+
+    model: str
+    layers: tuple[LayerReport, ...]
+    refused: str = ""
+    probed: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of layers for each path."""
+        return dict(Counter(layer.path for layer in self.layers))
+
+    @property
+    def path(self) -> str:
+        """The path in one word: the slowest of the paged layers, or "refused"."""
+        if self.refused:
+            return REFUSED
+        paths = self.counts
+        return next((path for path in (DENSE, FUSED, STOCK) if path in paths), STOCK)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as numbers and strings, for JSON."""
+        return {
+            "model": self.model,
+            "path": self.path,
+            "refused": self.refused,
+            "probed": self.probed,
+            "counts": self.counts,
+            "layers": [vars(layer) for layer in self.layers],
+        }
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.model}: refused: {self.refused}"
+        counts = ", ".join(f"{count} {path}" for path, count in self.counts.items())
+        lines = [f"{self.model}: {len(self.layers)} layers: {counts}"]
+        shown: set[tuple[str, str]] = set()
+        for layer in self.layers:
+            if layer.why and (layer.path, layer.why) not in shown:
+                shown.add((layer.path, layer.why))
+                lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.why}")
+        return "\n".join(lines)
+
+
+def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
+    """Return which layers run fused, dense or not at all, and why.
+
+    Args:
+        model: any model of transformers; unchanged afterwards.
+        probe: run the model on three tokens to see what its attention is given. Encoder-decoder
+            models, models with attention code of their own and models that fail are not run: the
+            report then comes from the class and the config.
+
+    Raises:
+        ConfigError: `model` is not a PreTrainedModel.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
+    name = type(model).__name__
+    if why := refusal(type(model)):
+        return ModelReport(name, (), why)
+    try:
+        cache = FP8PagedCache(model.config, backend="torch")
+    except Fp8KVError as error:
+        return ModelReport(name, (), str(error))
+    interface = model._can_set_attn_implementation()
+    paged: dict[int, bool] | None = None
+    if probe and interface and not model.config.is_encoder_decoder:
+        paged = _probe(model, cache)
+    layers = tuple(
+        _report(index, layer, interface, paged, model.config)
+        for index, layer in enumerate(cache.layers)
+    )
+    return ModelReport(name, layers, probed=paged is not None)
+
+
+def _report(
+    index: int, layer: Any, interface: bool, paged: dict[int, bool] | None, config: Any
+) -> LayerReport:
+    kind = type(layer).__name__
+    if kind == "DummyLayer":
+        why = "it stores nothing: no attention, or attention to another layer's keys and values"
+        return LayerReport(index, kind, STOCK, why)
+    if not isinstance(layer, PagedLayerBase):
+        return LayerReport(
+            index, kind, STOCK, "not plain attention: transformers' own layer keeps it, unquantised"
+        )
+    if not interface:
+        why = (
+            "the model has its own attention code and does not use transformers' attention registry"
+        )
+        return LayerReport(index, kind, DENSE, why)
+    if paged is None:
+        latent = config_field(config.get_text_config(decoder=True), "kv_lora_rank") is not None
+        why = "the model expands the cached values before attention (MLA)"
+        return LayerReport(index, kind, DENSE, why) if latent else LayerReport(index, kind, FUSED)
+    if index not in paged:
+        why = "the model does not call the attention function it is set to use"
+        return LayerReport(index, kind, DENSE, why)
+    if paged[index]:
+        return LayerReport(index, kind, FUSED)
+    return LayerReport(
+        index, kind, DENSE, "the model changes keys or values between the cache and attention"
+    )
+
+
+def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | None:
+    """Run two tokens, then one; return for each layer whether attention was given `PagedKV`."""
+    paged: dict[int, bool] = {}
+
+    def record(index: int, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
+        both = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        paged[index] = paged.get(index, True) and both
+
+    try:
+        ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
+        with torch.no_grad(), eval_mode(model), watched_attention(model, record):
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            paged.clear()
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    except Exception as error:
+        logger.info("%s could not be probed: %s", type(model).__name__, error)
+        return None
+    return paged

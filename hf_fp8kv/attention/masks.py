@@ -1,0 +1,214 @@
+"""The mask function "fp8_paged", and the complete masks that dense attention needs.
+
+Masks are made once per step, before any layer runs. For plain causal and sliding-window patterns
+no dense mask is made: None, or a compact mask `[B, 1, 1, N]` of dtype uint8 that only marks
+padding; the attention applies causality and the window itself. Every other pattern (blocks,
+chunks, bidirectional, packed) is a complete bool mask. A float mask is additive.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+
+from ..errors import ConfigError
+from ..ops.reference import visible
+from .model_quirks import adds_mask, needs_complete_mask, relies_on_mask
+
+__all__ = [
+    "additive_mask",
+    "causal_mask",
+    "complete_mask",
+    "engine_step",
+    "fp8_paged_mask",
+    "keep_chosen_keys",
+]
+
+Tensor = torch.Tensor
+
+
+def fp8_paged_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return the mask for one kind of layer: None, compact (uint8) or complete (bool).
+
+    Args:
+        batch_size: B.
+        q_length: T.
+        kv_length: N, including the tokens of this call.
+        q_offset: position of the first query; a tensor for a preallocated cache.
+        kv_offset: position of the first key.
+        mask_function: the pattern.
+        attention_mask: `[B, tokens so far]`, bool, False is padding; or None.
+        kwargs: further arguments of transformers' mask functions.
+
+    Returns:
+        None if no token has to be masked besides causality and the window; `[B, 1, 1, N]` of
+        uint8, 0 is padding; or `[B, 1, T, N]` of bool, True is visible. An additive float mask
+        for models that add it to their scores themselves.
+
+    Raises:
+        ConfigError: `attention_mask` does not cover the cached and the new tokens.
+    """
+    if getattr(_engine, "runs", False):
+        return None
+    kwargs["allow_is_bidirectional_skip"] = False
+    config = kwargs.get("config")
+    # transformers declares a number, and passes a tensor all the same.
+    offset: Any = q_offset
+    if adds_mask(config):
+        return eager_mask(
+            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
+            **kwargs,
+        )  # fmt: skip
+    # With a compact mask the queries are the last of the keys, which does not hold in a
+    # preallocated cache; and models that look into the mask, or whose K is not the cache's K,
+    # cannot use one.
+    ends_together = (
+        not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    )
+    plain = ends_together and not needs_complete_mask(config)
+    window = _causal_window(mask_function)
+    # On an empty cache attention gets fresh keys, which do not know the window of their layer. A
+    # window that hides something needs a complete mask there: made once here, not in every layer.
+    fresh = q_length > 1 and q_length == kv_length
+    if not plain or window is None or (fresh and 0 < window < kv_length):
+        kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(
+            batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
+            **kwargs,
+        )  # fmt: skip
+    may_be_none = q_length == 1 or not relies_on_mask(config)
+    if attention_mask is None and may_be_none:
+        return None
+    if attention_mask is None:
+        return torch.ones(
+            (batch_size, 1, 1, kv_length), dtype=torch.uint8, device=kwargs.get("device", "cpu")
+        )
+    if attention_mask.shape[-1] < kv_offset + kv_length:
+        raise ConfigError(
+            f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
+            f"got one over {attention_mask.shape[-1]}; pass the mask of the whole text, or a cache "
+            "that does not hold other tokens"
+        )
+    present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    # Reading the values synchronizes with a GPU: do it once, at the prefill, not at each step.
+    look = (present.is_cpu or q_length > 1) and not torch.compiler.is_compiling()
+    if may_be_none and look and present.all():
+        return None
+    return present[:, None, None].to(torch.uint8)
+
+
+def _causal_window(function: Callable[..., Any]) -> int | None:
+    """Return the window of a causal pattern, 0 for a plain one; None for every other pattern.
+
+    transformers does not tag its patterns; a window is a closure over its overlay and the causal
+    function. A pattern that is not recognized gets a complete mask, which is always correct.
+    """
+    if function is causal_mask_function:
+        return 0
+    if torch.compiler.is_compiling() or function.__qualname__ != "and_masks.<locals>.and_mask":
+        return None
+    parts = _captured_value(function)
+    if (
+        isinstance(parts, tuple)
+        and len(parts) == 2
+        and parts[1] is causal_mask_function
+        and parts[0].__qualname__ == "sliding_window_overlay.<locals>.inner_mask"
+    ):
+        window = _captured_value(parts[0])
+        return window if isinstance(window, int) else None
+    return None
+
+
+def _captured_value(function: Callable[..., Any]) -> Any:
+    """Return the one value that a function closes over, or None."""
+    cells = function.__closure__ or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
+
+
+def complete_mask(
+    mask: Tensor | None, query: Tensor, key: Tensor, window: int, causal: bool
+) -> Tensor | None:
+    """Return a mask that includes causality and the window; None where `is_causal` is enough.
+
+    Args:
+        mask: None, compact `[B, 1, 1, N]` of uint8, or complete (then only cut to the keys).
+        query: `[B, Hq, T, Dk]`, the last T tokens of the keys.
+        key: `[B, Hkv, N, Dk]`.
+        window: tokens that a query sees; 0: all.
+        causal: whether a query sees only the tokens up to its own.
+    """
+    if mask is not None and mask.dtype != torch.uint8:
+        return mask[..., : key.shape[2]]
+    tokens, length = query.shape[2], key.shape[2]
+    windowed = bool(window) and length > window
+    if mask is None and not (causal and (windowed or 1 < tokens != length)):
+        return None
+    if mask is None:
+        return causal_mask(query, key, window)
+    present = mask[..., :length].bool()
+    return present & causal_mask(query, key, window) if causal else present
+
+
+def causal_mask(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Return `[1, 1, T, N]`, bool, for queries that are the last T of N keys."""
+    tokens, length = query.shape[2], key.shape[2]
+    ends = torch.tensor([length], device=query.device)
+    return visible(ends, tokens, 0, length, True, window)[:, None]
+
+
+def keep_chosen_keys(mask: Tensor | None, indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return the mask without the keys that a sparse-attention model did not choose.
+
+    Args:
+        mask: a complete mask, bool or additive; None: causal.
+        indices: `[B, T, n]`, the keys that each query sees; below 0: none.
+        query: `[B, Hq, T, Dk]`.
+        key: `[B, Hkv, N, Dk]`.
+    """
+    batch, tokens = indices.shape[:2]
+    chosen = torch.zeros((batch, tokens, key.shape[2] + 1), dtype=torch.bool, device=query.device)
+    # Negative indices go to an extra column, which is then cut off.
+    columns = indices.long()
+    chosen.scatter_(-1, columns.where(columns >= 0, key.shape[2]), True)
+    chosen = chosen[:, None, :, :-1]
+    if mask is None:
+        return chosen & causal_mask(query, key, 0)
+    if mask.dtype == torch.bool:
+        return mask & chosen
+    return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
+
+
+def additive_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask of any shape as numbers to add to the logits: 0 or the least of `dtype`."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask.bool(), torch.finfo(dtype).min)
+
+
+_engine = threading.local()
+
+
+@contextmanager
+def engine_step() -> Iterator[None]:
+    """Make no masks in this thread: the model runs a step of a continuous-batching engine.
+
+    The engine packs requests into one row, and its cache knows where each begins. A mask over all
+    tokens of the step would be built from their positions and never used.
+    """
+    before, _engine.runs = getattr(_engine, "runs", False), True
+    try:
+        yield
+    finally:
+        _engine.runs = before

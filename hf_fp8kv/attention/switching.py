@@ -1,0 +1,92 @@
+"""Switching: the attention that a model uses, read, set for a while and put back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from .fp8_paged import NAME, fp8_paged_attention
+from .masks import fp8_paged_mask
+
+__all__ = [
+    "eval_mode",
+    "get_implementations",
+    "paged_attention",
+    "set_implementations",
+    "watched_attention",
+]
+
+
+@contextmanager
+def watched_attention(
+    model: PreTrainedModel, on_attention: Callable[[int, Any, Any, Any, dict[str, Any]], None]
+) -> Iterator[None]:
+    """Run a model with "fp8_paged" and show what each layer's attention is given.
+
+    Args:
+        model: one that looks its attention up.
+        on_attention: called with a layer's index, query, key, value and the keyword arguments.
+    """
+    name = f"{NAME}_watched"
+
+    def watch(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        index = getattr(module, "layer_idx", None)
+        if index is not None:
+            on_attention(index, query, key, value, kwargs)
+        return fp8_paged_attention(module, query, key, value, *args, **kwargs)
+
+    before = get_implementations(model)
+    AttentionInterface.register(name, watch)
+    AttentionMaskInterface.register(name, fp8_paged_mask)
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(name, None)
+        set_implementations(model, before)
+
+
+def get_implementations(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the attention of a model (under the name "") and of each of its parts."""
+    names = {"": model.config._attn_implementation}
+    for part in model.config.sub_configs:
+        config = getattr(model.config, part, None)
+        if config is not None:
+            names[part] = config._attn_implementation
+    return names
+
+
+def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
+    """Set the attention of a model and of each of its parts to what `get_implementations` read."""
+    model.set_attn_implementation({part: name for part, name in names.items() if name is not None})
+    for part, name in names.items():
+        if name is None:  # set_attn_implementation does not take None
+            config = getattr(model.config, part) if part else model.config
+            config._attn_implementation_internal = None
+
+
+@contextmanager
+def eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model and all of its modules in eval mode for a while."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def paged_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model use "fp8_paged" for a while, if its attention can be set."""
+    before = get_implementations(model)
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        if model._can_set_attn_implementation():
+            set_implementations(model, before)
