@@ -1,0 +1,87 @@
+"""Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
+
+Each case is two files: `NAME.safetensors`, a cache after a prompt, and
+`NAME.continued.safetensors`, the same cache after `continue_cache`. They were written at commit
+3a78b0b, before this layout of the package; write them anew only with a new version of the format.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+
+HEADS, DIM, PROMPT = 2, 16, 13
+
+
+def make_config(kind: str) -> Any:
+    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": HEADS,
+        "head_dim": DIM, "num_hidden_layers": 2, "intermediate_size": 32, "vocab_size": 64,
+    }  # fmt: skip
+    if kind == "llama":
+        return LlamaConfig(**sizes)
+    if kind == "mistral":
+        return MistralConfig(**sizes, sliding_window=8)
+    types = ["sliding_attention", "full_attention"]
+    return Gemma3TextConfig(**sizes, sliding_window=8, layer_types=types)
+
+
+def make_scales(*, center: bool) -> KVScales:
+    k, v = torch.tensor([[0.01], [0.04]]), torch.tensor([[0.5], [0.002]])
+    mean = torch.arange(HEADS * DIM).reshape(HEADS, DIM) / 8 if center else None
+    return KVScales({i: LayerScales(k * (i + 1), v * (i + 1), mean) for i in range(2)})
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "dynamic": ("llama", {}),
+    "dynamic-e3m4-e5m2": ("llama", {"key_dtype": "fp8_e3m4", "value_dtype": "fp8_e5m2"}),
+    "first-call-centers": ("llama", {"center_keys": True}),
+    "static-scales": ("llama", {"scales": make_scales(center=False)}),
+    "centered": ("llama", {"scales": make_scales(center=True)}),
+    "constant-scale": ("llama", {"scales": 0.5}),
+    "auto": ("llama", {"dtype": "auto"}),
+    "sliding": ("mistral", {}),
+    "two-groups": ("gemma3", {}),
+    "stock-layers": ("gemma3", {"skip_layers": ["sliding_attention"]}),
+    "preallocated": ("llama", {"max_cache_len": 30}),
+    "preallocated-two-groups": ("gemma3", {"max_cache_len": 30, "center_keys": True}),
+    "without-config": ("", {}),
+    "empty": ("llama", {}),
+}
+
+
+def feed(cache: FP8PagedCache, count: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(2):
+        x = torch.randint(-64, 65, (2, HEADS, count, DIM), generator=generator) / 8
+        cache.update(x, x.flip(-1) + layer, layer)
+
+
+def make_cache(name: str) -> FP8PagedCache:
+    kind, keywords = CASES[name]
+    cache = FP8PagedCache(make_config(kind) if kind else None, page_size=8, **keywords)
+    if name != "empty":
+        feed(cache, PROMPT, 0)
+        cache.reorder_cache(torch.tensor([1, 1]))
+    return cache
+
+
+def continue_cache(cache: FP8PagedCache) -> None:
+    for step in range(4):
+        feed(cache, 1, 1 + step)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    feed(cache, 6, 9)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for name in CASES:
+        cache = make_cache(name)
+        cache.save(folder / f"{name}.safetensors")
+        continue_cache(cache)
+        cache.save(folder / f"{name}.continued.safetensors")
