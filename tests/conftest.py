@@ -105,7 +105,7 @@ def _default_dtype() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
-    """The folder of the demo's model (SmolLM2-135M-Instruct, bf16), converted on first use."""
+    """The folder of the demo model (SmolLM2-135M-Instruct, bf16), converted on first use."""
     from hf_fp8kv.errors import ConfigError
     from hf_fp8kv.utils import demo_model as demo
 

@@ -25,7 +25,7 @@ from ..errors import ConfigError
 from ..formats import FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
-from ..utils.environment import circumstances
+from ..utils.environment import describe_run
 from .quality import STOCK, TEXTS, stock_cache
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def run_accuracy_suite(
             )
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
-        **circumstances("accuracy", device=str(model.device)),
+        **describe_run("accuracy", device=str(model.device)),
         "settings": {
             "model": name, "dtype": str(model.dtype).removeprefix("torch."),
             "attention": "fp8_paged", "texts": list(scored), "prefill": prefill, "score": score,

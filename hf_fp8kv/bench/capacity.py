@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..serving.engines import cache_class
 from ..serving.engines.common import sizes
 from ..serving.settings import Settings
-from ..utils.environment import circumstances
+from ..utils.environment import describe_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -184,7 +184,7 @@ def run_capacity_suite(
             tokens = planned_tokens(text, memory, settings)
             rows.append(_row(model, cache, each, tokens, base))
     return {
-        **circumstances("capacity"),
+        **describe_run("capacity"),
         "settings": {"memory_gib": memory_gib, "percent": PERCENT, "page_size": PAGE,
                      "max_batch_tokens": 8192, "max_requests": 256},
         "rows": rows,

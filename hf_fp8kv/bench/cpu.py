@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
-from ..utils.environment import circumstances
+from ..utils.environment import describe_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -99,7 +99,7 @@ def run_cpu_suite(
         say("memory of processes")
         rows += _process_rows(memory_tokens, heads, backend)
     return {
-        **circumstances("cpu"),
+        **describe_run("cpu"),
         "settings": {"context": list(context), "heads": list(heads), "pairs": pairs,
                      "backend": backend, "batch": 1},
         "rows": rows,

@@ -13,7 +13,7 @@ from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import Scores, compare_caches
 from ..errors import ConfigError
-from ..utils.environment import circumstances
+from ..utils.environment import describe_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,7 +81,7 @@ def run_quality_suite(
             for batch in ids.to(model.device).split(_BATCH)
         ]
     return {
-        **circumstances("quality", device=str(model.device)),
+        **describe_run("quality", device=str(model.device)),
         "settings": {"model": name, "dtype": str(model.dtype).removeprefix("torch."),
                      "attention": "fp8_paged", "texts": topics, "prefill": prefill, "score": score,
                      "chunk": chunk},

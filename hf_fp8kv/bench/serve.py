@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..utils import demo_model as demo
-from ..utils.environment import circumstances
+from ..utils.environment import describe_run
 from .serve_clients import Load, Server, served
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def run_serve_suite(
     settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
                 "dtype": dtype, "batch_tokens": batch_tokens,
                 "loads": [vars(load) for load in loads]}  # fmt: skip
-    return {**circumstances("serve"), "settings": settings, "rows": rows}
+    return {**describe_run("serve"), "settings": settings, "rows": rows}
 
 
 def _same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:

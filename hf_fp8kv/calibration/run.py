@@ -21,7 +21,7 @@ from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
 from ..scales.resolve import resolve
-from ..utils.environment import hardware, today, version, versions
+from ..utils.environment import hardware, utc_now, version, versions
 from ..utils.text import format_list, format_value
 from . import scoring, stages
 from .corpus import Corpus, read_corpus
@@ -359,7 +359,7 @@ def _report(
         tokens=tokens,
         held_out_tokens=held_out,
         seconds=seconds,
-        date=today(),
+        date=utc_now(),
         versions=versions(),
         hardware=hardware() | {"device": str(model.device)},
         scales_digest=scales.digest,

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..errors import ConfigError, ScaleError
-from ..utils.files import wrapped, write_all
+from ..utils.files import convert_read_errors, write_all
 from .observe import Parts
 
 __all__ = ["State", "digest_of"]
@@ -109,7 +109,10 @@ class State:
 
     def _read(self, path: Path) -> None:
         try:
-            with wrapped(path, "the state of a calibration"), safe_open(path, "pt") as file:
+            with (
+                convert_read_errors(path, "the state of a calibration"),
+                safe_open(path, "pt") as file,
+            ):
                 about = dict(file.metadata() or {})
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except ScaleError as error:

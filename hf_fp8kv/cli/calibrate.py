@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ScaleError
-from ..utils.terminal import rows_table
+from ..utils.terminal import make_table
 from .shared import facts, load, show, spoken, tell
 from .texts import (
     TEXTS_HELP,
@@ -245,5 +245,5 @@ def _print_result(
             }
             for row in report.quality
         ]  # fmt: skip
-        show([rows_table(rows), Text(report.centers)], piped_width=120)
+        show([make_table(rows), Text(report.centers)], piped_width=120)
     print("\n".join(map(str, paths)))

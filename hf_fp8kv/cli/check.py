@@ -9,7 +9,7 @@ import typer
 
 from ..errors import ConfigError
 from ..utils.environment import PACKAGES, version
-from ..utils.terminal import rows_table
+from ..utils.terminal import make_table
 from .shared import load, progress, show
 from .values import Device, Json, Model, completing, one_of, targets
 
@@ -62,7 +62,7 @@ def check(
         return
     rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
     rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
-    show([rows_table([{"": name, "found": found} for name, found in rows.items()])])
+    show([make_table([{"": name, "found": found} for name, found in rows.items()])])
     if report is not None:
         print(report)
 

@@ -39,7 +39,7 @@ def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     folder = name or str(demo.model_path())
     try:
-        with nullcontext() if name else demo.no_bars():
+        with nullcontext() if name else demo.hide_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:

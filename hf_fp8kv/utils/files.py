@@ -1,4 +1,4 @@
-"""Files: read with errors of ours, written whole or not at all. JSON and safetensors only."""
+"""Files: JSON and safetensors, read with our errors and written atomically."""
 
 import json
 import os
@@ -9,23 +9,24 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ScaleError
-from ..utils.text import format_value
+from .text import format_value
 
 __all__ = [
     "PICKLES",
+    "convert_read_errors",
     "read_header",
     "read_json",
     "read_weight_map",
-    "wrapped",
     "write_all",
 ]
 
+# Suffixes of files that are not opened: reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
 
 
 @contextmanager
-def wrapped(path: Path | str, expected: str) -> Iterator[None]:
-    """Turns the errors of the libraries that read a file into ours."""
+def convert_read_errors(path: Path | str, expected: str) -> Iterator[None]:
+    """Convert the errors of the libraries that read a file to `ScaleError`."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, RecursionError) as error:
@@ -38,18 +39,18 @@ def wrapped(path: Path | str, expected: str) -> Iterator[None]:
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
-    """A JSON object; with `unique`, a key that is there twice is an error."""
+    """Return the JSON object in a file; with `unique`, duplicate keys are an error."""
 
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
+    def make_dict(items: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(items)
         if unique and len(result) < len(items):
             names = [name for name, _ in items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ScaleError(f"{path}: expected every key once, got {twice!r} twice; delete one")
+            double = next(name for name in names if names.count(name) > 1)
+            raise ScaleError(f"{path}: expected every key once, got {double!r} twice; delete one")
         return result
 
-    with wrapped(path, "a JSON file"):
-        data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=pairs)
+    with convert_read_errors(path, "a JSON file"):
+        data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_dict)
     if not isinstance(data, dict):
         raise ScaleError(
             f"{path}: expected a JSON object, got {type(data).__name__}; fetch or write it again"
@@ -58,14 +59,14 @@ def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Tensor names and the files that hold them, from a safetensors index."""
+    """Return the file of each tensor, from a safetensors index."""
     files = read_json(path).get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ScaleError(
             f"{path}: expected a weight_map with tensors, got {format_value(files)}; fetch it again"
         )
     for file in files.values():
-        # A file of another folder is not part of the checkpoint.
+        # A file in another folder is not part of the checkpoint.
         if not isinstance(file, str) or Path(file).name != file:
             raise ScaleError(
                 f"{path}: expected file names in weight_map, got {format_value(file)}; fetch it "
@@ -75,16 +76,16 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
-    """The names of a safetensors file's tensors, and its metadata."""
-    with wrapped(path, "a safetensors file"), safe_open(path, "pt") as file:
+    """Return the names of a safetensors file's tensors, and its metadata."""
+    with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
         return list(file.keys()), dict(file.metadata() or {})
 
 
 def write_all(files: Mapping[Path, bytes]) -> None:
-    """Every file is there with all of its content, or all are as they were before.
+    """Write every file completely, or leave all of them as they were if one cannot be written.
 
-    A process that is killed between two of them leaves the first ones, each whole; so the file
-    without which the others are not read comes last.
+    A process that is killed between two renames leaves the first files replaced, each complete: so
+    pass the file without which the others are not read last.
     """
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
     try:

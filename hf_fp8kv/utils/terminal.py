@@ -1,4 +1,4 @@
-"""Tables and sizes as a person reads them on a terminal."""
+"""Terminal output: tables and sizes in bytes."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -6,20 +6,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["readable_size", "rows_table"]
+__all__ = ["format_size", "make_table"]
 
 
-def readable_size(amount: float) -> str:
-    """Returns a number of bytes as a person reads it."""
+def format_size(size: float) -> str:
+    """Return a number of bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB"):
-        if amount < 1024:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
-        amount /= 1024
-    return f"{amount:.2f} GiB"
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
 
 
-def rows_table(rows: Sequence[Mapping[str, object]]) -> "RenderableType":
-    """Returns a table with a column for every key that a row has."""
+def make_table(rows: Sequence[Mapping[str, object]]) -> "RenderableType":
+    """Return a table with a column for every key that occurs in a row."""
     from rich.table import Table
     from rich.text import Text
 
@@ -28,9 +28,9 @@ def rows_table(rows: Sequence[Mapping[str, object]]) -> "RenderableType":
     for name in names:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(_cell(row.get(name, ""))) for name in names))
+        table.add_row(*(Text(_format_cell(row.get(name, ""))) for name in names))
     return table
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Values as short text on one line, for messages."""
+"""Text of values in messages: short, on one line."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -7,7 +7,7 @@ __all__ = ["format_list", "format_value"]
 
 
 def format_list(values: Iterable[object], limit: int = 8) -> str:
-    """Return the first `limit` values, separated by commas, with dots if there are more."""
+    """Return the first `limit` values, separated by commas, and "..." if there are more."""
     texts = [str(value) for value in islice(values, limit + 1)]
     return ", ".join(texts[:limit]) + (", ..." if len(texts) > limit else "")
 

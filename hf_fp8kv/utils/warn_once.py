@@ -1,4 +1,4 @@
-"""Warnings that a process gives once."""
+"""Warnings logged once per process."""
 
 import logging
 
@@ -10,7 +10,7 @@ _WARNED: set[str] = set()
 
 
 def warn_once(logger: logging.Logger, message: str) -> None:
-    """Logs a warning, unless this process has logged it before, or code is being traced."""
+    """Log a warning, unless this process has logged it before or torch is compiling."""
     if not torch.compiler.is_compiling() and message not in _WARNED:
         _WARNED.add(message)
         logger.warning(message)

@@ -13,7 +13,7 @@ from hf_fp8kv.bench import quality
 from hf_fp8kv.cli import values
 from hf_fp8kv.cli.side_by_side import Run, agreement
 from hf_fp8kv.utils.environment import version
-from hf_fp8kv.utils.terminal import rows_table
+from hf_fp8kv.utils.terminal import make_table
 from tests.helpers import command_line
 
 TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
@@ -237,7 +237,7 @@ def measures(monkeypatch) -> list[dict[str, object]]:
         return {"suite": "cpu", "rows": rows}
 
     stand_in = types.SimpleNamespace(
-        run_cpu_suite=run_cpu_suite, format_table=lambda result: rows_table(result["rows"])
+        run_cpu_suite=run_cpu_suite, format_table=lambda result: make_table(result["rows"])
     )
     monkeypatch.setitem(sys.modules, "hf_fp8kv.bench.cpu", stand_in)
     return rows

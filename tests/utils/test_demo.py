@@ -1,4 +1,4 @@
-"""The demo's model: found without importing its package, converted whole or not at all."""
+"""The demo model: found without importing its package, converted completely or not at all."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
         _write_model(folder)
 
     (tmp_path / demo.GGUF).touch()
-    monkeypatch.setattr(demo, "gguf_file", lambda: tmp_path / demo.GGUF)
+    monkeypatch.setattr(demo, "find_gguf_file", lambda: tmp_path / demo.GGUF)
     monkeypatch.setattr(demo, "_convert", convert)
     return done
 
@@ -70,7 +70,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 def test_a_package_without_the_file_is_an_error(monkeypatch):
     monkeypatch.setattr(demo, "PACKAGE", "json")
     with pytest.raises(ConfigError, match="json without that file"):
-        demo.gguf_file()
+        demo.find_gguf_file()
 
 
 def test_a_missing_reader_is_named_with_the_command_that_installs_it(
@@ -84,7 +84,7 @@ def test_a_missing_reader_is_named_with_the_command_that_installs_it(
 
 def test_the_package_is_found_without_importing_it(demo_model_path):
     # It would import llm and llama_cpp, which nobody needs here.
-    assert demo.gguf_file().stat().st_size > 50e6
+    assert demo.find_gguf_file().stat().st_size > 50e6
     assert demo.PACKAGE not in sys.modules
 
 
@@ -125,7 +125,7 @@ def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
     (folder / "model.safetensors").unlink()
     demo.model_path()
     assert len(conversions) == 2
-    assert demo._is_whole(folder)
+    assert demo._is_complete(folder)
 
 
 def test_what_a_killed_conversion_left_is_removed_later(folder, conversions):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import ConfigError
-from ...utils.environment import circumstances
+from ...utils.environment import describe_run
 from . import ceilings, decode, end_to_end, experiments, serving, write
 from .record import DeviceLost, Record
 from .results import complete
@@ -75,7 +75,7 @@ def run_gpu_suite(
             f"{'finds one' if torch.cuda.is_available() else 'finds none'}"
         )
     result: dict[str, Any] = {
-        **circumstances("gpu", **_gpu(stage)),
+        **describe_run("gpu", **_gpu(stage)),
         "settings": {
             "device": str(stage.device), "backend": backend, "dry": dry, "seconds": seconds
         },

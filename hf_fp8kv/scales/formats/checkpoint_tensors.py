@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from ...errors import ScaleError
-from ...utils.files import PICKLES, wrapped
+from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
 from ..kv_scales import KVScales
 from ..layer_scales import LayerScales
@@ -99,7 +99,7 @@ def _check_foreign(folder: Folder, files: dict[str, str]) -> None:
     points = [name for name in files if ZERO_POINT.fullmatch(name)]
     for file, names in _by_file(points, files).items():
         path = _present(folder, file)
-        with wrapped(path, "a safetensors file"), safe_open(path, "pt") as opened:
+        with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as opened:
             for name in names:
                 if bool(opened.get_tensor(name).float().ne(0).any()):
                     raise ScaleError(
@@ -122,7 +122,7 @@ def _values(
 def _load(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Scales as float32: `[]`, or `[heads, 1]` for those per head."""
     loaded = {}
-    with wrapped(path, "a safetensors file"), safe_open(path, "pt") as file:
+    with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
         there = set(file.keys())
         for name in names:
             if name not in there:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
-from ...utils.files import wrapped
+from ...utils.files import convert_read_errors
 from ...utils.text import format_list
 from ..layer_scales import LayerScales
 
@@ -61,7 +61,7 @@ def read_own(path: Path, names: list[str], about: str) -> tuple[dict[int, LayerS
         names: its tensors.
         about: the entry "hf_fp8kv" of its metadata.
     """
-    with wrapped(path, "JSON in the metadata entry 'hf_fp8kv'"):
+    with convert_read_errors(path, "JSON in the metadata entry 'hf_fp8kv'"):
         header = json.loads(about)
     if not isinstance(header, dict):
         header = {}
@@ -71,7 +71,7 @@ def read_own(path: Path, names: list[str], about: str) -> tuple[dict[int, LayerS
             f"{header.get('version')!r} and {header.get('dtype')!r}; update hf_fp8kv"
         )
     parts: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
-    with wrapped(path, "a safetensors file"), safe_open(path, "pt") as file:
+    with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
         for name in names:
             match = _OWN_NAME.fullmatch(name)
             if match is None or file.get_slice(name).get_dtype() != "F32":

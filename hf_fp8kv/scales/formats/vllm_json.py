@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ...errors import ScaleError
-from ...utils.files import wrapped
+from ...utils.files import convert_read_errors
 from ...utils.text import format_list, format_value
 from ..kv_scales import KVScales
 from ..layer_scales import LayerScales
@@ -82,7 +82,7 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
             layer = _index(path, layer_key, r"([0-9]{1,9})", "a layer", ranks[rank])
             what = f"{path}: rank {rank}, layer {layer}"
             if isinstance(value, str):
-                with wrapped(what, "a number"):
+                with convert_read_errors(what, "a number"):
                     value = float(value)
             ranks[rank][layer] = checked_constant(value, what)
     if sorted(ranks) != list(range(len(ranks))):

@@ -1,6 +1,6 @@
 """What the server tells about itself: numbers for Prometheus, and a line for the log."""
 
-from ...utils.terminal import readable_size
+from ...utils.terminal import format_size
 from .calls import Calls
 from .engine import Engine
 
@@ -52,7 +52,7 @@ def summary(engine: Engine, calls: Calls, tokens_per_second: float) -> str:
     if used is not None:
         parts += [
             f"pages: {used.pages_used} of {used.pages_total} used, {used.tokens_held} tokens, "
-            f"{readable_size(used.bytes_used)} of {readable_size(used.bytes_total)}",
+            f"{format_size(used.bytes_used)} of {format_size(used.bytes_total)}",
             f"prefixes: {used.prefix_hits} hits, {used.prefix_tokens} tokens",
         ]
     return "; ".join(parts)
