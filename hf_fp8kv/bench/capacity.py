@@ -17,9 +17,9 @@ from transformers.generation.continuous_batching import cache as stock
 
 from ..attention.fp8_paged import NAME
 from ..errors import ConfigError
+from ..serving.config import ServingConfig
 from ..serving.engines import cache_class
 from ..serving.engines.common import sizes
-from ..serving.settings import Settings
 from ..utils.environment import describe_run
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class _Alone:
 def planned_tokens(
     config: PreTrainedConfig,
     memory: int,
-    settings: Settings | None,
+    settings: ServingConfig | None,
     *,
     attention: str = NAME,
     page_size: int = PAGE,
@@ -179,7 +179,7 @@ def run_capacity_suite(
             base = base or tokens
             rows.append(_row(model, cache, 2.0 * numbers, tokens, base))
         for cache, keywords in OURS.items():
-            settings = Settings.parse(backend="torch", **keywords)
+            settings = ServingConfig.parse(backend="torch", **keywords)
             each = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
             tokens = planned_tokens(text, memory, settings)
             rows.append(_row(model, cache, each, tokens, base))

@@ -118,13 +118,13 @@ def serve(
         "center_keys": center_keys,
         "backend": backend,
     }
+    from ..serving.server.config import ServerConfig
     from ..serving.server.options import check_options
-    from ..serving.server.settings import Settings
     from ..utils import demo_model as demo
 
     command: Any = ctx.command
     check_options(given, command.stock_defaults())
-    settings = Settings.checked(
+    settings = ServerConfig.checked(
         host,
         api_key,
         max_body=parse_memory(max_body, "--max-body"),

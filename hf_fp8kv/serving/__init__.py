@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.kv_scales import KVScales
+from .config import ServingConfig
 from .engines import cache_class, stock_manager
-from .manager import PLACE, Enabled, dispatch, put_back_attention
+from .fp8_manager import PLACE, Enabled, dispatch, put_back_attention
 from .probe import check_kinds, check_packing
-from .settings import Settings
 from .usage import Usage, usage
 
 __all__ = ["Usage", "disable", "enable", "usage"]
@@ -89,7 +89,7 @@ def enable(
             "ContinuousBatchingManager: it would meet another attention in the middle of a step; "
             "call its stop() first"
         )
-    settings = Settings.parse(
+    settings = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         center_keys=center_keys, backend=backend, **tensor_parallel(model),
     )  # fmt: skip

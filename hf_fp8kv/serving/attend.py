@@ -7,9 +7,9 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
+from .config import LayerNumbers
 from .layout import PageLayout, Stored
-from .settings import LayerNumbers
-from .step import AT_ONCE, Attend, Calls, Chunk
+from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
 __all__ = ["attend_layer"]
 
@@ -18,7 +18,7 @@ def attend_layer(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    calls: Calls,
+    calls: LayerWork,
     stored: Stored,
     numbers: LayerNumbers,
     layout: PageLayout,
@@ -101,7 +101,7 @@ def _check(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) -> None:
 
 
 def _write(
-    pages: Pages, key: torch.Tensor, value: torch.Tensor, calls: Calls, backend: str
+    pages: Pages, key: torch.Tensor, value: torch.Tensor, calls: LayerWork, backend: str
 ) -> None:
     """Each token is a sequence of its own, of one page, which already holds the slots before it."""
     count = len(calls.slots)
@@ -112,8 +112,8 @@ def _write(
     else:
         key, value = key.index_select(2, calls.written), value.index_select(2, calls.written)
     key, value = key.permute(2, 1, 0, 3), value.permute(2, 1, 0, 3)
-    for at in range(0, count, AT_ONCE):
-        part = slice(at, at + AT_ONCE)
+    for at in range(0, count, MAX_BATCH):
+        part = slice(at, at + MAX_BATCH)
         table = calls.table[part]
         ops.write(pages._replace(table=table), key[part], value[part], calls.slots[part], backend)
 
@@ -121,7 +121,7 @@ def _write(
 def _attend(
     query: torch.Tensor,
     pages: Pages,
-    call: Attend,
+    call: AttendBatch,
     out: torch.Tensor,
     layout: PageLayout,
     backend: str,
@@ -150,7 +150,7 @@ def _attend_chunk(
     key: torch.Tensor,
     value: torch.Tensor,
     pages: Pages,
-    chunk: Chunk,
+    chunk: RingChunk,
     out: torch.Tensor,
     layout: PageLayout,
     backend: str,

@@ -16,10 +16,10 @@ from ..attention.masks import engine_step
 from ..attention.switching import eval_mode, get_implementations, set_implementations
 from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
+from .config import ServingConfig
 from .engines.common import EngineCache, sizes
 from .layout import PageLayout, Stored
-from .settings import Settings
-from .step import Kind
+from .step import LayerKind
 
 __all__ = ["check_kinds", "check_packing"]
 
@@ -54,7 +54,7 @@ def check_kinds(config: Any) -> list[int | None]:
     return [window if kind == _SLIDING else None for kind in kinds]
 
 
-def check_packing(model: PreTrainedModel, settings: Settings) -> None:
+def check_packing(model: PreTrainedModel, settings: ServingConfig) -> None:
     """Runs the model on seven tokens, as an engine would and text by text; stores its own dtype.
 
     Raises:
@@ -123,9 +123,9 @@ def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 class _PackedCache(EngineCache):
     """A cache without an engine: one page for each text, and the model's own dtype in it."""
 
-    def __init__(self, model: PreTrainedModel, settings: Settings) -> None:
+    def __init__(self, model: PreTrainedModel, settings: ServingConfig) -> None:
         config, chosen = model.config.get_text_config(), settings.options
-        settings = Settings.parse(
+        settings = ServingConfig.parse(
             dtype=AUTO, backend=chosen.backend, tp_rank=chosen.tp_rank, tp_size=chosen.tp_size
         )
         heads, dim = sizes(config)
@@ -134,7 +134,7 @@ class _PackedCache(EngineCache):
         self._prepare(settings, config.num_hidden_layers, heads, dim, model.device)
         self._windows = check_kinds(config)
         chosen_ones = list(dict.fromkeys(self._windows))
-        self.kinds = [Kind(window, _SLOTS) for window in chosen_ones]
+        self.kinds = [LayerKind(window, _SLOTS) for window in chosen_ones]
         self._kind_of = [chosen_ones.index(window) for window in self._windows]
         self._stored: dict[int, Stored] = {}
         self._device = model.device

@@ -17,18 +17,25 @@ import torch
 from .. import ops
 
 __all__ = [
-    "AT_ONCE", "Attend", "Calls", "Chunk", "Kind", "Step", "decode_calls", "numbers_at_peak",
+    "MAX_BATCH",
+    "AttendBatch",
+    "EngineStep",
+    "LayerKind",
+    "LayerWork",
+    "RingChunk",
+    "decode_work",
+    "peak_elements",
 ]  # fmt: skip
 
 _Ints = npt.NDArray[np.int32]
 # Prompts share a call if the shortest has this much of the longest's tokens.
-ALIKE = 0.7
+MIN_LENGTH_RATIO = 0.7
 # CUDA has no more programs than this along the last axis of a grid.
-AT_ONCE = 65_535
+MAX_BATCH = 65_535
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """Layers of one kind of attention: they share block tables.
 
     Attributes:
@@ -42,7 +49,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Attend:
+class AttendBatch:
     """A set of requests that attend in one call.
 
     Attributes:
@@ -82,7 +89,7 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RingChunk:
     """Several tokens of a request whose ring they overwrite while they still need it.
 
     Attributes:
@@ -101,7 +108,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Calls:
+class LayerWork:
     """What one layer of a kind has to do in a step.
 
     Attributes:
@@ -116,8 +123,8 @@ class Calls:
     written: torch.Tensor | None
     table: torch.Tensor
     slots: torch.Tensor
-    attends: Sequence[Attend]
-    chunks: Sequence[Chunk]
+    attends: Sequence[AttendBatch]
+    chunks: Sequence[RingChunk]
     count: int
 
 
@@ -129,13 +136,13 @@ class _Row:
     pages: tuple[_Ints, ...]  # of each kind
 
 
-class Step:
+class EngineStep:
     """The requests of one step, in the order of their tokens."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
+    def __init__(self, kinds: Sequence[LayerKind]) -> None:
         self._kinds = kinds
         self._rows: list[_Row] = []
-        self._made: dict[tuple[int, torch.device], Calls] = {}
+        self._made: dict[tuple[int, torch.device], LayerWork] = {}
 
     @property
     def count(self) -> int:
@@ -156,7 +163,7 @@ class Step:
         found = tuple(np.array(of_kind, np.int32) for of_kind in pages)
         self._rows.append(_Row(past, tokens, self.count, found))
 
-    def calls(self, kind: int, device: torch.device) -> Calls:
+    def calls(self, kind: int, device: torch.device) -> LayerWork:
         """Returns what a layer of this kind has to do; made once per step."""
         made = self._made.get((kind, device))
         if made is None:
@@ -164,7 +171,7 @@ class Step:
         return made
 
 
-def decode_calls(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> Calls:
+def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
     """Returns the calls of a step in which every request has one token, from tensors alone.
 
     Args:
@@ -175,14 +182,14 @@ def decode_calls(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> 
     before = (lengths - 1).clamp(min=0)
     page = table.gather(1, (before // page_size)[:, None].long())
     stop = table.shape[1] * page_size
-    attend = Attend(None, None, None, 1, table, lengths, stop, causal=False)
-    return Calls(None, page, before % page_size, [attend], [], len(lengths))
+    attend = AttendBatch(None, None, None, 1, table, lengths, stop, causal=False)
+    return LayerWork(None, page, before % page_size, [attend], [], len(lengths))
 
 
 class _Maker:
     """Makes the calls of one kind of layer."""
 
-    def __init__(self, step: Step, kind: int, device: torch.device) -> None:
+    def __init__(self, step: EngineStep, kind: int, device: torch.device) -> None:
         self.rows, self.count, self.index, self.device = step._rows, step.count, kind, device
         self.window, self.size = step._kinds[kind].window, step._kinds[kind].page_size
 
@@ -194,7 +201,7 @@ class _Maker:
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
-    def calls(self) -> Calls:
+    def calls(self) -> LayerWork:
         split = [row for row in self.rows if self.wraps(row)]
         plain = [row for row in self.rows if not self.wraps(row)]
         places = [self.places(row, row.past, row.past + row.tokens) for row in plain]
@@ -205,7 +212,7 @@ class _Maker:
             spans = [np.arange(row.first, row.first + row.tokens) for row in plain]
             nothing = np.empty(0, np.int64)
             written = self.on_device(np.concatenate([nothing, *spans]), np.int64)
-        return Calls(
+        return LayerWork(
             written,
             self.on_device(page, np.int32)[:, None],
             self.on_device(slot, np.int32),
@@ -226,7 +233,7 @@ class _Maker:
         page = row.pages[self.index][position // self.size]
         return page, (position % self.size).astype(np.int32)
 
-    def attend(self, group: list[_Row]) -> Attend:
+    def attend(self, group: list[_Row]) -> AttendBatch:
         count = max(row.tokens for row in group)
         ends = [row.past + row.tokens for row in group]
         lengths = [end if self.window is None else min(end, self.window) for end in ends]
@@ -245,12 +252,12 @@ class _Maker:
                 real = np.flatnonzero(~missing)
                 used_ones = self.on_device(real, np.int64)
                 targets = self.on_device(chosen[real], np.int64)
-        return Attend(
+        return AttendBatch(
             tokens, used_ones, targets, count, self.on_device(table, np.int32),
             self.on_device(lengths, np.int32), max(lengths), causal=count > 1,
         )  # fmt: skip
 
-    def chunk(self, row: _Row) -> Chunk:
+    def chunk(self, row: _Row) -> RingChunk:
         assert self.window is not None
         end = row.past + row.tokens
         old = self.places(row, max(row.past - self.window + 1, 0), row.past)
@@ -261,25 +268,25 @@ class _Maker:
             return self.on_device(page, np.int64), self.on_device(slot, np.int64)
 
         before = self.on_device([len(old[0])], np.int32)
-        return Chunk(row.first, row.tokens, before, both(old), both(kept))
+        return RingChunk(row.first, row.tokens, before, both(old), both(kept))
 
 
-def numbers_at_peak(hidden: int, queries: int, heads: int, dim: int) -> int:
+def peak_elements(hidden: int, queries: int, heads: int, dim: int) -> int:
     """Returns how many numbers of the model's dtype a token of a step takes inside attention.
 
     Beside the hidden states, the queries and the new keys and values: the states before the norm,
     queries in the order of calls and their results in that order (both with padding), results in
     the engine's order, and keys in float32 when they are centered.
     """
-    return hidden + math.ceil((2 / ALIKE + 1) * queries * dim) + 2 * heads * dim
+    return hidden + math.ceil((2 / MIN_LENGTH_RATIO + 1) * queries * dim) + 2 * heads * dim
 
 
 def groups(rows: Sequence[_Row]) -> list[list[_Row]]:
     """Splits requests into sets of about the same number of tokens; those with one are a set."""
     found: list[list[_Row]] = []
     for row in sorted(rows, key=lambda row: -row.tokens):  # stable: equal ones stay in order
-        fits = found and row.tokens >= ALIKE * found[-1][0].tokens
-        if fits and (row.tokens > 1) == (found[-1][0].tokens > 1) and len(found[-1]) < AT_ONCE:
+        fits = found and row.tokens >= MIN_LENGTH_RATIO * found[-1][0].tokens
+        if fits and (row.tokens > 1) == (found[-1][0].tokens > 1) and len(found[-1]) < MAX_BATCH:
             found[-1].append(row)
         else:
             found.append([row])

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .manager import PLACE
+from .fp8_manager import PLACE
 
 __all__ = ["Usage", "usage"]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from command_line import Runner, runner
-from serving_tools import batching, greedy
-from tiny_models import tiny
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, KVScales, serving
 from hf_fp8kv.bench.capacity import GIB, MODELS, planned_tokens, run_capacity_suite, shape
-from hf_fp8kv.serving.settings import Settings
+from hf_fp8kv.serving.config import ServingConfig
+from tests.helpers.serving_tools import batching, greedy
+from tests.helpers.tiny_models import tiny
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return runner(monkeypatch, capsys)
 
 
-def settings(**keywords: Any) -> Settings:
+def settings(**keywords: Any) -> ServingConfig:
     given = {
         "scales": None, "dtype": "fp8", "key_dtype": None, "value_dtype": None,
         "center_keys": None, "backend": "torch",
     }  # fmt: skip
-    return Settings.parse(**{**given, **keywords})
+    return ServingConfig.parse(**{**given, **keywords})
 
 
 class TestPlan:

@@ -17,10 +17,10 @@ from transformers.generation.continuous_batching import offloading_manager
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
 from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
+from hf_fp8kv.serving.config import LayerNumbers
 from hf_fp8kv.serving.engines import common, layout
 from hf_fp8kv.serving.layout import PageLayout, Stored
-from hf_fp8kv.serving.settings import LayerNumbers
-from hf_fp8kv.serving.step import Kind, Step
+from hf_fp8kv.serving.step import EngineStep, LayerKind
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
 from tests.helpers.tiny_models import tiny
@@ -281,14 +281,14 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
     padding: list[int] = []
     used: set[int] = set()
-    made = common.decode_calls
+    made = common.decode_work
 
     def watch(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
         padding.append(int((lengths == 0).sum()))
         used.update(table[table >= 0].tolist())
         return made(table, lengths, size)
 
-    monkeypatch.setattr(common, "decode_calls", watch)
+    monkeypatch.setattr(common, "decode_work", watch)
     manager.warmup()
     manager.batch_processor.model_runner.pad_inputs = True
     manager.start()
@@ -415,7 +415,7 @@ def layer(
     count = -(-(window or 80 * LONGER) // SLOTS) + 1
     found = []
     for requests in (FIRST, THEN):
-        step = Step([Kind(window, SLOTS)])
+        step = EngineStep([LayerKind(window, SLOTS)])
         for number, (past, tokens) in enumerate(requests):
             start = first + number * count
             step.add(past, tokens, [list(range(start, start + count))])

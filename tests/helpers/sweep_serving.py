@@ -20,12 +20,11 @@ from typing import Any
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from serving_tools import batched, greedy, prompts
-from tiny_models import tiny, type_names
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hf_fp8kv import Fp8KVError, serving
+from tests.helpers.serving_tools import batched, greedy, prompts
+from tests.helpers.tiny_models import tiny, type_names
 
 NEW = 6
 EQUAL, DIFFERS, FAILS, REFUSED = "equal", "differs", "fails", "refused"

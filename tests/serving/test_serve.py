@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.serving.server.calls import Calls
+from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
 from tests.helpers.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
 
@@ -400,12 +400,12 @@ def test_long_prompts_take_turns_and_short_ones_do_not_wait():
             return threading.current_thread() is threading.main_thread()
 
     async def all_of_them() -> list[object]:
-        handler, calls = Handler(), Calls()
+        handler, calls = Handler(), RequestTracker()
         adapt(handler, CHAT, asyncio.Semaphore(1))
 
         async def ask(name: str) -> object:
             content = "x" * 200_000 if "long" in name else "x"
-            with calls.running_call({}, "model"):
+            with calls.track({}, "model"):
                 return await handler.handle_request({"prompt": content}, name)
 
         asking = [asyncio.create_task(ask(name)) for name in ("long", "gone, long", "last, long")]

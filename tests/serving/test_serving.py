@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from serving_tools import (
+from transformers import CONFIG_MAPPING
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
+from hf_fp8kv.attention import masks
+from hf_fp8kv.serving import step as step_module
+from hf_fp8kv.serving.engines import common, layout
+from hf_fp8kv.serving.fp8_manager import FP8Manager
+from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
+from tests.helpers.serving_tools import (
     NEW,
     PAGE,
     batched,
@@ -20,16 +29,7 @@ from serving_tools import (
     one_by_one,
     prompts,
 )
-from tiny_models import tiny
-from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching import ContinuousBatchingManager
-
-from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
-from hf_fp8kv.attention import masks
-from hf_fp8kv.serving import step as step_module
-from hf_fp8kv.serving.engines import common, layout
-from hf_fp8kv.serving.manager import FP8Manager
-from hf_fp8kv.serving.step import Kind, Step, decode_calls
+from tests.helpers.tiny_models import tiny
 
 HAS_BLOCK_TABLES = layout().__name__.endswith("flat_tensor")
 
@@ -133,13 +133,13 @@ class TestSameTokens:
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         seen: list[int] = []
-        made = common.decode_calls
+        made = common.decode_work
 
         def watch(table: torch.Tensor, lengths: torch.Tensor, size: int) -> Any:
             seen.append(len(lengths))
             return made(table, lengths, size)
 
-        monkeypatch.setattr(common, "decode_calls", watch)
+        monkeypatch.setattr(common, "decode_work", watch)
         manager.start()
         try:
             ids = manager.add_requests(prompts(), max_new_tokens=NEW)
@@ -567,7 +567,7 @@ class TestRunning:
         assert batched(llama, [[5, 6]])
 
     def test_padding_has_no_result(self) -> None:
-        made = Step([Kind(None, 8)])
+        made = EngineStep([LayerKind(None, 8)])
         for page, tokens in enumerate((10, 8, 1)):
             made.add(0, tokens, [[2 * page, 2 * page + 1]])
         calls = made.calls(0, torch.device("cpu"))
@@ -576,7 +576,7 @@ class TestRunning:
 
     def test_a_row_of_no_request_has_page_and_slot(self) -> None:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
-        calls = decode_calls(table, torch.tensor([9, 0], dtype=torch.int32), 8)
+        calls = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert calls.table.tolist() == [[4], [7]]
         assert calls.slots.tolist() == [0, 0]
 
@@ -584,7 +584,7 @@ class TestRunning:
         monkeypatch.setattr(step_module.ops, "plan_rows", lambda *_: 1)
         fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
         monkeypatch.setattr(step_module.ops, "make_plan", fill)
-        made = Step([Kind(None, 8)])
+        made = EngineStep([LayerKind(None, 8)])
         made.add(7, 1, [[0]])
         made.add(0, 5, [[1]])
         plans = [int(c.plan("torch", 2)[0, 0]) for c in made.calls(0, torch.device("cpu")).attends]

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from serving_tools import batched, batching, greedy, head_scales, one_by_one, prompts
-from tiny_models import tiny
 from transformers import CompileConfig
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.serving import engines
+from tests.helpers.serving_tools import batched, batching, greedy, head_scales, one_by_one, prompts
+from tests.helpers.tiny_models import tiny
 
 HAS_BLOCK_TABLES = engines.layout().__name__.endswith("flat_tensor")
 # Traced, and run as it is: compilers of code are not what is tested.

@@ -9,16 +9,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from serving_tools import PAGE, batched, batching, greedy, head_scales, one_by_one, prompts
-from tiny_models import tiny
 from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.serving import engines
+from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.layout import BlockRows, PageLayout
-from hf_fp8kv.serving.settings import Settings
-from hf_fp8kv.serving.step import numbers_at_peak
+from hf_fp8kv.serving.step import peak_elements
+from tests.helpers.serving_tools import (
+    PAGE,
+    batched,
+    batching,
+    greedy,
+    head_scales,
+    one_by_one,
+    prompts,
+)
+from tests.helpers.tiny_models import tiny
 
 # transformers 5.17; all later ones have a flat tensor.
 OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
@@ -35,12 +43,12 @@ def a_cache(model: Any, **config: Any) -> Any:
     return manager.batch_processor.cache
 
 
-def keywords(**more: Any) -> Settings:
+def keywords(**more: Any) -> ServingConfig:
     wanted: dict[str, Any] = {
         "scales": None, "dtype": "fp8_e4m3", "key_dtype": None, "value_dtype": None,
         "center_keys": None, "backend": "torch",
     }  # fmt: skip
-    return Settings.parse(**{**wanted, **more})
+    return ServingConfig.parse(**{**wanted, **more})
 
 
 class TestChoice:
@@ -188,7 +196,7 @@ class TestBytes:
         assert cost[1] - cost[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
         step = plan.compute_memory_footprint(tokens + 1, sectors) - cost[0]
         # Two bytes each: hidden states, 4 heads of queries, 2 of K and of V; and what is ours.
-        ours = numbers_at_peak(64, 4, 2, 16)
+        ours = peak_elements(64, 4, 2, 16)
         assert step >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + ours)
         assert ours > 3 * 4 * 16
 

@@ -17,8 +17,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ... import serving
+from ...serving.config import ServingConfig
 from ...serving.engines import cache_class
-from ...serving.settings import Settings
 from ..capacity import GIB, planned_tokens
 from .end_to_end import _model
 from .record import Record
@@ -75,8 +75,8 @@ def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contend
     return found
 
 
-def _settings(scales: float | None, backend: str) -> Settings:
-    return Settings.parse(
+def _settings(scales: float | None, backend: str) -> ServingConfig:
+    return ServingConfig.parse(
         scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None, center_keys=None,
         backend=backend,
     )  # fmt: skip

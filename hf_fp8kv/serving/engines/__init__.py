@@ -2,7 +2,7 @@
 
 All that knows private names of `transformers.generation.continuous_batching` is in here. Nothing
 of transformers is changed: a stock function that must meet a class of ours where it names one of
-its own runs as a copy with other globals (`rebound`), in whichever thread, while every other
+its own runs as a copy with other globals (`rebind_globals`), in whichever thread, while every other
 caller runs the original.
 """
 
@@ -19,13 +19,13 @@ from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
 
-__all__ = ["cache_class", "rebound", "stock_manager", "unknown_engine"]
+__all__ = ["cache_class", "rebind_globals", "stock_manager", "unsupported_engine"]
 
 # A module of the engine that only one layout has, and the file here for it, with `make(settings)`.
 _LAYOUTS = {"cache_allocators": "flat_tensor", "cache_manager": "layer_tensors"}
 
 
-def unknown_engine(what: str) -> ConfigError:
+def unsupported_engine(what: str) -> ConfigError:
     """The error for a version of transformers whose engine is not known."""
     return ConfigError(
         "expected an engine for continuous batching as in transformers 5.17 to 5.23, got that of "
@@ -34,7 +34,7 @@ def unknown_engine(what: str) -> ConfigError:
     )
 
 
-def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """Returns a copy of a stock function that meets other objects under some global names.
 
     Raises:
@@ -44,10 +44,10 @@ def rebound(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     if not isinstance(function, FunctionType):
-        raise unknown_engine(f"has no plain function {function!r}")
+        raise unsupported_engine(f"has no plain function {function!r}")
     missing = set(names) - set(function.__code__.co_names)
     if missing:
-        raise unknown_engine(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
+        raise unsupported_engine(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
     copy = FunctionType(
         function.__code__,
         {**function.__globals__, **names},
@@ -71,14 +71,14 @@ def layout() -> ModuleType:
     if len(found) != 1:
         names = sorted(part.name for part in pkgutil.iter_modules(continuous_batching.__path__))
         seen = " and ".join(found) or f"neither {' nor '.join(_LAYOUTS)} in {', '.join(names)}"
-        raise unknown_engine(f"has {seen}")
-    # What will be rebound when an engine is made: better to know now than in its thread.
-    rebound(stock_manager()._create_batch_processor, PagedAttentionCache=None)
-    rebound(cache.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=None)
+        raise unsupported_engine(f"has {seen}")
+    # What will be rebind_globals when an engine is made: better to know now than in its thread.
+    rebind_globals(stock_manager()._create_batch_processor, PagedAttentionCache=None)
+    rebind_globals(cache.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=None)
     try:
         return importlib.import_module(f".{_LAYOUTS[found[0]]}", __name__)
     except (ImportError, AttributeError) as error:
-        raise unknown_engine(f"lacks a part that is needed: {error}") from error
+        raise unsupported_engine(f"lacks a part that is needed: {error}") from error
 
 
 def cache_class(settings: Any) -> Any:

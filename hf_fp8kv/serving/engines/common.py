@@ -9,9 +9,9 @@ import torch
 from ... import ops
 from ...errors import ConfigError
 from ..attend import attend_layer
+from ..config import LayerNumbers, ServingConfig
 from ..layout import PageLayout, Stored
-from ..settings import LayerNumbers, Settings
-from ..step import Calls, Kind, Step, decode_calls
+from ..step import EngineStep, LayerKind, LayerWork, decode_work
 
 __all__ = ["EngineCache", "sizes", "tokens_in"]
 
@@ -78,27 +78,27 @@ class EngineCache:
         prefix_tokens: tokens that these did not have to compute.
     """
 
-    settings: Settings
+    settings: ServingConfig
     page_layout: PageLayout
-    kinds: list[Kind]
+    kinds: list[LayerKind]
     numbers: list[LayerNumbers]
     backend: str
 
     def _prepare(
-        self, settings: Settings, layers: int, heads: int, dim: int, device: torch.device | str
+        self, settings: ServingConfig, layers: int, heads: int, dim: int, device: torch.device | str
     ) -> None:
         """To be called before the engine plans its memory. Raises ScaleError or BackendError."""
         self.settings = settings
         self.numbers = settings.layers(layers, heads, dim, device)
         self.backend = ops.choose_backend(settings.options.backend, torch.device(device))
         self.prefix_hits = self.prefix_tokens = 0
-        self._step = Step([])
+        self._step = EngineStep([])
         self._batch: object = None
-        self._tables: dict[int, Calls] = {}
+        self._tables: dict[int, LayerWork] = {}
         self._last_layer = -1
 
     @staticmethod
-    def check(model: Any, settings: Settings) -> None:
+    def check(model: Any, settings: ServingConfig) -> None:
         """Raises ConfigError or ScaleError if no engine of this model can have these settings."""
         config = model.config.get_text_config()
         heads, dim = sizes(config)
@@ -111,7 +111,7 @@ class EngineCache:
         return False
 
     @staticmethod
-    def bytes_per_token(config: Any, settings: Settings, dtype: torch.dtype) -> float:
+    def bytes_per_token(config: Any, settings: ServingConfig, dtype: torch.dtype) -> float:
         """Returns what a token takes in the pages of a process: `heads` is split over its ranks.
 
         Args:
@@ -175,7 +175,7 @@ class EngineCache:
             pages: for each kind, the request's pages.
         """
         if batch is not self._batch:
-            self._batch, self._step = batch, Step(self.kinds)
+            self._batch, self._step = batch, EngineStep(self.kinds)
         self._step.add(past, tokens, pages)
 
     # What a step has to do is worked out on the host, from its requests: nothing to compile, and
@@ -210,7 +210,7 @@ class EngineCache:
             window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
-    def _by_block_table(self, layer: int, kind: int, engine: Mapping[str, Any]) -> Calls:
+    def _by_block_table(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:
         """The calls of a step in which every request decodes, from tensors of the engine alone.
 
         Nothing is read on the host, so that a CUDA graph can hold it. It is made once for the
@@ -224,7 +224,7 @@ class EngineCache:
             ends = engine["cu_seq_lens_k"]
             ends = list(ends.values())[kind] if isinstance(ends, dict) else ends
             lengths = (ends[1:] - ends[:-1]).int()
-            self._tables[kind] = decode_calls(table, lengths, self.page_layout.slots)
+            self._tables[kind] = decode_work(table, lengths, self.page_layout.slots)
         return self._tables[kind]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:

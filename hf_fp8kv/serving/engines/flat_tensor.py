@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
+from ..config import ServingConfig
 from ..layout import BlockRows, PageLayout, Stored
-from ..settings import Settings
-from ..step import Kind, numbers_at_peak
-from . import rebound, unknown_engine
+from ..step import LayerKind, peak_elements
+from . import rebind_globals, unsupported_engine
 from .common import EngineCache, sizes, tokens_in
 
 __all__ = ["make"]
@@ -22,7 +22,7 @@ __all__ = ["make"]
 stock: Any = cache
 
 
-def make(settings: Settings) -> type:
+def make(settings: ServingConfig) -> type:
     """Returns a PagedAttentionCache class whose pages are as the settings say."""
 
     class Cache(FlatTensorCache):
@@ -34,7 +34,7 @@ def make(settings: Settings) -> type:
 class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over pages of ours."""
 
-    chosen: Settings
+    chosen: ServingConfig
 
     @staticmethod
     def has_block_table_steps(config: Any) -> bool:
@@ -66,7 +66,7 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
             )
             for kind, allocator in stock.ATTN_TYPE_TO_ALLOCATOR.items()
         }
-        make = rebound(
+        make = rebind_globals(
             stock.PagedAttentionCache.__init__,
             ATTN_TYPE_TO_ALLOCATOR=allocators,
             FullAttentionCacheAllocator=allocators[stock.FULL_ATTENTION],
@@ -74,7 +74,7 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
         )
         make(self, config, continuous_batching_config, device, distributed_helper, dtype, **more)
         self.kinds = [
-            Kind(getattr(allocator, "sliding_window", None), page_size)
+            LayerKind(getattr(allocator, "sliding_window", None), page_size)
             for allocator in self.cache_allocators.values()
         ]
         self._stored = {
@@ -166,12 +166,10 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         for name in ("num_attention_masks", "kv_heads_at_peak", "io_multiplier", "num_groups"):
             if not hasattr(self, name):
-                raise unknown_engine(f"plans its memory without {name}")
+                raise unsupported_engine(f"plans its memory without {name}")
         heads, dim = sizes(self.config)
         self.num_attention_masks = 0
-        beside = numbers_at_peak(
-            self.config.hidden_size, self.config.num_attention_heads, heads, dim
-        )
+        beside = peak_elements(self.config.hidden_size, self.config.num_attention_heads, heads, dim)
         self.kv_heads_at_peak = -(-beside // dim)
 
     @property

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
+from ..config import ServingConfig
 from ..layout import BlockRows, PageLayout, Stored
-from ..settings import Settings
-from ..step import Kind, numbers_at_peak
-from . import rebound, unknown_engine
+from ..step import LayerKind, peak_elements
+from . import rebind_globals, unsupported_engine
 from .common import EngineCache, sizes, tokens_in
 
 __all__ = ["make"]
@@ -22,7 +22,7 @@ __all__ = ["make"]
 stock: Any = cache
 
 
-def make(settings: Settings) -> type:
+def make(settings: ServingConfig) -> type:
     """Returns a PagedAttentionCache class whose pages are as the settings say."""
 
     class Cache(LayerTensorsCache):
@@ -34,7 +34,7 @@ def make(settings: Settings) -> type:
 class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over pages of ours."""
 
-    chosen: Settings
+    chosen: ServingConfig
 
     def __init__(
         self,
@@ -50,7 +50,9 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
             self._lay_out(distributed_helper, dtype)
             return _MemoryHandler(self.page_layout, **{**planned, "dtype": dtype})
 
-        make = rebound(stock.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler)
+        make = rebind_globals(
+            stock.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler
+        )
         # What it allocates is at most as large as what it planned, and goes at once.
         make(
             self, config, continuous_batching_config, device, distributed_helper, tp_plan,
@@ -59,7 +61,7 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
         self._pages_per_block = len(self.key_cache)
         self._allocate()
         self.kinds = [
-            Kind(getattr(group, "sliding_window", None), self.block_size)
+            LayerKind(getattr(group, "sliding_window", None), self.block_size)
             for group in self.group_cache_managers
         ]
         self._settle()
@@ -180,7 +182,7 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         super().__init__(**planned)
         for name in ("num_attention_masks", "page_size", "group_size", "cache_dtype"):
             if not hasattr(self, name):
-                raise unknown_engine(f"plans its memory without {name}")
+                raise unsupported_engine(f"plans its memory without {name}")
         self._layout = layout
         self.num_attention_masks = 0
 
@@ -189,11 +191,9 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         """Bytes per batch token (and per cache token: none) at each peak."""
         peaks = dict(super().activation_peak)
         if "attention" not in peaks:
-            raise unknown_engine("plans its memory without a peak for attention")
+            raise unsupported_engine("plans its memory without a peak for attention")
         heads, dim = sizes(self.config)
-        beside = numbers_at_peak(
-            self.config.hidden_size, self.config.num_attention_heads, heads, dim
-        )
+        beside = peak_elements(self.config.hidden_size, self.config.num_attention_heads, heads, dim)
         per_batch_token = peaks["attention"][0] + beside * self.activation_dtype.itemsize
         peaks["attention"] = (per_batch_token, 0, 0, 0)
         return peaks

@@ -23,13 +23,13 @@ from transformers.cli.serving.utils import (
 
 from ...errors import ConfigError
 from .. import Usage, usage
-from .calls import Call, Calls, current_call
+from .errors import APIError
 from .handlers import on_the_loop
-from .refusal import Refusal
+from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import per_request_sampling, wanted_sampling
-from .stops import StoppingQueue, first_stop, wanted_stops
+from .stop_strings import StoppingQueue, first_stop, wanted_stops
 
-__all__ = ["Engine", "OneEngine"]
+__all__ = ["Engine", "SingleEngineState"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Engine(CBGenerateManager):
         room: the smaller of the two.
     """
 
-    def __init__(self, model: Any, config: Any, calls: Calls) -> None:
+    def __init__(self, model: Any, config: Any, calls: RequestTracker) -> None:
         super().__init__(cb_config=config)
         self._cb: Any = None
         self.model, self.calls = model, calls
@@ -157,16 +157,21 @@ class Engine(CBGenerateManager):
             response_parser: see CBStreamer.
 
         Raises:
-            Refusal: the request is too long, or the engine does not run.
+            APIError: the request is too long, or the engine does not run.
         """
-        call = _current_call()
+        call = _current_request()
         return on_the_loop(
             call.loop,
             lambda: self._stream(call, processor, inputs["input_ids"], gen_config, response_parser),
         )
 
     def _stream(
-        self, call: Call, processor: Any, prompt: list[int], gen_config: Any, response_parser: Any
+        self,
+        call: ServerRequest,
+        processor: Any,
+        prompt: list[int],
+        gen_config: Any,
+        response_parser: Any,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         self._admit(call, prompt, gen_config)
         stops = self._stops(call, processor)
@@ -219,10 +224,10 @@ class Engine(CBGenerateManager):
         Args: see `generate_streaming`.
 
         Raises:
-            Refusal: the request is too long, or the engine does not run, or stopped meanwhile.
+            APIError: the request is too long, or the engine does not run, or stopped meanwhile.
         """
         await asyncio.sleep(0)  # what follows is on the event loop
-        call, prompt = _current_call(), inputs["input_ids"]
+        call, prompt = _current_request(), inputs["input_ids"]
         self._admit(call, prompt, gen_config)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -233,7 +238,7 @@ class Engine(CBGenerateManager):
                 return
             if output.error is not None:
                 call.finish()
-                fail(Refusal(503 if not self.is_alive() else 500, str(output.error)))
+                fail(APIError(503 if not self.is_alive() else 500, str(output.error)))
                 return
             tokens = list(output.generated_tokens)
             finished = output.is_finished()
@@ -261,14 +266,14 @@ class Engine(CBGenerateManager):
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _admit(self, call: Call, prompt: list[int], gen_config: Any) -> None:
-        """Raises Refusal if it cannot be answered; else `max_new_tokens` is then what it gets."""
+    def _admit(self, call: ServerRequest, prompt: list[int], gen_config: Any) -> None:
+        """Raises APIError if it cannot be answered; else `max_new_tokens` is then what it gets."""
         if call.over:
-            raise Refusal(503, "the server is stopping", code="stopping")
+            raise APIError(503, "the server is stopping", code="stopping")
         if self.stopping or not self.is_alive():
-            raise Refusal(503, self.why_dead() or "the server is stopping", code="stopping")
+            raise APIError(503, self.why_dead() or "the server is stopping", code="stopping")
         if not prompt:
-            raise Refusal(400, "expected a prompt of some tokens, got one without any")
+            raise APIError(400, "expected a prompt of some tokens, got one without any")
         # The last token is answered with, and never stored.
         room, holder = self.page_tokens + 1 - len(prompt), f"the pages hold {self.page_tokens}"
         if self.model_tokens is not None and self.model_tokens - len(prompt) < room:
@@ -277,7 +282,7 @@ class Engine(CBGenerateManager):
         own = "generation_config" in call.body and gen_config.max_new_tokens is not None
         wanted = gen_config.max_new_tokens if asked or own else min(_NEW_TOKENS, room)
         if room < 1 or wanted > room:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
                 f"{max(wanted, 1)} new ones, and {holder}; send less, or ask for less",
@@ -286,11 +291,11 @@ class Engine(CBGenerateManager):
             )
         gen_config.max_new_tokens = wanted
 
-    def _stops(self, call: Call, processor: Any) -> tuple[str, ...]:
-        """Returns the texts that end an answer. Raises Refusal where they cannot be told."""
+    def _stops(self, call: ServerRequest, processor: Any) -> tuple[str, ...]:
+        """Returns the texts that end an answer. Raises APIError where they cannot be told."""
         stops = wanted_stops(call.body)
         if stops and get_response_template(processor, self.model) is not None:
-            raise Refusal(
+            raise APIError(
                 400,
                 "stop: expected it left out, since this model's answers have parts that are read "
                 "from its tokens",
@@ -301,7 +306,7 @@ class Engine(CBGenerateManager):
 
     def _submit(
         self,
-        call: Call,
+        call: ServerRequest,
         prompt: list[int],
         gen_config: Any,
         deliver: Callable[[Any], None],
@@ -330,11 +335,11 @@ class Engine(CBGenerateManager):
         )
         if added is None:
             call.close()
-            raise Refusal(503, self.why_dead() or "the server is stopping", code="stopping")
+            raise APIError(503, self.why_dead() or "the server is stopping", code="stopping")
         self.calls.prompt_tokens += len(prompt)
 
 
-class OneEngine(GenerationState):
+class SingleEngineState(GenerationState):
     """What the handlers look their engine up in: there is one, for the one model."""
 
     def __init__(self, engine: Engine, *, compile: bool) -> None:
@@ -344,7 +349,7 @@ class OneEngine(GenerationState):
     def get_manager(self, model_id: str, use_cb: bool = False) -> Engine:
         """Returns the engine."""
         if not use_cb:
-            raise Refusal(400, f"{model_id}: this server answers with continuous batching only")
+            raise APIError(400, f"{model_id}: this server answers with continuous batching only")
         return self.engine
 
     def is_cb_alive(self) -> bool:
@@ -356,14 +361,14 @@ class OneEngine(GenerationState):
         self.engine.stop()
 
 
-def _current_call() -> Call:
-    call = current_call.get()
+def _current_request() -> ServerRequest:
+    call = current_request.get()
     if call is None:
         raise RuntimeError("expected a request that came through the gate")
     return call
 
 
-def _note_end(call: Call, gen_config: Any, tokens: list[int]) -> None:
+def _note_end(call: ServerRequest, gen_config: Any, tokens: list[int]) -> None:
     """Tells an answer that was cut from one that ended by itself with the last token it had."""
     ends = gen_config.eos_token_id
     if tokens and tokens[-1] in (ends if isinstance(ends, list) else [ends]):

@@ -11,9 +11,9 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-from .calls import current_call
-from .checks import RESPONSES, characters
-from .refusal import Refusal
+from .errors import APIError
+from .requests import current_request
+from .validation import RESPONSES, characters
 
 __all__ = ["adapt", "on_the_loop"]
 
@@ -42,7 +42,7 @@ def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
         name, *found = resolve(body)
-        call = current_call.get()
+        call = current_request.get()
         return (name if call is None else call.model, *found)
 
     async def handle_request(body: dict[str, Any], request_id: str) -> Any:
@@ -62,7 +62,7 @@ async def _first_step_beside(
     """Awaits a coroutine which runs in a thread up to where it first waits, then here."""
 
     def first() -> tuple[bool, Any]:
-        call = current_call.get()
+        call = current_request.get()
         if call is not None and call.over:
             handling.close()
             return True, None
@@ -83,7 +83,7 @@ async def _first_step_beside(
     begun.add_done_callback(lambda done: done.cancelled() or done.exception())
     over, answer = await asyncio.shield(begun)
     if over and answer is None:
-        raise Refusal(503, "the server is stopping", code="stopping")
+        raise APIError(503, "the server is stopping", code="stopping")
     return answer if over else await _Rest(handling)
 
 
@@ -146,5 +146,5 @@ async def _responses(texts: Any) -> AsyncIterator[str]:
 
 
 def _was_cut() -> bool:
-    call = current_call.get()
+    call = current_request.get()
     return call is not None and call.cut

@@ -1,13 +1,13 @@
 """What the server tells about itself: numbers for Prometheus, and a line for the log."""
 
 from ...utils.terminal import format_size
-from .calls import Calls
 from .engine import Engine
+from .requests import RequestTracker
 
 __all__ = ["prometheus", "summary"]
 
 
-def prometheus(engine: Engine, calls: Calls) -> str:
+def prometheus(engine: Engine, calls: RequestTracker) -> str:
     """Returns all numbers in Prometheus' text format."""
     used = engine.usage()
     rows: list[tuple[str, str, str, float]] = [
@@ -41,7 +41,7 @@ def prometheus(engine: Engine, calls: Calls) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(engine: Engine, calls: Calls, tokens_per_second: float) -> str:
+def summary(engine: Engine, calls: RequestTracker, tokens_per_second: float) -> str:
     """Returns what runs and what the pages hold, in one line."""
     used = engine.usage()
     parts = [

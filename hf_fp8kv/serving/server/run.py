@@ -15,15 +15,15 @@ from typing import Any
 import uvicorn
 
 from ...errors import ConfigError
-from .calls import Calls
+from .application import application, known_fields
+from .config import ServerConfig, listen
 from .connections import backlog, connection, most_connections
-from .engine import Engine, OneEngine
-from .gate import Gate
+from .engine import Engine, SingleEngineState
 from .metrics import summary
-from .models import OneModel
+from .middleware import Middleware
+from .model import SingleModelManager
 from .options import batching_config, loading
-from .settings import Settings, listen
-from .stock import application, known_fields
+from .requests import RequestTracker
 
 __all__ = ["serve"]
 
@@ -49,7 +49,7 @@ def serve(
     *,
     host: str,
     port: int,
-    settings: Settings,
+    settings: ServerConfig,
     pages: Mapping[str, Any],
     given: Mapping[str, Any],
     ready: Callable[[str], None],
@@ -84,19 +84,19 @@ def serve(
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
         model = _loaded(name, pages, given)
         stack.callback(model.shutdown)
-        calls = Calls()
+        calls = RequestTracker()
         engine = Engine(model.model, config, calls)
         stack.callback(engine.stop)
         engine.begin()
-        state = OneEngine(engine, compile=bool(given.get("compile", False)))
+        state = SingleEngineState(engine, compile=bool(given.get("compile", False)))
         app = application(model, state, given)
         cors = bool(given.get("enable_cors", False))
-        gate = Gate(app, engine, model, calls, settings, fields=known_fields(), cors=cors)
+        gate = Middleware(app, engine, model, calls, settings, fields=known_fields(), cors=cors)
         server = _Server(gate, settings, lambda: ready(_address(bound)))
         server.run(sockets=[bound])
 
 
-def _loaded(name: str, pages: Mapping[str, Any], given: Mapping[str, Any]) -> OneModel:
+def _loaded(name: str, pages: Mapping[str, Any], given: Mapping[str, Any]) -> SingleModelManager:
     """Returns the model. Raises ConfigError if it cannot be loaded as the options say."""
     if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
         raise ConfigError(
@@ -104,7 +104,7 @@ def _loaded(name: str, pages: Mapping[str, Any], given: Mapping[str, Any]) -> On
         )
     chosen = loading(given)
     try:
-        return OneModel(name, pages=pages, loading=chosen)
+        return SingleModelManager(name, pages=pages, loading=chosen)
     except ConfigError:
         raise
     except _NOT_LOADED as error:
@@ -123,7 +123,7 @@ def _address(bound: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """Stops when its requests are done, and tells in between how it is getting on."""
 
-    def __init__(self, gate: Gate, settings: Settings, ready: Callable[[], None]) -> None:
+    def __init__(self, gate: Middleware, settings: ServerConfig, ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 gate,

@@ -8,16 +8,16 @@ from transformers.cli.serving.model_manager import ModelManager
 
 from ... import serving
 from ...errors import ConfigError
-from .refusal import Refusal
+from .errors import APIError
 
-__all__ = ["OneModel"]
+__all__ = ["SingleModelManager"]
 
 
 # Tokens of unknown words, or of spaces that are dropped, stand for more than their own characters.
 _LONG_TOKEN = 128
 
 
-class OneModel(ModelManager):
+class SingleModelManager(ModelManager):
     """Loads one model and its tokenizer when it is made, and no other later.
 
     Args:
@@ -57,12 +57,12 @@ class OneModel(ModelManager):
         """Returns what an answer calls the model: as the request does, or by its short name.
 
         Raises:
-            Refusal: the request names another model.
+            APIError: the request names another model.
         """
         if asked is None:
             return self.names[-1]
         if asked not in self.names:
-            raise Refusal(
+            raise APIError(
                 404,
                 f"model: expected {self.names[-1]!r}, the only one here, got {asked!r:.100}",
                 param="model",

@@ -12,8 +12,8 @@ from ..attention.masks import engine_step
 from ..attention.switching import get_implementations, set_implementations
 from ..errors import ConfigError
 from ..ops import choose_backend
-from .engines import cache_class, rebound, stock_manager
-from .settings import Settings
+from .config import ServingConfig
+from .engines import cache_class, rebind_globals, stock_manager
 
 __all__ = ["PLACE", "Enabled", "FP8Manager", "dispatch", "put_back_attention"]
 
@@ -36,7 +36,7 @@ class Enabled:
         kept: the stock manager that the model had kept for its next session, or None.
     """
 
-    def __init__(self, settings: Settings, kept: Any) -> None:
+    def __init__(self, settings: ServingConfig, kept: Any) -> None:
         self.settings, self.kept = settings, kept
         self._managers: list[weakref.ref[Any]] = []
 
@@ -156,7 +156,7 @@ class FP8Manager(_Stock):  # type: ignore[misc]
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
-        make = rebound(
+        make = rebind_globals(
             _Stock._create_batch_processor,
             PagedAttentionCache=cache_class(self._enabled.settings),
         )

@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-__all__ = ["Refusal"]
+__all__ = ["APIError"]
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """An answer with a status of 400 or more; raised anywhere below the gate, sent by it.
 
     Args:

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from .checks import CHAT, COMPLETIONS, GENERATES, RESPONSES
-from .gate import call_of
+from .errors import APIError
 from .handlers import adapt
+from .middleware import request_of
 from .options import template_arguments
-from .refusal import Refusal
+from .validation import CHAT, COMPLETIONS, GENERATES, RESPONSES
 
 __all__ = ["application"]
 
@@ -101,7 +101,7 @@ def _tell_errors(app: Any) -> None:
     from jinja2 import TemplateError
     from starlette.exceptions import HTTPException as PlainHTTPException
 
-    def answer(refusal: Refusal) -> Any:
+    def answer(refusal: APIError) -> Any:
         return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
 
     async def refused(_request: Any, error: Any) -> Any:
@@ -109,24 +109,24 @@ def _tell_errors(app: Any) -> None:
 
     async def http(_request: Any, error: Any) -> Any:
         headers = dict(error.headers or {})
-        return answer(Refusal(error.status_code, str(error.detail), headers=headers))
+        return answer(APIError(error.status_code, str(error.detail), headers=headers))
 
     async def invalid(_request: Any, error: Any) -> Any:
-        return answer(Refusal(422, str(error)))
+        return answer(APIError(422, str(error)))
 
     async def blamed(request: Any, error: Exception) -> Any:
-        call = call_of(request.scope)
+        call = request_of(request.scope)
         if call is None or call.submitted or request.scope["path"] not in GENERATES:
             return await failed(request, error)
         logger.warning("a request could not be made into a prompt", exc_info=error)
         text = f"{type(error).__name__}: {error}"
-        return answer(Refusal(400, f"no prompt could be made of this request: {text:.300}"))
+        return answer(APIError(400, f"no prompt could be made of this request: {text:.300}"))
 
     async def failed(request: Any, error: Exception) -> Any:
         logger.error("%s %s", request.method, request.url.path, exc_info=error)
-        return answer(Refusal(500, "the server failed; its log says how"))
+        return answer(APIError(500, "the server failed; its log says how"))
 
-    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(APIError, refused)
     app.add_exception_handler(RequestValidationError, invalid)
     handled: dict[type[Exception], Any] = {
         **dict.fromkeys((HTTPException, PlainHTTPException), http),

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 
-__all__ = ["KEY_VARIABLE", "Settings", "is_loopback", "listen"]
+__all__ = ["KEY_VARIABLE", "ServerConfig", "is_loopback", "listen"]
 
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerConfig:
     """Limits and manners of a server.
 
     Attributes:
@@ -35,7 +35,7 @@ class Settings:
     body_seconds: float = 30.0
 
     @classmethod
-    def checked(cls, host: str, api_key: str | None, **others: float) -> "Settings":
+    def checked(cls, host: str, api_key: str | None, **others: float) -> "ServerConfig":
         """Returns the settings of a server that listens at `host`.
 
         Raises:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .refusal import Refusal
+from .errors import APIError
 
 __all__ = [
     "CHAT",
@@ -63,20 +63,20 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """Returns the JSON object in the bytes of a body.
 
     Raises:
-        Refusal: it is not UTF-8, not JSON, not an object, or holds text that is no text.
+        APIError: it is not UTF-8, not JSON, not an object, or holds text that is no text.
     """
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
         # Halves of UTF-16 pairs are legal JSON, and no tokenizer takes them.
         json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
-        raise Refusal(400, f"expected JSON in UTF-8, got other bytes: {error}") from None
+        raise APIError(400, f"expected JSON in UTF-8, got other bytes: {error}") from None
     except RecursionError:
-        raise Refusal(400, "expected JSON of some depth, got one nested too deeply") from None
+        raise APIError(400, "expected JSON of some depth, got one nested too deeply") from None
     except ValueError as error:
-        raise Refusal(400, f"expected JSON, got what is none: {error}") from None
+        raise APIError(400, f"expected JSON, got what is none: {error}") from None
     if not isinstance(body, dict):
-        raise Refusal(400, f"expected a JSON object, got a {type(body).__name__}")
+        raise APIError(400, f"expected a JSON object, got a {type(body).__name__}")
     return body
 
 
@@ -104,11 +104,11 @@ def check_body(
         template_names: what chat_template_kwargs must not name.
 
     Raises:
-        Refusal: a field cannot mean what it says.
+        APIError: a field cannot mean what it says.
     """
     body = {name: value for name, value in body.items() if value is not None}
     for name in sorted(body.keys() - fields - OWN_FIELDS):
-        raise Refusal(
+        raise APIError(
             400, f"{name:.100}: expected a field that {path} has; leave it out",
             param=name, code="unknown_parameter",
         )  # fmt: skip
@@ -117,7 +117,7 @@ def check_body(
             check(name, body[name])
     for name, values in _ONLY.items():
         if name in body and not any(_same(body[name], value) for value in values):
-            raise Refusal(
+            raise APIError(
                 400,
                 f"{name}: expected {_list(values)}, got {_short(body[name])}; "
                 "this server does nothing else",
@@ -143,8 +143,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _wrong(name: str, expected: str, value: Any) -> Refusal:
-    return Refusal(400, f"{name}: expected {expected}, got {_short(value)}", param=name)
+def _wrong(name: str, expected: str, value: Any) -> APIError:
+    return APIError(400, f"{name}: expected {expected}, got {_short(value)}", param=name)
 
 
 def _is_number(value: Any) -> bool:
@@ -198,7 +198,7 @@ def _generation_config(name: str, value: Any) -> None:
         elif found is not False and (
             field not in _CONFIG_ONLY or not _same(found, _CONFIG_ONLY[field])
         ):
-            raise Refusal(
+            raise APIError(
                 400,
                 f"{where}: expected one of {', '.join(_CONFIG)}, got {_short(found)}; this server "
                 "does nothing else",
@@ -333,6 +333,6 @@ def _template_arguments(body: dict[str, Any], names: frozenset[str]) -> None:
     for name, value in body.get("chat_template_kwargs", {}).items():
         where = f"chat_template_kwargs.{name}"
         if name in names:
-            raise Refusal(400, f"{where}: this server sets it itself; leave it out", param=where)
+            raise APIError(400, f"{where}: this server sets it itself; leave it out", param=where)
         if not isinstance(value, str | bool | int | float | None):
             raise _wrong(where, "text, a number, true, false or null", value)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["Call", "Calls", "current_call"]
+__all__ = ["RequestTracker", "ServerRequest", "current_request"]
 
 
-class Call:
+class ServerRequest:
     """A request to generate, from when it was read until its answer is sent or its client has gone.
 
     Attributes:
@@ -57,10 +57,10 @@ class Call:
             fail(error)
 
 
-current_call: ContextVar[Call | None] = ContextVar("current_call", default=None)
+current_request: ContextVar[ServerRequest | None] = ContextVar("current_request", default=None)
 
 
-class Calls:
+class RequestTracker:
     """Requests that run, and counts since the start.
 
     Attributes:
@@ -70,20 +70,20 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.running: set[Call] = set()
+        self.running: set[ServerRequest] = set()
         self.statuses: Counter[int] = Counter()
         self.prompt_tokens = 0
         self.new_tokens = 0
 
     @contextlib.contextmanager
-    def running_call(self, body: dict[str, Any], model: str) -> Iterator[Call]:
-        """Inside, the request counts as running, and what runs below finds it in `current_call`."""
-        call = Call(body, model)
+    def track(self, body: dict[str, Any], model: str) -> Iterator[ServerRequest]:
+        """Count a request as running inside, and make it the `current_request`."""
+        call = ServerRequest(body, model)
         self.running.add(call)
-        token = current_call.set(call)
+        token = current_request.set(call)
         try:
             yield call
         finally:
-            current_call.reset(token)
+            current_request.reset(token)
             self.running.discard(call)
             call.close()

@@ -13,15 +13,15 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
-from .calls import Call, Calls
-from .checks import GENERATES, OWN_FIELDS, characters, check_body, parse_body
+from .config import ServerConfig
 from .engine import Engine
+from .errors import APIError
 from .metrics import prometheus
-from .models import OneModel
-from .refusal import Refusal
-from .settings import Settings
+from .model import SingleModelManager
+from .requests import RequestTracker, ServerRequest
+from .validation import GENERATES, OWN_FIELDS, characters, check_body, parse_body
 
-__all__ = ["Gate"]
+__all__ = ["Middleware"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _LOAD = "/load_model"
 CLIENT_GONE = 499
 
 
-class Gate:
+class Middleware:
     """An ASGI application around transformers' own.
 
     Args:
@@ -51,9 +51,9 @@ class Gate:
         self,
         app: Any,
         engine: Engine,
-        model: OneModel,
-        calls: Calls,
-        settings: Settings,
+        model: SingleModelManager,
+        calls: RequestTracker,
+        settings: ServerConfig,
         *,
         fields: Mapping[str, frozenset[str]],
         cors: bool,
@@ -77,13 +77,13 @@ class Gate:
         generates = scope["method"] == "POST" and path in GENERATES
         try:
             await self._answer(scope, receive, answer)
-        except Refusal as refusal:
+        except APIError as refusal:
             await answer.refuse(refusal)
         except _ClientGone:
             answer.status = CLIENT_GONE
         except Exception:
             logger.exception("%s %s", scope["method"], path)
-            await answer.refuse(Refusal(500, "the server failed; its log says how"))
+            await answer.refuse(APIError(500, "the server failed; its log says how"))
         finally:
             if generates:
                 self.calls.statuses[answer.status] += 1
@@ -117,7 +117,7 @@ class Gate:
             replay = _Replay(json.dumps(body).encode())
             await self.app(_with_body(scope, replay.content), replay, answer)
         else:
-            raise Refusal(404, f"{path}: expected one of {', '.join(GENERATES)}")
+            raise APIError(404, f"{path}: expected one of {', '.join(GENERATES)}")
 
     # -- whether it may pass ----------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class Gate:
         # Digests: as long for every token, so that the time says nothing about it.
         same = hmac.compare_digest(_digest(given.strip()), self._key)
         if not same or scheme.lower() != b"bearer":
-            raise Refusal(
+            raise APIError(
                 401,
                 "expected a token for access in the header `Authorization: Bearer ...`",
                 code="invalid_api_key",
@@ -138,14 +138,14 @@ class Gate:
     def _check_open(self) -> None:
         again = {"retry-after": "5"}
         if self.stopping:
-            raise Refusal(503, "the server is stopping", code="stopping",
+            raise APIError(503, "the server is stopping", code="stopping",
                           headers={**again, "connection": "close"})  # fmt: skip
         if not self.engine.is_alive():
             why = self.engine.why_dead() or "it ended"
-            raise Refusal(503, f"the engine does not run: {why}", code="engine_dead")
+            raise APIError(503, f"the engine does not run: {why}", code="engine_dead")
         waiting = self.engine.waiting()
         if waiting >= self.settings.max_waiting:
-            raise Refusal(
+            raise APIError(
                 429,
                 f"expected fewer than {self.settings.max_waiting} waiting requests, got {waiting}; "
                 "try again later",
@@ -157,7 +157,7 @@ class Gate:
         """Refuses text that is too long by far, before anybody counts its tokens."""
         most, length = self.engine.room * self.model.longest_token, characters(body)
         if length > most:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"expected at most {self.engine.room} tokens, got {length} characters, and no "
                 f"token has more than {self.model.longest_token}; send less",
@@ -168,11 +168,11 @@ class Gate:
         """Returns the body of a request."""
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
-            raise Refusal(
+            raise APIError(
                 415, f"content-type: expected application/json, got {kind.decode('latin-1')!r}"
             )
         most = self.settings.max_body
-        too_large = Refusal(
+        too_large = APIError(
             413,
             f"expected a body of at most {most} bytes, got a larger one",
             code="too_large",
@@ -194,7 +194,7 @@ class Gate:
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError:
-            raise Refusal(
+            raise APIError(
                 408,
                 f"expected a body within {self.settings.body_seconds:g} s",
                 headers={"connection": "close"},
@@ -220,7 +220,7 @@ class Gate:
         answer: "_Answer",
     ) -> None:
         """Has the application answer; when the client goes away first, that ends too."""
-        with self.calls.running_call(body, name) as call:
+        with self.calls.track(body, name) as call:
             theirs = {field: value for field, value in body.items() if field not in OWN_FIELDS}
             replay = _Replay(json.dumps(theirs).encode())
             scope = _with_body(scope, replay.content)
@@ -243,7 +243,7 @@ class Gate:
 
     def end_all(self) -> None:
         """Ends all answers that are under way."""
-        error = Refusal(503, "the server is stopping", code="stopping")
+        error = APIError(503, "the server is stopping", code="stopping")
         for call in list(self.calls.running):
             call.fail(error)
 
@@ -273,7 +273,7 @@ class _Answer:
             self.complete = True
         await self._send(message)
 
-    async def refuse(self, refusal: Refusal) -> None:
+    async def refuse(self, refusal: APIError) -> None:
         """Sends it, unless another answer has begun."""
         if self.started:
             return
@@ -327,7 +327,7 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def call_of(scope: Scope) -> Call | None:
+def request_of(scope: Scope) -> ServerRequest | None:
     """Returns the request to generate that a scope is of."""
-    found: Call | None = scope.get("state", {}).get("hf_fp8kv_call")
+    found: ServerRequest | None = scope.get("state", {}).get("hf_fp8kv_call")
     return found

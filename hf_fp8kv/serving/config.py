@@ -12,7 +12,7 @@ from ..formats import AUTO
 from ..scales.kv_scales import KVScales
 from ..scales.resolve import resolve
 
-__all__ = ["LayerNumbers", "Settings"]
+__all__ = ["LayerNumbers", "ServingConfig"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LayerNumbers:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServingConfig:
     """The keywords of `enable`, parsed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Settings:
         backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
-    ) -> "Settings":
+    ) -> "ServingConfig":
         """Returns the settings. Raises ConfigError, ScaleError or BackendError."""
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
@@ -68,9 +68,9 @@ class Settings:
             )
         return cls(options)
 
-    def for_ranks(self, tp_rank: int, tp_size: int) -> "Settings":
+    def for_ranks(self, tp_rank: int, tp_size: int) -> "ServingConfig":
         """The same settings for the rank that an engine says it is."""
-        return Settings(replace(self.options, tp_rank=tp_rank, tp_size=tp_size))
+        return ServingConfig(replace(self.options, tp_rank=tp_rank, tp_size=tp_size))
 
     def layers(
         self, count: int, heads: int, dim: int, device: torch.device | str = "cpu"
