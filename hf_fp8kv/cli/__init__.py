@@ -1,8 +1,8 @@
-"""The command line, `hf-fp8kv`; the only package that prints.
+"""Command line `hf-fp8kv`: the only package that prints.
 
-A file is one command. Exit codes: 0 when it worked, 1 for an error that the message on stderr
-explains, 2 for a command line that cannot be understood, 130 when it was interrupted. A reader that
-goes away (`hf-fp8kv ... | head`) ends it with 1 and no message.
+Each command has a file. Exit codes: 0 for success, 1 for an error explained on stderr, 2 for an
+invalid command line, 130 for an interruption. If the reader of a pipe closes it
+(`hf-fp8kv ... | head`), the exit code is 1 and nothing is printed.
 """
 
 import os
@@ -22,7 +22,7 @@ NAME = "hf-fp8kv"
 
 
 class _Commands(TyperGroup):
-    """The commands; an interruption is one line."""
+    """The commands; an interruption prints one line, not a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -49,13 +49,13 @@ app.command("serve", cls=serve.Serve)(serve.serve)
 
 
 def main() -> None:
-    """Runs the command line and exits; an error of ours is one message and exit code 1."""
+    """Run the command line and exit; print one of our errors as one message, with exit code 1."""
     try:
         try:
-            # The name, also of `python -m`: the shell's variable for completion goes by it.
+            # The same name under `python -m`: shell completion uses a variable named after it.
             app(prog_name=NAME)
         finally:
-            # Here and not when Python ends, where a reader that has gone away is a traceback.
+            # Flush here: at the exit of Python a closed pipe would print a traceback.
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -65,16 +65,17 @@ def main() -> None:
         sys.exit(1)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         print(version(NAME))
         raise typer.Exit
 
 
 @app.callback()
 def _options(
-    wanted: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print it.")
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     pass

@@ -4,6 +4,6 @@ import sys
 
 from . import NAME, main
 
-# What a benchmark writes down as its command.
+# Benchmarks record this as their command.
 sys.argv[0] = NAME
 main()

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import DEMO, load, load_config, progress, show
-from .values import Device, Model, check_plot, check_writable, completing, one_of
+from .shared import DEMO, load_config, load_model, print_parts, show_progress
+from .values import Device, Model, check_choice, check_plot, check_writable, complete_from
 
 __all__ = ["bench"]
 
@@ -30,7 +30,7 @@ def bench(
             help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
             "by format, kind of scales and center (minutes). capacity: how many tokens fit. "
             "serve: the server under load.",
-            autocompletion=completing(lambda: _SUITES),
+            autocompletion=complete_from(lambda: _SUITES),
         ),
     ] = "cpu",
     model: Model = None,
@@ -72,7 +72,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure against transformers' own caches; quality, accuracy: --model and --texts."""
-    one_of(suite, _SUITES, "--suite")
+    check_choice(suite, _SUITES, "--suite")
     check_writable(json_path, "--json")
     check_plot(plot_path)
     for option, path in (("--from", shown), ("--plot", plot_path)):
@@ -92,7 +92,7 @@ def bench(
         if model is not None:
             arguments |= {"config": load_config(model), "name": model}
     if suite in ("quality", "accuracy"):
-        loaded, tokenizer = load(model, device, "float32")
+        loaded, tokenizer = load_model(model, device, "float32")
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO}
         if texts is not None:
             arguments["texts"] = texts
@@ -104,7 +104,7 @@ def bench(
     if shown is not None:
         result = _stored(shown)
     else:
-        with progress() as say:
+        with show_progress() as say:
             result = getattr(measures, function)(**arguments, progress=say)
     if plot_path is not None:
         measures.plot(result, plot_path)
@@ -113,7 +113,7 @@ def bench(
         return
     if json_path is not None:
         Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
-    show([measures.format_table(result)], piped_width=140)
+    print_parts([measures.format_table(result)], piped_width=140)
 
 
 def _stored(path: str) -> dict[str, Any]:

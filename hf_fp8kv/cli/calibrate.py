@@ -10,7 +10,7 @@ import typer
 
 from ..errors import ScaleError
 from ..utils.terminal import make_table
-from .shared import facts, load, show, spoken, tell
+from .shared import describe_scales, load_model, print_note, print_parts, report_problems
 from .texts import (
     TEXTS_HELP,
     ChatTemplate,
@@ -18,18 +18,18 @@ from .texts import (
     MaxLength,
     MaxTokens,
     TextColumn,
-    given,
-    texts_of,
+    drop_unset,
+    load_texts,
 )
 from .values import (
     Device,
     Json,
     Model,
-    completing,
+    check_choice,
+    complete_from,
     formats,
     granularities,
     model_dtypes,
-    one_of,
     parse_format,
 )
 
@@ -45,15 +45,15 @@ COPY = "checkpoint"
 def calibrate(
     texts: Annotated[str, typer.Option(metavar="FILE", help=TEXTS_HELP)],
     out: Annotated[
-        str, typer.Option(metavar="FOLDER", help="Where to write the scales; made if not there.")
+        str, typer.Option(metavar="FOLDER", help="Folder for the scales; created if missing.")
     ],
     model: Model = None,
     granularity: Annotated[
         str | None,
         typer.Option(
-            help="A scale for each layer (tensor), head or channel. "
-            "Default: head, or what --format holds.",
-            autocompletion=completing(granularities),
+            help="One scale per layer (tensor), head or channel. "
+            "Default: head, or the finest that --format can hold.",
+            autocompletion=complete_from(granularities),
         ),
     ] = None,
     center: Annotated[
@@ -61,52 +61,58 @@ def calibrate(
         typer.Option(
             "--center/--no-center",
             help="Try centers of K, and keep those that help. "
-            "Default: on for hf_fp8kv, which alone holds them.",
+            "Default: on for hf_fp8kv, the only format that can hold them.",
         ),
     ] = None,
     dtype: Dtype = None,
     margin: Annotated[
         float | None,
-        typer.Option(min=1, max=16, help="Scales hold so many times what was seen. Default: 1.0."),
+        typer.Option(
+            min=1,
+            max=16,
+            help="Factor between the range of the scales and the largest value seen. Default: 1.0.",
+        ),
     ] = None,
     to: Annotated[
         str,
         typer.Option(
-            "--format", help="What to write; see convert --to.", autocompletion=completing(formats)
+            "--format",
+            help="Format of the files; see convert --to.",
+            autocompletion=complete_from(formats),
         ),
     ] = "hf_fp8kv",
     max_tokens: MaxTokens = None,
     max_length: MaxLength = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Pieces at a time.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one batch.")] = None,
     text_column: TextColumn = None,
     chat_template: ChatTemplate = None,
     held_out: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens that are kept out, to check the scales on."),
+        typer.Option(min=0, help="Tokens to hold out for checking the scales."),
     ] = None,
     device: Device = "auto",
     model_dtype: Annotated[
         str,
         typer.Option(
-            help="auto (as the checkpoint says), bfloat16, float16, float32.",
-            autocompletion=completing(model_dtypes),
+            help="auto (the checkpoint's), bfloat16, float16, float32.",
+            autocompletion=complete_from(model_dtypes),
         ),
     ] = "auto",
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help=f"Also copy this checkpoint, with the scales in --format, to OUT/{COPY}.",
+            help=f"Also write a copy of this checkpoint, with scales in --format, to OUT/{COPY}.",
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace scales that are there; never weights.")
+        bool, typer.Option("--overwrite", help="Replace existing scales; never weights.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Calibrate static scales on texts; the same command goes on where it was interrupted."""
-    options = given(
-        granularity=granularity and one_of(granularity, granularities(), "--granularity"),
+    """Calibrate static scales on texts; after an interruption, run the same command to resume."""
+    options = drop_unset(
+        granularity=granularity and check_choice(granularity, granularities(), "--granularity"),
         center=center,
         dtype=dtype and parse_format(dtype, "--dtype"),
         margin=margin,
@@ -117,30 +123,31 @@ def calibrate(
         chat_template=chat_template,
         held_out=held_out,
     )
-    one_of(to, formats(), "--format")
-    options = _fitting(to) | options
-    one_of(model_dtype, model_dtypes(), "--model-dtype")
+    check_choice(to, formats(), "--format")
+    options = _default_options(to) | options
+    check_choice(model_dtype, model_dtypes(), "--model-dtype")
     folder = Path(out)
-    with spoken() as warnings:
-        source = texts_of(texts)
-        own = "hf_fp8kv" if checkpoint else to
-        _check_out(folder, own, overwrite)
+    with report_problems() as warnings:
+        source = load_texts(texts)
+        # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
+        out_format = "hf_fp8kv" if checkpoint else to
+        _check_out(folder, out_format, overwrite)
         _check_checkpoint(checkpoint, to, folder / COPY)
-        loaded, tokenizer = load(model, device, model_dtype)
+        loaded, tokenizer = load_model(model, device, model_dtype)
         with _resumable(folder / STATE) as state:
             from ..calibration import calibrate as run
 
             scales = run(loaded, source, tokenizer=tokenizer, state=state, **options)
-            paths = _saved(scales, folder, own, overwrite)
+            paths = _save(scales, folder, out_format, overwrite)
             if checkpoint is not None:
-                tell(f"{folder}: the scales; now the copy of {checkpoint}")
+                print_note(f"{folder}: scales written; copying {checkpoint}")
                 paths += scales.save_pretrained(folder / COPY, format=to, checkpoint=checkpoint)
             state.unlink(missing_ok=True)
     _print_result(scales, paths, warnings, as_json)
 
 
-def _fitting(format: str) -> dict[str, Any]:
-    """Returns the finest that the format holds: scales are chosen for what is written."""
+def _default_options(format: str) -> dict[str, Any]:
+    """Return options for the finest scales that the format can hold."""
     if format == "hf_fp8kv":
         return {}
     per_head = format == "compressed-tensors"
@@ -148,7 +155,7 @@ def _fitting(format: str) -> dict[str, Any]:
 
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
-    """The folder can take the scales: known before minutes are spent."""
+    """Check that the scales can be written to the folder, before minutes are spent."""
     from ..scales.formats import JSON_FILE
     from ..scales.formats.native import OWN_FILE
     from ..scales.formats.write_files import SCALES_FILE, scale_files
@@ -157,21 +164,21 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
-    some = KVScales.uniform(1)
-    names = {*scale_files(some, some.layers, format, 1)}
-    scales = {OWN_FILE, REPORT_FILE, JSON_FILE, SCALES_FILE, *names}
-    there = sorted(name for name in scales if (folder / name).exists())
-    if there and not overwrite:
+    example = KVScales.uniform(1)
+    names = {*scale_files(example, example.layers, format, 1)}
+    scale_names = {OWN_FILE, REPORT_FILE, JSON_FILE, SCALES_FILE, *names}
+    existing = sorted(name for name in scale_names if (folder / name).exists())
+    if existing and not overwrite:
         raise ScaleError(
-            f"{folder}: expected a folder without {', '.join(there)}, got one that has it; choose "
+            f"{folder}: expected a folder without {', '.join(existing)}, got one with it; choose "
             "another --out, or pass --overwrite"
         )
-    if OWN_FILE in there and OWN_FILE not in names:
+    if OWN_FILE in existing and OWN_FILE not in names:
         raise ScaleError(
-            f"{folder}: expected a folder without {OWN_FILE}, got one that has it, and it is read "
-            "before all others; choose another --out"
+            f"{folder}: expected a folder without {OWN_FILE}, got one with it, and that file is "
+            "read before all others; choose another --out"
         )
-    weights = [p.name for p in folder.glob("*.safetensors") if p.name not in scales]
+    weights = [p.name for p in folder.glob("*.safetensors") if p.name not in scale_names]
     if weights and "config.json" in names:
         raise ScaleError(
             f"{folder}: expected a folder without weights, got {', '.join(sorted(weights))}; "
@@ -180,43 +187,43 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
 
 
 def _check_checkpoint(checkpoint: str | None, format: str, copy: Path) -> None:
-    """A copy of the checkpoint can be written, as far as that is known without scales."""
+    """Check that a copy of the checkpoint can be written, as far as possible without the scales."""
     if checkpoint is None:
         return
     if not (Path(checkpoint) / "config.json").is_file():
         message = f"expected a folder with a config.json, got {checkpoint!r}"
         raise typer.BadParameter(message, param_hint="--checkpoint")
     if format == "trtllm":
-        message = "TensorRT-LLM converts the weights itself: leave it out with --format trtllm"
+        message = "TensorRT-LLM converts the weights itself: omit it with --format trtllm"
         raise typer.BadParameter(message, param_hint="--checkpoint")
     if copy.exists() and (not copy.is_dir() or any(copy.iterdir())):
         raise ScaleError(
-            f"{copy}: expected a folder that is new or empty, got one with files; a copy of a "
-            "checkpoint never replaces anything, choose another --out"
+            f"{copy}: expected a new or empty folder, got one with files; a copy of a checkpoint "
+            "never replaces anything, choose another --out"
         )
 
 
 @contextlib.contextmanager
 def _resumable(state: Path) -> Iterator[Path]:
-    """Inside, the file's folder is there; it is left behind only for what can be gone on with."""
-    new = not state.parent.exists()
+    """Create the folder of the state file; remove it again unless something was written to it."""
+    created = not state.parent.exists()
     state.parent.mkdir(parents=True, exist_ok=True)
     if state.exists():
-        tell(f"{state}: found what an interrupted calibration had done")
+        print_note(f"{state}: resuming an interrupted calibration")
     try:
         yield state
     except KeyboardInterrupt:
-        kept = "run the same command again to go on from here" if state.exists() else None
-        raise KeyboardInterrupt(*filter(None, [kept])) from None
+        hint = "run the same command again to resume" if state.exists() else None
+        raise KeyboardInterrupt(*filter(None, [hint])) from None
     finally:
-        if new:
-            # Only where nothing was written.
+        if created:
+            # This fails, as it should, if the folder is not empty.
             with contextlib.suppress(OSError):
                 state.parent.rmdir()
 
 
-def _saved(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> list[Path]:
-    """Returns the paths of the scales; what a format refuses is kept in our own."""
+def _save(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> list[Path]:
+    """Save the scales and return the paths; if the format cannot hold them, save as hf_fp8kv."""
     try:
         return scales.save_pretrained(folder, format=format, overwrite=overwrite)
     except ScaleError as error:
@@ -231,9 +238,8 @@ def _print_result(
 ) -> None:
     report = scales.report
     if as_json:
-        found = None if report is None else report.to_dict()
-        files = list(map(str, paths))
-        print(json.dumps(facts(scales) | {"files": files, "warnings": warnings, "report": found}))
+        result = describe_scales(scales) | {"files": list(map(str, paths)), "warnings": warnings}
+        print(json.dumps(result | {"report": None if report is None else report.to_dict()}))
         return
     if report is not None and report.quality:
         from rich.text import Text
@@ -245,5 +251,5 @@ def _print_result(
             }
             for row in report.quality
         ]  # fmt: skip
-        show([make_table(rows), Text(report.centers)], piped_width=120)
+        print_parts([make_table(rows), Text(report.centers)], piped_width=120)
     print("\n".join(map(str, paths)))

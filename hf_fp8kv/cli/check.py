@@ -1,4 +1,4 @@
-"""`hf-fp8kv check`: what is installed, what a model will run on, whether the kernels compile."""
+"""`hf-fp8kv check`: installed versions, a model's path through the cache, compiled kernels."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ import typer
 from ..errors import ConfigError
 from ..utils.environment import PACKAGES, version
 from ..utils.terminal import make_table
-from .shared import load, progress, show
-from .values import Device, Json, Model, completing, one_of, targets
+from .shared import load_model, print_parts, show_progress
+from .values import Device, Json, Model, check_choice, complete_from, targets
 
 __all__ = ["check"]
 
@@ -20,18 +20,18 @@ def check(
     model: Model = None,
     device: Device = "cpu",
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Compile every kernel, and check the machine code.")
+        bool, typer.Option("--kernels", help="Compile every kernel and check the machine code.")
     ] = False,
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --kernels: sm_90, gfx942, ...; may be repeated. Default: all.",
-            autocompletion=completing(targets),
+            help="With --kernels: sm_90, gfx942, ...; repeatable. Default: all.",
+            autocompletion=complete_from(targets),
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show versions and backends; with --model, what each of its layers will run on.
+    """Show versions and backends; with --model, how each of its layers will run.
 
     --kernels needs no GPU; it exits with 1 if a kernel does not compile or breaks a rule.
     """
@@ -39,7 +39,7 @@ def check(
         _check_kernels(target, as_json)
         return
     if target:
-        raise typer.BadParameter("expected --kernels with it", param_hint="--target")
+        raise typer.BadParameter("requires --kernels", param_hint="--target")
     import torch
 
     from ..ops import available_backends
@@ -55,14 +55,14 @@ def check(
     if model is not None:
         from .. import check_model
 
-        report = check_model(load(model, device)[0])
+        report = check_model(load_model(model, device)[0])
         facts["model"] = report.to_dict()
     if as_json:
         print(json.dumps(facts, default=str))
         return
     rows = {"python": facts["python"], **facts["versions"], "gpus": ", ".join(gpus) or "none"}
     rows |= {f"backend {name}": why for name, why in facts["backends"].items()}
-    show([make_table([{"": name, "found": found} for name, found in rows.items()])])
+    print_parts([make_table([{"": name, "found": value} for name, value in rows.items()])])
     if report is not None:
         print(report)
 
@@ -71,15 +71,16 @@ def _check_kernels(chosen: list[str] | None, as_json: bool) -> None:
     from ..kernel_check import check as kernel_check
 
     for name in chosen or ():
-        one_of(name, kernel_check.TARGETS, "--target")
+        check_choice(name, kernel_check.TARGETS, "--target")
     if version("triton") == "not installed":
         raise ConfigError("cannot compile kernels: triton is not installed: pip install triton")
-    with progress() as say:
-        found = kernel_check.check_targets(chosen or tuple(kernel_check.TARGETS), progress=say)
+    with show_progress() as on_progress:
+        names = chosen or tuple(kernel_check.TARGETS)
+        found = kernel_check.check_targets(names, progress=on_progress)
     if as_json:
         rows = {name: [asdict(row) for row in of_one] for name, of_one in found.items()}
         print(json.dumps({"triton": version("triton"), "targets": rows}))
     else:
-        show(kernel_check.tables(found), piped_width=160)
+        print_parts(kernel_check.tables(found), piped_width=160)
     if any(row.violations for rows in found.values() for row in rows):
         raise typer.Exit(1)

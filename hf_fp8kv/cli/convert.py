@@ -1,4 +1,4 @@
-"""`hf-fp8kv convert`: static scales from any format into any other, and onto the Hub."""
+"""`hf-fp8kv convert`: static scales from any format to any other, and to the Hub."""
 
 import json
 import logging
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ScaleError
-from .shared import facts, spoken, tell
-from .values import Json, Scales, completing, formats, one_of, weights
+from .shared import describe_scales, print_note, report_problems
+from .values import Json, Scales, check_choice, complete_from, formats, weights
 
 if TYPE_CHECKING:
     from ..scales.kv_scales import KVScales
@@ -25,12 +25,12 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
-            help="vllm-json, tgi, compressed-tensors, autofp8, modelopt, quark, trtllm, hf_fp8kv.",
-            autocompletion=completing(formats),
+            help=f"{', '.join(formats())}.",
+            autocompletion=complete_from(formats),
         ),
     ],
     out: Annotated[
-        str | None, typer.Argument(help="The folder to write to; it is made if it is not there.")
+        str | None, typer.Argument(help="The folder to write to; created if missing.")
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -40,43 +40,44 @@ def convert(
         str,
         typer.Option(
             "--weights",
-            help="copy, or link: the weights of the copy are hard links, on the same disk.",
-            autocompletion=completing(weights),
+            help="copy, or link: hard links to the weights, on the same disk.",
+            autocompletion=complete_from(weights),
         ),
     ] = "copy",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace scales that are there; never weights.")
+        bool, typer.Option("--overwrite", help="Replace existing scales; never weights.")
     ] = False,
     tp_size: Annotated[
-        int, typer.Option(min=1, help="vllm-json: write the scales for so many ranks.")
+        int, typer.Option(min=1, help="vllm-json: write the scales for this many ranks.")
     ] = 1,
     model_type: Annotated[
         str | None,
-        typer.Option(help="Which model the scales are of (llama, ...), if they do not say so."),
+        typer.Option(help="Model type of the scales (llama, ...), if they do not name it."),
     ] = None,
     lenient: Annotated[
         bool,
         typer.Option(
-            "--lenient", help="Missing layers or another model type are a warning, and no error."
+            "--lenient", help="Missing layers or another model type are a warning, not an error."
         ),
     ] = False,
     push_to_hub: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Upload the scales; nothing is written here.")
+        str | None,
+        typer.Option(metavar="REPO", help="Upload the scales instead of writing them to a folder."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write static scales in another format; prints the paths of what is new, one a line.
+    """Write static scales in another format; print the paths of the new files, one per line.
 
-    What the format cannot hold is reduced, and a warning says how; nothing saturates for it.
+    What the format cannot hold is reduced so that nothing saturates, with a warning.
     """
     from ..scales.resolve import resolve
 
-    one_of(to, formats(), "--to")
-    way: Any = one_of(kept, weights(), "--weights")
+    check_choice(to, formats(), "--to")
+    link_or_copy: Any = check_choice(kept, weights(), "--weights")
     _check_target(out, push_to_hub, checkpoint, kept)
-    with spoken() as warnings:
-        read: Any = resolve(scales, strict=not lenient)
-        named = _named(read, model_type, lenient)
+    with report_problems() as warnings:
+        source: Any = resolve(scales, strict=not lenient)
+        named = _set_model_type(source, model_type, lenient)
         if push_to_hub is not None:
             address = named.push_to_hub(
                 push_to_hub, format=to, overwrite=overwrite, tp_size=tp_size
@@ -88,17 +89,17 @@ def convert(
                 str(out),
                 format=to,
                 checkpoint=checkpoint,
-                weights=way,
+                weights=link_or_copy,
                 overwrite=overwrite,
                 tp_size=tp_size,
             )
             target, written = {"format": to, "folder": str(out)}, list(map(str, paths))
-    about = facts(read)
+    about = describe_scales(source)
     if as_json:
         files = [] if push_to_hub else written
         print(json.dumps({"from": about, "to": target, "files": files, "warnings": warnings}))
         return
-    tell(
+    print_note(
         f"{about['format']} -> {to}: {about['num_layers']} layers, per {about['granularity']}"
         f"{', K centered' if about['centered'] else ''}, {named.model_type or 'model type unknown'}"
     )
@@ -108,27 +109,27 @@ def convert(
 def _check_target(out: str | None, repo: str | None, checkpoint: str | None, kept: str) -> None:
     if (out is None) == (repo is None):
         message = (
-            f"expected a folder to write to, or --push-to-hub; got {'both' if out else 'none'}"
+            f"expected a folder to write to, or --push-to-hub; got {'both' if out else 'neither'}"
         )
         raise typer.BadParameter(message, param_hint="OUT")
     if out is not None and Path(out).suffix in (".json", ".safetensors"):
         message = f"expected a folder (the format names the files in it), got {out!r}"
         raise typer.BadParameter(message, param_hint="OUT")
     if repo is not None and checkpoint is not None:
-        message = "uploads the scales alone: leave --checkpoint out, or write the copy to a folder"
+        message = "uploads only the scales: omit --checkpoint, or write the copy to a folder"
         raise typer.BadParameter(message, param_hint="--push-to-hub")
     if kept == "link" and checkpoint is None:
-        raise typer.BadParameter("expected --checkpoint with it", param_hint="--weights")
+        raise typer.BadParameter("requires --checkpoint", param_hint="--weights")
 
 
-def _named(scales: "KVScales", model_type: str | None, lenient: bool) -> "KVScales":
-    """Returns the scales with the model type that was asked for, where it may be."""
-    found = scales.model_type
-    if model_type is None or found == model_type:
+def _set_model_type(scales: "KVScales", model_type: str | None, lenient: bool) -> "KVScales":
+    """Return the scales with a model type; another one that they name is an error or a warning."""
+    given_type = scales.model_type
+    if model_type is None or given_type == model_type:
         return scales
-    if found is not None:
-        message = f"{scales.origin}: expected scales of {model_type!r}, got those of {found!r}"
+    if given_type is not None:
+        message = f"{scales.origin}: expected scales of {model_type!r}, got {given_type!r}"
         if not lenient:
-            raise ScaleError(f"{message}; leave --model-type out, or pass --lenient")
-        logger.warning("%s: written as those of %r", message, model_type)
+            raise ScaleError(f"{message}; omit --model-type, or pass --lenient")
+        logger.warning("%s: written as %r", message, model_type)
     return replace(scales, model_type=model_type)

@@ -1,4 +1,4 @@
-"""`hf-fp8kv generate`: a prompt answered from the usual cache and from FP8 pages."""
+"""`hf-fp8kv generate`: a prompt answered with the default cache and with FP8 pages."""
 
 import json
 import sys
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .shared import DEMO, load, show
-from .side_by_side import Asker, agreement, comparison
+from .shared import DEMO, load_model, print_parts
+from .side_by_side import Comparison, compare_tokens, comparison_table
 from .values import (
     CacheDtype,
     Device,
@@ -19,7 +19,7 @@ from .values import (
     ValueDtype,
     attentions,
     backends,
-    completing,
+    complete_from,
     parse_dtype,
     parse_memory,
     parse_scales,
@@ -30,7 +30,7 @@ __all__ = ["generate"]
 
 def generate(
     prompt: Annotated[
-        str, typer.Argument(help="The text to continue or to answer; - reads it from stdin.")
+        str, typer.Argument(help="The text to continue or answer; - reads it from stdin.")
     ] = "London is the capital of",
     model: Model = None,
     kv_cache_dtype: CacheDtype = "fp8",
@@ -45,29 +45,29 @@ def generate(
     page_size: Annotated[int, typer.Option(min=1, help="In tokens.")] = 64,
     backend: Annotated[
         str,
-        typer.Option(help="auto, torch, numba or triton.", autocompletion=completing(backends)),
+        typer.Option(help="auto, torch, numba or triton.", autocompletion=complete_from(backends)),
     ] = "auto",
     attn: Annotated[
         str,
         typer.Option(
-            help="The attention that reads the pages: fp8_paged, sdpa, eager, ...",
-            autocompletion=completing(attentions),
+            help="The attention for the FP8 run: fp8_paged, sdpa, eager, ...",
+            autocompletion=complete_from(attentions),
         ),
     ] = "fp8_paged",
     chat: Annotated[
         bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the most likely token.")
+        float, typer.Option(min=0.0, help="0: always the most likely token.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Counts when the temperature is above 0.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed, for a temperature above 0.")] = 0,
     device: Device = "auto",
     memory: Annotated[
-        str, typer.Option(help="Tell how many tokens fit into this: 8GiB, 500MB, ...")
+        str, typer.Option(help="Show how many tokens fit into this much memory: 8GiB, 500MB, ...")
     ] = "8GiB",
     as_json: Json = False,
 ) -> None:
-    """Answer a prompt from the usual cache and from FP8 pages, side by side."""
+    """Answer a prompt with the default cache and with FP8 pages, side by side."""
     room = parse_memory(memory)
     options: dict[str, Any] = {
         "dtype": parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
@@ -79,18 +79,18 @@ def generate(
         "backend": backend,
     }
     text = sys.stdin.read().strip() if prompt == "-" else prompt
-    asker = Asker(
+    compared = Comparison(
         model or DEMO,
-        *load(model, device),
+        *load_model(model, device),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
     )
-    inputs = asker.encode(text, chat)
-    runs = [asker.dense(inputs, room), asker.paged(inputs, room, attn, options)]
+    inputs = compared.encode(text, chat)
+    runs = [compared.run_dense(inputs, room), compared.run_paged(inputs, room, attn, options)]
     if as_json:
-        facts = {"prompt": text, "model": asker.name, "options": options, "memory_bytes": room}
-        answers = {"agreement": agreement(*runs), "runs": [asdict(run) for run in runs]}
+        facts = {"prompt": text, "model": compared.name, "options": options, "memory_bytes": room}
+        answers = {"agreement": compare_tokens(*runs), "runs": [asdict(run) for run in runs]}
         print(json.dumps(facts | answers))
     else:
-        show(comparison(asker.name, text, runs, memory))
+        print_parts(comparison_table(compared.name, text, runs, memory))

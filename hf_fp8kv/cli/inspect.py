@@ -1,4 +1,4 @@
-"""`hf-fp8kv inspect`: what static scales hold, and how good they are on a text."""
+"""`hf-fp8kv inspect`: contents of static scales, and their quality on a text."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .shared import facts, load, show, spoken
+from .shared import describe_scales, load_model, print_parts, report_problems
 from .texts import (
     TEXTS_HELP,
     ChatTemplate,
@@ -14,8 +14,8 @@ from .texts import (
     MaxLength,
     MaxTokens,
     TextColumn,
-    given,
-    texts_of,
+    drop_unset,
+    load_texts,
 )
 from .values import Device, Json, Model, Scales, check_plot, parse_format
 
@@ -33,13 +33,9 @@ def inspect(
     model: Model = None,
     texts: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help=f"Measure the scales on it, with the model. {TEXTS_HELP}"
-        ),
+        typer.Option(metavar="FILE", help=f"Measure the scales on these texts. {TEXTS_HELP}"),
     ] = None,
-    plot: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Draw what is known of each layer (PNG).")
-    ] = None,
+    plot: Annotated[str | None, typer.Option(metavar="PATH", help="Plot each layer (PNG).")] = None,
     dtype: Dtype = None,
     max_tokens: MaxTokens = None,
     max_length: MaxLength = None,
@@ -48,13 +44,13 @@ def inspect(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Show static scales, a row a layer, and what is odd about them.
+    """Show static scales, one row per layer, and anything odd about them.
 
-    With --texts they are measured; else what their calibration found is shown, where it is there.
+    With --texts they are measured; else the report of their calibration is shown, if there is one.
     """
     from ..scales.resolve import resolve
 
-    options = given(
+    options = drop_unset(
         dtype=dtype and parse_format(dtype, "--dtype"),
         max_tokens=max_tokens,
         max_length=max_length,
@@ -63,71 +59,73 @@ def inspect(
     )
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
-        raise typer.BadParameter("expected --texts with it", param_hint=option)
+        raise typer.BadParameter("requires --texts", param_hint=option)
     check_plot(plot)
     if plot is not None and Path(plot).suffix.lower() != ".png":
         message = f"expected a file that ends in .png, got {plot!r}"
         raise typer.BadParameter(message, param_hint="--plot")
-    with spoken() as warnings:
-        # What is wrong with a file is what one looks for here: it is a warning where it can be one.
-        read: Any = resolve(scales, strict=False)
-        report = getattr(read, "report", None)
+    with report_problems() as warnings:
+        # Show what is wrong with a file instead of refusing it, if possible.
+        source: Any = resolve(scales, strict=False)
+        report = getattr(source, "report", None)
         if texts is not None:
-            report = _measured(read, texts, model, device, options)
-        from . import scales_table as pictures
-
+            report = _measure(source, texts, model, device, options)
         if plot is not None:
-            pictures.plot_scales(read, report, plot)
+            from .scales_plot import plot_scales
+
+            plot_scales(source, report, plot)
         if as_json:
-            print(json.dumps(_described(read, report) | {"warnings": warnings}))
+            print(json.dumps(_describe(source, report) | {"warnings": warnings}))
         else:
-            show(pictures.inspect_table(read, report), piped_width=160)
+            from .scales_table import inspect_table
+
+            print_parts(inspect_table(source, report), piped_width=160)
 
 
-def _measured(
+def _measure(
     scales: "KVScales", texts: str, model: str | None, device: str, options: dict[str, Any]
 ) -> "CalibrationReport":
     from ..calibration import measure
 
-    source = texts_of(texts)
-    loaded, tokenizer = load(model, device)
-    found: CalibrationReport = measure(loaded, scales, source, tokenizer=tokenizer, **options)
-    return found
+    source = load_texts(texts)
+    loaded, tokenizer = load_model(model, device)
+    report: CalibrationReport = measure(loaded, scales, source, tokenizer=tokenizer, **options)
+    return report
 
 
-def _described(scales: "KVScales", report: "CalibrationReport | None") -> dict[str, Any]:
-    """Returns all that is known, as JSON values."""
-    from .scales_table import remarks
+def _describe(scales: "KVScales", report: "CalibrationReport | None") -> dict[str, Any]:
+    """Return everything known about the scales, as JSON values."""
+    from .scales_table import list_remarks
 
     layers = {}
     for index, layer in scales.layers.items():
-        found = None if report is None else report.layers.get(index)
+        statistics = None if report is None else report.layers.get(index)
         layers[str(index)] = {
             "source": layer.source,
             "granularity": layer.granularity,
             "centered": layer.k_center is not None,
-            "k": _side(layer.k, None if found is None else found.k),
-            "v": _side(layer.v, None if found is None else found.v),
+            "k": _describe_side(layer.k, None if statistics is None else statistics.k),
+            "v": _describe_side(layer.v, None if statistics is None else statistics.v),
         }
     return {
-        **facts(scales),
+        **describe_scales(scales),
         "layers": layers,
-        "remarks": remarks(scales),
+        "remarks": list_remarks(scales),
         "report": None if report is None else report.to_dict(),
     }
 
 
-def _side(scale: "torch.Tensor", found: "SideStatistics | None") -> dict[str, Any]:
-    """Returns the scale of K or V of a layer; scales per channel are too many to list."""
+def _describe_side(scale: "torch.Tensor", statistics: "SideStatistics | None") -> dict[str, Any]:
+    """Return the scale of K or V of a layer; scales per channel are too many to list."""
     from ..formats import FORMATS
 
     low, high = float(scale.min()), float(scale.max())
     side = {"shape": list(scale.shape), "min": low, "max": high}
     if scale.ndim == 0 or scale.shape[1] == 1:
         side["values"] = scale.flatten().tolist()
-    amax = FORMATS["fp8_e4m3"].max * high if found is None else max(found.amax)
-    # Without a measurement it is what the scale stands for.
-    side |= {"amax": amax, "amax_from": "scale" if found is None else "text"}
-    if found is not None:
-        side |= {"saturated": found.saturated, "underflow": found.underflow}
+    amax = FORMATS["fp8_e4m3"].max * high if statistics is None else max(statistics.amax)
+    # Without a measurement, amax is the largest magnitude that the scale can represent.
+    side |= {"amax": amax, "amax_from": "scale" if statistics is None else "text"}
+    if statistics is not None:
+        side |= {"saturated": statistics.saturated, "underflow": statistics.underflow}
     return side

@@ -1,7 +1,4 @@
-"""Static scales and what a calibration found, as a person reads them: tables, remarks, a picture.
-
-The picture is drawn by `report_plot`.
-"""
+"""Tables of static scales and their calibration report, and remarks on odd scales."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator
@@ -14,33 +11,32 @@ from ..formats import FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
 from ..utils.text import format_list
-from .scales_plot import plot_scales
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
-__all__ = ["inspect_table", "plot_scales", "remarks"]
+__all__ = ["inspect_table", "list_remarks"]
 
 _LARGEST = FORMATS["fp8_e4m3"].max
-# A layer whose scale is above the median of all layers by more than this is worth a look.
+# A layer whose scale exceeds the median of all layers by this factor gets a remark.
 _OUTLIER = 10
-# Tables do not grow with the terminal: all columns of them fit into this.
+# Wide enough for every table; used to measure the width that a table needs.
 _ANY_WIDTH = 10_000
 
 
 def inspect_table(scales: KVScales, report: CalibrationReport | None) -> "list[RenderableType]":
-    """Returns what there is to say about scales, from the top of the screen to its bottom.
+    """Return the parts of `hf-fp8kv inspect`'s output, from top to bottom.
 
     Args:
         scales: the scales.
-        report: what their calibration found, or what `measure` did; None: only the scales.
+        report: of their calibration, or of `measure`; None: show only the scales.
     """
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(line, overflow="fold") for line in _heading(scales, report)]
     parts.append(_LayerTables(scales, report))
-    parts += [Text(f"! {remark}") for remark in remarks(scales)]
+    parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None and report.quality:
         parts.append(_quality_table(report.quality))
     if report is not None and report.centers:
@@ -48,37 +44,37 @@ def inspect_table(scales: KVScales, report: CalibrationReport | None) -> "list[R
     return parts
 
 
-def remarks(scales: KVScales) -> list[str]:
-    """Returns what looks odd about scales, one sentence each; an empty list when nothing does."""
+def list_remarks(scales: KVScales) -> list[str]:
+    """Return a sentence for everything that looks odd about scales; empty if nothing does."""
     layers = scales.layers
-    found = []
+    remarks = []
     if all(bool((side == 1).all()) for layer in layers.values() for side in (layer.k, layer.v)):
-        found.append(
-            "every scale is exactly 1.0, as tools write it without calibration: calibrate, or use "
+        remarks.append(
+            "every scale is exactly 1.0, as tools write without calibration: calibrate, or use "
             "dynamic scales (scales=None)"
         )
     elif all(torch.equal(layer.k, layer.v) for layer in layers.values()):
-        found.append(
+        remarks.append(
             "K and V have the same scale in every layer: one number shared by both sides wastes "
             "range on the smaller one; calibrate for one scale each"
         )
     for side, name in (("k", "K"), ("v", "V")):
         largest = {index: float(getattr(layer, side).max()) for index, layer in layers.items()}
         median = statistics.median(largest.values())
-        far = [index for index, scale in largest.items() if scale > _OUTLIER * median]
-        if far:
-            found.append(
-                f"{name} of {_layers(far)}: the scale is more than {_OUTLIER} times the median of "
-                f"all layers ({_short(median)}): a few huge numbers, or a faulty file; compare "
+        outliers = [index for index, scale in largest.items() if scale > _OUTLIER * median]
+        if outliers:
+            remarks.append(
+                f"{name} of {_layers(outliers)}: the scale is over {_OUTLIER} times the median "
+                f"of all layers ({_short(median)}): a few huge values, or a faulty file; compare "
                 "the heads, and measure the error there"
             )
     missing = sorted(set(range(max(layers) + 1)) - set(layers))
     if missing:
-        found.append(
-            f"no scales for {_layers(missing)}, of 0 to {max(layers)}: right for layers without a "
-            "KV cache of their own; others must be kept out with skip_layers"
+        remarks.append(
+            f"no scales for {_layers(missing)}, of 0 to {max(layers)}: correct for layers without "
+            "their own KV cache; exclude other layers with skip_layers"
         )
-    return found
+    return remarks
 
 
 def _layers(indices: list[int]) -> str:
@@ -110,7 +106,7 @@ def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str
 
 @dataclass(frozen=True)
 class _Column:
-    """A column with a cell for each layer: numbers flush right, words flush left."""
+    """A column with a cell for each layer; numbers are aligned right, words left."""
 
     header: str
     cells: list[str]
@@ -118,7 +114,7 @@ class _Column:
 
 
 class _LayerTables:
-    """A row for each layer, as one table where it fits, else as several below each other."""
+    """A row for each layer: one table if it fits, else several below each other."""
 
     def __init__(self, scales: KVScales, report: CalibrationReport | None) -> None:
         self._first = _Column("layer", [str(index) for index in scales.layers])
@@ -146,7 +142,7 @@ class _LayerTables:
             if fits([*row, *group]):
                 row += group
                 continue
-            # A group stays together where it can.
+            # Keep a group together if possible.
             if row and fits(group):
                 yield self._table(row)
                 row = group
@@ -162,17 +158,17 @@ class _LayerTables:
         from rich.table import Table
         from rich.text import Text
 
-        shown = [self._first, *columns]
+        all_columns = [self._first, *columns]
         table = Table()
-        for column in shown:
+        for column in all_columns:
             table.add_column(Text(column.header), justify=column.justify, no_wrap=True)
-        for cells in zip(*(column.cells for column in shown), strict=True):
+        for cells in zip(*(column.cells for column in all_columns), strict=True):
             table.add_row(*map(Text, cells))
         return table
 
 
 def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list[_Column]]:
-    """Columns that belong together; a cell is empty where nothing is known."""
+    """Yield groups of columns that belong together; a cell is empty where nothing is known."""
     layers = list(scales.layers.values())
 
     def measured(cell: Callable[[LayerStatistics], str]) -> list[str]:
@@ -215,7 +211,7 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
 
 
 def _tensors(source: str) -> str:
-    """The names of the tensors without the file's; what names share is said once."""
+    """Return the names of the tensors without the file, the common prefix only once."""
     names = source.rpartition(": ")[2].split(", ")
     stem = names[0].rpartition(".")[0]
     return ", ".join([names[0], *(name.removeprefix(f"{stem}.") for name in names[1:])])
@@ -227,7 +223,7 @@ def _range(scale: torch.Tensor) -> str:
 
 
 def _short(number: float) -> str:
-    """Three digits that count, without an exponent where a person needs none."""
+    """Return three significant digits, without an exponent up to a million."""
     if number == 0 or 999.5 <= number < 1e6:
         return f"{number:.0f}"
     return f"{number:#.3g}".removesuffix(".")
@@ -238,7 +234,7 @@ def _gain(gain: float | None) -> str:
 
 
 def _share(share: float) -> str:
-    """A share in percent: 0 is none at all."""
+    """Return a share in percent; exactly 0 is "0"."""
     percent = 100 * share
     if 0 < percent < 0.001:
         return "<0.001 %"

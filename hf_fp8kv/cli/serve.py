@@ -9,14 +9,14 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import ConfigError
-from .shared import tell
+from .shared import print_note
 from .values import (
     CacheDtype,
     KeyDtype,
     StaticScales,
     ValueDtype,
     backends,
-    completing,
+    complete_from,
     parse_dtype,
     parse_memory,
     parse_scales,
@@ -69,7 +69,7 @@ def _stock_parameters() -> list[Any]:
 def serve(
     ctx: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub id. Default: the demo's model.")
+        str | None, typer.Argument(help="A folder or a Hub id. Default: the demo model.")
     ] = None,
     kv_cache_dtype: CacheDtype = "fp8",
     key_dtype: KeyDtype = None,
@@ -81,7 +81,7 @@ def serve(
     ] = None,
     backend: Annotated[
         str,
-        typer.Option(help="auto, torch, numba or triton.", autocompletion=completing(backends)),
+        typer.Option(help="auto, torch, numba or triton.", autocompletion=complete_from(backends)),
     ] = "auto",
     host: Annotated[
         str, typer.Option(help="Where to listen; beyond this machine only with a token.")
@@ -143,7 +143,7 @@ def serve(
             settings=settings,
             pages=pages,
             given=given,
-            ready=lambda address: tell(f"hf-fp8kv: serving {name} at {address}"),
+            ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
         )
 
 

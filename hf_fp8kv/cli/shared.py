@@ -1,4 +1,4 @@
-"""What the commands share: a model, and all that they print."""
+"""Shared parts of the commands: loading a model, printing results, notes and warnings."""
 
 import logging
 import os
@@ -14,11 +14,20 @@ if TYPE_CHECKING:
 
     from ..scales.kv_scales import KVScales
 
-__all__ = ["DEMO", "facts", "load", "load_config", "progress", "show", "spoken", "tell"]
+__all__ = [
+    "DEMO",
+    "describe_scales",
+    "load_config",
+    "load_model",
+    "print_note",
+    "print_parts",
+    "report_problems",
+    "show_progress",
+]
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
 
-# The library's messages name arguments; on a command line they are options.
+# Arguments in the library's messages, and the options of the command line.
 _OPTIONS = {
     "overwrite=True": "--overwrite",
     "strict=False": "--lenient",
@@ -28,8 +37,8 @@ _OPTIONS = {
 }
 
 
-def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Returns the model (None: the demo's), on its device, and its tokenizer."""
+def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """Return a model (None: the demo model), on its device, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,7 +60,7 @@ def load(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
 
 
 def load_config(name: str) -> Any:
-    """Returns the config of a model: of a folder or a repository of the Hub."""
+    """Return the config of a model: a folder or a repository on the Hub."""
     from transformers import AutoConfig
 
     try:
@@ -60,19 +69,19 @@ def load_config(name: str) -> Any:
         raise ConfigError(f"cannot read the config of {name!r}: {error}") from error
 
 
-def show(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
-    """Prints as wide as the terminal or COLUMNS is; into a file or pipe, `piped_width` wide."""
+def print_parts(parts: "Sequence[RenderableType]", *, piped_width: int | None = None) -> None:
+    """Print as wide as the terminal or COLUMNS; to a file or pipe, `piped_width` wide."""
     from rich.console import Console
 
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if known else piped_width)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if has_width else piped_width)
     for part in parts:
         console.print(part)
 
 
 @contextmanager
-def progress() -> Iterator[Callable[..., None]]:
-    """Inside, the value tells on stderr what is next, and which share is done where it is known."""
+def show_progress() -> Iterator[Callable[..., None]]:
+    """Show on stderr the messages given to the function, and the share that is done."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -84,7 +93,7 @@ def progress() -> Iterator[Callable[..., None]]:
     ) as bar:
         task = bar.add_task("", total=None)
 
-        def say(message: str, share: float | None = None) -> None:
+        def update(message: str, share: float | None = None) -> None:
             if not console.is_terminal:
                 print(message, file=sys.stderr)
             elif share is None:
@@ -92,57 +101,57 @@ def progress() -> Iterator[Callable[..., None]]:
             else:
                 bar.update(task, description=message, total=1.0, completed=share)
 
-        yield say
+        yield update
 
 
-def tell(message: str) -> None:
-    """Prints a line that is no result: on stderr, so that a pipe gets only results."""
+def print_note(message: str) -> None:
+    """Print a line that is not a result on stderr, so that a pipe gets only results."""
     print(message, file=sys.stderr)
 
 
 class _Warnings(logging.Handler):
-    """Tells each warning of the library once, and keeps it."""
+    """Print each warning of the library once, and collect it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.told: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = _in_options(record.getMessage())
-        if message not in self.told:
-            self.told.append(message)
-            tell(f"warning: {message}")
+        message = _name_options(record.getMessage())
+        if message not in self.messages:
+            self.messages.append(message)
+            print_note(f"warning: {message}")
 
 
 @contextmanager
-def spoken() -> Iterator[list[str]]:
-    """Inside, what the library says is for a command line; the value collects its warnings."""
+def report_problems() -> Iterator[list[str]]:
+    """Print the library's warnings and word its errors for a command line; collect warnings."""
     import torch
 
     library = logging.getLogger("hf_fp8kv")
     handler = _Warnings()
     library.addHandler(handler)
     try:
-        yield handler.told
+        yield handler.messages
     except (ScaleError, ConfigError) as error:
-        raise type(error)(_in_options(str(error))) from error
+        raise type(error)(_name_options(str(error))) from error
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"expected a device with more memory: {error}; use a smaller --max-length or "
+            f"expected enough device memory, got: {error}; use a smaller --max-length or "
             "--batch-size, or another --device"
         ) from error
     finally:
         library.removeHandler(handler)
 
 
-def _in_options(message: str) -> str:
+def _name_options(message: str) -> str:
     for argument, option in _OPTIONS.items():
         message = message.replace(argument, option)
     return message
 
 
-def facts(scales: "KVScales") -> dict[str, Any]:
-    """Returns what is true of all layers, as JSON values."""
+def describe_scales(scales: "KVScales") -> dict[str, Any]:
+    """Return what all layers have in common, as JSON values."""
     kinds = {layer.granularity for layer in scales.layers.values()}
     return {
         "format": scales.format,

@@ -1,4 +1,4 @@
-"""A prompt answered from the usual cache and from FP8 pages, side by side: `hf-fp8kv generate`."""
+"""Side-by-side comparison of the default cache and FP8 pages, for `hf-fp8kv generate`."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-__all__ = ["Asker", "Run", "agreement", "comparison"]
+__all__ = ["Comparison", "Run", "compare_tokens", "comparison_table"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One answer, and what its cache took; sizes in bytes, speed in tokens per second."""
+    """One answer and the size of its cache; sizes in bytes, speed in tokens per second."""
 
     cache: str
     scales: str
@@ -31,8 +31,8 @@ class Run:
     tokens_that_fit: int
 
 
-class Asker:
-    """A model with its tokenizer, and how it is asked; each answer is one `Run`."""
+class Comparison:
+    """A model, its tokenizer and the sampling options; each answer is one `Run`."""
 
     def __init__(
         self,
@@ -44,36 +44,39 @@ class Asker:
         temperature: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """A temperature of 0 takes the most likely token; else the seed counts."""
+        """Prepare for greedy decoding (a temperature of 0), or for sampling with the seed."""
         self.name, self.model, self.tokenizer, self.seed = name, model, tokenizer, seed
-        self.how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        # None: what a checkpoint recommends for sampling does not count here.
-        self.how |= {"temperature": temperature or None, "top_p": None, "top_k": None}
+        self.sampling: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "do_sample": temperature > 0,
+        }
+        # None overrides what the checkpoint recommends for sampling.
+        self.sampling |= {"temperature": temperature or None, "top_p": None, "top_k": None}
 
     def encode(self, text: str, chat: bool) -> Mapping[str, Any]:
-        """Returns the arguments of generate() for a text, or for a user's turn of a chat."""
+        """Return the arguments of generate() for a text, or for one user message of a chat."""
         if not chat:
-            found = self.tokenizer(text, return_tensors="pt")
+            encoded = self.tokenizer(text, return_tensors="pt")
         elif self.tokenizer.chat_template is None:
             raise ConfigError(
-                f"--chat expected a chat template, {self.name} has none; leave it out"
+                f"--chat: expected a chat template, {self.name} has none; omit the option"
             )
         else:
-            found = self.tokenizer.apply_chat_template(
+            encoded = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}],
                 add_generation_prompt=True, return_tensors="pt", return_dict=True,
             )  # fmt: skip
-        if found["input_ids"].shape[1] == 0:
+        if encoded["input_ids"].shape[1] == 0:
             raise ConfigError("expected a prompt of at least one token, got an empty one")
         # Some tokenizers also return token_type_ids, which many models do not take.
         names = ("input_ids", "attention_mask")
-        return {name: found[name].to(self.model.device) for name in names}
+        return {name: encoded[name].to(self.model.device) for name in names}
 
-    def dense(self, inputs: Mapping[str, Any], room: int) -> Run:
-        """Returns the answer from transformers' own cache, with the model's own attention."""
+    def run_dense(self, inputs: Mapping[str, Any], room: int) -> Run:
+        """Answer with transformers' default cache and the model's own attention."""
         from transformers import DynamicCache
 
-        ids, speed, cache = self._ask(inputs, lambda: DynamicCache(config=self.model.config))
+        ids, speed, cache = self._generate(inputs, lambda: DynamicCache(config=self.model.config))
         tensors = [
             t for layer in cache.layers for t in vars(layer).values() if hasattr(t, "nbytes")
         ]
@@ -83,30 +86,32 @@ class Asker:
             f"DynamicCache {dtype}", "none", ids, speed, tokens, size, size / tokens, room
         )
 
-    def paged(
+    def run_paged(
         self, inputs: Mapping[str, Any], room: int, attn: str, options: Mapping[str, Any]
     ) -> Run:
-        """Returns the answer from FP8 pages, read by the attention `attn`."""
+        """Answer with FP8 pages, read by the attention `attn`."""
         from .. import FP8PagedCache
 
         try:
             self.model.set_attn_implementation(attn)
         except (ValueError, ImportError) as error:
             raise ConfigError(f"--attn {attn} does not work with {self.name}: {error}") from error
-        ids, speed, cache = self._ask(inputs, lambda: FP8PagedCache(self.model.config, **options))
+        ids, speed, cache = self._generate(
+            inputs, lambda: FP8PagedCache(self.model.config, **options)
+        )
         sizes, page = cache.memory_footprint(), options["page_size"]
         tokens, size = sizes["tokens"], sizes["used"] + sizes.get("other", 0)
-        # The last page is partly filled: what a token takes is its share of a full one.
+        # The last page is partly filled: a token's size is its share of a full page.
         share = sizes["used"] / (-(-tokens // page) * page) + sizes.get("other", 0) / tokens
         k, v = (options[side] or options["dtype"] for side in ("key_dtype", "value_dtype"))
         name = f"pages of {page}, {k}" if k == v else f"pages of {page}, K {k}, V {v}"
         scales = "none" if (k, v) == ("auto", "auto") else str(options["scales"] or "dynamic")
         return self._run(name, scales, ids, speed, tokens, size, share, room)
 
-    def _ask(
+    def _generate(
         self, inputs: Mapping[str, Any], make: Callable[[], Any]
     ) -> tuple[list[int], float | None, Any]:
-        """Returns new tokens, tokens per second after the first one, and the cache."""
+        """Return the new tokens, the tokens per second after the first one, and the cache."""
         import torch
 
         stamps: list[float] = []
@@ -117,19 +122,19 @@ class Asker:
             stamps.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        # Two tokens first, not counted: kernels are compiled at their first use.
+        # Two tokens for warming up: kernels are compiled at their first use.
         self.model.generate(
             **inputs, past_key_values=make(), max_new_tokens=2, min_new_tokens=2, do_sample=False
         )
         torch.manual_seed(self.seed)
         cache = make()
-        found = self.model.generate(
-            **inputs, past_key_values=cache, stopping_criteria=[stamp], **self.how
+        output = self.model.generate(
+            **inputs, past_key_values=cache, stopping_criteria=[stamp], **self.sampling
         )
-        stamps = stamps[-(found.shape[1] - inputs["input_ids"].shape[1]) :]
+        stamps = stamps[-(output.shape[1] - inputs["input_ids"].shape[1]) :]
         steps = len(stamps) - 1
         speed = steps / (stamps[-1] - stamps[0]) if steps > 0 else None
-        return found[0, inputs["input_ids"].shape[1] :].tolist(), speed, cache
+        return output[0, inputs["input_ids"].shape[1] :].tolist(), speed, cache
 
     def _run(
         self, name: str, scales: str, ids: list[int], speed: float | None,
@@ -149,34 +154,37 @@ class Asker:
         )
 
 
-def agreement(one: Run, other: Run) -> dict[str, int | None]:
-    """Returns in how many places both have the same token, and the first one that differs.
+def compare_tokens(one: Run, other: Run) -> dict[str, int | None]:
+    """Return the number of equal tokens, of all positions, and the first position that differs.
 
-    Places count from 0. The longer answer gives their number: a token that has no partner differs.
+    Positions count from 0, up to the longer answer: a token without a counterpart differs.
     """
     pairs = zip(one.token_ids, other.token_ids, strict=False)
     same = [a == b for a, b in pairs]
-    places = max(len(one.token_ids), len(other.token_ids))
-    same += [False] * (places - len(same))
+    positions = max(len(one.token_ids), len(other.token_ids))
+    same += [False] * (positions - len(same))
     first = None if all(same) else same.index(False)
-    return {"equal": sum(same), "of": places, "first_difference": first}
+    return {"equal": sum(same), "of": positions, "first_difference": first}
 
 
-def comparison(name: str, prompt: str, runs: Sequence[Run], memory: str) -> "list[RenderableType]":
+def comparison_table(
+    name: str, prompt: str, runs: Sequence[Run], memory: str
+) -> "list[RenderableType]":
+    """Return the prompt and a table with a column for each run."""
     from rich.table import Table
     from rich.text import Text
 
     dense, paged = runs
-    found = agreement(dense, paged)
-    first = found["first_difference"]
+    tokens = compare_tokens(dense, paged)
+    first = tokens["first_difference"]
     differs = "" if first is None else f", first difference at token {first + 1}"
-    less = paged.bytes_per_token / dense.bytes_per_token
+    ratio = paged.bytes_per_token / dense.bytes_per_token
     table = Table(show_lines=True)
     table.add_column("", style="bold")
     for run in runs:
         table.add_column(run.cache, ratio=1, overflow="fold")
     table.add_row("answer", *(Text(run.text) for run in runs))
-    table.add_row("same tokens", "", f"{found['equal']} of {found['of']}{differs}")
+    table.add_row("same tokens", "", f"{tokens['equal']} of {tokens['of']}{differs}")
     table.add_row("scales", *(Text(run.scales) for run in runs))
     table.add_row("attention", *(run.attention for run in runs))
     table.add_row(
@@ -186,7 +194,7 @@ def comparison(name: str, prompt: str, runs: Sequence[Run], memory: str) -> "lis
     table.add_row(
         "per token",
         format_size(dense.bytes_per_token),
-        f"{format_size(paged.bytes_per_token)} ({less:.2f} x)",
+        f"{format_size(paged.bytes_per_token)} ({ratio:.2f} x)",
     )
     table.add_row(f"fit into {memory}", *(f"{run.tokens_that_fit:,} tokens" for run in runs))
     speeds = (run.tokens_per_second for run in runs)

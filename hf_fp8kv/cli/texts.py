@@ -1,4 +1,4 @@
-"""The options that say what text is read, for `calibrate` and for `inspect`."""
+"""Text options of `calibrate` and `inspect`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,9 +6,17 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import ConfigError
-from .values import completing, dtypes
+from .values import complete_from, dtypes
 
-__all__ = ["ChatTemplate", "Dtype", "MaxLength", "MaxTokens", "TextColumn", "given", "texts_of"]
+__all__ = [
+    "ChatTemplate",
+    "Dtype",
+    "MaxLength",
+    "MaxTokens",
+    "TextColumn",
+    "drop_unset",
+    "load_texts",
+]
 
 PYDOC = "pydoc"
 TEXTS_HELP = "Text, or JSON lines (.jsonl); pydoc stands for Python's own documentation."
@@ -16,27 +24,27 @@ TEXTS_HELP = "Text, or JSON lines (.jsonl); pydoc stands for Python's own docume
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="The format that scales are chosen for, or measured in. Default: fp8_e4m3.",
-        autocompletion=completing(dtypes),
+        help="The format to choose scales for, or to measure them in. Default: fp8_e4m3.",
+        autocompletion=complete_from(dtypes),
     ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(min=2, help="How many to read of the text.")]
-MaxLength = Annotated[int | None, typer.Option(min=2, help="Tokens that are read in one piece.")]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
+MaxLength = Annotated[int | None, typer.Option(min=2, help="Tokens in one sequence.")]
 TextColumn = Annotated[
-    str | None, typer.Option(help="JSON lines: the entry with the text. Default: text.")
+    str | None, typer.Option(help="JSON lines: the key of the text. Default: text.")
 ]
 ChatTemplate = Annotated[
     bool | None,
     typer.Option(
         "--chat-template/--no-chat-template",
-        help="Each text is a user's turn / conversations are an error. "
-        "Default: conversations go through the model's template, texts do not.",
+        help="Use the model's chat template for every text / refuse conversations. "
+        "Default: use it for conversations, not for plain texts.",
     ),
 ]
 
 
-def texts_of(name: str) -> Path | list[str]:
-    """Returns the file, or what pydoc says on each of Python's topics."""
+def load_texts(name: str) -> Path | list[str]:
+    """Return the file, or pydoc's text on each of Python's topics."""
     if name == PYDOC:
         from pydoc_data.topics import topics
 
@@ -50,6 +58,6 @@ def texts_of(name: str) -> Path | list[str]:
     return path
 
 
-def given(**options: object) -> dict[str, Any]:
-    """Returns the options that were given; for others, the library has the default."""
+def drop_unset(**options: object) -> dict[str, Any]:
+    """Return the options that are not None; the library has the defaults of the others."""
     return {name: value for name, value in options.items() if value is not None}

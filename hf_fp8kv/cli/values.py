@@ -1,6 +1,6 @@
-"""The values of options: what each may be, what a shell completes, and how text becomes it.
+"""Option values: their choices, shell completion and parsing.
 
-Whatever a command line cannot mean is a `typer.BadParameter`, which exits with 2.
+An invalid value raises `typer.BadParameter`, which exits with 2.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import ConfigError
+from ..formats import AUTO, FORMATS
 
 __all__ = [
     "CacheDtype",
@@ -25,15 +26,15 @@ __all__ = [
     "attentions",
     "backends",
     "cache_dtypes",
+    "check_choice",
     "check_plot",
     "check_writable",
-    "completing",
+    "complete_from",
     "devices",
     "dtypes",
     "formats",
     "granularities",
     "model_dtypes",
-    "one_of",
     "parse_dtype",
     "parse_format",
     "parse_memory",
@@ -44,13 +45,11 @@ __all__ = [
 
 
 def dtypes() -> Iterable[str]:
-    from ..formats import FORMATS
-
     return ("fp8", *FORMATS, "fp8_e4m3fn")
 
 
 def cache_dtypes() -> Iterable[str]:
-    return (*dtypes(), "auto")
+    return (*dtypes(), AUTO)
 
 
 def formats() -> Iterable[str]:
@@ -95,8 +94,8 @@ def devices() -> Iterable[str]:
     return ("auto", "cpu", "cuda")
 
 
-def completing(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """Returns what completes the values of an option; they are asked for when it is used."""
+def complete_from(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a completion function; `values` is called when a shell completes."""
 
     def complete(incomplete: str) -> list[str]:
         return [value for value in values() if value.startswith(incomplete)]
@@ -104,39 +103,39 @@ def completing(values: Callable[[], Iterable[str]]) -> Callable[[str], list[str]
     return complete
 
 
-Model = Annotated[str | None, typer.Option(help="A folder or a hub id. Default: the demo's model.")]
+Model = Annotated[str | None, typer.Option(help="A folder or a Hub id. Default: the demo model.")]
 Device = Annotated[
-    str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", autocompletion=completing(devices))
+    str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", autocompletion=complete_from(devices))
 ]
 Scales = Annotated[
-    str, typer.Argument(help="A file, a folder or a hub id, in any format that is read.")
+    str, typer.Argument(help="A file, a folder or a Hub id, in any supported format.")
 ]
-_cache_dtypes = completing(cache_dtypes)
+_cache_dtypes = complete_from(cache_dtypes)
 CacheDtype = Annotated[
     str,
     typer.Option(
-        help="fp8 = fp8_e4m3 = fp8_e4m3fn, fp8_e5m2, fp8_e3m4, fp8_e4m3fnuz, auto.",
+        help=f"{', '.join((*FORMATS, AUTO))}; fp8 and fp8_e4m3fn mean fp8_e4m3.",
         autocompletion=_cache_dtypes,
     ),
 ]
 KeyDtype = Annotated[
-    str | None, typer.Option(help="The same, for K alone.", autocompletion=_cache_dtypes)
+    str | None, typer.Option(help="The same, for K only.", autocompletion=_cache_dtypes)
 ]
 ValueDtype = Annotated[
-    str | None, typer.Option(help="The same, for V alone.", autocompletion=_cache_dtypes)
+    str | None, typer.Option(help="The same, for V only.", autocompletion=_cache_dtypes)
 ]
 StaticScales = Annotated[
     str | None,
     typer.Option(
         metavar="PATH|FLOAT",
-        help="Static scales: a file, a folder, a hub id or a constant. Default: dynamic ones.",
+        help="Static scales: a file, a folder, a Hub id or a constant. Default: dynamic scales.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
-def one_of(value: str, values: Iterable[str], option: str) -> str:
-    """Returns the value of an option, which is one of these."""
+def check_choice(value: str, values: Iterable[str], option: str) -> str:
+    """Return the value of an option, if it is one of the choices."""
     if value not in values:
         message = f"expected one of: {', '.join(values)}; got {value!r}"
         raise typer.BadParameter(message, param_hint=option)
@@ -144,14 +143,14 @@ def one_of(value: str, values: Iterable[str], option: str) -> str:
 
 
 def check_writable(path: str | None, option: str) -> None:
-    """A path to write to lies in a folder that is there: known before minutes are spent."""
+    """Check that the folder of an output file exists, before minutes are spent."""
     if path is not None and not Path(path).parent.is_dir():
         message = f"expected a file in a folder that exists, got {path!r}"
         raise typer.BadParameter(message, param_hint=option)
 
 
 def check_plot(path: str | None) -> None:
-    """The same for a picture, and there is something to draw it with."""
+    """Check that a picture can be written, and that matplotlib is installed."""
     check_writable(path, "--plot")
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         message = "matplotlib is not installed: pip install 'hf-fp8kv[plot]'"
@@ -159,16 +158,17 @@ def check_plot(path: str | None) -> None:
 
 
 def parse_memory(text: str, option: str = "--memory") -> int:
-    """Returns the bytes that "8GiB", "16 GB", "512M" or "1000000" stand for."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if found is None:
+    """Return the number of bytes for a text such as "8GiB", "16 GB", "512M" or "1000000"."""
+    size = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
+    if size is None:
         message = f"expected a size such as 8GiB or 500MB, got {text!r}"
         raise typer.BadParameter(message, param_hint=option)
-    step = 1024 if found[3] else 1000
-    return int(float(found[1]) * step ** " kmgt".index(found[2].lower() or " "))
+    base = 1024 if size[3] else 1000
+    return int(float(size[1]) * base ** " kmgt".index(size[2].lower() or " "))
 
 
 def parse_dtype(text: str, option: str) -> str:
+    """Return the name of a storage dtype."""
     from ..formats import parse_dtype
 
     try:
@@ -179,12 +179,12 @@ def parse_dtype(text: str, option: str) -> str:
 
 
 def parse_format(text: str, option: str) -> str:
-    """Returns the 8-bit format that a name stands for."""
-    return parse_dtype(one_of(text, dtypes(), option), option)
+    """Return the name of an 8-bit format."""
+    return parse_dtype(check_choice(text, dtypes(), option), option)
 
 
 def parse_scales(text: str | None) -> str | float | None:
-    """Returns a constant, or the name of a file, folder or repository as it is."""
+    """Return a number if the text is one, else the text: a file, folder or repository."""
     try:
         return text and float(text)
     except ValueError:

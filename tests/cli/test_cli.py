@@ -11,7 +11,7 @@ import torch
 from hf_fp8kv.bench import cpu as bench
 from hf_fp8kv.bench import quality
 from hf_fp8kv.cli import values
-from hf_fp8kv.cli.side_by_side import Run, agreement
+from hf_fp8kv.cli.side_by_side import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
 from hf_fp8kv.utils.terminal import make_table
 from tests.helpers import command_line
@@ -132,7 +132,7 @@ def test_agreement_counts_places(one, other, expected):
     def answer(ids: list[int]) -> Run:
         return Run("", "", "", "", ids, None, 1, 1, 1.0, 1)
 
-    found = agreement(answer(one), answer(other))
+    found = compare_tokens(answer(one), answer(other))
     assert tuple(found.values()) == expected
 
 

@@ -185,15 +185,12 @@ def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
     calibration.fails = KeyboardInterrupt()
     code, out, err = run()
     assert (code, out) == (130, "")
-    assert (
-        err.splitlines()[-1]
-        == "hf-fp8kv: interrupted: run the same command again to go on from here"
-    )
+    assert err.splitlines()[-1] == "hf-fp8kv: interrupted: run the same command again to resume"
     assert "Traceback" not in err
     calibration.fails = None
     code, _, err = run()
     assert code == 0, err
-    assert f"{tmp_path / 'out' / '.calibration-state'}: found what" in err
+    assert f"{tmp_path / 'out' / '.calibration-state'}: resuming" in err
     assert calibration.calls[0]["state"] == calibration.calls[1]["state"]
 
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from rich.console import Console
 
-from hf_fp8kv.cli.scales_plot import scales_figure
-from hf_fp8kv.cli.scales_table import inspect_table, plot_scales, remarks
+from hf_fp8kv.cli.scales_plot import plot_scales, scales_figure
+from hf_fp8kv.cli.scales_table import inspect_table, list_remarks
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales.kv_scales import KVScales, LayerScales
@@ -447,42 +447,42 @@ def per_layer(k: list[float], v: list[float] | None = None) -> KVScales:
 
 
 def test_nothing_odd_is_said_of_what_a_calibration_makes():
-    assert remarks(scales_of(found())) == []
+    assert list_remarks(scales_of(found())) == []
 
 
 def test_scales_of_one_are_not_calibrated():
-    (remark,) = remarks(KVScales.uniform(3))
+    (remark,) = list_remarks(KVScales.uniform(3))
     assert remark.startswith("every scale is exactly 1.0")
-    assert remarks(per_layer([1.0, 1.0, 1.5], [1.0, 1.0, 1.0])) == []
+    assert list_remarks(per_layer([1.0, 1.0, 1.5], [1.0, 1.0, 1.0])) == []
 
 
 def test_one_scale_for_both_sides_is_said():
-    (remark,) = remarks(per_layer([0.5, 0.75], [0.5, 0.75]))
+    (remark,) = list_remarks(per_layer([0.5, 0.75], [0.5, 0.75]))
     assert remark.startswith("K and V have the same scale in every layer")
-    assert remarks(per_layer([0.5, 0.75], [0.5, 0.7])) == []
+    assert list_remarks(per_layer([0.5, 0.75], [0.5, 0.7])) == []
 
 
 def test_a_scale_far_above_the_others_is_said():
-    (remark,) = remarks(per_layer([1.0, 2.0, 2.0, 20.1, 3.0]))
-    assert remark.startswith("K of layer 3: the scale is more than 10 times the median")
+    (remark,) = list_remarks(per_layer([1.0, 2.0, 2.0, 20.1, 3.0]))
+    assert remark.startswith("K of layer 3: the scale is over 10 times the median")
     assert "(2.00)" in remark
-    assert remarks(per_layer([1.0, 2.0, 2.0, 20.0, 3.0])) == []
-    (remark,) = remarks(per_layer([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]))
+    assert list_remarks(per_layer([1.0, 2.0, 2.0, 20.0, 3.0])) == []
+    (remark,) = list_remarks(per_layer([0.5] * 6, [1.0, 11.0, 1.0, 12.0, 1.0, 1.0]))
     assert remark.startswith("V of layers 1, 3:")
 
 
 def test_the_largest_head_counts():
     layers = dict(per_layer([1.0, 1.0, 1.0]).layers)
     layers[1] = LayerScales(torch.tensor([[1.0], [11.0]]), torch.tensor(0.5))
-    (remark,) = remarks(KVScales(layers))
+    (remark,) = list_remarks(KVScales(layers))
     assert remark.startswith("K of layer 1:")
 
 
 def test_missing_layers_are_said():
     layer = LayerScales(torch.tensor(0.5), torch.tensor(0.25))
-    (remark,) = remarks(KVScales(dict.fromkeys((1, 2, 5), layer)))
+    (remark,) = list_remarks(KVScales(dict.fromkeys((1, 2, 5), layer)))
     assert remark.startswith("no scales for layers 0, 3, 4, of 0 to 5")
-    assert remarks(KVScales(dict.fromkeys((0, 1), layer))) == []
+    assert list_remarks(KVScales(dict.fromkeys((0, 1), layer))) == []
 
 
 def test_remarks_stand_below_the_table():
@@ -566,7 +566,7 @@ def test_without_a_report_the_picture_is_of_the_scales_and_says_so():
         assert "not measured" in words.get_text()
         assert "inspect SCALES --model MODEL --texts FILE" in words.get_text()
         assert not axes.get_lines()
-    assert "no text was measured" in figure.get_suptitle()
+    assert "no text measured" in figure.get_suptitle()
 
 
 def test_one_scale_is_that_of_all_heads():
@@ -692,7 +692,10 @@ def test_pyplot_is_neither_asked_nor_left_with_a_figure(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing/x.png", r"expected a file in a folder that exists, got '.*missing/x\.png'; make"),
+        (
+            "missing/x.png",
+            r"expected a file in a folder that exists, got .*; create",
+        ),
         ("file/x.png", r"expected a file in a folder that exists"),
         ("x.pdf", r"expected a file that ends in \.png, got"),
         ("x", r"expected a file that ends in \.png, got"),
@@ -725,7 +728,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"got none; install it: pip install 'hf-fp8kv\[plot\]'"):
+    with pytest.raises(ConfigError, match=r"not installed; .*: pip install 'hf-fp8kv\[plot\]'"):
         plot_scales(KVScales.uniform(2), None, tmp_path / "x.png")
     assert list(tmp_path.iterdir()) == []
     # tables do without
