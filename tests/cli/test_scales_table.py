@@ -699,7 +699,7 @@ def test_pyplot_is_neither_asked_nor_left_with_a_figure(tmp_path):
         ("file/x.png", r"expected a file in a folder that exists"),
         ("x.pdf", r"expected a file that ends in \.png, got"),
         ("x", r"expected a file that ends in \.png, got"),
-        ("folder.png", r"expected a file that can be written, got"),
+        ("folder.png", r"expected a writable file, got"),
     ],
 )
 def test_a_wrong_path_is_an_error_and_leaves_nothing(tmp_path, name, message):
