@@ -16,14 +16,12 @@ from ..errors import ConfigError
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.kv_scales import KVScales
 from .config import ServingConfig
-from .engines import cache_class, stock_manager
-from .fp8_manager import PLACE, Enabled, dispatch, put_back_attention
+from .engines import StockManager, cache_class
+from .fp8_manager import Enabled, FP8Manager, enabled_state, restore_attention
 from .probe import check_kinds, check_packing
 from .usage import Usage, usage
 
-__all__ = ["Usage", "disable", "enable", "usage"]
-
-_KEPT = "_cached_continuous_batching_manager"
+__all__ = ["Usage", "disable", "enable", "manager", "usage"]
 
 
 def enable(
@@ -37,15 +35,15 @@ def enable(
     backend: str = "auto",
     probe: bool = True,
 ) -> PreTrainedModel:
-    """From now on continuous batching of this model stores FP8 pages, and reads them as they are.
+    """Make continuous batching of this model store FP8 pages, and read them as they are.
 
     That holds for `generate_batch`, `generate(cache_implementation="paged")`,
-    `init_continuous_batching` and every `ContinuousBatchingManager` that is made for the model
-    afterwards. Attention reads what is stored, also within a prompt, so that a request's answer
-    does not depend on how the engine splits its prompt or whether it finds the prefix in the cache:
-    it is what `generate()` gives with `FP8PagedCache(..., prefill="stored")`.
+    `init_continuous_batching`, `continuous_batching_context_manager` and `manager`. Attention reads
+    what is stored, also within a prompt, so that a request's answer does not depend on how the
+    engine splits its prompt or whether it finds the prefix in the cache: it is what `generate()`
+    gives with `FP8PagedCache(..., prefill="stored")`.
 
-    Call again to change the keywords, for managers made afterwards; `disable` puts everything back.
+    Call again to change the keywords, for managers made afterwards; `disable` undoes it.
 
     Args:
         model: a model with `generate_batch`. It runs the attention "fp8_paged" while a manager is
@@ -83,35 +81,59 @@ def enable(
             "expected a model whose attention can read pages, got "
             f"{type(model).__name__}: {why}; use it without"
         )
-    if any(type(m) is stock_manager() and m.model is model for m in _running_managers()):
+    if any(type(m) is StockManager and m.model is model for m in _running_managers()):
         raise ConfigError(
             "expected a model that no engine of transformers' own runs, got one with a running "
             "ContinuousBatchingManager: it would meet another attention in the middle of a step; "
             "call its stop() first"
         )
-    settings = ServingConfig.parse(
+    config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
         center_keys=center_keys, backend=backend, **tensor_parallel(model),
     )  # fmt: skip
     check_kinds(model.config.get_text_config())
-    cache_class(settings).check(model, settings)
+    cache_class(config).check(model, config)
     if probe:
-        check_packing(model, settings)
-    dispatch()
+        check_packing(model, config)
     disable(model)
-    vars(model)[PLACE] = Enabled(settings, vars(model).pop(_KEPT, None))
+    Enabled.install(model, config)
     return model
 
 
+def manager(model: PreTrainedModel, *args: Any, **kwargs: Any) -> FP8Manager:
+    """Return a manager whose engine stores FP8 pages: a ContinuousBatchingManager, not started.
+
+    It is what `model.init_continuous_batching` of an enabled model returns. Do not call
+    `ContinuousBatchingManager(model, ...)` itself: that one would have stock pages, and its first
+    step raises a ConfigError.
+
+    Args:
+        model: a model that `enable` was called on.
+        args: as for transformers' `init_continuous_batching`: a GenerationConfig, a
+            ContinuousBatchingConfig, hints on the workload; each may be left out.
+        kwargs: the same.
+
+    Raises:
+        ConfigError: `enable` was not called, or the engine's config asks for what is not possible.
+    """
+    state = enabled_state(model)
+    if state is None:
+        raise ConfigError(
+            f"expected a model that hf_fp8kv.serving.enable() was called on, got another "
+            f"{type(model).__name__}; call it first"
+        )
+    return state(*args, **kwargs)
+
+
 def _running_managers() -> list[Any]:
-    """The managers whose threads run, of transformers' own class or of ours."""
+    """Return the managers whose threads run, of transformers' own class or of ours."""
     targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
     owners = [getattr(target, "__self__", None) for target in targets]
-    return [owner for owner in owners if isinstance(owner, stock_manager())]
+    return [owner for owner in owners if isinstance(owner, StockManager)]
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Takes back what `enable` did; nothing if it did nothing. Returns the model.
+    """Undo `enable`; do nothing where it was not called. Return the model.
 
     A manager that still runs keeps its pages until it is stopped.
 
@@ -120,13 +142,8 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"model: expected a PreTrainedModel, got {type(model).__name__}")
-    enabled: Any = vars(model).pop(PLACE, None)
-    if enabled is not None:
-        mine = vars(model).get(_KEPT)
-        if mine is not None and mine in enabled.managers:
-            destroy: Any = model.destroy_cached_continuous_batching_manager
-            destroy()
-        if enabled.kept is not None and _KEPT not in vars(model):
-            vars(model)[_KEPT] = enabled.kept
-        put_back_attention(model)
+    state = enabled_state(model)
+    if state is not None:
+        state.remove(model)
+        restore_attention(model)
     return model

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .fp8_manager import PLACE
+from .fp8_manager import enabled_state
 
 __all__ = ["Usage", "usage"]
 
@@ -46,8 +46,9 @@ def usage(of: Any) -> Usage | None:
     Args:
         of: a model that was enabled (the last of its managers counts), or a manager.
     """
-    if PLACE in getattr(of, "__dict__", ()):
-        managers = [m for m in vars(of)[PLACE].managers if m.batch_processor is not None]
+    state = enabled_state(of)
+    if state is not None:
+        managers = [m for m in state.managers if m.batch_processor is not None]
         of = managers[-1] if managers else None
     processor = getattr(of, "batch_processor", None)
     if processor is None:

@@ -18,7 +18,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
 from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import LayerNumbers
-from hf_fp8kv.serving.engines import common, layout
+from hf_fp8kv.serving.engines import common, engine_module
 from hf_fp8kv.serving.layout import PageLayout, Stored
 from hf_fp8kv.serving.step import EngineStep, LayerKind
 from tests.helpers import serving_tools
@@ -38,7 +38,7 @@ pytestmark = [
 ON_GPU = HERE == "cuda"
 DEVICE = torch.device(HERE)
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
-HAS_BLOCK_TABLES = layout().__name__.endswith("flat_tensor")
+HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 newer = pytest.mark.skipif(
     not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no steps by block table"
 )

@@ -1,7 +1,9 @@
 """FP8 pages in transformers' continuous batching: the same tokens as generate() gives."""
 
 import copy
+import functools
 import gc
+import pickle
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, serving
 from hf_fp8kv.attention import masks
 from hf_fp8kv.serving import step as step_module
-from hf_fp8kv.serving.engines import common, layout
+from hf_fp8kv.serving.engines import common, engine_module
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
 from tests.helpers.serving_tools import (
@@ -31,7 +33,7 @@ from tests.helpers.serving_tools import (
 )
 from tests.helpers.tiny_models import tiny
 
-HAS_BLOCK_TABLES = layout().__name__.endswith("flat_tensor")
+HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 
 # sliding: window 20 is no multiple of the page, and shorter than most prompts.
 MODELS: dict[str, dict[str, Any]] = {
@@ -235,13 +237,43 @@ def finished(manager: Any) -> list[int]:
 class TestManagers:
     def test_every_way_to_a_manager(self, llama: Any) -> None:
         serving.enable(llama)
-        direct = ContinuousBatchingManager(llama, greedy(), batching())
-        named = ContinuousBatchingManager(
-            model=llama, generation_config=greedy(), continuous_batching_config=batching()
-        )
-        own = llama.init_continuous_batching(greedy(), batching())
-        assert [type(manager) for manager in (direct, named, own)] == [FP8Manager] * 3
-        assert isinstance(direct, ContinuousBatchingManager)
+        made = [
+            make(generation_config=greedy(), continuous_batching_config=batching())
+            for make in (llama.init_continuous_batching, functools.partial(serving.manager, llama))
+        ]
+        made.append(serving.manager(llama, greedy(), batching()))
+        assert [type(manager) for manager in made] == [FP8Manager] * 3
+        assert isinstance(made[0], ContinuousBatchingManager)
+
+    def test_transformers_is_not_changed(self, llama: Any) -> None:
+        serving.enable(llama)
+        assert "__new__" not in vars(ContinuousBatchingManager)
+        assert llama.init_continuous_batching.__class__.__module__.startswith("hf_fp8kv")
+        for owner in (type(llama), ContinuousBatchingManager, ContinuousMixin):
+            modules = {getattr(item, "__module__", "") or "" for item in vars(owner).values()}
+            assert not any(name.startswith("hf_fp8kv") for name in modules), owner
+        before = set(vars(make("llama")))
+        assert set(vars(serving.disable(llama))) == before
+        assert not llama._forward_pre_hooks
+
+    def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
+        """Not pages of 16 bits without a word; `disable` makes it work again."""
+        llama.set_attn_implementation("sdpa")
+        serving.enable(llama)
+        for after, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
+            after(llama)
+            manager = ContinuousBatchingManager(llama, greedy(), batching())
+            manager.start()
+            try:
+                manager.add_request([5, 6], max_new_tokens=2)
+                out = manager.get_result(timeout=60)
+            finally:
+                manager.stop(block=True)
+            assert (message in out.error) if message else (out.error is None)
+
+    def test_a_manager_of_a_model_that_is_not_enabled(self, llama: Any) -> None:
+        with pytest.raises(ConfigError, match=r"serving\.enable"):
+            serving.manager(llama)
 
     def test_another_model_in_another_thread_stays_stock(self, llama: Any) -> None:
         other = make("llama")
@@ -366,7 +398,12 @@ class TestStock:
         manager = other.init_continuous_batching(greedy(), batching())
         assert type(manager) is FP8Manager
         serving.disable(other)
+        assert not other._forward_pre_hooks
+        assert type(other.init_continuous_batching(greedy(), batching())) is not FP8Manager
         assert type(llama.init_continuous_batching(greedy(), batching())) is FP8Manager
+        loaded = pickle.loads(pickle.dumps(llama))
+        assert type(loaded.init_continuous_batching(greedy(), batching())) is FP8Manager
+        assert not serving.disable(loaded)._forward_pre_hooks
         import weakref
 
         gone = weakref.ref(other)

@@ -55,7 +55,7 @@ class TestChoice:
     def test_by_what_is_there_not_by_version(self, monkeypatch: pytest.MonkeyPatch) -> None:
         wanted = "layer_tensors" if OLDER else "flat_tensor"
         monkeypatch.setattr(transformers, "__version__", "99.0")
-        assert engines.layout().__name__ == f"hf_fp8kv.serving.engines.{wanted}"
+        assert engines.engine_module().__name__ == f"hf_fp8kv.serving.engines.{wanted}"
 
     @pytest.mark.parametrize(
         ("layouts", "message"),
@@ -95,7 +95,7 @@ class TestChoice:
                     serving.enable(tiny("llama")[0])
 
     def test_a_class_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        name = engines.layout().__name__
+        name = engines.engine_module().__name__
         monkeypatch.delitem(sys.modules, name)
         monkeypatch.delattr(stock, "PagedAttentionMemoryHandler")
         with pytest.raises(ConfigError, match="PagedAttentionMemoryHandler"):
@@ -179,7 +179,7 @@ class TestBytes:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """No mask, no dense copy of what is read; a token of a step pays for what it takes."""
-        module = engines.layout()
+        module = engines.engine_module()
         handler, made = module._MemoryHandler, []
 
         def kept(*args: Any, **more: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The engines of transformers' versions: one file for each way in which they lay out their cache.
+"""The engines of transformers' versions: one file for each layout of their cache.
 
-All that knows private names of `transformers.generation.continuous_batching` is in here. Nothing
-of transformers is changed: a stock function that must meet a class of ours where it names one of
-its own runs as a copy with other globals (`rebind_globals`), in whichever thread, while every other
-caller runs the original.
+Everything that knows private names of `transformers.generation.continuous_batching` is here.
+Nothing of transformers is changed: a stock function that must use a class of ours where it names
+one of its own runs as a copy with other globals (`rebind_globals`); every other caller, in any
+thread, runs the original.
 """
 
 import importlib
@@ -19,14 +19,25 @@ from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
 
-__all__ = ["cache_class", "rebind_globals", "stock_manager", "unsupported_engine"]
+__all__ = [
+    "StockCache",
+    "StockManager",
+    "StockMixin",
+    "cache_class",
+    "rebind_globals",
+    "unsupported_engine",
+]
 
-# A module of the engine that only one layout has, and the file here for it, with `make(settings)`.
+StockCache: Any = cache.PagedAttentionCache
+StockManager: Any = continuous_api.ContinuousBatchingManager
+StockMixin: Any = continuous_api.ContinuousMixin
+
+# A module of the engine that only one layout has, and the file here for it, with `make(config)`.
 _LAYOUTS = {"cache_allocators": "flat_tensor", "cache_manager": "layer_tensors"}
 
 
 def unsupported_engine(what: str) -> ConfigError:
-    """The error for a version of transformers whose engine is not known."""
+    """Return the error for a version of transformers whose engine is not supported."""
     return ConfigError(
         "expected an engine for continuous batching as in transformers 5.17 to 5.23, got that of "
         f"{transformers.__version__}, which {what}; install one of those versions, or use "
@@ -35,7 +46,7 @@ def unsupported_engine(what: str) -> ConfigError:
 
 
 def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """Returns a copy of a stock function that meets other objects under some global names.
+    """Return a copy of a stock function that finds other objects under some global names.
 
     Raises:
         ConfigError: the function does not use such a name: another version of transformers.
@@ -59,28 +70,24 @@ def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., 
     return copy
 
 
-def stock_manager() -> Any:
-    """transformers' own ContinuousBatchingManager, the class."""
-    return continuous_api.ContinuousBatchingManager
-
-
-def layout() -> ModuleType:
-    """The module for the engine that is installed. Raises ConfigError."""
+def engine_module() -> ModuleType:
+    """Return the module for the engine that is installed. Raises ConfigError."""
     package = continuous_batching.__name__
-    found = [name for name in _LAYOUTS if importlib.util.find_spec(f"{package}.{name}")]
-    if len(found) != 1:
+    present = [name for name in _LAYOUTS if importlib.util.find_spec(f"{package}.{name}")]
+    if len(present) != 1:
         names = sorted(part.name for part in pkgutil.iter_modules(continuous_batching.__path__))
-        seen = " and ".join(found) or f"neither {' nor '.join(_LAYOUTS)} in {', '.join(names)}"
-        raise unsupported_engine(f"has {seen}")
-    # What will be rebind_globals when an engine is made: better to know now than in its thread.
-    rebind_globals(stock_manager()._create_batch_processor, PagedAttentionCache=None)
-    rebind_globals(cache.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=None)
+        neither = f"neither {' nor '.join(_LAYOUTS)} in {', '.join(names)}"
+        raise unsupported_engine(f"has {' and '.join(present) or neither}")
+    # What is rebound when a manager and its engine are made: an error now, and not in its thread.
+    rebind_globals(StockMixin.init_continuous_batching, ContinuousBatchingManager=None)
+    rebind_globals(StockManager._create_batch_processor, PagedAttentionCache=None)
+    rebind_globals(StockCache.__init__, PagedAttentionMemoryHandler=None)
     try:
-        return importlib.import_module(f".{_LAYOUTS[found[0]]}", __name__)
+        return importlib.import_module(f".{_LAYOUTS[present[0]]}", __name__)
     except (ImportError, AttributeError) as error:
         raise unsupported_engine(f"lacks a part that is needed: {error}") from error
 
 
-def cache_class(settings: Any) -> Any:
-    """Returns the class of cache for an engine with these settings. Raises ConfigError."""
-    return layout().make(settings)
+def cache_class(config: Any) -> Any:
+    """Return the class of cache for an engine with this ServingConfig. Raises ConfigError."""
+    return engine_module().make(config)
