@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["AUTO", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
+__all__ = ["AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
 
 AUTO = "auto"
 
@@ -68,6 +68,11 @@ FORMATS: dict[str, Format] = {
         Format("fp8_e3m4", 3, 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
     )
 }  # fmt: skip
+
+# The formats that round differently, the first of equals: FNUZ has the errors of E4M3.
+DISTINCT: tuple[Format, ...] = tuple(
+    {(f.exponent_bits, f.mantissa_bits): f for f in reversed(FORMATS.values())}.values()
+)[::-1]
 
 _ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
