@@ -1,15 +1,13 @@
-"""How many tokens fit: the plan that transformers' own engine makes, for FP8 pages and for bf16.
+"""Capacity suite: the tokens that transformers' own engine plans for, with FP8 pages and bf16.
 
-`hf-fp8kv bench --suite capacity` asks the engine's planner, with the memory that it would find on a
-GPU given as a number. Nothing is allocated, and no GPU is needed: the pages are made on torch's
-"meta" device, which has shapes and no memory.
+The engine's planner is given the memory of a GPU as a number. Nothing is allocated, and no GPU is
+needed: the pages are made on torch's "meta" device, which has shapes and no memory.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from transformers import AutoConfig, ContinuousBatchingConfig, PreTrainedConfig
@@ -18,9 +16,10 @@ from transformers.generation.continuous_batching import cache as stock
 from ..attention.fp8_paged import NAME
 from ..errors import ConfigError
 from ..serving.config import ServingConfig
-from ..serving.engines import cache_class
+from ..serving.engines import cache_class, rebind_globals
 from ..serving.engines.common import sizes
 from ..utils.environment import describe_run
+from .reporting import build_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,7 +97,7 @@ def planned_tokens(
     max_batch_tokens: int = 8192,
     max_requests: int = 256,
 ) -> int:
-    """Returns how many tokens the engine's planner makes room for, in layers of every kind.
+    """Return how many tokens the engine's planner makes room for, in layers of every kind.
 
     Args:
         config: of the model; of its text part, if it has several.
@@ -112,7 +111,7 @@ def planned_tokens(
     Raises:
         ConfigError: not even one step fits.
     """
-    kind: Any = stock.PagedAttentionCache if settings is None else cache_class(settings)
+    cache = _planning_class(settings, int(memory * PERCENT))
     config._attn_implementation_internal = attention
     cb: dict[str, Any] = {
         "max_batch_tokens": max_batch_tokens, "max_requests_per_batch": max_requests,
@@ -121,28 +120,44 @@ def planned_tokens(
     }  # fmt: skip
     fields = inspect.signature(ContinuousBatchingConfig).parameters
     cb["page_size" if "page_size" in fields else "block_size"] = page_size
-    more = {"tp_plan": {}, "model_supports_logits_to_keep": True}
-    takes = inspect.signature(stock.PagedAttentionCache.__init__).parameters
-    more = {name: value for name, value in more.items() if name in takes}
-    free = mock.patch.object(
-        stock.PagedAttentionMemoryHandler,
-        "get_available_memory",
-        return_value=int(memory * PERCENT),
-    )
+    by_version = {"tp_plan": {}, "model_supports_logits_to_keep": True}
+    accepted = inspect.signature(stock.PagedAttentionCache.__init__).parameters
     try:
-        with free:
-            found = kind(
-                config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
-                device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16,
-                **more,
-            )  # fmt: skip
+        planned = cache(
+            config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
+            device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16,
+            **{name: value for name, value in by_version.items() if name in accepted},
+        )  # fmt: skip
     except (MemoryError, ValueError) as error:
         raise ConfigError(
             f"memory: expected room for a step of {max_batch_tokens} tokens and for pages, got "
             f"{memory / GIB:.3g} GiB: {error}"
         ) from error
     # transformers 5.17 counts blocks of a group of layers, later versions those of all layers.
-    return int(found.num_blocks) // getattr(found, "num_groups", 1) * page_size
+    return int(planned.num_blocks) // getattr(planned, "num_groups", 1) * page_size
+
+
+def _planning_class(settings: ServingConfig | None, available: int) -> Any:
+    """Return a class of cache whose planner has so many bytes, whatever this machine has."""
+
+    def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_handler(*args: Any, **planned: Any) -> Any:
+            handler = make(*args, **planned)
+            # An attribute in newer versions of transformers; 5.17 asks when it plans.
+            handler.available_memory = available
+            handler.get_available_memory = lambda: available
+            return handler
+
+        return make_handler
+
+    if settings is not None:
+        ours = cache_class(settings)
+        make = fix_memory(ours.make_memory_handler)
+        return type("PlanningCache", (ours,), {"make_memory_handler": make})
+    make = fix_memory(stock.PagedAttentionMemoryHandler)
+    engine = stock.PagedAttentionCache
+    init = rebind_globals(engine.__init__, PagedAttentionMemoryHandler=make)
+    return type("PlanningCache", (engine,), {"__init__": init})
 
 
 def run_capacity_suite(
@@ -152,7 +167,7 @@ def run_capacity_suite(
     memory_gib: float = 40.0,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns how many tokens fit, ready for JSON.
+    """Return how many tokens fit, ready for JSON.
 
     Args:
         config: of a model; None: those of `MODELS`.
@@ -164,13 +179,13 @@ def run_capacity_suite(
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
         `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` against bf16 with flash.
     """
-    say = progress or (lambda _message: None)
     shapes = {name: config} if config is not None else {n: shape(n) for n in MODELS}
     rows: list[dict[str, Any]] = []
     memory = int(memory_gib * GIB)
-    for model, found in shapes.items():
-        say(model)
-        text = found.get_text_config()
+    for model, shape_config in shapes.items():
+        if progress is not None:
+            progress(model)
+        text = shape_config.get_text_config()
         heads, dim = sizes(text)
         numbers = 2 * heads * dim * text.num_hidden_layers
         base = 0
@@ -192,7 +207,7 @@ def run_capacity_suite(
 
 
 def shape(name: str) -> PreTrainedConfig:
-    """Returns the config of one of `MODELS`."""
+    """Return the config of one of `MODELS`."""
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
@@ -205,25 +220,21 @@ def _row(model: str, cache: str, each: float, tokens: int, base: int) -> dict[st
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Returns the rows of `run_capacity_suite` as a table for a terminal."""
-    from rich.table import Table
-
+    """Return the rows of `run_capacity_suite` as a table for a terminal."""
     settings = result["settings"]
-    table = Table(
+    left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
+    return build_table(
+        {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
+        (
+            (
+                row["model"], row["cache"], f"{row['bytes_per_token'] / 1024:.1f}",
+                f"{row['tokens']:,}", f"{row['ratio']:.2f}",
+            )
+            for row in result["rows"]
+        ),
+        grouped=True,
         title=f"Tokens that fit into {settings['memory_gib']:g} GiB beside the model",
         caption=f"transformers {result['versions']['transformers']}: its engine's own plan, "
         f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
         f"calculated, not run. {result['date'][:10]}",
-    )
-    for name in ("model", "cache", "KiB / token", "tokens", "x"):
-        table.add_column(name, justify="left" if name in ("model", "cache") else "right")
-    before = ""
-    for row in result["rows"]:
-        if before not in ("", row["model"]):
-            table.add_section()
-        table.add_row(
-            "" if row["model"] == before else row["model"], row["cache"],
-            f"{row['bytes_per_token'] / 1024:.1f}", f"{row['tokens']:,}", f"{row['ratio']:.2f}",
-        )  # fmt: skip
-        before = row["model"]
-    return table
+    )  # fmt: skip

@@ -70,7 +70,7 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
             stock.PagedAttentionCache.__init__,
             ATTN_TYPE_TO_ALLOCATOR=allocators,
             FullAttentionCacheAllocator=allocators[stock.FULL_ATTENTION],
-            PagedAttentionMemoryHandler=_MemoryHandler,
+            PagedAttentionMemoryHandler=self.make_memory_handler,
         )
         make(self, config, continuous_batching_config, device, distributed_helper, dtype, **more)
         self.kinds = [
@@ -83,6 +83,10 @@ class FlatTensorCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[m
             for place, layer in enumerate(allocator.layer_indices)
         }
         self._settle()
+
+    def make_memory_handler(self, **planned: Any) -> Any:
+        """Return what plans the engine's memory."""
+        return _MemoryHandler(**planned)
 
     def fits_alone(self, tokens: int) -> bool:
         """Whether one request may hold so many tokens, with all pages to itself."""

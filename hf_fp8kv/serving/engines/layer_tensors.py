@@ -45,10 +45,10 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
         tp_plan: dict[str, Any],
         dtype: torch.dtype = torch.float16,
     ) -> None:
-        def handler(**planned: Any) -> _MemoryHandler:
+        def handler(**planned: Any) -> Any:
             # By now the engine has decided how many heads this process has; no memory is taken yet.
             self._lay_out(distributed_helper, dtype)
-            return _MemoryHandler(self.page_layout, **{**planned, "dtype": dtype})
+            return self.make_memory_handler(**{**planned, "dtype": dtype})
 
         make = rebind_globals(
             stock.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler
@@ -65,6 +65,10 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
             for group in self.group_cache_managers
         ]
         self._settle()
+
+    def make_memory_handler(self, **planned: Any) -> Any:
+        """Return what plans the engine's memory."""
+        return _MemoryHandler(self.page_layout, **planned)
 
     def fits_alone(self, tokens: int) -> bool:
         """Whether one request may hold so many tokens, with all pages to itself."""
