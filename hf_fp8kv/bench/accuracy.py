@@ -1,4 +1,4 @@
-"""Formats by kinds of scales, centered or not: how far each moves a model's predictions."""
+"""Accuracy suite: predictions by format, kind of scales and center of K."""
 
 import pydoc_data.topics
 import statistics
@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
-from ..cache.serialization import _tensors_of
 from ..calibration import stages
 from ..calibration.choose import Choice
 from ..calibration.corpus import Corpus, read_corpus
@@ -22,26 +21,21 @@ from ..calibration.job import Job, Options, batches_of
 from ..calibration.observe import Parts, paged_layers
 from ..calibration.state import State
 from ..errors import ConfigError
-from ..formats import FORMATS
+from ..formats import DISTINCT, FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import describe_run
 from .quality import STOCK, TEXTS, stock_cache
+from .reporting import build_table, count_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 __all__ = [
-    "AMAX",
-    "CONSTANT",
-    "DYNAMIC",
-    "MEASURED",
-    "STATIC",
-    "format_table",
-    "run_accuracy_suite",
-]
+    "AMAX", "CONSTANT", "DYNAMIC", "MEASURED", "STATIC", "format_table", "run_accuracy_suite",
+]  # fmt: skip
 
-MEASURED = ("fp8_e4m3", "fp8_e3m4", "fp8_e5m2")
+MEASURED = tuple(fmt.name for fmt in DISTINCT)
 CONSTANT, DYNAMIC = "constant 1.0", "dynamic"
 # What other tools write: nothing is chosen. For the first format only.
 AMAX = "amax / 448 per head"
@@ -57,7 +51,7 @@ _Choices = Mapping[tuple[str, str], Mapping[int, Choice]]
 
 @dataclass(frozen=True)
 class _Row:
-    """What a row is about, and what makes its cache."""
+    """What a row measures, and what makes its cache."""
 
     format: str
     scales: str
@@ -81,7 +75,7 @@ def run_accuracy_suite(
     calibrated: int = 2**15,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns what formats, scales and centers do to a model's predictions, for JSON.
+    """Return what formats, scales and centers do to a model's predictions, for JSON.
 
     The texts are topics of Python's manual. Static scales are calibrated for each format and
     granularity, on topics that share no paragraph with those that are scored. In rows with a
@@ -114,36 +108,24 @@ def run_accuracy_suite(
     corpus = read_corpus(
         list(others.values()), tokenizer, max_tokens=calibrated, max_length=length, held_out=0
     )
-    last = _last_rows(model)
-    caches = 2 * sum(len(_kinds(fmt)) for fmt in MEASURED) + len(last)
-    total, done = corpus.tokens + texts * length * (caches + 1), 0
+    calls = 1 + 2 * sum(len(_kinds(fmt)) for fmt in MEASURED) + len(_last_rows(model))
+    report = _PercentReporter(progress, corpus.tokens + texts * length * calls)
 
-    def tell(what: str, tokens: int) -> None:
-        nonlocal done
-        before, done = done, done + tokens
-        # One line a percent where lines are printed.
-        percent = 100 * done // total
-        if progress is not None and percent > 100 * before // total:
-            progress(f"{percent} %: {what}", done / total)
-
-    def told(stage: str, tokens: int, again: bool) -> None:
+    def on_calibration(stage: str, tokens: int, resumed: bool) -> None:
         # What is read once more, to choose, is little, and not in the total.
-        tell("calibrating", tokens if stage == "text" else 0)
+        report("calibrating", tokens if stage == "text" else 0)
 
-    ranges, choices = _calibrate(Job(model, layers, State(None, ""), told), corpus)
-    rows = [*_rows(model, choices), *last]
+    ranges, choices = _calibrate(Job(model, layers, State(None, ""), on_calibration), corpus)
+    rows = [*_rows(model, choices), *_last_rows(model)]
     makers = {row.name: row.make for row in rows}
-    found: list[dict[str, Scores]] = []
-
-    def on_call(cache: str, tokens: int) -> None:
-        tell(f"text {len(found) + 1} of {texts}", tokens)
-
+    by_text: list[dict[str, Scores]] = []
     with paged_attention(model):
-        for ids in scored.values():
-            ids = ids.to(model.device)
-            found.append(
-                compare_caches(model, ids, makers, prefill=prefill, chunk=chunk, on_call=on_call)
-            )
+        for number, ids in enumerate(scored.values(), 1):
+            what = f"text {number} of {texts}"
+            by_text.append(compare_caches(
+                model, ids.to(model.device), makers, prefill=prefill, chunk=chunk,
+                on_call=lambda cache, tokens, what=what: report(what, tokens),
+            ))  # fmt: skip
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
         **describe_run("accuracy", device=str(model.device)),
@@ -159,7 +141,7 @@ def run_accuracy_suite(
         "rows": [
             {
                 "format": row.format, "scales": row.scales, "centered": row.centered,
-                **_scores([scores[row.name] for scores in found]),
+                **_summarize([scores[row.name] for scores in by_text]),
                 "bytes_per_token": _bytes_per_token(row.make(), ranges, length),
             }
             for row in rows
@@ -167,62 +149,70 @@ def run_accuracy_suite(
     }  # fmt: skip
 
 
-def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Returns the rows of `run_accuracy_suite` as a table for a terminal."""
-    from rich.table import Table
+class _PercentReporter:
+    """Reports progress once per percent: each report may be a line."""
 
+    def __init__(self, progress: Callable[[str, float], None] | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, what: str, tokens: int) -> None:
+        before = 100 * self._done // self._total
+        self._done += tokens
+        percent = 100 * self._done // self._total
+        if self._progress is not None and percent > before:
+            self._progress(f"{percent} %: {what}", self._done / self._total)
+
+
+def format_table(result: dict[str, Any]) -> "RenderableType":
+    """Return the rows of `run_accuracy_suite` as a table for a terminal."""
     settings = result["settings"]
-    table = Table(
+    numbers = ("mean KL, 1e-3", "largest KL", "same top-1", "bytes per token")
+    return build_table(
+        {**dict.fromkeys(("format", "scales", "K"), "left"), **dict.fromkeys(numbers, "right")},
+        (
+            (
+                row["format"], row["scales"], "centered" if row["centered"] else "",
+                f"{1e3 * row['kl']:.2f}"
+                + ("" if row["kl_error"] is None else f" ± {1e3 * row['kl_error']:.2f}"),
+                f"{row['kl_max']:.2e}", f"{row['top1']:.2%}", f"{row['bytes_per_token']:.0f}",
+            )
+            for row in result["rows"]
+        ),
+        grouped=True,
         title=f"{settings['model']}, {settings['dtype']}: against the unquantised cache",
         caption=f"{len(settings['texts'])} texts, {settings['score']} tokens each after "
         f"{settings['prefill']}, ± the standard error over texts; static scales from "
         f"{settings['calibrated_tokens']} tokens of others; {result['hardware']['cpu']}, "
         f"{result['date']}",
-    )
-    for column in ("format", "scales", "K"):
-        table.add_column(column)
-    for column in ("mean KL, 1e-3", "largest KL", "same top-1", "bytes per token"):
-        table.add_column(column, justify="right", no_wrap=True)
-    previous = None
-    for row in result["rows"]:
-        if row["format"] != previous:
-            table.add_section()
-        previous = row["format"]
-        error = "" if row["kl_error"] is None else f" ± {1e3 * row['kl_error']:.2f}"
-        table.add_row(
-            row["format"], row["scales"], "centered" if row["centered"] else "",
-            f"{1e3 * row['kl']:.2f}{error}", f"{row['kl_max']:.2e}", f"{row['top1']:.2%}",
-            f"{row['bytes_per_token']:.0f}",
-        )  # fmt: skip
-    return table
+    )  # fmt: skip
 
 
 def _topics(
     tokenizer: Any, count: int, length: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The first tokens of the topics to score, `[1, length]`, and the texts to calibrate on.
+    """Return the first tokens of the topics to score, `[1, length]`, and texts to calibrate on.
 
     No topic shares a paragraph with one that is scored. Those of the quality suite are scored
     first, then the shortest ones that are long enough, which leaves the most for the calibration.
     """
     topics: dict[str, str] = pydoc_data.topics.topics
     paragraphs = {name: _paragraphs(text) for name, text in topics.items()}
-    rest = sorted(topics.keys() - set(TEXTS), key=lambda name: (len(topics[name]), name))
+    shortest = sorted(topics.keys() - set(TEXTS), key=lambda name: (len(topics[name]), name))
     scored: dict[str, torch.Tensor] = {}
-    seen: set[str] = set()
-    for name in (*TEXTS, *rest):
+    used: set[str] = set()
+    for name in (*TEXTS, *shortest):
         if len(scored) == count:
             break
-        if paragraphs[name] & seen:
+        if paragraphs[name] & used:
             continue
         ids = tokenizer(topics[name], truncation=True, max_length=length, return_tensors="pt")
         if ids.input_ids.shape[1] == length:
             scored[name] = ids.input_ids
-            seen |= paragraphs[name]
+            used |= paragraphs[name]
     others = {
         name: text
         for name, text in sorted(topics.items())
-        if name not in scored and not paragraphs[name] & seen
+        if name not in scored and not paragraphs[name] & used
     }
     if len(scored) < count or not others:
         raise ConfigError(
@@ -238,7 +228,7 @@ def _paragraphs(text: str) -> set[str]:
 
 
 def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, Parts], _Choices]:
-    """The ranges of K and V, and scales for each format and granularity."""
+    """Return the ranges of K and V, and scales for each format and granularity."""
     partners = stages.pairs(job, corpus.windows[0])
     ranges = stages.observed(job, "text", batches_of(corpus.windows, 1), partners)
     choices = {}
@@ -252,7 +242,7 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, Parts], _Choices]:
 
 
 def _smallest(parts: Parts) -> Choice:
-    """The smallest scales per head that nothing saturates under."""
+    """Return the smallest scales per head under which nothing saturates."""
     mean = (parts["k_sum"] / parts["count"]).float()
 
     def scale(side: str, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -264,13 +254,13 @@ def _smallest(parts: Parts) -> Choice:
 
 
 def _kinds(fmt: str) -> tuple[str, ...]:
-    """The kinds of scales to measure a format with."""
+    """Return the kinds of scales to measure a format with."""
     amax = (AMAX,) if fmt == MEASURED[0] else ()
     return (CONSTANT, *amax, *STATIC, DYNAMIC)
 
 
 def _rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
-    """Every format, with every kind of scales, without a center and with one."""
+    """Return a row for every format and kind of scales, without a center and with one."""
     rows = []
     for fmt in MEASURED:
         for scales, centered in product(_kinds(fmt), (False, True)):
@@ -286,17 +276,17 @@ def _rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
 
 
 def _static(layers: Mapping[int, Choice], centered: bool) -> KVScales:
-    def made(choice: Choice) -> LayerScales:
+    def make(choice: Choice) -> LayerScales:
         if not centered:
             return LayerScales(choice.k, choice.v, source="calibrated")
         assert choice.k_centered is not None
         return LayerScales(choice.k_centered, choice.v, choice.k_center, "calibrated")
 
-    return KVScales({index: made(choice) for index, choice in layers.items()}, origin="calibrated")
+    return KVScales({index: make(choice) for index, choice in layers.items()}, origin="calibrated")
 
 
 def _last_rows(model: PreTrainedModel) -> list[_Row]:
-    """K as it is, and the cache of transformers where this version and model have it."""
+    """Return the rows of unquantised K, and of transformers' own FP8 cache if it exists."""
     paged = partial(FP8PagedCache, model.config, dtype="fp8_e4m3", key_dtype="auto")
     rows = [_Row("K auto, V fp8_e4m3", DYNAMIC, False, paged)]
     stock = stock_cache(model)
@@ -305,8 +295,8 @@ def _last_rows(model: PreTrainedModel) -> list[_Row]:
     return [*rows, _Row(STOCK, "of the first call, per tensor", False, stock)]
 
 
-def _scores(by_text: Sequence[Scores]) -> dict[str, Any]:
-    """The fields of a row that say how good it is."""
+def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
+    """Return the fields of a row that say how good it is."""
     means = [scores.quality.kl for scores in by_text]
     error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
     return {
@@ -317,12 +307,12 @@ def _scores(by_text: Sequence[Scores]) -> dict[str, Any]:
 
 
 def _sizes(part: Parts) -> tuple[int, int]:
-    """Numbers of K and of V of a token in one layer."""
+    """Return how many numbers of K and of V a token has in one layer."""
     return part["k_max"].numel(), part["v_max"].numel()
 
 
 def _bytes_per_token(cache: Any, ranges: Mapping[int, Parts], tokens: int) -> float:
-    """What a token takes in a new cache that is given `tokens` of a bf16 model."""
+    """Return the bytes of a token in a new cache that is given `tokens` of a bf16 model."""
     for index, part in ranges.items():
         k, v = (
             torch.ones((1, len(x), tokens, x.shape[1]), dtype=torch.bfloat16)
@@ -333,5 +323,4 @@ def _bytes_per_token(cache: Any, ranges: Mapping[int, Parts], tokens: int) -> fl
         page = cache.options.page_size
         # The last page is partly filled: what a token takes is its share of a full one.
         return cache.memory_footprint()["used"] / (-(-tokens // page) * page)
-    stored = [t for layer in cache.layers for t in _tensors_of(vars(layer))]
-    return sum(t.numel() * t.element_size() for t in stored) / tokens
+    return count_bytes(cache) / tokens

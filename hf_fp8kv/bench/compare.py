@@ -8,12 +8,14 @@ slows both of them down, and what counts is the median of the ratios within a tu
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Self
 
 from . import hot_loops
 from .reporting import build_table, format_number, quartiles
@@ -33,9 +35,15 @@ class _Tree:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(tree.resolve())},
         )  # fmt: skip
-        self.names: list[str] = json.loads(self._read())
 
-    def _read(self) -> str:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate()
+
+    def read(self) -> str:
+        """Return the next line that the process writes."""
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
             raise RuntimeError(f"a process ended with {self.process.wait()}: {self.process.args}")
@@ -46,11 +54,7 @@ class _Tree:
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
-        return float(self._read())
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.communicate()
+        return float(self.read())
 
 
 def compare_trees(
@@ -67,21 +71,18 @@ def compare_trees(
     Raises:
         RuntimeError: a tree cannot run the loops.
     """
-    trees = [_Tree(tree, backend, loops) for tree in (old, new)]
-    names = trees[0].names
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     shuffle = random.Random(0).shuffle
     order = [0, 1]
-    try:
+    with contextlib.ExitStack() as stack:
+        trees = [stack.enter_context(_Tree(tree, backend, loops)) for tree in (old, new)]
+        names, _ = [json.loads(tree.read()) for tree in trees]
+        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
             for name in names:
                 shuffle(order)
                 taken = {which: trees[which].measure(name) for which in order}
                 if turn:
                     pairs[name].append((taken[0], taken[1]))
-    finally:
-        for tree in trees:
-            tree.close()
     rows: list[dict[str, object]] = []
     for name, measured in pairs.items():
         ratio, low, high = quartiles([after / before for before, after in measured])

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
 
-__all__ = ["LOOPS", "Loop", "make_loops"]
+__all__ = ["LOOPS", "AttentionLayer", "Loop", "make_loops"]
 
 PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
@@ -58,21 +58,19 @@ LOOPS = {
 }
 
 
-class _Layer(torch.nn.Module):
+class AttentionLayer(torch.nn.Module):
     """What the attention functions ask of a layer."""
 
     is_causal = True
 
-    def __init__(self, layer: int, groups: int) -> None:
+    def __init__(self, groups: int, layer: int = 0) -> None:
         super().__init__()
         self.layer_idx, self.num_key_value_groups = layer, groups
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
     """Return the loops whose name begins so; a call gives microseconds per layer and step."""
-    return {
-        name: _make(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)
-    }
+    return {name: _make(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)}
 
 
 def _make(loop: Loop, backend: str) -> Callable[[], float]:
@@ -85,7 +83,7 @@ def _make(loop: Loop, backend: str) -> Callable[[], float]:
     if loop.cache == PAGED:
         cache = FP8PagedCache(config, backend=backend, **dict(loop.options))
     attend = ALL_ATTENTION_FUNCTIONS["fp8_paged" if loop.cache == PAGED else "sdpa"]
-    modules = [_Layer(layer, queries // heads) for layer in range(loop.layers)]
+    modules = [AttentionLayer(queries // heads, layer) for layer in range(loop.layers)]
     query = torch.randn(1, queries, 1, dim, dtype=torch.bfloat16)
     key = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
     stored = torch.randn(1, heads, loop.tokens, dim, dtype=torch.bfloat16)

@@ -13,7 +13,9 @@ from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import Scores, compare_caches
 from ..errors import ConfigError
+from ..formats import DISTINCT
 from ..utils.environment import describe_run
+from .reporting import build_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,9 +25,7 @@ __all__ = ["CACHES", "STOCK", "TEXTS", "format_table", "run_quality_suite", "sto
 # The first ones of the topics of pydoc that are scored; then come the others, the longest first.
 TEXTS = ("objects", "execmodel", "import", "customization")
 CACHES: dict[str, dict[str, Any]] = {
-    "fp8_e4m3": {},
-    "fp8_e3m4": {"dtype": "fp8_e3m4"},
-    "fp8_e5m2": {"dtype": "fp8_e5m2"},
+    **{fmt.name: {"dtype": fmt.name} for fmt in DISTINCT},
     "fp8_e4m3, K centered": {"center_keys": True},
     "K auto, V fp8_e4m3": {"key_dtype": "auto"},
     "fp8_e4m3, scale 1.0": {"scales": 1.0},
@@ -46,7 +46,7 @@ def run_quality_suite(
     chunk: int = 32,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns what 8 bits do to the model's predictions on texts of Python's manual, for JSON.
+    """Return what 8 bits do to the model's predictions on texts of Python's manual, for JSON.
 
     Args:
         model: a causal language model, float32 to see the cache alone; left as it was.
@@ -76,7 +76,7 @@ def run_quality_suite(
             progress(cache, done / total)
 
     with paged_attention(model):
-        found = [
+        scores = [
             compare_caches(model, batch, caches, prefill=prefill, chunk=chunk, on_call=on_call)
             for batch in ids.to(model.device).split(_BATCH)
         ]
@@ -86,64 +86,61 @@ def run_quality_suite(
                      "attention": "fp8_paged", "texts": topics, "prefill": prefill, "score": score,
                      "chunk": chunk},
         "rows": [
-            {"cache": cache, **asdict(Scores.concat(batch[cache] for batch in found).quality)}
+            {"cache": cache, **asdict(Scores.concat(batch[cache] for batch in scores).quality)}
             for cache in caches
         ],
     }  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Returns the rows of `run_quality_suite` as a table for a terminal."""
-    from rich.table import Table
-
+    """Return the rows of `run_quality_suite` as a table for a terminal."""
     settings = result["settings"]
-    table = Table(
+    numbers = ("mean KL", "largest KL", "same top-1", "perplexity", "tokens")
+    return build_table(
+        {"cache": "left", **dict.fromkeys(numbers, "right")},
+        (
+            (
+                row["cache"], f"{row['kl']:.2e}", f"{row['kl_max']:.2e}", f"{row['top1']:.2%}",
+                f"{row['perplexity']:.2f}", str(row["tokens"]),
+            )
+            for row in result["rows"]
+        ),
         title=f"{settings['model']}, {settings['dtype']}: against the unquantised cache",
         caption=f"{len(settings['texts'])} texts, {settings['score']} tokens each after "
         f"{settings['prefill']}; {result['hardware']['cpu']}, {result['date']}",
-    )
-    table.add_column("cache")
-    for column in ("mean KL", "largest KL", "same top-1", "perplexity", "tokens"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in result["rows"]:
-        table.add_row(
-            row["cache"], f"{row['kl']:.2e}", f"{row['kl_max']:.2e}", f"{row['top1']:.2%}",
-            f"{row['perplexity']:.2f}", str(row["tokens"]),
-        )  # fmt: skip
-    return table
+    )  # fmt: skip
 
 
 def _texts(tokenizer: Any, count: int, length: int) -> tuple[list[str], torch.Tensor]:
-    """The names of the topics, and their tokens, `[B, length]`."""
+    """Return the names of the topics, and their first tokens, `[count, length]`, int64."""
     topics: dict[str, str] = pydoc_data.topics.topics
     others = sorted(topics.keys() - set(TEXTS), key=lambda name: (-len(topics[name]), name))
-    found: dict[str, torch.Tensor] = {}
+    tokens: dict[str, torch.Tensor] = {}
     for name in (*TEXTS, *others):
-        if len(found) == count:
+        if len(tokens) == count:
             break
         ids = tokenizer(topics[name], truncation=True, max_length=length, return_tensors="pt")
         if ids.input_ids.shape[1] == length:
-            found[name] = ids.input_ids
-    if len(found) < count:
+            tokens[name] = ids.input_ids
+    if len(tokens) < count:
         raise ConfigError(
-            f"texts: expected at most {len(found)}, got {count}: no other topic has {length} tokens"
+            f"texts: expected at most {len(tokens)}, got {count}: no other topic has {length} "
+            "tokens"
         )
-    return list(found), torch.cat(list(found.values()))
+    return list(tokens), torch.cat(list(tokens.values()))
 
 
 def _caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
-    """Functions that make the caches; that of transformers where this version and model have it."""
-
-    def paged(options: dict[str, Any]) -> Callable[[], Any]:
-        return lambda: FP8PagedCache(model.config, **options)
-
+    """Return what makes each cache; transformers' own where this version and model have it."""
+    caches: dict[str, Callable[[], Any]] = {
+        name: partial(FP8PagedCache, model.config, **options) for name, options in CACHES.items()
+    }
     stock = stock_cache(model)
-    caches = {name: paged(options) for name, options in CACHES.items()}
     return caches if stock is None else caches | {STOCK: stock}
 
 
 def stock_cache(model: PreTrainedModel) -> Callable[[], Any] | None:
-    """Makes transformers' own FP8 cache; None where this version or model has none."""
+    """Return what makes transformers' own FP8 cache; None where it cannot be made."""
     stock = partial(QuantizedCache, backend="fp8", config=model.config)
     try:
         stock()

@@ -70,9 +70,10 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 # The formats that round differently, the first of equals: FNUZ has the errors of E4M3.
-DISTINCT: tuple[Format, ...] = tuple(
-    {(f.exponent_bits, f.mantissa_bits): f for f in reversed(FORMATS.values())}.values()
-)[::-1]
+_first: dict[int, Format] = {}
+for _fmt in FORMATS.values():
+    _first.setdefault(_fmt.mantissa_bits, _fmt)
+DISTINCT: tuple[Format, ...] = tuple(_first.values())
 
 _ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 

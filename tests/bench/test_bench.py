@@ -10,7 +10,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from hf_fp8kv.bench import contenders, cpu_memory
 from hf_fp8kv.bench import cpu as bench
+from hf_fp8kv.formats import DISTINCT
 
 SMALL = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
 
@@ -53,7 +55,16 @@ def test_rows_are_alike(result):
         assert row["value"] > 0
         assert row["low"] is None or row["low"] <= row["value"] <= row["high"]
     measures = {row["measure"] for row in result["rows"]}
-    assert measures == {"decode step", "ratio", "cost per token", "update", "bytes per token"}
+    assert measures == {
+        "decode step", "ratio", "cost per token", "update", "deepcopy", "reorder 4 beams",
+        "host, per layer", "bytes per token",
+    }  # fmt: skip
+
+
+def test_every_format_is_measured(result):
+    cached = {row["cache"] for row in result["rows"] if row["measure"] == "decode step"}
+    for fmt in DISTINCT:
+        assert f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" in cached
 
 
 def test_targets_are_those_of_the_longest_context(result):
@@ -74,7 +85,7 @@ def test_the_table(result):
 def test_turns_are_interleaved_in_changing_order():
     order = []
     steps = {name: lambda name=name: order.append(name) for name in "abc"}
-    seconds = bench._take_turns(steps, 5)
+    seconds = contenders.take_turns(steps, 5)
     turns = ["".join(order[i : i + 3]) for i in range(0, 18, 3)]
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len(set(turns)) > 2
@@ -82,19 +93,19 @@ def test_turns_are_interleaved_in_changing_order():
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    right = bench.fp8_paged_attention
+    right = contenders.fp8_paged_attention
 
     def wrong(*args, **kwargs):
         out, weights = right(*args, **kwargs)
         return out * 1.05, weights
 
-    monkeypatch.setattr(bench, "fp8_paged_attention", wrong)
+    monkeypatch.setattr(contenders, "fp8_paged_attention", wrong)
     with pytest.raises(RuntimeError, match="expected torch's attention"):
-        bench._contenders(64, (4, 2, 16), "torch")
+        contenders.make_steps(64, (4, 2, 16), "torch")
 
 
 def test_bytes_meet_their_targets():
-    rows = bench._byte_rows((32, 8, 128), "torch")
+    rows = cpu_memory.measure_bytes((32, 8, 128), "torch")
     ratios = [row for row in rows if row["measure"] == "ratio"]
     assert len(ratios) == len(bench.PAGED)
     for row in ratios:
@@ -103,7 +114,7 @@ def test_bytes_meet_their_targets():
 
 def test_memory_of_processes():
     """Two processes that grow: no dense copy of the pages stays anywhere."""
-    rows = bench._process_rows(2048, (8, 8, 128), "auto")
+    rows = cpu_memory.measure_processes(2048, (8, 8, 128), "auto")
     grown = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
     stored = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
     assert 0.95 * stored < grown["DynamicCache"] < 1.1 * stored
@@ -111,9 +122,9 @@ def test_memory_of_processes():
 
 
 def test_a_process_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr(bench, "PAGED", {"FP8PagedCache e4m3": {}})
+    monkeypatch.setattr(cpu_memory, "PAGED", {"FP8PagedCache e4m3": {}})
     with pytest.raises(RuntimeError, match="BackendError"):
-        bench._process_rows(64, (4, 2, 16), "no such backend")
+        cpu_memory.measure_processes(64, (4, 2, 16), "no such backend")
 
 
 @pytest.mark.slow

@@ -16,12 +16,12 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.cpu import _Module
 from hf_fp8kv.bench.gpu.decode import _attend, _planned, _query
 from hf_fp8kv.bench.gpu.pools import check, pages_for, poisoned, relative_error
 from hf_fp8kv.bench.gpu.record import TOLERANCE, Record
 from hf_fp8kv.bench.gpu.shapes import BF16, KINDS, TINY, Case, Heads
 from hf_fp8kv.bench.gpu.timing import Stage
+from hf_fp8kv.bench.hot_loops import AttentionLayer
 from hf_fp8kv.ops import Pages, reference
 from tests.helpers.tiny_models import tiny
 
@@ -199,7 +199,7 @@ def layer_step(cache: FP8PagedCache, seed: int = 0) -> Callable[[], torch.Tensor
         return torch.randn(2, heads, 1, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
 
     query, key, value = numbers(HEADS.query), numbers(HEADS.kv), numbers(HEADS.kv)
-    module = _Module(HEADS.query // HEADS.kv)
+    module = AttentionLayer(HEADS.query // HEADS.kv)
 
     def step() -> torch.Tensor:
         keys, values = cache.update(key, value, 0)

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ...cache.cache import FP8PagedCache
-from ...cache.serialization import _tensors_of
+from ..reporting import count_bytes
 from .record import Record
 from .shapes import Sizes
 from .timing import Stage
@@ -220,7 +220,7 @@ def _generate(
     return {
         "tokens_per_s": batch / middle, "step_ms": 1e3 * middle, "slowest_ms": 1e3 * timed[-1],
         "tokens": len(timed), "generate_s": total, "first_s": sum(steps[: warm - 1]),
-        "peak_bytes": peak, "cache_bytes": _bytes(cache),
+        "peak_bytes": peak, "cache_bytes": count_bytes(cache),
     }  # fmt: skip
 
 
@@ -242,13 +242,6 @@ def _fill(cache: Cache, model: Any, batch: int, context: int, stage: Stage) -> N
             torch.randn(shape, dtype=torch.bfloat16, device=stage.device) for _ in range(2)
         )
         cache.update(key, value, layer)
-
-
-def _bytes(cache: Cache) -> int:
-    if isinstance(cache, FP8PagedCache):
-        return cache.memory_footprint()["total"]
-    tensors = {id(t): t for layer in cache.layers for t in _tensors_of(vars(layer))}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def _forget_graphs(model: Any) -> None:
