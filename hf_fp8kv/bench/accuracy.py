@@ -121,10 +121,9 @@ def run_accuracy_suite(
     by_text: list[dict[str, Scores]] = []
     with paged_attention(model):
         for number, ids in enumerate(scored.values(), 1):
-            what = f"text {number} of {texts}"
             by_text.append(compare_caches(
                 model, ids.to(model.device), makers, prefill=prefill, chunk=chunk,
-                on_call=lambda cache, tokens, what=what: report(what, tokens),
+                on_call=partial(report.on_call, f"text {number} of {texts}"),
             ))  # fmt: skip
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
@@ -154,6 +153,10 @@ class _PercentReporter:
 
     def __init__(self, progress: Callable[[str, float], None] | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
+
+    def on_call(self, what: str, cache: str, tokens: int) -> None:
+        """Report a call of the model."""
+        self(what, tokens)
 
     def __call__(self, what: str, tokens: int) -> None:
         before = 100 * self._done // self._total

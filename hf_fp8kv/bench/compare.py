@@ -46,7 +46,7 @@ class _Tree:
         """Return the next line that the process writes."""
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"a process ended with {self.process.wait()}: {self.process.args}")
+            raise RuntimeError(f"a process ended with {self.process.wait()}: {self.process.args!r}")
         return line
 
     def measure(self, name: str) -> float:
