@@ -14,7 +14,7 @@ from .cache.cache import FP8PagedCache
 from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
 from .modeling.tensor_parallel import tensor_parallel
-from .scales.kv_scales import KVScales, LayerScales
+from .scales import KVScales, LayerScales
 
 __all__ = [
     "BackendError",

@@ -25,8 +25,8 @@ from ..modeling.model_support import refuse_config
 from ..modeling.tensor_parallel import check_divides, kv_heads
 from ..paging.block_table import PageBudget
 from ..paging.layer_group import LayerGroup
-from ..scales.kv_scales import KVScales
-from ..scales.resolve import declared_kv_scales, resolve
+from ..scales import KVScales, declared_kv_scales
+from ..scales.resolve import resolve
 from ..utils.warn_once import warn_once
 from . import serialization as store
 from .layer import FP8PagedLayer, PagedLayerBase, removal

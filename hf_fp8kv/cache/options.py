@@ -8,7 +8,8 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, parse_dtype
-from ..scales.kv_scales import KVScales, LayerScales, check_ranks
+from ..scales import KVScales, LayerScales
+from ..scales.validation import check_ranks
 
 __all__ = ["CacheOptions"]
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ConfigError
-from ..scales.kv_scales import KVScales, LayerScales
+from ..scales import KVScales, LayerScales
 from .layer import FP8PagedLayer, PagedLayerBase
 from .options import CacheOptions
 from .preallocated_layer import FP8PagedStaticLayer

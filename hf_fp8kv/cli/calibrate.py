@@ -148,53 +148,46 @@ def calibrate(
 
 def _default_options(format: str) -> dict[str, Any]:
     """Return options for the finest scales that the format can hold."""
-    if format == "hf_fp8kv":
+    from ..scales import SCALE_FORMATS
+
+    scale_format = SCALE_FORMATS[format]
+    if scale_format.holds_centers:
         return {}
-    per_head = format == "compressed-tensors"
-    return {"center": False, "granularity": "head" if per_head else "tensor"}
+    return {"center": False, "granularity": scale_format.granularity}
 
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """Check that the scales can be written to the folder, before minutes are spent."""
-    from ..scales.formats import JSON_FILE
-    from ..scales.formats.native import OWN_FILE
-    from ..scales.formats.write_files import SCALES_FILE, scale_files
-    from ..scales.kv_scales import KVScales
-    from ..scales.report import REPORT_FILE
+    from ..scales import SCALE_FORMATS, KVScales
+    from ..scales.formats.tensor_format import SCALES_FILE
+    from ..scales.save import check_folder
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
-    example = KVScales.uniform(1)
-    names = {*scale_files(example, example.layers, format, 1)}
-    scale_names = {OWN_FILE, REPORT_FILE, JSON_FILE, SCALES_FILE, *names}
-    existing = sorted(name for name in scale_names if (folder / name).exists())
+    files = SCALE_FORMATS[format].files(KVScales.uniform(1), 1)
+    own_files = (name for other in SCALE_FORMATS.values() for name in other.own_files)
+    scale_files = {SCALES_FILE, *own_files, *files}
+    existing = sorted(name for name in scale_files if (folder / name).exists())
     if existing and not overwrite:
         raise ScaleError(
             f"{folder}: expected a folder without {', '.join(existing)}, got one with it; choose "
             "another --out, or pass --overwrite"
         )
-    if OWN_FILE in existing and OWN_FILE not in names:
-        raise ScaleError(
-            f"{folder}: expected a folder without {OWN_FILE}, got one with it, and that file is "
-            "read before all others; choose another --out"
-        )
-    weights = [p.name for p in folder.glob("*.safetensors") if p.name not in scale_names]
-    if weights and "config.json" in names:
-        raise ScaleError(
-            f"{folder}: expected a folder without weights, got {', '.join(sorted(weights))}; "
-            "choose another --out, and --checkpoint for a copy of the checkpoint with the scales"
-        )
+    check_folder(folder, files, overwrite=overwrite)
 
 
 def _check_checkpoint(checkpoint: str | None, format: str, copy: Path) -> None:
     """Check that a copy of the checkpoint can be written, as far as possible without the scales."""
+    from ..scales import SCALE_FORMATS
+
     if checkpoint is None:
         return
     if not (Path(checkpoint) / "config.json").is_file():
         message = f"expected a folder with a config.json, got {checkpoint!r}"
         raise typer.BadParameter(message, param_hint="--checkpoint")
-    if format == "trtllm":
-        message = "TensorRT-LLM converts the weights itself: omit it with --format trtllm"
+    reason = SCALE_FORMATS[format].no_checkpoint
+    if reason is not None:
+        message = f"{reason}: omit it with --format {format}"
         raise typer.BadParameter(message, param_hint="--checkpoint")
     if copy.exists() and (not copy.is_dir() or any(copy.iterdir())):
         raise ScaleError(

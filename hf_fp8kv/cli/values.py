@@ -53,13 +53,13 @@ def cache_dtypes() -> Iterable[str]:
 
 
 def formats() -> Iterable[str]:
-    from ..scales.kv_scales import CHECKPOINT_FORMATS
+    from ..scales import CHECKPOINT_FORMATS
 
     return CHECKPOINT_FORMATS
 
 
 def granularities() -> Iterable[str]:
-    from ..scales.kv_scales import Granularity
+    from ..scales import Granularity
 
     return get_args(Granularity)
 
@@ -69,7 +69,7 @@ def model_dtypes() -> Iterable[str]:
 
 
 def weights() -> Iterable[str]:
-    from ..scales.formats.write_checkpoint import Weights
+    from ..scales.copy_checkpoint import Weights
 
     return get_args(Weights)
 

@@ -1,49 +1,33 @@
-"""Static scales of a model's keys and values, one pair a layer.
+"""KVScales: static scales of a model's keys and values, one pair a layer, and their files.
 
 Their direction and their unit are those of `LayerScales`. A layer without a scale never means 1.0:
 it is a `ScaleError`.
 """
 
-import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 from ..errors import ScaleError
 from ..utils.text import format_list
-from .layer_scales import Granularity, LayerScales
-from .validation import check_ranks, checked_constant, scalar
+from .checkpoint.hub import HubOptions
+from .copy_checkpoint import Weights
+from .formats import CHECKPOINT_FORMATS
+from .layer_scales import LayerScales
+from .load import read_checkpoint, read_file
+from .report import CalibrationReport
+from .request import Request
+from .save import save_scales
+from .scale_data import ScaleData
+from .upload import upload_scales
+from .validation import check_constant, check_ranks, scalar
 
-if TYPE_CHECKING:
-    from .formats.write_checkpoint import Weights
-    from .report import CalibrationReport
-
-__all__ = [
-    "CHECKPOINT_FORMATS",
-    "Granularity",
-    "KVScales",
-    "LayerScales",
-    "check_ranks",
-    "checked_constant",
-    "scalar",
-]
-
-CHECKPOINT_FORMATS = (
-    "vllm-json",
-    "tgi",
-    "compressed-tensors",
-    "autofp8",
-    "modelopt",
-    "quark",
-    "trtllm",
-    "hf_fp8kv",
-)
+__all__ = ["KVScales"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class KVScales:
+class KVScales(ScaleData):
     """The static scales of a model, in the unit of E4M3FN.
 
     Attributes:
@@ -52,70 +36,32 @@ class KVScales:
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
         report: what their calibration found, where it is known.
-    """
 
-    layers: dict[int, LayerScales]
-    format: str = "hf_fp8kv"
-    model_type: str | None = None
-    origin: str = "memory"
-    report: "CalibrationReport | None" = None
+    Raises:
+        ScaleError: `layers` is no dict of `LayerScales`, or empty, or `format` is unknown.
+    """
 
     def __post_init__(self) -> None:
         if self.format not in CHECKPOINT_FORMATS:
             raise ScaleError(
                 f"format: expected one of {', '.join(CHECKPOINT_FORMATS)}, got {self.format!r}"
             )
-        if not isinstance(self.layers, Mapping) or not self.layers:
-            raise ScaleError(
-                f"scales ({self.origin}): expected a dict with at least one layer, got "
-                f"{self.layers!r}; use scales=None for dynamic scales"
-            )
-        for index, layer in self.layers.items():
-            if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-                raise ScaleError(
-                    f"scales ({self.origin}): expected layer indices from 0, got {index!r}"
-                )
-            if not isinstance(layer, LayerScales):
-                raise ScaleError(
-                    f"scales ({self.origin}): expected LayerScales for layer {index}, got "
-                    f"{type(layer).__name__}"
-                )
-        object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
+        super().__post_init__()
 
-    def __repr__(self) -> str:
-        kinds = "/".join(sorted({layer.granularity for layer in self.layers.values()}))
-        return (
-            f"KVScales({len(self.layers)} layers, per {kinds}, centered={self.centered}, "
-            f"format={self.format!r}, origin={self.origin!r})"
-        )
-
-    @property
-    def centered(self) -> bool:
-        """Whether any layer carries a center of K."""
-        return any(layer.k_center is not None for layer in self.layers.values())
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the numbers: of the shape and the bytes of every tensor, in hexadecimal."""
-        found = hashlib.sha256()
-        for index, layer in self.layers.items():
-            for name in ("k", "v", "k_center"):
-                tensor = getattr(layer, name)
-                if tensor is not None:
-                    found.update(f"{index}.{name}{list(tensor.shape)}".encode())
-                    found.update(tensor.numpy().astype("<f4").tobytes())
-        return found.hexdigest()
-
-    def with_report(self, report: "CalibrationReport") -> "KVScales":
-        """The same scales with the report of their calibration."""
+    def with_report(self, report: CalibrationReport) -> "KVScales":
+        """Return the same scales with the report of their calibration."""
         return replace(self, report=report)
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":
-        """The same two constants for every layer."""
+        """Return the same two constants for every layer.
+
+        Raises:
+            ScaleError: `num_layers` is not at least 1, or a constant is no scale.
+        """
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
-        k, v = checked_constant(k, "k"), checked_constant(v, "v")
+        k, v = check_constant(k, "k"), check_constant(v, "v")
         layer = LayerScales(scalar(k), scalar(v), source="uniform")
         return cls(dict.fromkeys(range(num_layers), layer), origin="uniform")
 
@@ -130,7 +76,7 @@ class KVScales:
         num_layers: int | None = None,
         model_type: str | None = None,
     ) -> "KVScales":
-        """Reads one file: a `kv_cache_scales.json`, a safetensors file, or a safetensors index.
+        """Read one file: a `kv_cache_scales.json`, a safetensors file, or a safetensors index.
 
         Args:
             path: the file. A `config.json` beside a checkpoint's safetensors is read too.
@@ -144,47 +90,36 @@ class KVScales:
         Raises:
             ScaleError: whatever is wrong with the file.
         """
-        from .formats import Request, read_file
-
-        want = Request(tp_rank, tp_size, strict, num_layers, model_type)
-        return read_file(Path(path), want)
+        request = Request(tp_rank, tp_size, strict, num_layers, model_type)
+        return cls(**vars(read_file(Path(path), request)))
 
     @classmethod
     def from_pretrained(
         cls,
         repo_or_dir: str | os.PathLike[str],
         *,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-        subfolder: str | None = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         strict: bool = True,
+        **hub_options: Unpack[HubOptions],
     ) -> "KVScales":
-        """Reads the scales of a checkpoint: a local folder, or a repository of the Hub.
+        """Read the scales of a checkpoint: a local folder, or a repository of the Hub.
 
         Looked for in this order: `kv_scales.safetensors`, the scale tensors of the checkpoint,
         `kv_cache_scales.json`. Of a repository only the configs and the safetensors files that
-        hold scales are fetched. The last three arguments are those of `from_file`.
+        hold scales are fetched.
+
+        Args:
+            repo_or_dir: the folder, or the name of the repository.
+            tp_rank, tp_size, strict: as in `from_file`.
+            hub_options: revision, token, cache_dir, local_files_only, force_download and
+                subfolder, as everywhere in transformers.
 
         Raises:
             ScaleError: whatever is wrong, also when there are no scales at all.
         """
-        from .formats import Request, read_checkpoint
-
-        return read_checkpoint(
-            os.fspath(repo_or_dir),
-            Request(tp_rank, tp_size, strict),
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-            subfolder=subfolder,
-        )
+        request = Request(tp_rank, tp_size, strict)
+        return cls(**vars(read_checkpoint(os.fspath(repo_or_dir), request, **hub_options)))
 
     def for_layer(
         self,
@@ -196,11 +131,11 @@ class KVScales:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> LayerScales:
-        """The scales of one layer, spread out to `[Hkv, Dk]` and `[Hkv, Dv]`, contiguous.
+        """Return the scales of one layer, spread out to `[Hkv, Dk]` and `[Hkv, Dv]`, contiguous.
 
         Args:
             index: the layer.
-            num_kv_heads: the heads of K and V in this process.
+            num_kv_heads: Hkv, the heads of K and V in this process.
             k_head_dim: Dk.
             v_head_dim: Dv.
             tp_rank: with scales of all ranks' heads, which rank's heads to take.
@@ -232,11 +167,11 @@ class KVScales:
         *,
         format: str = "hf_fp8kv",
         checkpoint: str | os.PathLike[str] | None = None,
-        weights: "Weights" = "copy",
+        weights: Weights = "copy",
         overwrite: bool = False,
         tp_size: int = 1,
     ) -> list[Path]:
-        """Writes the scales in a format, alone or into a copy of a checkpoint; returns the paths.
+        """Write the scales in a format, alone or into a copy of a checkpoint; return the paths.
 
         All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
         exactly; what another format cannot hold is reduced to the largest scale, with a warning.
@@ -253,9 +188,7 @@ class KVScales:
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        from .formats.write import save
-
-        return save(
+        return save_scales(
             self,
             Path(folder),
             format=format,
@@ -277,7 +210,7 @@ class KVScales:
         overwrite: bool = False,
         tp_size: int = 1,
     ) -> str:
-        """Uploads the scales alone, as `save_pretrained` writes them; returns the commit's address.
+        """Upload the scales alone, as `save_pretrained` writes them; return the commit's address.
 
         Args:
             repo_id: is made when it is not there.
@@ -290,9 +223,7 @@ class KVScales:
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        from .formats.upload import upload
-
-        return upload(
+        return upload_scales(
             self,
             repo_id,
             format=format,

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ScaleError
 from ..formats import Format
-from .validation import checked_center, checked_scale
+from .validation import check_center, check_scale
 
 __all__ = ["Granularity", "LayerScales"]
 
@@ -37,11 +37,11 @@ class LayerScales:
     source: str = "given"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "k", checked_scale(self.k, f"K scale ({self.source})"))
-        object.__setattr__(self, "v", checked_scale(self.v, f"V scale ({self.source})"))
+        object.__setattr__(self, "k", check_scale(self.k, f"K scale ({self.source})"))
+        object.__setattr__(self, "v", check_scale(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
             what = f"center of K ({self.source})"
-            object.__setattr__(self, "k_center", checked_center(self.k_center, what))
+            object.__setattr__(self, "k_center", check_center(self.k_center, what))
         sided = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in sided.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:

@@ -1,29 +1,26 @@
-"""What a user gives as scales, and what a config says of them, before anything is read."""
+"""Resolving the argument `scales` of a cache, before anything is read."""
 
 import os
 from pathlib import Path
+from typing import Unpack
 
 from ..errors import ScaleError
+from .checkpoint.hub import HubOptions
 from .kv_scales import KVScales
-from .validation import checked_constant
+from .validation import check_constant
 
-__all__ = ["declared_kv_scales", "resolve"]
+__all__ = ["resolve"]
 
 
 def resolve(
     scales: KVScales | str | os.PathLike[str] | float | None,
     *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-    subfolder: str | None = None,
     tp_rank: int = 0,
     tp_size: int = 1,
     strict: bool = True,
+    **hub_options: Unpack[HubOptions],
 ) -> KVScales | float | None:
-    """What the argument `scales` of a cache stands for.
+    """Return what the argument `scales` of a cache stands for.
 
     None is dynamic scales, a number is that constant for every layer, a string or path is a file,
     a folder or a repository of the Hub, and the other arguments are those of
@@ -35,7 +32,7 @@ def resolve(
     if scales is None or isinstance(scales, KVScales):
         return scales
     if isinstance(scales, int | float):
-        return checked_constant(scales, "scales")
+        return check_constant(scales, "scales")
     if not isinstance(scales, str | os.PathLike):
         raise ScaleError(
             "scales: expected None, a number, KVScales, a path or a repository id, got "
@@ -45,26 +42,5 @@ def resolve(
     if path.is_file() or (path.suffix in (".json", ".safetensors") and not path.is_dir()):
         return KVScales.from_file(path, tp_rank=tp_rank, tp_size=tp_size, strict=strict)
     return KVScales.from_pretrained(
-        scales,
-        revision=revision,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        force_download=force_download,
-        subfolder=subfolder,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        strict=strict,
+        scales, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub_options
     )
-
-
-def declared_kv_scales(config: object) -> str | None:
-    """A short description, when a config says that its checkpoint holds static FP8 KV scales.
-
-    Args:
-        config: transformers' config, or the dict of a `config.json`.
-    """
-    from .formats import declaration
-
-    found = declaration(config)
-    return found.what if found.kind == "static" else None

@@ -7,10 +7,10 @@ from ..formats import MIN_SCALE
 from ..utils.text import format_value
 
 __all__ = [
+    "check_center",
+    "check_constant",
     "check_ranks",
-    "checked_center",
-    "checked_constant",
-    "checked_scale",
+    "check_scale",
     "scalar",
 ]
 
@@ -36,7 +36,7 @@ def scalar(value: float) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
-def checked_constant(value: object, what: str) -> float:
+def check_constant(value: object, what: str) -> float:
     """The number as a float; ScaleError unless it can be a scale."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared before it is converted: an integer may be too large for a float.
@@ -49,7 +49,7 @@ def checked_constant(value: object, what: str) -> float:
     )
 
 
-def _checked_tensor(tensor: object, what: str) -> torch.Tensor:
+def _check_tensor(tensor: object, what: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
         got = "a tensor on meta" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ScaleError(f"{what}: expected a tensor with data, got {got}")
@@ -61,9 +61,9 @@ def _checked_tensor(tensor: object, what: str) -> torch.Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
-def checked_scale(tensor: object, what: str) -> torch.Tensor:
+def check_scale(tensor: object, what: str) -> torch.Tensor:
     """The scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`; ScaleError if it is none."""
-    scale = _checked_tensor(tensor, what)
+    scale = _check_tensor(tensor, what)
     if scale.numel() == 1:
         scale = scale.reshape(())
     if scale.ndim not in (0, 2) or scale.numel() == 0:
@@ -81,9 +81,9 @@ def checked_scale(tensor: object, what: str) -> torch.Tensor:
     return scale
 
 
-def checked_center(tensor: object, what: str) -> torch.Tensor:
+def check_center(tensor: object, what: str) -> torch.Tensor:
     """The center as float32 on the CPU, `[heads, D]`; ScaleError if it is none."""
-    center = _checked_tensor(tensor, what)
+    center = _check_tensor(tensor, what)
     if center.ndim != 2 or center.numel() == 0:
         raise ScaleError(
             f"{what}: expected the shape [heads, D], got {list(center.shape)}; reshape it"

@@ -8,7 +8,7 @@ import torch
 
 import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError, ScaleError
-from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales
 from tests.helpers import command_line
 from tests.scales.test_export import random_scales
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_fp8kv.scales.formats import upload
-from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, upload
 from tests.helpers import command_line
 from tests.scales.test_export import expected, random_scales
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_fp8kv.calibration
-from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport, LayerStatistics, QualityRow, SideStatistics
 from tests.helpers import command_line
 from tests.scales.test_export import random_scales

@@ -10,7 +10,7 @@ import pytest
 
 from hf_fp8kv import cli
 from hf_fp8kv.kernel_check.check import TARGETS
-from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS
+from hf_fp8kv.scales import CHECKPOINT_FORMATS
 from tests.helpers import command_line
 
 

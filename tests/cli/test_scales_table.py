@@ -20,7 +20,7 @@ from hf_fp8kv.cli.scales_plot import plot_scales, scales_figure
 from hf_fp8kv.cli.scales_table import inspect_table, list_remarks
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.scales.kv_scales import KVScales, LayerScales
+from hf_fp8kv.scales import KVScales, LayerScales
 from hf_fp8kv.scales.report import (
     DYNAMIC,
     REPORT_FILE,

@@ -8,7 +8,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, KVScales
-from hf_fp8kv.scales.kv_scales import LayerScales
+from hf_fp8kv.scales import LayerScales
 
 NEW = 24
 PAGE = 16

@@ -19,9 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales.formats import upload
-from hf_fp8kv.scales.formats import write_checkpoint as export_checkpoint
-from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, copy_checkpoint, upload
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_sources import assert_helpful, numbers
@@ -532,7 +530,7 @@ def test_weights_that_only_the_second_config_declares(tmp_path, model):
     source = Path(shutil.copytree(model, tmp_path / "source"))
     second = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (source / "hf_quant_config.json").write_text(json.dumps(second))
-    with pytest.raises(ScaleError, match="expected weights that are not quantised"):
+    with pytest.raises(ScaleError, match="expected weights that are not quantized"):
         patched(source, tmp_path / "copy", "autofp8")
     copy = patched(source, tmp_path / "copy", "modelopt")
     read = json.loads((copy / "hf_quant_config.json").read_text())
@@ -670,14 +668,14 @@ def test_options_of_a_copy_that_cannot_be(tmp_path, model, options, message):
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError, OSError])
-@pytest.mark.parametrize("step", ["_transfer", "write_all", "_check_copy", "tensors_of"])
+@pytest.mark.parametrize("step", ["_transfer_files", "write_all", "_check_copy", "reduce_scales"])
 def test_an_interrupted_copy_leaves_nothing(tmp_path, model, monkeypatch, step, failure):
     before = content(model)
 
     def stop(*_: object, **__: object) -> None:
         raise failure("stopped")
 
-    monkeypatch.setattr(export_checkpoint, step, stop)
+    monkeypatch.setattr(copy_checkpoint, step, stop)
     with pytest.raises((failure, ScaleError)):
         patched(model, tmp_path / "copy", "autofp8")
     assert not list(tmp_path.iterdir())
@@ -687,7 +685,6 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, model, monkeypatch, step, 
 KILLED = """
 import os, sys
 from pathlib import Path
-from hf_fp8kv import export_checkpoint
 from hf_fp8kv.scales import KVScales
 
 real, left = os.fsync, [int(sys.argv[3])]

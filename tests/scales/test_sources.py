@@ -17,10 +17,10 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales.formats import ROWS
-from hf_fp8kv.scales.formats import hub as hub_module
-from hf_fp8kv.scales.formats.tensor_names import LIKELY
-from hf_fp8kv.scales.kv_scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales.checkpoint import hub as hub_module
+from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY
+from hf_fp8kv.scales.formats import TENSOR_NAMES
 from hf_fp8kv.scales.resolve import resolve
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
@@ -133,16 +133,15 @@ def test_the_source_of_a_layer_names_the_file_and_the_tensors():
 # The table.
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.format}-{row.name}")
-def test_a_row_reads_what_it_writes(row):
-    sides = ("k", "v") if "{side}" in row.name else ("kv",)
-    for side in sides:
-        name = f"model.layers.17.{row.name.format(side=side)}"
-        match = row.pattern.fullmatch(name)
+@pytest.mark.parametrize("known", TENSOR_NAMES, ids=lambda known: f"{known.format}-{known.name}")
+def test_a_tensor_name_is_read_as_it_is_written(known):
+    for side in known.sides:
+        name = f"model.layers.17.{known.name.format(side=side)}"
+        match = known.pattern.fullmatch(name)
         assert match is not None
         assert (match["layer"], match["side"]) == ("17", side)
         assert LIKELY.search(name), "else a checkpoint's error would not name it"
-        assert row.format in CHECKPOINT_FORMATS
+        assert known.format in CHECKPOINT_FORMATS
 
 
 OURS = [
@@ -361,7 +360,7 @@ def test_uncalibrated_scales_are_read_with_a_warning(tmp_path, caplog):
     assert "every KV scale is exactly 1.0" in caplog.text
 
 
-def test_scales_that_no_row_takes_are_named(tmp_path, caplog):
+def test_scales_under_unknown_names_are_listed(tmp_path, caplog):
     folder = copied("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "k_quantizer.scale": torch.ones(())})
     KVScales.from_pretrained(folder)

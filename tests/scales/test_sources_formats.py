@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from safetensors.torch import save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales.kv_scales import KVScales
-from hf_fp8kv.scales.resolve import declared_kv_scales
+from hf_fp8kv.scales import KVScales, declared_kv_scales
 from tests.scales.test_sources import DATA, GOLDEN, assert_helpful, numbers
 
 K, V = (0.5, 0.75, 0.25), (0.0625, 0.125, 0.3125)

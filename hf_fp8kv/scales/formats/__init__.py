@@ -1,25 +1,32 @@
-"""Readers of static KV scales: JSON and safetensors, never a pickle.
+"""The formats that scales are read from and written in: one file each, and their registry."""
 
-What the dialects have in common is code, and what sets them apart is a row of `ROWS`: how the
-tensors are called, which side they give, and under which config they mean what they say. A writer
-reads the same rows the other way (`Row.name`).
+from .autofp8 import AutoFP8
+from .base import ScaleFormat
+from .compressed_tensors import CompressedTensors
+from .hf_fp8kv import HfFp8kv
+from .modelopt import ModelOpt
+from .quark import Quark
+from .tgi import Tgi
+from .trtllm import TensorRT
+from .vllm_json import VllmJson
 
-A reader ends in scales that were checked, or in a `ScaleError` that says what was looked for.
-"""
+__all__ = ["CHECKPOINT_FORMATS", "OWN_FILES", "SCALE_FORMATS", "TENSOR_NAMES", "ScaleFormat"]
 
-from .config import Declaration, declaration
-from .read import read_checkpoint, read_file
-from .request import Request
-from .tensor_names import ROWS, Row
-from .vllm_json import JSON_FILE
-
-__all__ = [
-    "JSON_FILE",
-    "ROWS",
-    "Declaration",
-    "Request",
-    "Row",
-    "declaration",
-    "read_checkpoint",
-    "read_file",
-]
+# Of several formats in one folder, the last one here is read.
+_FORMATS: tuple[ScaleFormat, ...] = (
+    VllmJson(),
+    Tgi(),
+    CompressedTensors(),
+    AutoFP8(),
+    ModelOpt(),
+    Quark(),
+    TensorRT(),
+    HfFp8kv(),
+)
+SCALE_FORMATS = {format.name: format for format in _FORMATS}
+CHECKPOINT_FORMATS = tuple(SCALE_FORMATS)
+TENSOR_NAMES = tuple(
+    sorted((n for f in _FORMATS for n in f.tensor_names), key=lambda name: name.priority)
+)
+# The files that formats keep scales in apart from weights, what is read first first.
+OWN_FILES = tuple(format.own_files[-1] for format in reversed(_FORMATS) if format.own_files)

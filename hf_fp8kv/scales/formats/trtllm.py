@@ -1,94 +1,142 @@
-"""The checkpoints of TensorRT-LLM: one `rank{N}.safetensors` for each process."""
+"""The format "trtllm": checkpoints of TensorRT-LLM, one `rank{N}.safetensors` for each process."""
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from ...errors import ScaleError
 from ...utils.text import format_list
-from ..kv_scales import KVScales
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.config import Config, as_mapping
+from ..checkpoint.read_tensors import read_tensors
+from ..checkpoint.tensor_names import TensorName
 from ..layer_scales import LayerScales
-from .checkpoint_tensors import read_tensors
-from .config import Declaration, as_mapping
-from .folder import Folder
-from .request import Request, ranks_to_take
+from ..request import Request
+from ..scale_data import ScaleData
+from .tensor_format import SCALES_FILE, TensorFormat
 
-__all__ = ["rank_files", "read_ranks"]
+__all__ = ["TensorRT"]
 
-logger = logging.getLogger(__package__)
+logger = logging.getLogger(__name__)
 
-_RANK = re.compile(r"rank([0-9]{1,6})\.safetensors")
-
-
-def rank_files(folder: Folder, declared: Declaration) -> dict[int, str]:
-    """The files of the ranks; of a repository only where its config is one of TensorRT-LLM."""
-    here = folder.others(".safetensors")
-    found = {int(match[1]): name for name in here if (match := _RANK.fullmatch(name))}
-    while not here and declared.dialect == "trtllm":
-        name = f"rank{len(found)}.safetensors"
-        if folder.header(name) is None:
-            break
-        found[len(found)] = name
-    return found
+_RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
 
-def read_ranks(
-    folder: Folder,
-    ranks: Mapping[int, str],
-    want: Request,
-    declared: Declaration,
-    config: dict[str, object],
-) -> KVScales:
-    """This rank's scales, or in one process the largest over the ranks: nothing overflows."""
-    _check_ranks(folder, ranks, config)
+class TensorRT(TensorFormat):
+    """TensorRT-LLM."""
+
+    name = "trtllm"
+    layers_path = "transformer.layers"
+    no_checkpoint = "TensorRT-LLM converts the weights"
+    tensor_names = (
+        TensorName(
+            "trtllm",
+            r"(?P<side>[kv])_cache_scaling_factor",
+            "attention.{side}_cache_scaling_factor",
+            5,
+            declared=True,
+            shape=(1,),
+        ),
+        TensorName(
+            "trtllm",
+            r"(?P<side>kv)_cache_scaling_factor",
+            "attention.kv_cache_scaling_factor",
+            6,
+            declared=True,
+            shape=(1,),
+        ),
+    )
+
+    def recognizes(self, entry: str, method: str) -> bool:
+        return entry == "quantization"
+
+    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
+        rank_files = {} if checkpoint.indexed_files else self._find_rank_files(checkpoint)
+        if rank_files:
+            return _read_ranks(checkpoint, rank_files, request)
+        return super().read(checkpoint, request)
+
+    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
+        files = super().files(scales, tp_size)
+        return {"rank0.safetensors": files[SCALES_FILE], "config.json": files["config.json"]}
+
+    def checkpoint_files(
+        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    ) -> dict[str, bytes]:
+        raise ScaleError(
+            f"format {self.name!r}: expected no checkpoint, got one; {self.no_checkpoint}, "
+            "write the scales alone"
+        )
+
+    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+        config["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+
+    def _find_rank_files(self, checkpoint: Checkpoint) -> dict[int, str]:
+        """Return the files of the ranks; of a repository only where its config declares them."""
+        listed = checkpoint.folder.list_files(".safetensors")
+        files = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
+        while not listed and checkpoint.declared.dialect == self.name:
+            name = f"rank{len(files)}.safetensors"
+            if checkpoint.folder.header(name) is None:
+                break
+            files[len(files)] = name
+        return files
+
+
+def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Request) -> ScaleData:
+    """Return one rank's scales, or for one process the largest over the ranks."""
+    _check_ranks(checkpoint, files)
     parts = []
-    for rank in ranks_to_take(folder.origin, len(ranks), want):
-        names = dict.fromkeys(folder.header(ranks[rank]) or (), ranks[rank])
-        parts.append(read_tensors(folder, names, want, declared, config))
-    merged = parts[0]
-    if len(parts) > 1:
-        layers = {index: _largest(folder, index, parts) for index in merged.layers}
-        merged = KVScales(layers, merged.format, merged.model_type, merged.origin)
-        if any(_numbers(part) != _numbers(merged) for part in parts):
-            logger.warning("%s: the scales of its %d ranks differ: the largest one is used of each "
-                           "layer", folder.origin, len(ranks))  # fmt: skip
+    for rank in request.choose_ranks(checkpoint.origin, len(files)):
+        names = checkpoint.folder.header(files[rank]) or ()
+        parts.append(read_tensors(checkpoint, dict.fromkeys(names, files[rank]), request))
+    if len(parts) == 1:
+        return parts[0]
+    largest = {index: _largest(checkpoint, index, parts) for index in parts[0].layers}
+    merged = replace(parts[0], layers=largest)
+    if any(_numbers(part) != _numbers(merged) for part in parts):
+        logger.warning(
+            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
+            checkpoint.origin,
+            len(files),
+        )
     return merged
 
 
-def _check_ranks(folder: Folder, ranks: Mapping[int, str], config: Mapping[str, object]) -> None:
-    if sorted(ranks) != list(range(len(ranks))):
+def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:
+    if sorted(files) != list(range(len(files))):
         raise ScaleError(
-            f"{folder.origin}: expected the ranks 0 to {len(ranks) - 1}, got "
-            f"{format_list(sorted(ranks))}; fetch the missing file"
+            f"{checkpoint.origin}: expected the ranks 0 to {len(files) - 1}, got "
+            f"{format_list(sorted(files))}; fetch the missing file"
         )
-    mapping = as_mapping(config.get("mapping"))
-    for owner in (mapping, config):
+    for owner in (as_mapping(checkpoint.config.get("mapping")), checkpoint.config):
         # Each stage of a pipeline counts its layers from 0: which one is which is not written.
         if owner.get("pp_size") not in (None, 1):
             raise ScaleError(
-                f"{folder.origin}: expected one pipeline stage, got pp_size = "
+                f"{checkpoint.origin}: expected one pipeline stage, got pp_size = "
                 f"{owner['pp_size']!r}; convert the checkpoint without pipeline parallelism"
             )
         for entry in ("tp_size", "world_size", "tensor_parallel"):
-            if owner.get(entry) not in (None, len(ranks)):
+            if owner.get(entry) not in (None, len(files)):
                 raise ScaleError(
-                    f"{folder.origin}: expected the files of {owner[entry]!r} ranks ({entry} in "
-                    f"config.json), got {len(ranks)}; fetch the missing files"
+                    f"{checkpoint.origin}: expected the files of {owner[entry]!r} ranks ({entry} "
+                    f"in config.json), got {len(files)}; fetch the missing files"
                 )
 
 
-def _largest(folder: Folder, index: int, parts: list[KVScales]) -> LayerScales:
-    found = [part.layers[index] for part in parts if index in part.layers]
-    if len(found) < len(parts) or any(s.k.ndim or s.v.ndim for s in found):
+def _largest(checkpoint: Checkpoint, index: int, parts: list[ScaleData]) -> LayerScales:
+    layers = [part.layers[index] for part in parts if index in part.layers]
+    if len(layers) < len(parts) or any(layer.k.ndim or layer.v.ndim for layer in layers):
         raise ScaleError(
-            f"{folder.origin}: expected one number a side of layer {index} from every rank, got "
-            "less or more; read one rank with tp_rank and tp_size"
+            f"{checkpoint.origin}: expected one number a side of layer {index} from every rank, "
+            "got less or more; read one rank with tp_rank and tp_size"
         )
-    k, v = (torch.stack([getattr(s, side) for s in found]).max() for side in "kv")
-    return LayerScales(k, v, source=found[0].source)
+    k, v = (torch.stack([getattr(layer, side) for layer in layers]).max() for side in "kv")
+    return LayerScales(k, v, source=layers[0].source)
 
 
-def _numbers(scales: KVScales) -> dict[int, tuple[float, float]]:
+def _numbers(scales: ScaleData) -> dict[int, tuple[float, float]]:
     return {index: (s.k.item(), s.v.item()) for index, s in scales.layers.items()}

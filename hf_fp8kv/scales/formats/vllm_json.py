@@ -1,77 +1,132 @@
-"""The reader of `kv_cache_scales.json`: vLLM's `quantization_param_path`."""
+"""The format "vllm-json": `kv_cache_scales.json`, vLLM's `quantization_param_path`."""
 
 import logging
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import ScaleError
-from ...utils.files import convert_read_errors
+from ...utils.files import convert_read_errors, read_json
 from ...utils.text import format_list, format_value
-from ..kv_scales import KVScales
+from ..checkpoint.checkpoint import Checkpoint
 from ..layer_scales import LayerScales
-from ..validation import checked_constant, scalar
-from .request import Request, check_model_type, complete, expected_layers, ranks_to_take
+from ..request import Request
+from ..scale_data import ScaleData, take_rank
+from ..validation import check_constant, scalar
+from .base import ScaleFormat
+from .tensor_format import to_json
 
-__all__ = ["JSON_FILE", "read_vllm_json"]
+__all__ = ["VllmJson"]
 
-logger = logging.getLogger(__package__)
+logger = logging.getLogger(__name__)
 
-JSON_FILE = "kv_cache_scales.json"
-
-
-def read_vllm_json(
-    path: Path, data: Mapping[str, object], want: Request, config: Mapping[str, object]
-) -> KVScales:
-    """The format of vLLM's `quantization_param_path`: one number a layer, for K and V alike."""
-    cache = data.get("kv_cache")
-    if not isinstance(cache, dict):
-        raise ScaleError(
-            f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
-            f"{format_list(data) or 'nothing'}; this is not a kv_cache_scales.json"
-        )
-    if cache.get("dtype") != "float8_e4m3fn":
-        raise ScaleError(
-            f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', "
-            f"got {format_value(cache.get('dtype'))}; "
-            "scales of another format cannot be used"
-        )
-    model_type = data.get("model_type")
-    if not isinstance(model_type, str | None) or ("model_type" not in data and want.strict):
-        raise ScaleError(
-            f"{path}: model_type: expected a string or null, got {format_value(model_type)}; add "
-            "it, or pass strict=False"
-        )
-    wanted_type = want.model_type or config.get("model_type")
-    check_model_type(path, model_type, wanted_type, want)
-    ranks = _ranks(path, cache.get("scaling_factor"))
-    layers = {
-        layer: LayerScales(scalar(s), scalar(s), source=f"{path}: layer {layer}")
-        for layer, s in _of_ranks(path, ranks, want).items()
-    }
-    expected = expected_layers(layers, config, want)
-    # Its readers refuse a file with another number of layers, too many as well as too few.
-    extra = [layer for layer in layers if layer not in expected]
-    if extra and want.strict:
-        raise ScaleError(
-            f"{path}: expected {len(expected)} layers, got also layers {format_list(extra)}; use "
-            "the scales of this very model, or pass strict=False"
-        )
-    layers = complete(layers, expected, want, str(path))
-    return KVScales(layers, "vllm-json", model_type, str(path))
+_FILE = "kv_cache_scales.json"
 
 
-def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
-    """The numbers of every rank, each of them checked; "rank0" is an old spelling of "0"."""
+class VllmJson(ScaleFormat):
+    """One number a layer and rank, for K and V alike."""
+
+    name = "vllm-json"
+    own_files = (_FILE,)
+    holds_both_sides = False
+    holds_ranks = True
+
+    def read_file(self, path: Path, request: Request) -> ScaleData | None:
+        if path.suffix != ".json":
+            return None
+        data = read_json(path)
+        return None if "weight_map" in data else self._parse(path, data, request, {})
+
+    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
+        path = checkpoint.folder.path(_FILE)
+        if path is None:
+            return None
+        logger.info("%s: no scales among its tensors, reading %s", checkpoint.origin, _FILE)
+        return self._parse(path, read_json(path), request, checkpoint.config)
+
+    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
+        layers = scales.layers
+        if sorted(layers) != list(range(len(layers))):
+            raise ScaleError(
+                f"format {self.name!r}: expected the layers 0 to {len(layers) - 1}, got "
+                f"{format_list(sorted(layers))}; its readers refuse a file with gaps, choose "
+                "another"
+            )
+        ranks = {
+            str(rank): {str(i): s.k.item() for i, s in take_rank(layers, rank, tp_size).items()}
+            for rank in range(tp_size)
+        }
+        cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}
+        return {_FILE: to_json({"model_type": scales.model_type, "kv_cache": cache})}
+
+    def checkpoint_files(
+        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    ) -> dict[str, bytes]:
+        # Its readers compare it with that of the checkpoint.
+        model_type = checkpoint.config.get("model_type")
+        if isinstance(model_type, str):
+            scales = replace(scales, model_type=model_type)
+        return self.files(scales, tp_size)
+
+    def missing_facts(self, scales: ScaleData) -> list[str]:
+        if scales.model_type is not None:
+            return []
+        return ["model_type is not known and null, which vLLM and SGLang refuse"]
+
+    def _parse(
+        self,
+        path: Path,
+        data: Mapping[str, object],
+        request: Request,
+        config: Mapping[str, object],
+    ) -> ScaleData:
+        cache = data.get("kv_cache")
+        if not isinstance(cache, dict):
+            raise ScaleError(
+                f"{path}: expected an object 'kv_cache' with 'dtype' and 'scaling_factor', got "
+                f"{format_list(data) or 'nothing'}; this is not a {_FILE}"
+            )
+        if cache.get("dtype") != "float8_e4m3fn":
+            raise ScaleError(
+                f"{path}: kv_cache.dtype: expected 'float8_e4m3fn', got "
+                f"{format_value(cache.get('dtype'))}; scales of another format cannot be used"
+            )
+        model_type = data.get("model_type")
+        if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
+            raise ScaleError(
+                f"{path}: model_type: expected a string or null, got {format_value(model_type)}; "
+                "add it, or pass strict=False"
+            )
+        request.check_model_type(path, model_type, request.model_type or config.get("model_type"))
+        ranks = _parse_ranks(path, cache.get("scaling_factor"))
+        layers = {
+            layer: LayerScales(scalar(scale), scalar(scale), source=f"{path}: layer {layer}")
+            for layer, scale in _merge_ranks(path, ranks, request).items()
+        }
+        expected = request.expect_layers(layers, config)
+        # Its readers refuse a file with another number of layers, too many as well as too few.
+        extra = [layer for layer in layers if layer not in expected]
+        if extra and request.strict:
+            raise ScaleError(
+                f"{path}: expected {len(expected)} layers, got also layers {format_list(extra)}; "
+                "use the scales of this very model, or pass strict=False"
+            )
+        layers = request.select_layers(layers, expected, str(path))
+        return ScaleData(layers, self.name, model_type, str(path))
+
+
+def _parse_ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
+    """Return the numbers of every rank, each of them checked."""
     if not isinstance(factors, dict) or not factors:
         raise ScaleError(
-            f"{path}: kv_cache.scaling_factor: expected an object of ranks, "
-            f"got {format_value(factors)}; "
-            'it looks like {"0": {"0": 0.02}}'
+            f"{path}: kv_cache.scaling_factor: expected an object of ranks, got "
+            f'{format_value(factors)}; it looks like {{"0": {{"0": 0.02}}}}'
         )
     ranks: dict[int, dict[int, float]] = {}
     for rank_key, entries in factors.items():
-        rank = _index(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
+        # "rank0" is an old spelling of "0".
+        rank = _parse_key(path, rank_key, r"(?:rank)?([0-9]{1,9})", "a rank", ranks)
         if not isinstance(entries, dict) or not entries:
             raise ScaleError(
                 f"{path}: rank {rank}: expected an object of layers, got {format_value(entries)}; "
@@ -79,27 +134,27 @@ def _ranks(path: Path, factors: object) -> dict[int, dict[int, float]]:
             )
         ranks[rank] = {}
         for layer_key, value in entries.items():
-            layer = _index(path, layer_key, r"([0-9]{1,9})", "a layer", ranks[rank])
+            layer = _parse_key(path, layer_key, r"([0-9]{1,9})", "a layer", ranks[rank])
             what = f"{path}: rank {rank}, layer {layer}"
             if isinstance(value, str):
                 with convert_read_errors(what, "a number"):
                     value = float(value)
-            ranks[rank][layer] = checked_constant(value, what)
+            ranks[rank][layer] = check_constant(value, what)
     if sorted(ranks) != list(range(len(ranks))):
         raise ScaleError(
             f"{path}: expected the ranks 0 to {len(ranks) - 1}, got {format_list(sorted(ranks))}; "
             "a rank is missing"
         )
-    for rank, entry in ranks.items():
-        if set(entry) != set(ranks[0]):
+    for rank, scales in ranks.items():
+        if set(scales) != set(ranks[0]):
             raise ScaleError(
                 f"{path}: expected the same layers for every rank, got {len(ranks[0])} layers for "
-                f"rank 0 and {len(entry)} for rank {rank}; calibrate again"
+                f"rank 0 and {len(scales)} for rank {rank}; calibrate again"
             )
     return ranks
 
 
-def _index(path: Path, key: str, pattern: str, what: str, seen: Collection[int]) -> int:
+def _parse_key(path: Path, key: str, pattern: str, what: str, seen: Collection[int]) -> int:
     match = re.fullmatch(pattern, key)
     if match is None:
         raise ScaleError(
@@ -110,12 +165,17 @@ def _index(path: Path, key: str, pattern: str, what: str, seen: Collection[int])
     return int(match[1])
 
 
-def _of_ranks(path: Path, ranks: dict[int, dict[int, float]], want: Request) -> dict[int, float]:
-    """This rank's scales, or in one process the largest over the ranks: nothing overflows."""
-    if all(entry == ranks[0] for entry in ranks.values()):
+def _merge_ranks(
+    path: Path, ranks: Mapping[int, dict[int, float]], request: Request
+) -> dict[int, float]:
+    """Return this rank's scales, or in one process the largest over the ranks."""
+    if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
-    taken = [ranks[rank] for rank in ranks_to_take(path, len(ranks), want)]
-    if any(entry != taken[0] for entry in taken):
-        logger.warning("%s: the scales of its %d ranks differ: the largest one is used of each "
-                       "layer", path, len(ranks))  # fmt: skip
-    return {layer: max(entry[layer] for entry in taken) for layer in taken[0]}
+    chosen = [ranks[rank] for rank in request.choose_ranks(path, len(ranks))]
+    if any(scales != chosen[0] for scales in chosen):
+        logger.warning(
+            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
+            path,
+            len(ranks),
+        )
+    return {layer: max(scales[layer] for scales in chosen) for layer in chosen[0]}

@@ -1,4 +1,4 @@
-"""A folder of a checkpoint's files: what the readers ask of it, and one on this machine."""
+"""Folder: the files of a checkpoint, on this machine or elsewhere."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +10,19 @@ __all__ = ["Folder", "LocalFolder"]
 
 
 class Folder(Protocol):
-    """A checkpoint's files, here or on the Hub."""
+    """The files of a checkpoint, on this machine or on the Hub."""
 
     @property
     def origin(self) -> str: ...
 
     def path(self, name: str) -> Path | None:
-        """The file, fetched when it is far; None when there is none."""
+        """Return the file, fetched if it is remote, or None if there is none."""
 
     def header(self, name: str) -> list[str] | None:
-        """The names of a safetensors file's tensors; None when there is no such file."""
+        """Return the tensor names of a safetensors file, or None if there is no such file."""
 
-    def others(self, suffix: str) -> list[str]:
-        """The names of the files that are known without fetching them and end so."""
+    def list_files(self, suffix: str) -> list[str]:
+        """Return the names with this suffix that are known without fetching anything."""
 
 
 @dataclass(frozen=True)
@@ -43,5 +43,5 @@ class LocalFolder:
         path = self.path(name)
         return None if path is None else read_header(path)[0]
 
-    def others(self, suffix: str) -> list[str]:
+    def list_files(self, suffix: str) -> list[str]:
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))

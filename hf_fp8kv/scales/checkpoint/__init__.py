@@ -1,0 +1,1 @@
+"""A checkpoint as the readers and writers of scales see it: its files, configs and tensor names."""

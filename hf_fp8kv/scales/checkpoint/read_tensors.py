@@ -1,0 +1,234 @@
+"""Scales among a checkpoint's tensors: found by their names, checked, paired layer by layer."""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from ...errors import ScaleError
+from ...utils.files import PICKLES, convert_read_errors
+from ...utils.text import format_list
+from ..layer_scales import LayerScales
+from ..request import Request
+from ..scale_data import ScaleData
+from .checkpoint import Checkpoint
+from .config import head_counts
+from .tensor_names import FOREIGN, LAYER, LIKELY, ZERO_POINT, ScaleTensor, match_tensors
+
+__all__ = ["read_tensors"]
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Request) -> ScaleData:
+    """Return the scales among tensors whose names and files are given.
+
+    Raises:
+        ScaleError: there are none, or they cannot be used.
+    """
+    origin, config = checkpoint.origin, checkpoint.config
+    scale_tensors, unknown = match_tensors(files, checkpoint.tensor_names, checkpoint.declared)
+    if not scale_tensors:
+        raise _no_scales(checkpoint, files)
+    _check_declaration(checkpoint)
+    _check_foreign(checkpoint, files)
+    layers = _pair_sides(checkpoint, files, scale_tensors)
+    _check_heads(layers, head_counts(config))
+    if all(bool((s == 1).all()) for layer in layers.values() for s in (layer.k, layer.v)):
+        logger.warning(
+            "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
+        )
+    unused = format_list(name for name in unknown if re.match(LAYER, name))
+    if unused:
+        logger.warning("%s: not used, though they look like scales: %s", origin, unused)
+    model_type = config.get("model_type")
+    model_type = model_type if isinstance(model_type, str) else None
+    request.check_model_type(origin, model_type, request.model_type)
+    layers = request.select_layers(layers, request.expect_layers(layers, config), origin)
+    return ScaleData(layers, scale_tensors[0].known_as.format, model_type, origin)
+
+
+def _check_declaration(checkpoint: Checkpoint) -> None:
+    origin, declared = checkpoint.origin, checkpoint.declared
+    if declared.kind == "refused":
+        raise ScaleError(
+            f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
+            f"per head), got {declared.what}; use scales=None, which is dynamic"
+        )
+    if declared.kind == "dynamic":
+        raise ScaleError(
+            f"{origin}: expected no scales in the checkpoint, as its config declares "
+            f"{declared.what}, got some; use scales=None, which is dynamic, or correct the config"
+        )
+    if declared.kind == "none":
+        logger.warning(
+            "%s: %s; its KV scales are taken to be of float8_e4m3fn",
+            origin,
+            "the config declares no KV cache" if checkpoint.config else "no config.json",
+        )
+
+
+def _check_foreign(checkpoint: Checkpoint, files: Mapping[str, str]) -> None:
+    """Refuse what belongs to INT8 and NVFP4 caches, and zero points other than zero."""
+    for name in files:
+        for pattern, what in FOREIGN:
+            if pattern.fullmatch(name):
+                raise ScaleError(
+                    f"{checkpoint.origin}: expected scales of an FP8 cache, got {name}, of {what}; "
+                    "use scales=None, which is dynamic"
+                )
+    zero_points = [name for name in files if ZERO_POINT.fullmatch(name)]
+    for file, names in _group_by_file(zero_points, files).items():
+        path = _require(checkpoint, file)
+        with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as opened:
+            for name in names:
+                if bool(opened.get_tensor(name).float().ne(0).any()):
+                    raise ScaleError(
+                        f"{path}: {name}: expected a zero point of 0, got another; asymmetric "
+                        "scales cannot be used"
+                    )
+
+
+def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
+    for index, layer in layers.items():
+        for scale in (layer.k, layer.v):
+            if scale.ndim and heads and scale.shape[0] not in heads:
+                raise ScaleError(
+                    f"{layer.source}: expected one scale, or one for each of the heads that "
+                    f"config.json names ({sorted(heads)}), got {scale.shape[0]} in layer {index}; "
+                    "use the scales of this very model"
+                )
+
+
+def _load(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Return scales as float32: `[]`, or `[heads, 1]` for those per head."""
+    loaded = {}
+    with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
+        present = set(file.keys())
+        for name in names:
+            if name not in present:
+                raise ScaleError(
+                    f"{path}: expected the tensor {name}, which the index places here, got none; "
+                    "fetch the file again"
+                )
+            view = file.get_slice(name)
+            dtype, shape = view.get_dtype(), list(view.get_shape())
+            if dtype not in _FLOATS:
+                raise ScaleError(
+                    f"{path}: {name}: expected one of {', '.join(_FLOATS)}, got {dtype}; "
+                    "these are not scales of an FP8 cache"
+                )
+            single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
+            if not (single or (per_head and shape[0] > 0)):
+                raise ScaleError(
+                    f"{path}: {name}: expected one number, or the shape [heads, 1, 1], got "
+                    f"{shape}; calibrate per tensor or per head"
+                )
+            tensor = file.get_tensor(name).float()
+            loaded[name] = tensor.reshape(()) if single else tensor.reshape(-1, 1)
+    return loaded
+
+
+def _group_by_file(names: Iterable[str], files: Mapping[str, str]) -> dict[str, list[str]]:
+    groups = defaultdict(list)
+    for name in names:
+        groups[files[name]].append(name)
+    return groups
+
+
+def _require(checkpoint: Checkpoint, file: str) -> Path:
+    path = checkpoint.folder.path(file)
+    if path is None:
+        raise ScaleError(
+            f"{checkpoint.origin}: expected the file {file}, which holds scales by the index, "
+            "found none; fetch it"
+        )
+    return path
+
+
+def _pair_sides(
+    checkpoint: Checkpoint, files: Mapping[str, str], scale_tensors: list[ScaleTensor]
+) -> dict[int, LayerScales]:
+    """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file."""
+    unit = 0.5 if checkpoint.declared.fnuz else 1.0
+    values = {
+        name: value * unit
+        for file, names in _group_by_file([s.name for s in scale_tensors], files).items()
+        for name, value in _load(_require(checkpoint, file), names).items()
+    }
+    by_layer: dict[int, list[ScaleTensor]] = defaultdict(list)
+    for tensor in scale_tensors:
+        by_layer[tensor.layer].append(tensor)
+    oddities: dict[str, list[int]] = defaultdict(list)
+    layers = {}
+    for index, of_layer in by_layer.items():
+        _check_duplicates(checkpoint, of_layer, values)
+        k_tensor, v_tensor = _choose_pair(of_layer)
+        if k_tensor is None or v_tensor is None:
+            only = "K" if v_tensor is None else "V"
+            oddities[f"only {only} has a scale, which is used for both sides"].append(index)
+        either = k_tensor or v_tensor
+        assert either is not None, "a layer is only listed with a scale"
+        k_name, v_name = (k_tensor or either).name, (v_tensor or either).name
+        k, v = values[k_name], values[v_name]
+        shared = next((s.name for s in of_layer if s.side == "kv"), None)
+        if shared not in (None, k_name, v_name):
+            largest = max(k.max().item(), v.max().item())
+            if values[str(shared)].max().item() != largest:
+                oddities["kv_scale is not the larger one of the pair, which is used"].append(index)
+        names = ", ".join(dict.fromkeys((k_name, v_name)))
+        layers[index] = LayerScales(k, v, source=f"{checkpoint.origin}/{files[k_name]}: {names}")
+    for oddity, indices in oddities.items():
+        logger.warning("%s: %s (layers %s)", checkpoint.origin, oddity, format_list(indices))
+    return layers
+
+
+def _choose_pair(of_layer: list[ScaleTensor]) -> tuple[ScaleTensor | None, ScaleTensor | None]:
+    """Return the tensors for K and V: the first priority with both, else the best of each side."""
+
+    def best(side: str, priority: int | None = None) -> ScaleTensor | None:
+        return next(
+            (s for s in of_layer if side in s.side and priority in (None, s.known_as.priority)),
+            None,
+        )
+
+    for priority in sorted({s.known_as.priority for s in of_layer}):
+        k, v = best("k", priority), best("v", priority)
+        if k is not None and v is not None:
+            return k, v
+    return best("k"), best("v")
+
+
+def _check_duplicates(
+    checkpoint: Checkpoint, of_layer: list[ScaleTensor], values: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ScaleError for two names of one scale that differ: nothing says which one is meant."""
+    first: dict[tuple[int, str], ScaleTensor] = {}
+    for tensor in of_layer:
+        other = first.setdefault((tensor.known_as.priority, tensor.side), tensor)
+        if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
+            raise ScaleError(
+                f"{checkpoint.origin}: expected one scale for {tensor.side.upper()} of layer "
+                f"{tensor.layer}, got {other.name} and {tensor.name}, which differ; delete one"
+            )
+
+
+def _no_scales(checkpoint: Checkpoint, files: Iterable[str]) -> ScaleError:
+    """Return the error that says what was looked for, and what looks like it."""
+    names = dict.fromkeys(known.name.format(side="{k,v}") for known in checkpoint.tensor_names)
+    likely = format_list(name for name in files if LIKELY.search(name))
+    got = f"got only {likely}, which no reader takes" if likely else "got none"
+    pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
+    if pickles:
+        got += f" (pickles are never loaded: {format_list(pickles)})"
+    return ScaleError(
+        f"{checkpoint.origin}: expected {', '.join(checkpoint.own_files)}, or scale tensors such "
+        f"as {', '.join(names)} under the layers of the language model, {got}; the config declares "
+        f"{checkpoint.declared.what}; use scales=None, which is dynamic, or calibrate"
+    )

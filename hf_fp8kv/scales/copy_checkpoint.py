@@ -1,0 +1,169 @@
+"""Copying a checkpoint with its KV scales: the same weights, one file more, another config."""
+
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..errors import ScaleError
+from ..utils.files import PICKLES, read_header, read_json, write_all
+from ..utils.text import format_list, format_value
+from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
+from .checkpoint.config import text_config
+from .checkpoint.declaration import Declaration
+from .checkpoint.folder import LocalFolder
+from .checkpoint.tensor_names import FOREIGN, ZERO_POINT
+from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
+from .layer_scales import LayerScales
+from .load import read_checkpoint
+from .reduce import reduce_scales
+from .request import Request
+from .scale_data import ScaleData, take_rank
+
+__all__ = ["Weights", "copy_checkpoint"]
+
+Weights = Literal["copy", "link"]
+_WEIGHTS = (".safetensors", ".gguf", *PICKLES)
+
+
+def copy_checkpoint(
+    scales: ScaleData,
+    source: Path,
+    target: Path,
+    *,
+    format: ScaleFormat,
+    weights: Weights,
+    tp_size: int,
+) -> tuple[list[Path], list[str]]:
+    """Make `target` a copy of `source` with the scales; on any error it is not there at all.
+
+    Returns:
+        The paths that differ from the source, and what was lost, for people.
+    """
+    _check_folders(source, target, weights)
+    config = read_json(source / "config.json", unique=False)
+    checkpoint = Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
+    _check_files(source, checkpoint.files)
+    _check_scales(scales, checkpoint, format)
+    reduced, losses = reduce_scales(scales, format, tp_size)
+    new_files = format.checkpoint_files(reduced, checkpoint, tp_size)
+    staging = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+        _transfer_files(source, staging, new_files, weights)
+        write_all({staging / name: content for name, content in new_files.items()})
+        for rank in range(tp_size):
+            written = take_rank(reduced.layers, rank, tp_size)
+            _check_copy(staging, written, target, Request(rank, tp_size))
+        if target.exists():
+            target.rmdir()
+        staging.rename(target)
+    except OSError as error:
+        raise ScaleError(
+            f"{target}: expected a folder that can be written, got {error}; choose another"
+            + (", or weights='copy'" if weights == "link" else "")
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [target / name for name in new_files], losses
+
+
+def _check_folders(source: Path, target: Path, weights: str) -> None:
+    if weights not in ("copy", "link"):
+        raise ScaleError(f"weights: expected 'copy' or 'link', got {weights!r}; choose one")
+    if not (source / "config.json").is_file():
+        raise ScaleError(
+            f"{source}: expected a folder with a checkpoint and its config.json, got none; fetch "
+            "a repository of the Hub first, with huggingface_hub.snapshot_download"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ScaleError(
+            f"{target}: expected a folder that is new or empty, got one with files; a copy of a "
+            "checkpoint never replaces anything, choose another"
+        )
+
+
+def _check_files(source: Path, files: Mapping[str, str]) -> None:
+    """Raise ScaleError unless every file is whole and holds the tensors that the index says."""
+    for file in sorted(set(files.values())):
+        names = {name for name, other in files.items() if other == file}
+        missing = names - set(read_header(source / file)[0])
+        if missing:
+            raise ScaleError(
+                f"{source / file}: expected the tensors of the index, found none named "
+                f"{format_list(sorted(missing))}; fetch the file again"
+            )
+
+
+def _check_scales(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
+    """Raise ScaleError if the scales are of another model, or the checkpoint has some already."""
+    config, text = checkpoint.config, text_config(checkpoint.config)
+    types = [config.get("model_type"), text.get("model_type")]
+    if scales.model_type is not None and scales.model_type not in types and any(types):
+        raise ScaleError(
+            f"{checkpoint.origin}: expected a {scales.model_type!r} model, which the scales are "
+            f"of, got {types[0]!r}; use the checkpoint that they were made for"
+        )
+    patterns = [*(known.pattern for known in TENSOR_NAMES), *(p for p, _ in FOREIGN), ZERO_POINT]
+    present = [name for name in checkpoint.files if any(p.fullmatch(name) for p in patterns)]
+    if present:
+        raise ScaleError(
+            f"{checkpoint.origin}: expected a checkpoint without KV scales, got "
+            f"{format_list(present)}; use the one that it was made from"
+        )
+    if format.for_servers and text.get("kv_lora_rank"):
+        raise ScaleError(
+            f"{checkpoint.origin}: expected a model whose servers cache K and V, got one with "
+            "kv_lora_rank: they cache the latent that both are made of; choose hf_fp8kv"
+        )
+
+
+def _transfer_files(
+    source: Path, staging: Path, new_files: Collection[str], weights: Weights
+) -> None:
+    """Link or copy everything but hidden files, older scales and what is written anew."""
+    left_out = {*new_files, *(n for f in SCALE_FORMATS.values() for n in f.own_files)}
+    for path in sorted(source.rglob("*")):
+        relative = path.relative_to(source)
+        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+            continue
+        if str(relative) in left_out:
+            continue
+        if INDEX_FILE in new_files and str(relative) == ONLY_FILE:
+            relative = Path(FIRST_FILE)
+        place = staging / relative
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if weights == "link" and path.suffix.lower() in _WEIGHTS:
+            # The Hub's cache holds symbolic links: the file itself is what stays.
+            os.link(path.resolve(), place)
+        else:
+            shutil.copy2(path, place)
+            with place.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _check_copy(
+    folder: Path, written: Mapping[int, LayerScales], target: Path, request: Request
+) -> None:
+    """Read the copy back: what a config said before may change what the scales mean."""
+    try:
+        read = read_checkpoint(str(folder), request).layers
+    except ScaleError as error:
+        raise ScaleError(str(error).replace(str(folder), str(target))) from error
+    for index in {*written, *read}:
+        pair = [side.get(index) for side in (written, read)]
+        if None in pair or not _equal(*pair):  # type: ignore[arg-type]
+            raise ScaleError(
+                f"{target}: expected to read back what was written for layer {index}, got "
+                f"{format_value([s and (s.k.tolist(), s.v.tolist()) for s in pair])}; config.json "
+                "says something else of the KV cache, remove that entry"
+            )
+
+
+def _equal(left: LayerScales, right: LayerScales) -> bool:
+    pairs = ((left.k, right.k), (left.v, right.v), (left.k_center, right.k_center))
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)

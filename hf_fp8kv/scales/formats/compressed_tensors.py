@@ -1,0 +1,56 @@
+"""The format "compressed-tensors": what LLM Compressor writes, per tensor or per head."""
+
+from collections.abc import Mapping, Sequence
+
+from ..checkpoint.config import Config, as_mapping
+from ..checkpoint.declaration import Declaration, parse_entry
+from ..checkpoint.tensor_names import OUTPUT_SCALE, PAIR, TensorName
+from .tensor_format import QuantizationFormat
+
+__all__ = ["CompressedTensors"]
+
+_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
+
+
+class CompressedTensors(QuantizationFormat):
+    """compressed-tensors."""
+
+    name = "compressed-tensors"
+    quant_method = "compressed-tensors"
+    granularity = "head"
+    tensor_names = (
+        TensorName(
+            "compressed-tensors", PAIR, "self_attn.{side}_scale", 0, own_dialect=True, shape=(1,)
+        ),
+        TensorName(
+            "compressed-tensors",
+            OUTPUT_SCALE,
+            "self_attn.{side}_proj.output_scale",
+            3,
+            own_dialect=True,
+            declared=True,
+        ),
+    )
+
+    def recognizes(self, entry: str, method: str) -> bool:
+        return self.accepts(method) or entry == "compression_config"
+
+    def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
+        """Parse the outputs of named projections, which were the cache before `kv_cache_scheme`."""
+        declarations = []
+        for name, group in as_mapping(block.get("config_groups")).items():
+            targets = as_mapping(group).get("targets")
+            targets = list(map(str, targets)) if isinstance(targets, list) else []
+            if any("k_proj" in target or "v_proj" in target for target in targets):
+                declarations += parse_entry(
+                    f"{where}.config_groups.{name}.output_activations (kv_cache)",
+                    as_mapping(group).get("output_activations"),
+                )
+        return declarations
+
+    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+        status = {"format": "dense", "quantization_status": "compressed"}
+        block = self.quantization_block(config, {**status, "config_groups": {}, "ignore": []})
+        block["kv_cache_scheme"] = {"strategy": "attn_head" if per_head else "tensor", **_SCHEME}
+        # vLLM fills in the numbers of heads only beside this entry.
+        block.setdefault("config_groups", {})

@@ -1,0 +1,164 @@
+"""The format "hf_fp8kv": our own file, which holds every granularity and the centers exactly.
+
+Beside `kv_scales.safetensors` lies `kv_scales.json`, for people, and the report of the calibration.
+"""
+
+import json
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
+
+from ...errors import ScaleError
+from ...utils.files import convert_read_errors, read_header, read_json
+from ...utils.text import format_list
+from ..checkpoint.checkpoint import Checkpoint
+from ..layer_scales import LayerScales
+from ..report import REPORT_FILE, CalibrationReport
+from ..request import Request
+from ..scale_data import ScaleData
+from .base import ScaleFormat
+from .tensor_format import to_json
+
+__all__ = ["OWN_FILE", "HfFp8kv"]
+
+logger = logging.getLogger(__name__)
+
+OWN_FILE, _SUMMARY = "kv_scales.safetensors", "kv_scales.json"
+_METADATA, _VERSION, _DTYPE = "hf_fp8kv", 1, "float8_e4m3fn"
+_TENSOR = re.compile(r"layers\.([0-9]{1,9})\.(k_scale|v_scale|k_center)")
+
+
+class HfFp8kv(ScaleFormat):
+    """The library's own format, which is read before all others."""
+
+    name = "hf_fp8kv"
+    own_files = (REPORT_FILE, _SUMMARY, OWN_FILE)
+    granularity = "channel"
+    holds_centers = True
+    for_servers = False
+
+    def read_file(self, path: Path, request: Request) -> ScaleData | None:
+        if path.suffix != ".safetensors":
+            return None
+        names, metadata = read_header(path)
+        if _METADATA not in metadata:
+            return None
+        layers, model_type = _read_layers(path, names, metadata[_METADATA])
+        request.check_model_type(path, model_type, request.model_type)
+        expected = range(request.num_layers) if request.num_layers else sorted(layers)
+        layers = request.select_layers(layers, expected, str(path))
+        return _add_report(ScaleData(layers, self.name, model_type, str(path)), path.parent)
+
+    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
+        """Return None: a folder with the file is never opened as a checkpoint."""
+        return None
+
+    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
+        about = {
+            "version": _VERSION,
+            "dtype": _DTYPE,
+            "layers": list(scales.layers),
+            "model_type": scales.model_type,
+            "origin": scales.origin,
+            "read_as": scales.format,
+        }
+        tensors: dict[str, torch.Tensor] = {}
+        for index, layer in scales.layers.items():
+            tensors[f"layers.{index}.k_scale"] = layer.k.clone()
+            tensors[f"layers.{index}.v_scale"] = layer.v.clone()
+            if layer.k_center is not None:
+                tensors[f"layers.{index}.k_center"] = layer.k_center.clone()
+        summary = {**about, "scales": {str(i): _summarize(s) for i, s in scales.layers.items()}}
+        report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
+        # The scales come last: with them in place, the files are complete.
+        return {
+            **report,
+            _SUMMARY: to_json(summary),
+            OWN_FILE: to_safetensors(tensors, {_METADATA: json.dumps(about)}),
+        }
+
+    def checkpoint_files(
+        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    ) -> dict[str, bytes]:
+        return self.files(scales, tp_size)
+
+
+def _read_layers(
+    path: Path, names: Iterable[str], about: str
+) -> tuple[dict[int, LayerScales], str | None]:
+    """Return the layers of the file, and its model type where it says one.
+
+    Args:
+        path: the file.
+        names: its tensors.
+        about: our entry of its metadata.
+    """
+    with convert_read_errors(path, f"JSON in the metadata entry {_METADATA!r}"):
+        header = json.loads(about)
+    if not isinstance(header, dict):
+        header = {}
+    if header.get("version") != _VERSION or header.get("dtype") != _DTYPE:
+        raise ScaleError(
+            f"{path}: expected version {_VERSION} and {_DTYPE}, got "
+            f"{header.get('version')!r} and {header.get('dtype')!r}; update hf_fp8kv"
+        )
+    tensors: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
+        for name in names:
+            match = _TENSOR.fullmatch(name)
+            if match is None or file.get_slice(name).get_dtype() != "F32":
+                raise ScaleError(
+                    f"{path}: expected layers.N.k_scale, v_scale and k_center in F32, got {name}; "
+                    "write the file again with save_pretrained"
+                )
+            tensors[int(match[1])][match[2]] = file.get_tensor(name)
+    if header.get("layers") != sorted(tensors):
+        raise ScaleError(
+            f"{path}: expected the layers of its metadata, {header.get('layers')}, got "
+            f"{format_list(sorted(tensors))}; write the file again"
+        )
+    layers = {}
+    for index, part in tensors.items():
+        if not {"k_scale", "v_scale"} <= set(part):
+            raise ScaleError(
+                f"{path}: layer {index}: expected k_scale and v_scale, got one; write the file "
+                "again with save_pretrained"
+            )
+        source = f"{path}: layers.{index}"
+        layers[index] = LayerScales(part["k_scale"], part["v_scale"], part.get("k_center"), source)
+    model_type = header.get("model_type")
+    return layers, model_type if isinstance(model_type, str) else None
+
+
+def _add_report(scales: ScaleData, folder: Path) -> ScaleData:
+    """Return the scales with the report in their folder, if it is theirs: they need none."""
+    path = folder / REPORT_FILE
+    if not path.is_file():
+        return scales
+    try:
+        report = CalibrationReport.from_dict(read_json(path), str(path))
+    except ScaleError as error:
+        logger.warning("the report of the calibration is left out: %s", error)
+        return scales
+    if report.scales_digest != scales.digest:
+        logger.warning("%s: is about other scales than those beside it, and left out", path)
+        return scales
+    return replace(scales, report=report)
+
+
+def _summarize(layer: LayerScales) -> dict[str, object]:
+    """Return the largest scale of each side, for people to read."""
+    return {
+        "k": layer.k.max().item(),
+        "v": layer.v.max().item(),
+        "granularity": layer.granularity,
+        "centered": layer.k_center is not None,
+        "source": layer.source,
+    }

@@ -1,0 +1,257 @@
+"""TensorFormat: scales as tensors of a checkpoint, which its config declares."""
+
+import copy
+import json
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import save as to_safetensors
+
+from ...errors import ScaleError
+from ...utils.files import read_json
+from ...utils.text import format_list
+from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
+from ..checkpoint.config import HF_QUANT_CONFIG, Config, nested_configs
+from ..checkpoint.read_tensors import read_tensors
+from ..checkpoint.tensor_names import ATTENTION_MODULE
+from ..layer_scales import LayerScales
+from ..request import Request
+from ..scale_data import ScaleData
+from .base import ScaleFormat
+
+__all__ = ["SCALES_FILE", "QuantizationFormat", "TensorFormat", "to_json"]
+
+SCALES_FILE = "model-kv-scales.safetensors"
+
+
+def to_json(data: object) -> bytes:
+    """Return the bytes of a JSON file."""
+    return json.dumps(data, indent=2).encode() + b"\n"
+
+
+class TensorFormat(ScaleFormat):
+    """Scales as tensors of a checkpoint.
+
+    Attributes:
+        layers_path: where the layers of a model are, in a file of the scales alone.
+    """
+
+    layers_path: ClassVar[str] = "model.layers"
+
+    @abstractmethod
+    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+        """Add the entries that declare the scales to a config; the other entries stay.
+
+        Args:
+            config: a `config.json`.
+            per_head: whether the scales are per head.
+            excluded: the modules of a checkpoint whose weights are not quantized.
+
+        Raises:
+            ScaleError: the weights are quantized by another tool.
+        """
+
+    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
+        scale_tensors = checkpoint.scale_tensors
+        if not scale_tensors or scale_tensors[0].known_as.format != self.name:
+            return None
+        if request.strict and checkpoint.folder.path("config.json") is None:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected a config.json beside the checkpoint, found none: "
+                "it says whether the scales are of FP8; add it, or pass strict=False"
+            )
+        return read_tensors(checkpoint, checkpoint.files, request)
+
+    def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
+        tensors = self.tensors(scales.layers)
+        return {
+            SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
+            INDEX_FILE: _index({}, tensors, 0, {}),
+            **self.config_files(_minimal_config(scales), None, scales, ()),
+        }
+
+    def checkpoint_files(
+        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    ) -> dict[str, bytes]:
+        folder, files = checkpoint.folder, checkpoint.files
+        if not files:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected weights in safetensors, got none; convert them "
+                "first"
+            )
+        tensors = self.tensors(scales.layers, _attention_modules(checkpoint, scales.layers))
+        index, second = folder.path(INDEX_FILE), folder.path(HF_QUANT_CONFIG)
+        metadata = None if index is None else read_json(index).get("metadata")
+        paths = [folder.path(file) for file in set(files.values())]
+        total = sum(_tensor_bytes(path) for path in paths if path is not None)
+        renamed = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in files.items()}
+        return {
+            SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
+            INDEX_FILE: _index(renamed, tensors, total, metadata),
+            **self.config_files(
+                copy.deepcopy(checkpoint.config),
+                None if second is None else read_json(second, unique=False),
+                scales,
+                _modules_with_weights(files),
+            ),
+        }
+
+    def config_files(
+        self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
+    ) -> dict[str, bytes]:
+        """Return the configs that declare the scales.
+
+        Args:
+            config: the `config.json`; it is changed.
+            second: the `hf_quant_config.json` beside it, or None.
+            scales: the scales.
+            excluded: the modules of a checkpoint whose weights are not quantized.
+        """
+        per_head = any(layer.k.ndim for layer in scales.layers.values())
+        self.declare(config, per_head=per_head, excluded=excluded)
+        return {"config.json": to_json(config)}
+
+    def tensors(
+        self, layers: Mapping[int, LayerScales], modules: Mapping[int, str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint, float32, by their names.
+
+        Args:
+            layers: as `reduce_scales` returns them.
+            modules: the attention module of each layer in a checkpoint; None: its usual name.
+        """
+        tensors = {}
+        for index, layer in layers.items():
+            scales = {"k": layer.k, "v": layer.v, "kv": torch.maximum(layer.k.max(), layer.v.max())}
+            for known in self.tensor_names:
+                if known.shape is None:
+                    continue
+                for side in known.sides:
+                    module, tail = known.name.format(side=side).split(".", 1)
+                    path = f"{self.layers_path}.{index}.{module}"
+                    path = path if modules is None else modules[index]
+                    shape = (-1, 1, 1) if scales[side].ndim else known.shape
+                    tensors[f"{path}.{tail}"] = scales[side].reshape(shape).clone()
+        return tensors
+
+
+class QuantizationFormat(TensorFormat):
+    """Scales that are declared in the quantization config of a tool.
+
+    Attributes:
+        quant_method: the `quant_method` of the tool.
+    """
+
+    quant_method: ClassVar[str]
+
+    def accepts(self, method: str) -> bool:
+        """Return whether a `quant_method`, in lower case, is that of the tool."""
+        return method == self.quant_method
+
+    def config_files(
+        self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
+    ) -> dict[str, bytes]:
+        if second is not None and "quantization_config" not in config:
+            # The weights are quantized by this second config alone: another in the first one
+            # would say something else of them.
+            raise ScaleError(
+                f"format {self.name!r}: expected weights that are not quantized, got "
+                f"{HF_QUANT_CONFIG}; choose modelopt, tgi, vllm-json or hf_fp8kv"
+            )
+        return super().config_files(config, second, scales, excluded)
+
+    def quantization_block(self, config: Config, new: Config) -> Config:
+        """Return the quantization config of the weights in `config`.
+
+        Args:
+            config: a `config.json`.
+            new: the entries of a quantization config that quantizes nothing but the cache; where
+                there is none, it becomes one, with the tool's `quant_method`.
+
+        Raises:
+            ScaleError: the weights are quantized by another tool.
+        """
+        for owner in (config, *(inner for _, inner in nested_configs("", config))):
+            for entry in ("quantization_config", "compression_config"):
+                block = owner.get(entry) if isinstance(owner, dict) else None
+                if not isinstance(block, dict) or not block:
+                    continue
+                method = str(block.get("quant_method") or "").lower()
+                if entry == "compression_config":
+                    method = method or "compressed-tensors"
+                if not self.accepts(method):
+                    raise ScaleError(
+                        f"format {self.name!r}: expected weights that are not quantized, or with "
+                        f"the quant_method {self.quant_method!r}, got {method!r}, and a checkpoint "
+                        "has one; choose tgi, vllm-json or hf_fp8kv, which need none"
+                    )
+                return block
+        block = {"quant_method": self.quant_method, **new}
+        config["quantization_config"] = block
+        return block
+
+
+def _minimal_config(scales: ScaleData) -> Config:
+    """Return the entries of a `config.json` that the scales alone can fill in."""
+    config: Config = {"model_type": scales.model_type} if scales.model_type else {}
+    if sorted(scales.layers) == list(range(len(scales.layers))):
+        config["num_hidden_layers"] = len(scales.layers)
+    heads = {layer.k.shape[0] for layer in scales.layers.values() if layer.k.ndim}
+    if len(heads) == 1:
+        config["num_key_value_heads"] = heads.pop()
+    return config
+
+
+def _index(
+    files: Mapping[str, str], scales: Mapping[str, torch.Tensor], total: int, metadata: object
+) -> bytes:
+    """Return a safetensors index.
+
+    Args:
+        files: tensor names and files, without those of the scales.
+        scales: the scales, which are in `SCALES_FILE`.
+        total: the bytes of the other tensors.
+        metadata: that of the index that there was.
+    """
+    metadata = dict(metadata) if isinstance(metadata, dict) else {}
+    size, count = metadata.get("total_size", total), metadata.get("total_parameters")
+    if isinstance(size, int):
+        metadata["total_size"] = size + sum(t.nbytes for t in scales.values())
+    if isinstance(count, int):
+        metadata["total_parameters"] = count + sum(t.numel() for t in scales.values())
+    weight_map = {**files, **dict.fromkeys(scales, SCALES_FILE)}
+    return to_json({"metadata": metadata, "weight_map": weight_map})
+
+
+def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[int, str]:
+    """Return the attention module of each layer, by the names of its weights."""
+    paths: dict[int, set[str]] = {}
+    for name in checkpoint.files:
+        match = ATTENTION_MODULE.match(name)
+        if match is not None:
+            paths.setdefault(int(match["layer"]), set()).add(match["path"])
+    for index in layers:
+        if len(paths.get(index, ())) != 1:
+            raise ScaleError(
+                f"{checkpoint.origin}: expected one attention module in layer {index}, got "
+                f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use the scales of this "
+                "very model"
+            )
+    return {index: paths[index].pop() for index in layers}
+
+
+def _modules_with_weights(files: Iterable[str]) -> list[str]:
+    """Return the modules with a weight, and those that hold experts, as some readers name them."""
+    modules = {name.removesuffix(".weight") for name in files if name.endswith(".weight")}
+    experts = {name.split(".experts.")[0] + ".experts" for name in files if ".experts." in name}
+    return sorted(modules | experts)
+
+
+def _tensor_bytes(path: Path) -> int:
+    """Return the bytes of a safetensors file after its header."""
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - header

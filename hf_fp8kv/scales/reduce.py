@@ -1,0 +1,90 @@
+"""Reducing scales to what a format can hold, so that nothing saturates that did not before."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ..formats import FORMATS
+from ..utils.text import format_list
+from .formats.base import ScaleFormat
+from .layer_scales import LayerScales
+from .scale_data import ScaleData
+
+__all__ = ["reduce_scales"]
+
+
+def reduce_scales(
+    scales: ScaleData, format: ScaleFormat, tp_size: int = 1
+) -> tuple[ScaleData, list[str]]:
+    """Return the scales as the format can hold them, and what is lost, for people.
+
+    The largest scale is taken, and the center of K is made room for. For several ranks a layer has
+    one number for each of them, `[tp_size, 1]`.
+    """
+    if format.holds_centers:
+        return scales, []
+    losses: dict[str, list[int]] = defaultdict(list)
+    losses["K's scales make room for the centers, which are left out"] = [
+        index for index, layer in scales.layers.items() if layer.k_center is not None
+    ]
+    layers = {index: _drop_center(layer) for index, layer in scales.layers.items()}
+    head_counts = _count_heads(layers) if format.granularity == "head" else {}
+    for index, layer in layers.items():
+        heads = head_counts.get(index)
+        k, v = (_largest(scale, heads, tp_size) for scale in (layer.k, layer.v))
+        for before, after in ((layer.k, k), (layer.v, v)):
+            if tp_size > 1 and before.ndim:
+                after = _repeat_for_heads(after, before.shape[0])
+            if before.ndim and (before != after).any():
+                what = "head" if heads else "layer" if tp_size == 1 else "rank"
+                losses[f"the largest scale of each {what} is written"].append(index)
+        if not format.holds_both_sides:
+            if (k != v).any():
+                losses["K and V share the larger scale"].append(index)
+            k = v = torch.maximum(k, v)
+        layers[index] = LayerScales(k, v, source=layer.source)
+    texts = [f"{what} (layers {format_list(dict.fromkeys(i))})" for what, i in losses.items() if i]
+    return replace(scales, layers=layers), texts
+
+
+def _drop_center(layer: LayerScales) -> LayerScales:
+    """Return a scale of K for the same numbers without a center: |K| <= max * scale + |center|."""
+    if layer.k_center is None:
+        return layer
+    room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
+    # One number stays one number.
+    room = room if layer.k.ndim else room.max()
+    return LayerScales(layer.k + room, layer.v, source=layer.source)
+
+
+def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
+    """Return how many heads each layer is written for; empty: all are written per tensor."""
+    own = {
+        index: next((t.shape[0] for t in (s.k, s.v) if t.ndim and t.shape[0] > 1), None)
+        for index, s in layers.items()
+    }
+    counts = {heads for heads in own.values() if heads}
+    # A layer with one number needs the number of heads of the others, since all have one strategy.
+    default = counts.pop() if len(counts) == 1 else None
+    heads = {index: count or default for index, count in own.items()}
+    return {i: n for i, n in heads.items() if n} if all(heads.values()) else {}
+
+
+def _largest(scale: torch.Tensor, heads: int | None, ranks: int) -> torch.Tensor:
+    """Return the largest scale: `[]`, of each head `[heads, 1]`, or of each rank `[ranks, 1]`."""
+    if ranks > 1:
+        if scale.ndim and scale.shape[0] % ranks == 0:
+            return scale.reshape(ranks, -1).amax(1, keepdim=True)
+        return scale.max().expand(ranks, 1).clone()
+    if heads is None:
+        return scale.max()
+    return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
+
+
+def _repeat_for_heads(of_ranks: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return the scale of each head, `[heads, 1]`; one for all where heads cannot be split."""
+    if heads % len(of_ranks):
+        return of_ranks[:1]
+    return of_ranks.repeat_interleave(heads // len(of_ranks), 0)
