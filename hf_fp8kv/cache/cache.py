@@ -1,9 +1,10 @@
 """`FP8PagedCache`: all that knows transformers' cache classes."""
 
 import copy
+import dataclasses
 import logging
 import os
-import weakref
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -11,34 +12,29 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers.cache_utils import DynamicCache
 
-from ..errors import ConfigError, Fp8KVError, ScaleError
-from ..modeling.layer_specs import NOTHING_NEW, check_prompt, layers_named, layers_of, read_config
+from ..errors import ConfigError, Fp8KVError
+from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
-from ..modeling.tensor_parallel import check_divides, kv_heads
+from ..modeling.tensor_parallel import check_divides
 from ..paging.block_table import PageBudget
 from ..paging.layer_group import LayerGroup
 from ..scales import KVScales, declared_kv_scales
 from ..scales.resolve import resolve
+from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
-from . import serialization as store
-from .layer import FP8PagedLayer, PagedLayerBase, removal
+from . import serialization
+from .layer import FP8PagedLayer, PagedLayerBase, parse_crop
+from .layer_factory import LayerFactory
 from .options import CacheOptions
 from .paged_tensor import densify
-from .preallocated_layer import FP8PagedStaticLayer
+from .preallocated_layer import FP8PagedPreallocatedLayer
+from .snapshot import CacheSnapshot
 
 __all__ = ["FP8PagedCache"]
 
 logger = logging.getLogger(__name__)
-
-_REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 class FP8PagedCache(DynamicCache):
@@ -121,39 +117,24 @@ class FP8PagedCache(DynamicCache):
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tp_rank=tp_rank, tp_size=tp_size,
         )  # fmt: skip
-        self._setup(options)
         super().__init__()
         self.layer_class_to_replicate = None
-        if config is None:
+        decoder = None if config is None else config.get_text_config(decoder=True)
+        self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
+        if decoder is None:
             if skip_layers:
                 raise ConfigError(
                     "skip_layers expected a config to look the layers up in, got None"
                 )
-            if options.max_cache_len is not None:
+            if options.is_preallocated:
                 raise ConfigError(
-                    "max_cache_len expected a config, got None: the static form is made before "
-                    "the model asks for layers"
+                    "max_cache_len expected a config, got None: preallocated layers are made "
+                    "before the model asks for layers"
                 )
-            self.open_ended = True
             return
-        decoder = self.config = config.get_text_config(decoder=True)
         if options.tp_size > 1:
             check_divides(decoder, options.tp_size)
-        self.layers, windows = layers_of(decoder, options.max_cache_len)
-        skipped = layers_named(skip_layers, decoder, self.layers)
-        for index, (layer, window) in enumerate(zip(self.layers, windows, strict=True)):
-            # Exactly the plain kinds: a subclass keeps more than K and V.
-            if index not in skipped and type(layer) in _REPLACED:
-                self.layers[index] = self._new_layer(index, window)
-            elif type(layer) is StaticSlidingWindowLayer and options.max_cache_len is not None:
-                # Masks are made once for all layers with a window: in the paged ones' width.
-                self.layers[index] = StaticLayer(options.max_cache_len)
-        if any(isinstance(layer, StaticLayer) for layer in self.layers):
-            # Transformers' own layers are as wide at the prefill as later, so all must be.
-            for paged in self.paged_layers:
-                assert isinstance(paged, FP8PagedStaticLayer)
-                paged.config = None
-        self._check_scales()
+        self.layers = self._factory.layers_for(decoder, skip_layers)
         if options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,
@@ -162,16 +143,16 @@ class FP8PagedCache(DynamicCache):
                 "or scales=... uses them",
             )
 
-    def _setup(self, options: CacheOptions) -> None:
-        self.options = options
-        self.config = None
+    def _set_up(
+        self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
+    ) -> None:
+        self.options, self.config, self.budget = options, config, budget
+        self._factory = LayerFactory(options, config, budget)
+        self.groups: dict[int | None, LayerGroup] = self._factory.groups
+        # Without a config layers are added as the model asks.
+        self.open_ended = config is None
         # The layer that was written last, and the tokens it was given.
         self._last_update = (0, 0)
-        # Without a config layers are added as the model asks.
-        self.open_ended = False
-        self.budget = PageBudget(options.page_size, options.max_pages)
-        # One group of layers, with one block table, for each window; None: no window.
-        self.groups: dict[int | None, LayerGroup] = {}
 
     @classmethod
     def from_pretrained(
@@ -222,41 +203,6 @@ class FP8PagedCache(DynamicCache):
             config = read_config(repo_or_dir, hub, trust_remote_code)
         return cls(config, scales=scales, tp_rank=tp_rank, tp_size=tp_size, **cache_keywords)
 
-    # -- making layers -----------------------------------------------------------------------
-
-    def _group(self, window: int | None) -> LayerGroup:
-        if window not in self.groups:
-            self.groups[window] = LayerGroup(self.budget, window)
-            self._introduce()
-        return self.groups[window]
-
-    def _introduce(self) -> None:
-        everyone = [weakref.ref(group) for group in self.groups.values()]
-        for group in self.groups.values():
-            group.siblings = everyone
-
-    def _new_layer(self, index: int, window: int | None) -> PagedLayerBase:
-        layer: PagedLayerBase
-        if self.options.max_cache_len is None:
-            layer = FP8PagedLayer(index, self.options, self._group(window))
-        else:
-            layer = FP8PagedStaticLayer(index, self.options, self._group(window), self.config)
-        if self.config is not None:
-            layer.whole_heads = kv_heads(self.config, index)
-        return layer
-
-    def _check_scales(self) -> None:
-        """Raises ScaleError before the first call if a paged layer has no static scale."""
-        scales = self.options.scales
-        if isinstance(scales, KVScales):
-            missing = [x.index for x in self.paged_layers if x.index not in scales.layers]
-            if missing:
-                raise ScaleError(
-                    f"scales ({scales.origin}): expected scales for every paged layer, got none "
-                    f"for layers {missing}; use the scales of this very model, or keep these "
-                    "layers out with skip_layers"
-                )
-
     @property
     def paged_layers(self) -> list[PagedLayerBase]:
         """The layers that are stored in pages."""
@@ -268,9 +214,9 @@ class FP8PagedCache(DynamicCache):
         return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
 
     @property
-    def is_static(self) -> bool:
-        """Whether everything was given room for up front (`max_cache_len`)."""
-        return self.options.max_cache_len is not None
+    def is_preallocated(self) -> bool:
+        """Whether all memory is taken at the first call (`max_cache_len`)."""
+        return self.options.is_preallocated
 
     # -- what transformers calls -------------------------------------------------------------
 
@@ -285,7 +231,7 @@ class FP8PagedCache(DynamicCache):
         """Stores new tokens of a layer, and returns the keys and values to attend to."""
         if self.open_ended:
             while len(self.layers) <= layer_idx:
-                self.layers.append(self._new_layer(len(self.layers), None))
+                self.layers.append(self._factory.new_layer(len(self.layers), None))
         try:
             if layer_idx >= len(self.layers):
                 raise ConfigError(
@@ -306,7 +252,7 @@ class FP8PagedCache(DynamicCache):
     def _undo_step(self, layer_idx: int, key_states: torch.Tensor) -> None:
         """Takes back what earlier layers stored in a step that failed at `layer_idx`."""
         last, tokens = self._last_update
-        if self.is_static or last >= layer_idx or tokens != key_states.shape[-2]:
+        if self.is_preallocated or last >= layer_idx or tokens != key_states.shape[-2]:
             return
         layers = self.paged_layers
         start = next(
@@ -322,30 +268,16 @@ class FP8PagedCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Columns of the mask, and the position of the first, for a call of `query_length`."""
         if isinstance(query_length, int) and query_length == 0:
-            raise ConfigError(NOTHING_NEW.format(self.host_length()))
+            raise ConfigError(
+                "expected at least one token that the cache does not hold yet, got none; the cache "
+                f"holds {self.host_length()} tokens: pass the whole text, the cached part "
+                "included, and at least one token more, or make a new cache (or cache.reset())"
+            )
         return super().get_mask_sizes(query_length, layer_idx)
 
     def host_length(self) -> int:
-        """Tokens seen, as a number, whatever the form; waits for the device in the static form."""
-        lengths = [
-            layer.host_length()
-            if isinstance(layer, FP8PagedStaticLayer)
-            else layer.get_seq_length()
-            for layer in self.paged_layers
-        ]
-        return max(map(int, lengths), default=0)
-
-    @property
-    def _is_user_defined(self) -> bool:
-        return bool(vars(self).get("_user_defined", False))
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        # `generate()` marks a cache it was given by setting this, before it slices the prompt by
-        # the cache's length. A prompt that is not longer would be sliced wrongly and silently, and
-        # this is the last moment at which the prompt can be seen.
-        vars(self)["_user_defined"] = value
-        check_prompt(self.host_length())
+        """Return the tokens stored as a number; waits for the device in the preallocated form."""
+        return max((layer.host_length() for layer in self.paged_layers), default=0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last `-tokens_to_remove` tokens are gone; pages behind the window are given back.
@@ -354,12 +286,12 @@ class FP8PagedCache(DynamicCache):
             ConfigError: a positive number, or tokens that a window no longer holds. The cache is
                 as it was.
         """
-        tokens = removal(tokens_to_remove)
+        tokens = parse_crop(tokens_to_remove)
         for group in self.groups.values():
             group.check_crop(tokens)
         for layer in self.stock_layers:
             layer.crop(tokens_to_remove)
-        if not self.is_static:
+        if not self.is_preallocated:
             for group in self.groups.values():
                 group.crop(tokens)
             self._forget_empty()
@@ -367,20 +299,20 @@ class FP8PagedCache(DynamicCache):
         for layer in self.paged_layers:
             layer.crop(tokens_to_remove)
         if tokens:
-            self._follow(self.host_length())
+            self._unshare(self.host_length())
 
     def reset(self) -> None:
         """The cache is empty; the layers stay, and so do the addresses of the static form."""
         for layer in self.stock_layers:
             layer.reset()
-        if self.is_static:
+        if self.is_preallocated:
             for layer in self.paged_layers:
                 layer.reset()
             if any(group.table.is_shared for group in self.groups.values()):
                 # Sequences that came from one beam: each gets pages of its own again.
                 for group in self.groups.values():
                     group.table.truncate(0)
-                self._follow(0)
+                self._unshare(0)
             return
         for group in self.groups.values():
             group.clear()
@@ -432,66 +364,66 @@ class FP8PagedCache(DynamicCache):
             raise ConfigError(
                 f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
             )
-        length = self.host_length() if self.is_static else 0
+        length = self.host_length() if self.is_preallocated else 0
         for group in self.groups.values():
-            if self.is_static:
+            if self.is_preallocated:
                 # Pages that hold nothing yet are not shared: each sequence gets its own again.
                 group.table.truncate(length)
             group.select(rows)
         for layer in self.paged_layers:
             layer.select_rows(sequences)
-        if self.is_static:
-            self._follow(length)
+        if self.is_preallocated:
+            self._unshare(length)
 
-    def _follow(self, length: int) -> None:
-        """The static form, after sequences or lengths changed: what may be written is unshared."""
+    def _unshare(self, length: int) -> None:
+        """Give each sequence of the preallocated form pages of its own from `length` on."""
         assert self.options.max_cache_len is not None
         batch = self._batch()
         for group in self.groups.values():
             if batch:
                 group.apply(group.table.reserve(length, self.options.max_cache_len, batch))
         for layer in self.paged_layers:
-            assert isinstance(layer, FP8PagedStaticLayer)
+            assert isinstance(layer, FP8PagedPreallocatedLayer)
             layer.refresh(batch)
 
     # -- forks, files, sizes -----------------------------------------------------------------
 
     def fork(self) -> "FP8PagedCache":
-        """Returns an independent cache with the same content.
+        """Return an independent cache with the same content.
 
         Pages are shared and counted: nothing is copied until one of the two writes into a page
-        that both hold; so a cache and its forks are for one thread at a time. (The static form and
-        transformers' own layers are copied.) Pages are given back when the last cache that holds
-        them is gone.
+        that both hold; so a cache and its forks are for one thread at a time. (The preallocated
+        form and transformers' own layers are copied.) Pages are given back when the last cache
+        that holds them is gone.
         """
-        other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        empty = not self.is_static and not self.host_length()
-        if empty:
-            # Nothing to share but the budget.
-            other.groups = {}
-        elif self.is_static:
-            other.budget, tables = copy.deepcopy(
-                (self.budget, [group.table for group in self.groups.values()])
-            )
-            other.groups = {}
-            for (window, group), table in zip(self.groups.items(), tables, strict=True):
-                twin = other.groups[window] = group.fork()
-                twin.table, twin.pools = table, list(group.pools)
-        else:
-            other.groups = {window: group.fork() for window, group in self.groups.items()}
-        other._introduce()
-        other.layers = [other._fork_layer(layer, empty) for layer in self.layers]
-        return other
+        stock = copy.deepcopy(self.stock_layers)
+        return self._restore(dataclasses.replace(self._snapshot(), stock_layers=stock))
 
-    def _fork_layer(self, layer: Any, empty: bool) -> Any:
-        if not isinstance(layer, PagedLayerBase):
-            return copy.deepcopy(layer)
-        if empty:
-            twin = self._new_layer(layer.index, layer.group.window)
-            twin.record_past = layer.record_past
-            return twin
-        return layer.fork(self.groups[layer.group.window])
+    def _snapshot(self) -> CacheSnapshot:
+        groups = {
+            window: group.snapshot(self.host_length() if self.is_preallocated else group.length)
+            for window, group in self.groups.items()
+        }
+        layers = [
+            layer.snapshot(groups[layer.sliding_window])
+            if isinstance(layer, PagedLayerBase)
+            else None
+            for layer in self.layers
+        ]
+        return CacheSnapshot(
+            self.options, list(groups.values()), layers, self.stock_layers, self.open_ended,
+            self.budget, self.config,
+        )  # fmt: skip
+
+    @classmethod
+    def _restore(cls, snapshot: CacheSnapshot) -> "FP8PagedCache":
+        cache, options, budget = cls(), snapshot.options, snapshot.budget
+        if options.is_preallocated:
+            budget = PageBudget(options.page_size, options.max_pages)
+        cache._set_up(options, snapshot.config, budget)
+        cache.layers = cache._factory.restore_layers(snapshot)
+        cache.open_ended = snapshot.open_ended
+        return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = twin = self.fork()
@@ -501,7 +433,9 @@ class FP8PagedCache(DynamicCache):
         return self.fork()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return store.rebuild, (type(self), *store.pack(self))
+        snapshot = self._snapshot()
+        packed = serialization.pack(snapshot)
+        return _unpickle, (type(self), *packed, snapshot.options, snapshot.stock_layers)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes what the cache holds to a safetensors file, whole or not at all.
@@ -511,7 +445,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: a layer that is not attention (linear, convolution, hybrid) holds a state.
         """
-        return store.save(self, path)
+        return serialization.save(self._snapshot(), path)
 
     @classmethod
     def load(
@@ -524,7 +458,7 @@ class FP8PagedCache(DynamicCache):
         Raises:
             ConfigError: the file is not one of `save`'s, or is damaged.
         """
-        return store.load(cls, path, device)
+        return cls._restore(serialization.load(path, device))
 
     def memory_footprint(self) -> dict[str, int]:
         """Returns what the cache takes, in bytes (but for `tokens`).
@@ -535,4 +469,16 @@ class FP8PagedCache(DynamicCache):
         this cache), and `tokens` (tokens held, over all sequences). Forks share pages: each
         reports all of them under `pages`.
         """
-        return store.footprint(self)
+        sizes = Counter(dict.fromkeys(("pages", "scales", "tables", "other", "used"), 0))
+        for layer in self.paged_layers:
+            sizes.update(layer.memory_footprint())
+        for group in self.groups.values():
+            sizes.update(group.memory_footprint())
+        sizes["other"] = sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
+        total = sum(sizes[kind] for kind in ("pages", "scales", "tables", "other"))
+        tokens = self._batch() * self.host_length()
+        return {**sizes, "total": total, "tokens": tokens}
+
+
+def _unpickle(kind: type[FP8PagedCache], *packed: Any) -> FP8PagedCache:
+    return kind._restore(serialization.unpack(*packed))

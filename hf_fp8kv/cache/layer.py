@@ -4,6 +4,7 @@ import operator
 from abc import abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -12,16 +13,17 @@ from ..errors import ConfigError
 from ..formats import AUTO
 from ..modeling.tensor_parallel import check_split
 from ..ops import Pages
-from ..paging.layer_group import LayerGroup
+from ..paging.layer_group import GroupSnapshot, LayerGroup
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
 from .paged_tensor import PagedKV, make_handle
+from .snapshot import LayerSnapshot, StaticScales
 
-__all__ = ["FP8PagedLayer", "PagedLayerBase"]
+__all__ = ["FP8PagedLayer", "PagedLayerBase", "parse_crop"]
 
 
 class PagedLayerBase(CacheLayerMixin):
-    """What the dynamic and the static form have in common.
+    """A layer stored in pages: what `FP8PagedLayer` and `FP8PagedPreallocatedLayer` share.
 
     Attributes:
         index: the layer's number in the model; scales are looked up by it.
@@ -39,11 +41,13 @@ class PagedLayerBase(CacheLayerMixin):
     device: torch.device
     dtype: torch.dtype
     v_dtype: torch.dtype
-    whole_heads: int | None = None
 
-    def __init__(self, index: int, options: CacheOptions, group: LayerGroup) -> None:
+    def __init__(
+        self, index: int, options: CacheOptions, group: LayerGroup, whole_heads: int | None = None
+    ) -> None:
         # The base class would assign `keys` and `values`, which are properties here.
         self.index, self.options, self.group = index, options, group
+        self.whole_heads = whole_heads
         self.pool = PagePool(
             options.page_size,
             options.key_format,
@@ -53,14 +57,14 @@ class PagedLayerBase(CacheLayerMixin):
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False
-        self._forget()
+        self._clear_scales()
 
     def __repr__(self) -> str:
         formats = f"{self.options.key_format}/{self.options.value_format}"
         window = "" if self.group.window is None else f", window={self.group.window}"
         return f"{type(self).__name__}({formats}{window})"
 
-    def _forget(self) -> None:
+    def _clear_scales(self) -> None:
         self.k_scale: torch.Tensor | None = None
         self.v_scale: torch.Tensor | None = None
         self.k_center: torch.Tensor | None = None
@@ -90,16 +94,18 @@ class PagedLayerBase(CacheLayerMixin):
         """Pages that fall out of the window then stay until `crop`, which can go back to them."""
         self.group.record_past = True
 
-    def _prepare_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Looks up the static scales, once the shapes are known.
+    def _prepare_scales(
+        self, key: torch.Tensor, value: torch.Tensor, static_scales: StaticScales | None = None
+    ) -> None:
+        """Look up the static scales unless they are given, once the shapes are known.
 
         Raises:
             ScaleError: scales of other heads. ConfigError: a model that is not split.
         """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
         check_split(self.index, heads, self.whole_heads, self.options.tp_size)
-        found = self.options.layer_scales(self.index, heads, k_dim, v_dim)
-        k, v, center = (None if t is None else t.to(key.device) for t in found)
+        scales = static_scales or self.options.layer_scales(self.index, heads, k_dim, v_dim)
+        k, v, center = (None if t is None else t.to(key.device) for t in scales)
         self.k_scale, self.v_scale, self._scale_center = k, v, center
         self.backend = ops.choose_backend(self.options.backend, key.device)
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
@@ -180,8 +186,38 @@ class PagedLayerBase(CacheLayerMixin):
         """The part of `select` that concerns this layer alone: what it holds per sequence."""
 
     @abstractmethod
-    def fork(self, group: LayerGroup) -> "PagedLayerBase":
-        """Returns an independent layer with the same content, in a fork of its group."""
+    def host_length(self) -> int:
+        """Return the tokens stored as a number; waits for the device in the preallocated form."""
+
+    def snapshot(self, group: GroupSnapshot) -> LayerSnapshot:
+        """Return what the layer holds, with the snapshot of its group."""
+        length = self.host_length()
+        if not self.is_initialized:
+            return LayerSnapshot(self.index, group, length)
+        scales = (self.k_scale, self.v_scale, self._scale_center)
+        return LayerSnapshot(self.index, group, length, self.pool, self.k_center, scales)
+
+    @abstractmethod
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take what a layer held; only for a new layer."""
+
+    @abstractmethod
+    def pages_in_use(self) -> int:
+        """Return the pages of the pool that this layer needs, forks apart."""
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
+        if not self.is_initialized:
+            return {}
+        pool = self.pool
+        codes = pool.k.nbytes + pool.v.nbytes
+        token_scales = sum(tensor.nbytes for tensor in pool.tensors().values()) - codes
+        static = (self.k_scale, self.v_scale, self.k_center)
+        return {
+            "pages": codes,
+            "scales": token_scales + sum(t.nbytes for t in static if t is not None),
+            "used": self.pages_in_use() * pool.bytes_per_page(),
+        }
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Not for one layer: sequences are reordered for the whole cache at once."""
@@ -299,6 +335,14 @@ class FP8PagedLayer(PagedLayerBase):
         """Tokens seen, those behind the window among them."""
         return self.group.lengths[self.member]
 
+    def host_length(self) -> int:
+        """Return the tokens stored, those behind the window among them."""
+        return self.get_seq_length()
+
+    def pages_in_use(self) -> int:
+        """Return how many pages the block table lists."""
+        return len(np.unique(self.group.table.used()))
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns of the mask, and the position of the first, for a call of `query_length`."""
         length = self.get_seq_length()
@@ -321,7 +365,7 @@ class FP8PagedLayer(PagedLayerBase):
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last `-tokens_to_remove` tokens of this layer are gone."""
-        tokens = removal(tokens_to_remove)
+        tokens = parse_crop(tokens_to_remove)
         self.group.check_crop(tokens)
         self.crop_member(tokens)
 
@@ -334,14 +378,16 @@ class FP8PagedLayer(PagedLayerBase):
         """The pool's bytes are given back; only for a layer without tokens and forks."""
         self.pool.free()
         self._ready = False
-        self._forget()
+        self._clear_scales()
 
-    def fork(self, group: LayerGroup) -> "FP8PagedLayer":
-        """Returns a layer over the same bytes, in a fork of its group."""
-        other = object.__new__(FP8PagedLayer)
-        vars(other).update(vars(self))
-        other.group = group
-        return other
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take what a layer held; the bytes are shared with it."""
+        self.group.lengths[self.member] = snapshot.length
+        if snapshot.pool is not None:
+            self._prepare_scales(*snapshot.pool.empty_tokens(1), snapshot.static_scales)
+            self.pool = self.group.pools[self.member] = snapshot.pool
+            self.k_center = snapshot.k_center
+            self._ready = True
 
 
 _WHOLE_CACHE = (
@@ -349,8 +395,8 @@ _WHOLE_CACHE = (
 )
 
 
-def removal(tokens_to_remove: int) -> int:
-    """Returns how many tokens `crop` is asked to remove; transformers passes a number below 1."""
+def parse_crop(tokens_to_remove: int) -> int:
+    """Return how many tokens `crop` has to remove; transformers passes a number below 1."""
     try:
         tokens_to_remove = operator.index(tokens_to_remove)
     except TypeError:

@@ -27,7 +27,7 @@ class CacheOptions:
         center_keys: None: if the scales carry centers; True: if not, the mean of the first call;
             False: never.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
-        max_cache_len: tokens that the static form has room for; None: the dynamic form.
+        max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
         prefill: what a call on an empty cache attends to.
         backend: as the user said it.
@@ -94,6 +94,11 @@ class CacheOptions:
         )
         options._check_centers()
         return options
+
+    @property
+    def is_preallocated(self) -> bool:
+        """Whether all memory is taken at the first call (`max_cache_len`)."""
+        return self.max_cache_len is not None
 
     @property
     def dynamic_scales(self) -> bool:

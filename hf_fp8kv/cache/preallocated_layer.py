@@ -1,11 +1,10 @@
-"""One layer of the cache: the static form, with fixed addresses, for torch.compile and CUDA graphs.
+"""One layer of the preallocated form: fixed addresses for torch.compile and CUDA graphs.
 
 Everything is taken at the first call: all pages of `max_cache_len` tokens, and the whole block
 table. A step then only writes into tensors that exist. What changes which page holds what (reorder,
 crop) happens between steps and in place.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -15,14 +14,15 @@ from ..errors import OutOfPagesError
 from ..ops import Pages
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import zeros
-from .layer import PagedLayerBase, removal
+from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
 from .paged_tensor import PagedKV
+from .snapshot import LayerSnapshot
 
-__all__ = ["FP8PagedStaticLayer"]
+__all__ = ["FP8PagedPreallocatedLayer"]
 
 
-class FP8PagedStaticLayer(PagedLayerBase):
+class FP8PagedPreallocatedLayer(PagedLayerBase):
     """A layer with room for `max_cache_len` tokens per sequence, at fixed addresses.
 
     A sliding layer keeps all of its tokens too; the window is a matter of attention.
@@ -43,9 +43,14 @@ class FP8PagedStaticLayer(PagedLayerBase):
     fills_plan: bool
 
     def __init__(
-        self, index: int, options: CacheOptions, group: LayerGroup, config: Any = None
+        self,
+        index: int,
+        options: CacheOptions,
+        group: LayerGroup,
+        whole_heads: int | None = None,
+        config: Any = None,
     ) -> None:
-        super().__init__(index, options, group)
+        super().__init__(index, options, group, whole_heads)
         self.config = config
         assert options.max_cache_len is not None
         group.table.allocator.exact = True
@@ -54,7 +59,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         # call, at the prefill, which is not compiled.
         self.is_empty = True
         # An upper bound of the tokens stored, on the host; see `_check_room`.
-        self._most = 0
+        self._max_written = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """All pages, the block table and the lengths then exist, at addresses that stay."""
@@ -70,14 +75,14 @@ class FP8PagedStaticLayer(PagedLayerBase):
         self.batch_size = batch
         self._take_plan()
         self._ready = True
-        self._mark_static()
+        self._mark_addresses()
 
     def _take_plan(self) -> None:
         self.plan, self.fills_plan = self.group.shared_plan(
             self.member, self.lengths, self.pool.heads, self.backend
         )
 
-    def _mark_static(self) -> None:
+    def _mark_addresses(self) -> None:
         if torch.compiler.is_compiling():
             return
         more = (self.table, self.lengths, self.plan, self.k_scale, self.v_scale, self.k_center)
@@ -111,7 +116,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
                 self.k_center.copy_(center)
             self.is_empty = False
             if not torch.compiler.is_compiling():
-                self._most = max(self._most, key.shape[2])
+                self._max_written = max(self._max_written, key.shape[2])
         pages = self._pages(self.table)
         ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
         self.lengths.add_(key.shape[2])
@@ -171,12 +176,12 @@ class FP8PagedStaticLayer(PagedLayerBase):
         """
         if torch.compiler.is_compiling() or not self.is_initialized or self.lengths.is_cpu:
             return
-        self._most += tokens
-        if self._most > self.max_cache_len:
+        self._max_written += tokens
+        if self._max_written > self.max_cache_len:
             length = self.host_length()
             if length + tokens > self.max_cache_len:
                 self._raise_overrun(length, tokens)
-            self._most = length + tokens
+            self._max_written = length + tokens
 
     def _raise_overrun(self, stored: int, tokens: int) -> None:
         raise OutOfPagesError(
@@ -196,7 +201,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         if self.is_initialized:
             self.lengths.zero_()
         self.is_empty = True
-        self._most = 0
+        self._max_written = 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """The last `-tokens_to_remove` tokens are gone; in place.
@@ -204,7 +209,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
         After `reorder_cache`, crop the whole cache, not one layer: pages of sequences that then
         part ways must be copied for all layers at once.
         """
-        tokens = removal(tokens_to_remove)
+        tokens = parse_crop(tokens_to_remove)
         if tokens and self.is_initialized:
             self.lengths.sub_(tokens).clamp_(min=0)
             if not self.is_empty and not self.host_length():
@@ -223,7 +228,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
             self.table = table
             self.batch_size = batch
             self._take_plan()
-            self._mark_static()
+            self._mark_addresses()
 
     def follow(self, device: torch.device) -> None:
         """What the layer holds is then on `device`; at new addresses."""
@@ -232,7 +237,7 @@ class FP8PagedStaticLayer(PagedLayerBase):
             self.lengths = self.lengths.to(device)
         self.table = self.group.table_on(device)
         self._take_plan()
-        self._mark_static()
+        self._mark_addresses()
 
     def select_rows(self, sequences: torch.Tensor) -> None:
         """The part of `select` that concerns this layer alone: centers and lengths."""
@@ -248,16 +253,28 @@ class FP8PagedStaticLayer(PagedLayerBase):
             else:
                 setattr(self, name, tensor[index])
 
-    def fork(self, group: LayerGroup) -> "FP8PagedStaticLayer":
-        """Returns a layer with a copy of the bytes, in a copy of its group."""
-        other = object.__new__(FP8PagedStaticLayer)
-        vars(other).update(vars(self))
-        other.group, other.pool = group, copy.deepcopy(self.pool)
-        group.pools[self.member] = other.pool
-        if self.is_initialized:
-            other.lengths = self.lengths.clone()
-            other.k_center = None if self.k_center is None else self.k_center.clone()
-            other.table = group.table_on(self.device)
-            other._take_plan()
-            other._mark_static()
-        return other
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take a copy of what a layer held; each sequence gets pages of its own."""
+        if snapshot.pool is None:
+            return
+        rows = torch.from_numpy(snapshot.group.table.used()).long()
+        self.lazy_initialization(*snapshot.pool.empty_tokens(len(rows)))
+        self.lengths.fill_(snapshot.length)
+        self.is_empty = snapshot.length == 0
+        self._max_written = snapshot.length
+        pages = self.table[:, : rows.shape[1]].long().reshape(-1)
+        sources = snapshot.pool.tensors()
+        for name, tensor in self.pool.tensors().items():
+            source = sources[name]
+            tensor[pages] = source[rows.reshape(-1).to(source.device)].to(tensor.device)
+        if self.k_center is not None and snapshot.k_center is not None:
+            self.k_center.copy_(snapshot.k_center)
+
+    def pages_in_use(self) -> int:
+        """Return all pages of the pool: each has its place in a sequence."""
+        return self.pool.pages
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
+        tables = self.lengths.nbytes if self.is_initialized else 0
+        return super().memory_footprint() | {"tables": tables}

@@ -1,23 +1,15 @@
-"""What `FP8PagedCache` finds around it: a config and its layers, and the prompt of `generate()`."""
+"""Layer specs: the layers that a config describes, and how users name them."""
 
 import os
-import sys
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from ..errors import ConfigError
 
-__all__ = ["NOTHING_NEW", "check_prompt", "layers_named", "layers_of", "read_config"]
-
-NOTHING_NEW = (
-    "expected at least one token that the cache does not hold yet, got none; the cache holds {} "
-    "tokens: pass the whole text, the cached part included, and at least one token more, or make a "
-    "new cache (or cache.reset())"
-)
+__all__ = ["layers_named", "layers_of", "read_config"]
 
 
 def layers_of(
@@ -79,31 +71,3 @@ def read_config(
             f"{type(error).__name__}: {error}; or pass config=model.config"
         ) from error
     return config
-
-
-def check_prompt(length: int) -> None:
-    """Raises ConfigError if `generate()` is about to slice a prompt that is not long enough.
-
-    Looks into the caller's frames, since the cache is never shown the prompt. A frame that does
-    not look as expected means no check.
-    """
-    if not length:
-        return
-    frame = sys._getframe(2)
-    for _ in range(3):
-        seen = frame.f_locals
-        prompt, kwargs = seen.get("input_ids"), seen.get("model_kwargs")
-        if isinstance(prompt, torch.Tensor) and isinstance(kwargs, dict) and prompt.ndim == 2:
-            mask = kwargs.get("attention_mask")
-            config = seen.get("generation_config")
-            covered = getattr(config, "_mask_length", -1) if mask is None else mask.shape[-1]
-            if covered == prompt.shape[1] <= length and "inputs_embeds" not in kwargs:
-                raise ConfigError(
-                    f"expected a prompt longer than the {length} tokens that the cache holds (the "
-                    f"whole text, the cached part included), got {prompt.shape[1]} tokens; pass "
-                    "the whole text, crop the cache, or make a new one"
-                )
-            return
-        if frame.f_back is None:
-            return
-        frame = frame.f_back

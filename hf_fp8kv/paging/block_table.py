@@ -275,6 +275,28 @@ class BlockTable:
         self.allocator.share(other.used().ravel())
         return other
 
+    @classmethod
+    def from_rows(cls, budget: PageBudget, rows: Ints, first: int) -> "BlockTable":
+        """Return a table with an allocator of its own.
+
+        Args:
+            budget: what the pages count against.
+            rows: `[B, n]`, the pages of logical pages `first` to `first + n - 1`, numbered from 0
+                without gaps.
+            first: logical pages before this one have fallen out of the window.
+
+        Raises:
+            OutOfPagesError: the budget would be passed.
+        """
+        table = cls(PageAllocator(budget))
+        pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
+        table.rows = np.concatenate([np.full((len(rows), first), NO_PAGE, np.int32), rows], axis=1)
+        table.first, table.count = first, first + rows.shape[1]
+        # `take` counted each page once, the rows may list it more often.
+        table.allocator.share(rows.ravel())
+        table.allocator.drop(pages)
+        return table
+
     def clear(self) -> None:
         """Every page is dropped; the batch size is free again."""
         self.allocator.drop(self.used().ravel())

@@ -1,6 +1,7 @@
 """Layers that share one block table, and what a step of the model does to it."""
 
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,27 @@ from ..errors import ConfigError
 from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
 from .page_pool import PagePool, zeros
 
-__all__ = ["LayerGroup"]
+__all__ = ["GroupSnapshot", "LayerGroup"]
 
 
 # Of lengths a step needs two on each device: tokens before it, and after it. Of plans it needs
 # one, for each number of KV heads.
 _KEPT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class GroupSnapshot:
+    """What a group holds at one moment. Its pages keep their content while it exists.
+
+    Attributes:
+        window: tokens that a query sees, its own among them; None: all.
+        record_past: whether pages that fell out of the window stay.
+        table: a fork of the group's block table.
+    """
+
+    window: int | None
+    record_past: bool
+    table: BlockTable
 
 
 class LayerGroup:
@@ -142,15 +158,21 @@ class LayerGroup:
         self.table.clear()
         self._prepared = None
 
-    def fork(self) -> "LayerGroup":
-        """Returns a group that holds the same pages, and shares the pools."""
-        other = LayerGroup(self.table.allocator.budget, self.window)
-        other.table = self.table.fork()
-        other.pools, other.lengths = self.pools, list(self.lengths)
-        other.record_past = self.record_past
+    def snapshot(self, length: int) -> GroupSnapshot:
+        """Return what the group holds of the first `length` tokens: O(pages), nothing is copied."""
         # Whoever writes next must look again at which pages are shared.
         self._prepared = None
-        return other
+        table = self.table.fork()
+        table.truncate(length)
+        return GroupSnapshot(self.window, self.record_past, table)
+
+    @classmethod
+    def from_snapshot(cls, snapshot: GroupSnapshot) -> "LayerGroup":
+        """Return a group without layers that takes over the table of `snapshot`."""
+        group = cls(snapshot.table.allocator.budget, snapshot.window)
+        group.table = snapshot.table
+        group.record_past = snapshot.record_past
+        return group
 
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Returns the pages in use, `[B, count]`, int32, on `device`; made once per change."""
@@ -216,6 +238,11 @@ class LayerGroup:
             ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
             self._shared_plans[device, heads] = plan, batch, leader
         return plan, leader == member
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Return the bytes of the block table and its copies on devices, as `tables`."""
+        copies = sum(tensor.nbytes for tensor in self._mirrors.values())
+        return {"tables": self.table.rows.nbytes + copies}
 
     def check(self) -> None:
         """Raises AssertionError unless the table covers what the layers say they hold."""

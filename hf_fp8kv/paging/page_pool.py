@@ -59,6 +59,11 @@ class PagePool:
                 self.v_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
         self.is_allocated = True
 
+    def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` like those of `allocate`."""
+        key = torch.empty(batch, self.heads, 0, self.k_dim, dtype=self.dtype, device=self.device)
+        return key, key.new_empty((batch, self.heads, 0, self.v_dim), dtype=self.v_dtype)
+
     @property
     def key_dtype(self) -> torch.dtype:
         """What a stored number of K is held in."""

@@ -531,18 +531,36 @@ def test_a_step_fits_for_every_kind_of_layer_or_changes_nothing() -> None:
     assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("prompt", [4, 12, 13, 20])
-def test_a_prompt_that_is_not_longer(prompt: int) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "padded", "message"),
+    [(4, 0, "does not hold yet"), (10, 0, "does not hold yet"), (4, 1, "does not hold yet"),
+     (12, 1, "attention_mask"), (20, 1, "attention_mask")],
+)  # fmt: skip
+def test_a_prompt_that_is_not_longer(prompt: int, padded: int, message: str) -> None:
+    """What `generate()` makes of such a prompt: no token, or a mask that is too short."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config)
     ids = torch.arange(2, 22)[None]
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
     before = cache.layers[0].keys.dense()
-    with pytest.raises(ConfigError, match="longer than the 20 tokens"):
-        model.generate(ids[:, :prompt], past_key_values=cache, max_new_tokens=3)
+    mask = torch.ones(1, prompt, dtype=torch.long)
+    mask[:, :padded] = 0
+    with pytest.raises(ConfigError, match=message):
+        model.generate(
+            ids[:, :prompt], attention_mask=mask, past_key_values=cache, max_new_tokens=3
+        )
     assert torch.equal(cache.layers[0].keys.dense(), before)
-    with pytest.raises(ConfigError):
+    assert cache.get_seq_length() == 20
+
+
+def test_a_call_without_tokens_or_with_a_short_mask() -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    cache = FP8PagedCache(model.config)
+    ids = torch.arange(2, 22)[None]
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(ConfigError, match="does not hold yet"):
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
         model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)

@@ -148,6 +148,14 @@ class ModelTable:
         return other
 
 
+def fork_group(group: LayerGroup) -> LayerGroup:
+    """A group over the same pages, with layers over the same pools."""
+    fork = LayerGroup.from_snapshot(group.snapshot(group.length))
+    for pool, length in zip(group.pools, group.lengths, strict=True):
+        fork.lengths[fork.add(pool)] = length
+    return fork
+
+
 class Cache:
     """What a cache is to its block tables: groups that share a budget, layers that write in turn.
 
@@ -166,7 +174,7 @@ class Cache:
 
     def fork(self) -> "Cache":
         other = Cache(
-            {name: group.fork() for name, group in self.groups.items()},
+            {name: fork_group(group) for name, group in self.groups.items()},
             {name: model.copied() for name, model in self.models.items()},
         )
         other.sequences = [list(tokens) for tokens in self.sequences]
@@ -690,7 +698,7 @@ def _interrupted(call: Callable[[], object], moment: int, what: Callable[[], Non
 
 def test_a_table_alive_at_the_end_of_the_process_says_nothing():
     code = (
-        "from hf_fp8kv.block_table import BlockTable, PageAllocator, PageBudget\n"
+        "from hf_fp8kv.paging.block_table import BlockTable, PageAllocator, PageBudget\n"
         "table = BlockTable(PageAllocator(PageBudget(4)))\n"
         "table.reserve(0, 9, 2)\n"
         "table.self = table\n"
@@ -933,7 +941,7 @@ def test_whoever_writes_first_after_a_fork_gets_the_copy(writer):
     advance(group, 6)
     # The next step is prepared, and not yet written, when the fork is made.
     group.prepare(6, 7, 1)
-    both = [group, group.fork()]
+    both = [group, fork_group(group)]
     before = both[1 - writer].table.used().tolist()
     both[writer].prepare(6, 7, 1)
     assert both[1 - writer].table.used().tolist() == before
@@ -949,7 +957,7 @@ def test_a_copy_reaches_every_tensor_of_every_pool_of_the_group():
         pool.allocate(torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM), 3)
         write(pool, group.table.rows, 0, tokens)
         group.lengths[member] = 6
-    other = group.fork()
+    other = fork_group(group)
     other.prepare(6, 7, 1)
     for pool in group.pools[:2]:
         assert pool.pages == group.table.allocator.capacity

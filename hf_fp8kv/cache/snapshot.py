@@ -1,0 +1,64 @@
+"""Snapshots: what a cache holds, as forks, pickles and files take it and give it back.
+
+A snapshot shares the pages of its cache, which are copied on write, and is restored at most once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..paging.block_table import PageBudget
+from ..paging.layer_group import GroupSnapshot
+from ..paging.page_pool import PagePool
+from .options import CacheOptions
+
+__all__ = ["CacheSnapshot", "LayerSnapshot", "StaticScales"]
+
+StaticScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]` and K's center `[Hkv, Dk]`, float32, of one layer."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSnapshot:
+    """What one paged layer holds.
+
+    Attributes:
+        index: the layer's number in the model.
+        group: which page of the pool holds which token.
+        length: tokens stored.
+        pool: the bytes; None before the first token.
+        k_center: `[B, Hkv, Dk]`, float32, or None.
+        static_scales: on the pool's device; None: not looked up yet.
+    """
+
+    index: int
+    group: GroupSnapshot
+    length: int
+    pool: PagePool | None = None
+    k_center: torch.Tensor | None = None
+    static_scales: StaticScales | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSnapshot:
+    """What a cache holds.
+
+    Attributes:
+        options: what the user chose.
+        groups: one for each block table.
+        layers: the paged layers; None: the next of `stock_layers`.
+        stock_layers: transformers' own layers.
+        open_ended: whether layers are added as the model asks.
+        budget: what the pages count against.
+        config: the decoder's config; None in pickles and files.
+    """
+
+    options: CacheOptions
+    groups: list[GroupSnapshot]
+    layers: list[LayerSnapshot | None]
+    stock_layers: list[Any]
+    open_ended: bool
+    budget: PageBudget
+    config: PreTrainedConfig | None = None
