@@ -400,10 +400,7 @@ class FP8PagedCache(DynamicCache):
         return self._restore(dataclasses.replace(self._snapshot(), stock_layers=stock))
 
     def _snapshot(self) -> CacheSnapshot:
-        groups = {
-            window: group.snapshot(self.host_length() if self.is_preallocated else group.length)
-            for window, group in self.groups.items()
-        }
+        groups = {window: group.snapshot() for window, group in self.groups.items()}
         layers = [
             layer.snapshot(groups[layer.sliding_window])
             if isinstance(layer, PagedLayerBase)

@@ -191,7 +191,7 @@ class PagedLayerBase(CacheLayerMixin):
 
     def snapshot(self, group: GroupSnapshot) -> LayerSnapshot:
         """Return what the layer holds, with the snapshot of its group."""
-        length = self.host_length()
+        length = self.get_seq_length()
         if not self.is_initialized:
             return LayerSnapshot(self.index, group, length)
         scales = (self.k_scale, self.v_scale, self._scale_center)

@@ -259,9 +259,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             return
         rows = torch.from_numpy(snapshot.group.table.used()).long()
         self.lazy_initialization(*snapshot.pool.empty_tokens(len(rows)))
-        self.lengths.fill_(snapshot.length)
-        self.is_empty = snapshot.length == 0
-        self._max_written = snapshot.length
+        length = snapshot.length
+        self.lengths.fill_(length)
+        self.is_empty = isinstance(length, int) and length == 0
+        self._max_written = length if isinstance(length, int) else self.max_cache_len
         pages = self.table[:, : rows.shape[1]].long().reshape(-1)
         sources = snapshot.pool.tensors()
         for name, tensor in self.pool.tensors().items():

@@ -27,7 +27,7 @@ class LayerSnapshot:
     Attributes:
         index: the layer's number in the model.
         group: which page of the pool holds which token.
-        length: tokens stored.
+        length: tokens stored; a tensor `[]` on the device in the preallocated form.
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         static_scales: on the pool's device; None: not looked up yet.
@@ -35,7 +35,7 @@ class LayerSnapshot:
 
     index: int
     group: GroupSnapshot
-    length: int
+    length: int | torch.Tensor
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
     static_scales: StaticScales | None = None

@@ -158,13 +158,11 @@ class LayerGroup:
         self.table.clear()
         self._prepared = None
 
-    def snapshot(self, length: int) -> GroupSnapshot:
-        """Return what the group holds of the first `length` tokens: O(pages), nothing is copied."""
+    def snapshot(self) -> GroupSnapshot:
+        """Return what the group holds: O(pages), no bytes are copied."""
         # Whoever writes next must look again at which pages are shared.
         self._prepared = None
-        table = self.table.fork()
-        table.truncate(length)
-        return GroupSnapshot(self.window, self.record_past, table)
+        return GroupSnapshot(self.window, self.record_past, self.table.fork())
 
     @classmethod
     def from_snapshot(cls, snapshot: GroupSnapshot) -> "LayerGroup":
