@@ -4,9 +4,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ..cache.cache import FP8PagedCache
+from ..utils.tensors import collect_tensors
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,15 +62,5 @@ def count_bytes(cache: Any) -> int:
     """Return the bytes that a cache of this package or of transformers holds."""
     if isinstance(cache, FP8PagedCache):
         return cache.memory_footprint()["total"]
-    tensors = {id(t): t for layer in cache.layers for t in _find_tensors(vars(layer))}
+    tensors = {id(t): t for layer in cache.layers for t in collect_tensors(vars(layer))}
     return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-def _find_tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return []
-    return [tensor for item in value for tensor in _find_tensors(item)]

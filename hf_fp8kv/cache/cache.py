@@ -302,7 +302,7 @@ class FP8PagedCache(DynamicCache):
             self._unshare(self.host_length())
 
     def reset(self) -> None:
-        """The cache is empty; the layers stay, and so do the addresses of the static form."""
+        """The cache is empty; the layers stay, and so do the addresses of the preallocated form."""
         for layer in self.stock_layers:
             layer.reset()
         if self.is_preallocated:

@@ -382,7 +382,7 @@ class FP8PagedLayer(PagedLayerBase):
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Take what a layer held; the bytes are shared with it."""
-        self.group.lengths[self.member] = snapshot.length
+        self.group.lengths[self.member] = int(snapshot.length)
         if snapshot.pool is not None:
             self._prepare_scales(*snapshot.pool.empty_tokens(1), snapshot.static_scales)
             self.pool = self.group.pools[self.member] = snapshot.pool

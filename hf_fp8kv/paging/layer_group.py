@@ -61,7 +61,7 @@ class LayerGroup:
         self._mirrored_version = -1
         self._ends: dict[tuple[torch.device, int, int], torch.Tensor] = {}
         self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
-        # The static form's: the buffer, the batch it is for, and the member that fills it.
+        # The preallocated form's: the buffer, the batch it is for, and the member that fills it.
         self._shared_plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
 
     def add(self, pool: PagePool) -> int:
@@ -179,7 +179,7 @@ class LayerGroup:
             self._mirrored_version = self.table.version
         mirror = self._mirrors.get(device)
         if mirror is None:
-            # A copy: the rows change in place later, and a handle may still read this. The static
+            # A copy: the rows change in place later, and a handle may still read this. The preallocated
             # form writes into it, in inference mode or outside.
             with torch.inference_mode(False), torch.no_grad():
                 rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
@@ -220,7 +220,7 @@ class LayerGroup:
     def shared_plan(
         self, member: int, lengths: torch.Tensor, heads: int, backend: str
     ) -> tuple[torch.Tensor | None, bool]:
-        """Returns the static form's plan, at an address that stays, and whether `member` fills it.
+        """Returns the preallocated form's plan, at an address that stays, and whether `member` fills it.
 
         None: the backend has no plans. The first member that asks for it fills it at each step. A
         plan is a partition of all positions, whichever lengths it was made for: one that was not
