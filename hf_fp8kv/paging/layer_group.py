@@ -179,8 +179,8 @@ class LayerGroup:
             self._mirrored_version = self.table.version
         mirror = self._mirrors.get(device)
         if mirror is None:
-            # A copy: the rows change in place later, and a handle may still read this. The preallocated
-            # form writes into it, in inference mode or outside.
+            # A copy: the rows change in place later, and a handle may still read this. Preallocated
+            # layers write into it, in inference mode or outside.
             with torch.inference_mode(False), torch.no_grad():
                 rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
                 mirror = self._mirrors[device] = rows.to(device)
@@ -220,7 +220,9 @@ class LayerGroup:
     def shared_plan(
         self, member: int, lengths: torch.Tensor, heads: int, backend: str
     ) -> tuple[torch.Tensor | None, bool]:
-        """Returns the preallocated form's plan, at an address that stays, and whether `member` fills it.
+        """Return a plan for preallocated layers, and whether `member` fills it.
+
+        It stays at its address.
 
         None: the backend has no plans. The first member that asks for it fills it at each step. A
         plan is a partition of all positions, whichever lengths it was made for: one that was not
