@@ -97,9 +97,9 @@ def bench(
         if texts is not None:
             arguments["texts"] = texts
     if suite == "serve":
-        from ..serving.server.options import require
+        from ..serving.server.options import require_server
 
-        require()
+        require_server()
         arguments = {"model": model, "device": device}
     if shown is not None:
         result = _stored(shown)

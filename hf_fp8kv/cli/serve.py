@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
@@ -29,41 +30,40 @@ class Serve(TyperCommand):
     """The command below, with the options of `transformers serve` beside its own."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns our parameters, then transformers' own; asked for when the command is used."""
+        """Return our parameters, then transformers' own; only when the command is used."""
         own = super().get_params(ctx)
         taken = {name for param in own for name in param.opts}
-        return [*own, *(p for p in self._stock() if not taken & set(p.opts))]
+        return [*own, *(p for p in self._stock_parameters if not taken & set(p.opts))]
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command; what belongs to transformers is in `ctx.obj`."""
-        names = [param.name for param in self._stock()]
+        """Run the command, with transformers' options in `ctx.obj`."""
+        names = [param.name for param in self._stock_parameters]
         ctx.obj = {name: ctx.params.pop(name) for name in names if name in ctx.params}
         source = ctx.get_parameter_source("continuous_batching")
-        told = source is not None and source.name == "COMMANDLINE"
-        if told and not ctx.obj["continuous_batching"]:
-            raise ConfigError("--no-continuous-batching: there is nothing else here; leave it out")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and not ctx.obj["continuous_batching"]:
+            raise ConfigError("--no-continuous-batching: not supported; leave it out")
         return super().invoke(ctx)
 
     def stock_defaults(self) -> dict[str, Any]:
-        """Returns the defaults of transformers' own options, by parameter."""
-        return {param.name: param.default for param in self._stock()}
+        """Return the defaults of transformers' own options, by parameter."""
+        return {param.name: param.default for param in self._stock_parameters}
 
-    def _stock(self) -> list[Any]:
-        if not hasattr(self, "_found"):
-            self._found = _stock_parameters()
-        return self._found
+    @cached_property
+    def _stock_parameters(self) -> list[Any]:
+        return _load_stock_parameters()
 
 
-def _stock_parameters() -> list[Any]:
-    from ..serving.server.options import HERE, require
+def _load_stock_parameters() -> list[Any]:
+    from ..serving.server.options import OWN_OPTIONS, require_server
 
-    require()
+    require_server()
     from transformers.cli.serve import Serve as Stock
 
     app = typer.Typer(add_completion=False)
     app.command()(Stock)
     params = typer.main.get_command(app).params
-    return [param for param in params if param.name not in HERE]
+    return [param for param in params if param.name not in OWN_OPTIONS]
 
 
 def serve(
@@ -90,7 +90,7 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(
-            help="The token that clients show. Better in HF_FP8KV_API_KEY: others see arguments.",
+            help="The clients' token. Better in HF_FP8KV_API_KEY: others can see arguments.",
             show_default=False,
         ),
     ] = None,
@@ -109,7 +109,7 @@ def serve(
 
     POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
     """
-    given: dict[str, Any] = ctx.obj
+    options: dict[str, Any] = ctx.obj
     pages = {
         "dtype": parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
@@ -123,8 +123,8 @@ def serve(
     from ..utils import demo_model as demo
 
     command: Any = ctx.command
-    check_options(given, command.stock_defaults())
-    settings = ServerConfig.checked(
+    check_options(options, command.stock_defaults())
+    config = ServerConfig.parse(
         host,
         api_key,
         max_body=parse_memory(max_body, "--max-body"),
@@ -135,21 +135,21 @@ def serve(
     name = model or str(demo.model_path())
     from ..serving.server.run import serve as run
 
-    with _told():
+    with _log_to_stderr():
         run(
             name,
             host=host,
             port=port,
-            settings=settings,
+            config=config,
             pages=pages,
-            given=given,
-            ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
+            options=options,
+            on_ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
         )
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Inside, the library speaks on stderr, in the form that the server's lines have."""
+def _log_to_stderr() -> Iterator[None]:
+    """Write the library's log to stderr inside, in the form of the server's lines."""
     library = logging.getLogger("hf_fp8kv")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s:     %(message)s"))

@@ -31,7 +31,7 @@ def needed(name: str) -> types.ModuleType:
 
 
 openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
-connection = needed("hf_fp8kv.serving.server.connections").connection
+limit_connections = needed("hf_fp8kv.serving.server.connections").limit_connections
 adapt = needed("hf_fp8kv.serving.server.handlers").adapt
 
 CHAT = "/v1/chat/completions"
@@ -343,7 +343,7 @@ def test_connections_without_a_request_are_closed_and_more_than_fit_are_refused(
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    config = uvicorn.Config(app, http=connection(3, 0.3), lifespan="off", log_level="error")
+    config = uvicorn.Config(app, http=limit_connections(3, 0.3), lifespan="off", log_level="error")
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     with socket.create_server(("127.0.0.1", 0)) as bound, contextlib.ExitStack() as stack:
@@ -362,7 +362,10 @@ def test_connections_without_a_request_are_closed_and_more_than_fit_are_refused(
         again = connected(whole)
         assert again.recv(1000).startswith(b"HTTP/1.1 200")
         again.sendall(whole[:9])
-        assert connected(b"").recv(1000).startswith(b"HTTP/1.1 503")
+        head, _, content = connected(b"").recv(1000).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert b"content-length: %d" % len(content) in head
+        assert json.loads(content)["error"]["code"] == "too_many_connections"
         for one in (silent, half, again):
             with contextlib.suppress(ConnectionResetError):
                 assert not one.recv(1000).startswith(b"HTTP/1.1 503")
@@ -400,12 +403,12 @@ def test_long_prompts_take_turns_and_short_ones_do_not_wait():
             return threading.current_thread() is threading.main_thread()
 
     async def all_of_them() -> list[object]:
-        handler, calls = Handler(), RequestTracker()
+        handler, tracker = Handler(), RequestTracker()
         adapt(handler, CHAT, asyncio.Semaphore(1))
 
         async def ask(name: str) -> object:
             content = "x" * 200_000 if "long" in name else "x"
-            with calls.track({}, "model"):
+            with tracker.track({}, "model"):
                 return await handler.handle_request({"prompt": content}, name)
 
         asking = [asyncio.create_task(ask(name)) for name in ("long", "gone, long", "last, long")]
@@ -568,7 +571,9 @@ def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
         status, text, headers = server.ask(CHAT, body())
         assert (status, json.loads(text)["error"]["code"]) == (503, "stopping")
         assert headers["retry-after"]
-        assert server.ask("/health")[0] == 503
+        status, text, _ = server.ask("/health")
+        assert (status, json.loads(text)["status"]) == (503, "unhealthy")
+        assert json.loads(text)["error"]["code"] == "stopping"
         if hurry:
             server.process.send_signal(signal.SIGTERM)
         reader.join(120)
@@ -579,7 +584,8 @@ def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
     assert end == "[DONE]"
     last = json.loads(last)
     if hurry:
-        assert "stopping" in last["error"]
+        assert last["error"]["code"] == "stopping"
+        assert last["error"]["type"] == "server_error"
     else:
         assert last["choices"][0]["finish_reason"] == "length"
         assert last["usage"]["completion_tokens"] == 270

@@ -1,4 +1,4 @@
-"""What the server is told beside what transformers' own server knows."""
+"""The server's own configuration, beside that of transformers' server; and its socket."""
 
 import ipaddress
 import os
@@ -14,10 +14,10 @@ KEY_VARIABLE = "HF_FP8KV_API_KEY"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Limits and manners of a server.
+    """Access and limits of a server.
 
     Attributes:
-        api_key: what a client has to show; None: nothing.
+        api_key: the token that a client has to send; None: none.
         max_body: bytes of a request.
         max_waiting: requests that may wait for the engine.
         grace: seconds that running requests get when the server is told to stop.
@@ -35,19 +35,20 @@ class ServerConfig:
     body_seconds: float = 30.0
 
     @classmethod
-    def checked(cls, host: str, api_key: str | None, **others: float) -> "ServerConfig":
-        """Returns the settings of a server that listens at `host`.
+    def parse(cls, host: str, api_key: str | None, **others: float) -> "ServerConfig":
+        """Return the configuration of a server that listens at `host`.
 
         Raises:
-            ConfigError: everyone could use it, the token fits no header, or no request fits.
+            ConfigError: everyone could use it, the token is not a valid header, or no request
+                fits.
         """
         key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
             raise ConfigError("--api-key: expected printable ASCII without spaces around it")
         if not key and not is_loopback(host):
             raise ConfigError(
-                f"--host {host}: expected a token for access, since other machines can reach it, "
-                f"got none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
+                f"--host {host}: expected an access token, since other machines can reach it, got "
+                f"none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
         if others.get("max_body", 1) < 1:
             raise ConfigError("--max-body: expected one byte or more, got 0")
@@ -55,24 +56,24 @@ class ServerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens at a host."""
+    """Return whether only this machine can reach what listens at a host."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = [info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
         return False
-    return all(ipaddress.ip_address(str(at[4][0]).split("%")[0]).is_loopback for at in found)
+    return all(ipaddress.ip_address(str(a).split("%")[0]).is_loopback for a in addresses)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound, and that nobody can connect to yet.
+    """Return a bound socket that nobody can connect to yet.
 
     Raises:
         ConfigError: the address is taken, or is not one of this machine's.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        found.sort(key=lambda at: at[0] != socket.AF_INET)  # `localhost` may be both
-        family, kind, protocol, _, address = found[0]
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be both
+        family, kind, protocol, _, address = infos[0]
         bound = socket.socket(family, kind, protocol)
         try:
             if os.name == "posix":

@@ -1,4 +1,4 @@
-"""Connections on which nothing comes, and more of them than there are file descriptors for."""
+"""Limits on connections: their number, and how long one may stay silent."""
 
 import asyncio
 import os
@@ -6,19 +6,17 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-__all__ = ["backlog", "connection", "most_connections"]
+from .errors import APIError
+
+__all__ = ["backlog", "limit_connections", "max_connections"]
 
 _BACKLOG = 128
 # Descriptors for files that are opened while the server runs.
 _SPARE = 32
-_FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n"
-    b"retry-after: 5\r\n\r\n"
-)
 
 
-def most_connections() -> int | None:
-    """Returns how many connections fit the descriptors that are left now; None: any number.
+def max_connections() -> int | None:
+    """Return how many connections fit the descriptors that are left now; None: any number.
 
     Without one to accept a connection with, Python's event loop logs the error over and over.
     """
@@ -33,7 +31,7 @@ def most_connections() -> int | None:
 
 
 def backlog() -> int:
-    """Returns how many connections may wait to be accepted; the event loop accepts all at once."""
+    """Return how many connections may wait to be accepted; the event loop accepts all at once."""
     return max(min(_BACKLOG, (_descriptors() or 8 * _BACKLOG) // 8), 1)
 
 
@@ -46,22 +44,28 @@ def _descriptors() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def connection(most: int | None, seconds: float) -> type[asyncio.Protocol]:
-    """Returns uvicorn's class of a connection, with limits.
+def limit_connections(maximum: int | None, seconds: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's class of a connection, with limits.
 
     Args:
-        most: open connections; one more is told 503. None: any number.
-        seconds: for a request's first line and headers, and between requests for what is no
-            request, such as the rest of a body that was refused.
+        maximum: open connections; one more is answered with 503. None: any number.
+        seconds: for a request's first line and headers, and between requests for what is not a
+            request, such as the remainder of a body that was rejected.
     """
+    full = APIError(
+        503,
+        "too many open connections; try again later",
+        code="too_many_connections",
+        headers={"connection": "close", "retry-after": "5"},
+    ).http_response()
 
     class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if most is not None and len(self.connections) > most:
-                transport.write(_FULL)
+            if maximum is not None and len(self.connections) > maximum:
+                transport.write(full)
                 transport.close()
                 return
             self._expect_request()
@@ -76,17 +80,17 @@ def connection(most: int | None, seconds: float) -> type[asyncio.Protocol]:
             super().connection_lost(error)
 
         def _expect_request(self) -> None:
-            if self._timer is None and self._idle():
-                self._timer = self.loop.call_later(seconds, self._late, self.cycle)
+            if self._timer is None and self._is_idle():
+                self._timer = self.loop.call_later(seconds, self._on_timeout, self.cycle)
 
-        def _late(self, last: Any) -> None:
+        def _on_timeout(self, cycle: Any) -> None:
             self._timer = None
-            if self.cycle is last and self._idle():
+            if self.cycle is cycle and self._is_idle():
                 self.transport.abort()
             else:
                 self._expect_request()
 
-        def _idle(self) -> bool:
+        def _is_idle(self) -> bool:
             return self.cycle is None or bool(self.cycle.response_complete)
 
     return Connection

@@ -1,12 +1,11 @@
-"""The engine behind the server: one model, continuous batching, started before the first request.
+"""The server's engine: one model, continuous batching, started before the first request.
 
-It takes the place of transformers' `CBGenerateManager`, which is made for one well-meaning client:
+It takes the place of transformers' `CBGenerateManager`, which is made for one well-behaved client:
 there the first request decides how all others are sampled, one that is longer than the pages stops
 the engine, and one whose client has gone runs to its end unless it was streaming.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -23,11 +22,11 @@ from transformers.cli.serving.utils import (
 
 from ...errors import ConfigError
 from .. import Usage, usage
-from .errors import APIError
-from .handlers import on_the_loop
+from .errors import STOPPING, APIError
+from .handlers import call_on_loop
 from .requests import RequestTracker, ServerRequest, current_request
-from .sampling import per_request_sampling, wanted_sampling
-from .stop_strings import StoppingQueue, first_stop, wanted_stops
+from .sampling import per_request_sampling, request_sampling
+from .stop_strings import StoppingQueue, find_stop, request_stops
 
 __all__ = ["Engine", "SingleEngineState"]
 
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 600.0
 _STOP_SECONDS = 30.0
-# How many new tokens a request gets that does not say.
+# New tokens of a request that names no number.
 _NEW_TOKENS = 1024
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
@@ -46,25 +45,26 @@ class Engine(CBGenerateManager):
     Args:
         model: a causal language model that `hf_fp8kv.serving.enable` was called on.
         config: a ContinuousBatchingConfig, or None for transformers' own defaults.
-        calls: the server's requests.
+        tracker: the server's requests.
 
     Attributes:
         page_tokens: tokens that one request may hold in the pages.
         model_tokens: tokens that the model was made for; None: unknown.
-        room: the smaller of the two.
     """
 
-    def __init__(self, model: Any, config: Any, calls: RequestTracker) -> None:
+    def __init__(self, model: Any, config: Any, tracker: RequestTracker) -> None:
         super().__init__(cb_config=config)
         self._cb: Any = None
-        self.model, self.calls = model, calls
-        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.model, self.tracker = model, tracker
+        text = model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
         self.page_tokens = 0
-        self.model_tokens = _model_tokens(model)
+        limit = getattr(text, "max_position_embeddings", None)
+        self.model_tokens = limit if isinstance(limit, int) and limit > 0 else None
         self.stopping = False
 
     def begin(self) -> None:
-        """Starts the engine's thread, and returns when its pages are there.
+        """Start the engine's thread, and return when its pages are there.
 
         Raises:
             ConfigError: it does not start, or its pages hold no token.
@@ -78,10 +78,10 @@ class Engine(CBGenerateManager):
         per_request_sampling(cb, self.vocabulary)
         self._cb = cb
         cb.start()
-        until = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + _START_SECONDS
         while cb.batch_processor is None:
             error = cb.background_thread_status.fatal_error
-            if error is not None or not cb.is_running() or time.monotonic() > until:
+            if error is not None or not cb.is_running() or time.monotonic() > deadline:
                 self.stop()
                 raise ConfigError(
                     f"expected an engine for continuous batching, got: {error or 'no answer'}; "
@@ -97,34 +97,34 @@ class Engine(CBGenerateManager):
             )
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Called by a handler for every request: there is nothing left to be made."""
+        """Do nothing: a handler calls this for every request, and the engine already runs."""
 
     def is_alive(self) -> bool:
-        """Whether its thread runs."""
+        """Return whether the engine's thread runs."""
         return self._cb is not None and self._cb.is_running() and super().is_alive()
 
     def why_dead(self) -> str | None:
-        """Returns what stopped its thread."""
+        """Return what stopped the engine's thread."""
         error = None if self._cb is None else self._cb.background_thread_status.fatal_error
         return None if error is None else str(error)
 
     def usage(self) -> Usage | None:
-        """Returns what its pages hold."""
+        """Return what the pages hold."""
         return usage(self.model) if self.is_alive() else None
 
     def active(self) -> int:
-        """Returns the requests that it has begun with, also those whose client has just gone."""
+        """Return the number of requests in steps, also of clients that have just gone."""
         processor = None if self._cb is None else self._cb.batch_processor
         return 0 if processor is None else len(processor.scheduler.active_requests)
 
     def waiting(self) -> int:
-        """Returns the requests that it has not begun with."""
-        # What is over is still being sent: it is in nobody's way.
-        unanswered = sum(not call.over for call in list(self.calls.running))
+        """Return the number of requests that have not had a step."""
+        # A request that is done is still being sent: it waits for nothing.
+        unanswered = sum(not request.done for request in list(self.tracker.running))
         return max(unanswered - self.active(), 0)
 
     def stop(self) -> None:
-        """Ends its thread; requests that still run fail. Does nothing the second time."""
+        """End the engine's thread; requests that still run fail. Do nothing the second time."""
         cb, self.stopping = self._cb, True
         if cb is not None and cb._generation_thread is not None:
             cb.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
@@ -132,7 +132,8 @@ class Engine(CBGenerateManager):
                 logger.error("the engine's thread did not end within %g s", _STOP_SECONDS)
 
     @property
-    def room(self) -> int:
+    def max_tokens(self) -> int:
+        """Tokens that one request may have, in the pages and for the model."""
         return min(self.page_tokens, self.model_tokens or self.page_tokens)
 
     # -- what the handlers call, in a thread ------------------------------------------------------
@@ -146,7 +147,7 @@ class Engine(CBGenerateManager):
         request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        """Returns a queue of the texts of an answer, and what cancels it.
+        """Return a queue of the texts of an answer, and what cancels it.
 
         Args:
             model: the engine's.
@@ -159,67 +160,63 @@ class Engine(CBGenerateManager):
         Raises:
             APIError: the request is too long, or the engine does not run.
         """
-        call = _current_request()
-        return on_the_loop(
-            call.loop,
-            lambda: self._stream(call, processor, inputs["input_ids"], gen_config, response_parser),
-        )
+        request, prompt = _current_request(), inputs["input_ids"]
+
+        def stream() -> tuple[asyncio.Queue[Any], CBStreamer]:
+            return self._stream(request, processor, prompt, gen_config, response_parser)
+
+        return call_on_loop(request.loop, stream)
 
     def _stream(
         self,
-        call: ServerRequest,
+        request: ServerRequest,
         processor: Any,
         prompt: list[int],
         gen_config: Any,
         response_parser: Any,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        self._admit(call, prompt, gen_config)
-        stops = self._stops(call, processor)
+        self._set_limit(request, prompt, gen_config)
+        stops = self._stops(request, processor)
 
-        def stopped() -> None:
+        def on_stop() -> None:
             gen_config.max_new_tokens = None  # the handlers would take its last token for the end
-            call.close()
+            request.close()
 
-        queue = StoppingQueue(stops, stopped) if stops else asyncio.Queue()
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        queue = StoppingQueue(stops, on_stop) if stops else asyncio.Queue()
         streamer = CBStreamer(
-            self._cb,
-            call.id,
-            tokenizer,
-            asyncio.get_running_loop(),
-            queue,
-            response_parser=response_parser,
-        )
+            self._cb, request.id, getattr(processor, "tokenizer", processor)._tokenizer,
+            asyncio.get_running_loop(), queue, response_parser=response_parser,
+        )  # fmt: skip
 
-        def fail(error: object) -> None:
-            # The handlers put it into JSON between quotes as it is.
-            queue.put_nowait(_StreamError(json.dumps(str(error))[1:-1]))
+        def on_error(error: APIError) -> None:
+            request.error = error  # the handlers' own event for it is replaced by `adapt`
+            queue.put_nowait(_StreamError(error.message))
 
-        def deliver(output: Any) -> None:
+        def on_output(output: Any) -> None:
             before = streamer.total_tokens
             try:
                 streamer.put(output)
-                self.calls.new_tokens += streamer.total_tokens - before
-                if call.over:
+                self.tracker.new_tokens += streamer.total_tokens - before
+                if request.done:
                     return
                 if output.error is not None:
-                    call.finish()
-                    fail(output.error)
+                    request.finish()
+                    on_error(self._output_error(output))
                 elif output.is_finished():
-                    _note_end(call, gen_config, output.generated_tokens)
-                    call.finish()
+                    _note_end(request, gen_config, output.generated_tokens)
+                    request.finish()
                     streamer.end()
             except Exception as error:
                 logger.exception("an answer could not be turned into text")
-                call.fail(error)
+                request.fail(APIError(500, str(error)))
 
-        self._submit(call, prompt, gen_config, deliver, fail, streaming=True)
+        self._submit(request, prompt, gen_config, on_output, on_error, streaming=True)
         return queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """Returns the answer's text, the number of the prompt's tokens, and the new tokens.
+        """Return an answer's text, the number of its prompt's tokens, and its own tokens.
 
         Args: see `generate_streaming`.
 
@@ -227,157 +224,156 @@ class Engine(CBGenerateManager):
             APIError: the request is too long, or the engine does not run, or stopped meanwhile.
         """
         await asyncio.sleep(0)  # what follows is on the event loop
-        call, prompt = _current_request(), inputs["input_ids"]
-        self._admit(call, prompt, gen_config)
+        request, prompt = _current_request(), inputs["input_ids"]
+        self._set_limit(request, prompt, gen_config)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        stops = self._stops(request, processor)
 
-        stops = self._stops(call, processor)
-
-        def deliver(output: Any) -> None:
+        def on_output(output: Any) -> None:
             if future.done():
                 return
             if output.error is not None:
-                call.finish()
-                fail(APIError(503 if not self.is_alive() else 500, str(output.error)))
+                request.finish()
+                on_error(self._output_error(output))
                 return
             tokens = list(output.generated_tokens)
             finished = output.is_finished()
-            # Asked after every token only where a text may end the answer.
+            # Looked at after every token only where a stop string may end the answer.
             text = processor.decode(tokens, skip_special_tokens=True) if stops or finished else ""
-            at = first_stop(text, stops)
-            if at is not None:
+            end = find_stop(text, stops)
+            if end is not None:
                 gen_config.max_new_tokens = None  # as in `_stream`
-                call.close()
+                request.close()
             elif finished:
-                _note_end(call, gen_config, tokens)
-                call.finish()
+                _note_end(request, gen_config, tokens)
+                request.finish()
             else:
                 return
-            self.calls.new_tokens += len(tokens)
-            future.set_result((text[:at], len(prompt), tokens))
+            self.tracker.new_tokens += len(tokens)
+            future.set_result((text[:end], len(prompt), tokens))
 
-        def fail(error: Exception) -> None:
+        def on_error(error: APIError) -> None:
             if not future.done():
                 future.set_exception(error)
 
-        self._submit(call, prompt, gen_config, deliver, fail, streaming=bool(stops))
+        self._submit(request, prompt, gen_config, on_output, on_error, streaming=bool(stops))
         answer: tuple[str, int, list[int]] = await future
         return answer
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _admit(self, call: ServerRequest, prompt: list[int], gen_config: Any) -> None:
-        """Raises APIError if it cannot be answered; else `max_new_tokens` is then what it gets."""
-        if call.over:
-            raise APIError(503, "the server is stopping", code="stopping")
+    def _set_limit(self, request: ServerRequest, prompt: list[int], gen_config: Any) -> None:
+        """Set `max_new_tokens`, or raise APIError if the request cannot be answered."""
+        if request.done:
+            raise APIError(503, STOPPING, code="stopping")
         if self.stopping or not self.is_alive():
-            raise APIError(503, self.why_dead() or "the server is stopping", code="stopping")
+            raise self._dead_error()
         if not prompt:
-            raise APIError(400, "expected a prompt of some tokens, got one without any")
-        # The last token is answered with, and never stored.
+            raise APIError(400, "expected a prompt of at least one token, got none")
+        # The last token is part of the answer, and never stored.
         room, holder = self.page_tokens + 1 - len(prompt), f"the pages hold {self.page_tokens}"
         if self.model_tokens is not None and self.model_tokens - len(prompt) < room:
             room, holder = self.model_tokens - len(prompt), f"the model holds {self.model_tokens}"
-        asked = next((name for name in _LIMITS if name in call.body), None)
-        own = "generation_config" in call.body and gen_config.max_new_tokens is not None
-        wanted = gen_config.max_new_tokens if asked or own else min(_NEW_TOKENS, room)
+        field = next((name for name in _LIMITS if name in request.body), None)
+        given = "generation_config" in request.body and gen_config.max_new_tokens is not None
+        wanted = gen_config.max_new_tokens if field or given else min(_NEW_TOKENS, room)
         if room < 1 or wanted > room:
             raise APIError(
                 400,
                 f"expected a prompt and new tokens that fit, got {len(prompt)} tokens and "
                 f"{max(wanted, 1)} new ones, and {holder}; send less, or ask for less",
-                param=asked,
+                param=field,
                 code="context_length_exceeded",
             )
         gen_config.max_new_tokens = wanted
 
-    def _stops(self, call: ServerRequest, processor: Any) -> tuple[str, ...]:
-        """Returns the texts that end an answer. Raises APIError where they cannot be told."""
-        stops = wanted_stops(call.body)
+    def _stops(self, request: ServerRequest, processor: Any) -> tuple[str, ...]:
+        """Return the texts that end an answer. Raises APIError where they cannot be recognized."""
+        stops = request_stops(request.body)
         if stops and get_response_template(processor, self.model) is not None:
             raise APIError(
                 400,
-                "stop: expected it left out, since this model's answers have parts that are read "
-                "from its tokens",
+                "stop: not supported for this model, whose answers are parsed from tokens; leave "
+                "it out",
                 param="stop",
                 code="unsupported_parameter",
             )
         return stops
 
+    def _dead_error(self) -> APIError:
+        return APIError(503, self.why_dead() or STOPPING, code="stopping")
+
+    def _output_error(self, output: Any) -> APIError:
+        return APIError(500 if self.is_alive() else 503, str(output.error))
+
     def _submit(
         self,
-        call: ServerRequest,
+        request: ServerRequest,
         prompt: list[int],
         gen_config: Any,
-        deliver: Callable[[Any], None],
-        fail: Callable[[Exception], None],
+        on_output: Callable[[Any], None],
+        on_error: Callable[[APIError], None],
         *,
         streaming: bool,
     ) -> None:
-        """Hands a request to the engine, whose outputs then arrive on the event loop."""
+        """Hand a request to the engine, which calls `on_output` on the event loop."""
         cb = self._cb
 
         def cancel() -> None:
             with cb.output_router._lock:
-                cb.output_router.result_handlers.pop(call.id, None)
-            cb.cancel_request(call.id)
+                cb.output_router.result_handlers.pop(request.id, None)
+            cb.cancel_request(request.id)
 
         # First: an output that nobody takes is kept for ever.
-        cb.register_result_handler(call.id, deliver)
-        call.begin(cancel=cancel, fail=fail)
+        cb.register_result_handler(request.id, on_output)
+        request.begin(cancel=cancel, on_error=on_error)
         added = cb.add_request(
             prompt,
-            request_id=call.id,
+            request_id=request.id,
             max_new_tokens=gen_config.max_new_tokens,
             streaming=streaming,
             eos_token_id=gen_config.eos_token_id,
-            **wanted_sampling(call.body, gen_config, self.vocabulary),
+            **request_sampling(request.body, gen_config, self.vocabulary),
         )
         if added is None:
-            call.close()
-            raise APIError(503, self.why_dead() or "the server is stopping", code="stopping")
-        self.calls.prompt_tokens += len(prompt)
+            request.close()
+            raise self._dead_error()
+        self.tracker.prompt_tokens += len(prompt)
 
 
 class SingleEngineState(GenerationState):
-    """What the handlers look their engine up in: there is one, for the one model."""
+    """The state in which the handlers look their engine up: there is one, for the one model."""
 
     def __init__(self, engine: Engine, *, compile: bool) -> None:
         super().__init__(continuous_batching=True, compile=compile)
         self.engine = engine
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Engine:
-        """Returns the engine."""
+        """Return the engine."""
         if not use_cb:
             raise APIError(400, f"{model_id}: this server answers with continuous batching only")
         return self.engine
 
     def is_cb_alive(self) -> bool:
-        """Whether the engine's thread runs."""
+        """Return whether the engine's thread runs."""
         return self.engine.is_alive()
 
     def shutdown(self) -> None:
-        """Ends the engine's thread."""
+        """End the engine's thread."""
         self.engine.stop()
 
 
 def _current_request() -> ServerRequest:
-    call = current_request.get()
-    if call is None:
-        raise RuntimeError("expected a request that came through the gate")
-    return call
+    request = current_request.get()
+    if request is None:
+        raise RuntimeError("expected a request that came through the middleware")
+    return request
 
 
-def _note_end(call: ServerRequest, gen_config: Any, tokens: list[int]) -> None:
-    """Tells an answer that was cut from one that ended by itself with the last token it had."""
+def _note_end(request: ServerRequest, gen_config: Any, tokens: list[int]) -> None:
+    """Tell an answer that was truncated from one that ended by itself with its last token."""
     ends = gen_config.eos_token_id
     if tokens and tokens[-1] in (ends if isinstance(ends, list) else [ends]):
         gen_config.max_new_tokens = None
     else:
-        call.cut = True
-
-
-def _model_tokens(model: Any) -> int | None:
-    """Returns the tokens that the model was made for; None where its config does not say."""
-    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+        request.truncated = True

@@ -1,21 +1,24 @@
-"""What a client is told that does not get what it asked for, in the form that OpenAI uses."""
+"""Errors of the server, in OpenAI's format."""
 
+import http
 import json
 from typing import Any
 
-__all__ = ["APIError"]
+__all__ = ["STOPPING", "APIError"]
+
+STOPPING = "the server is stopping"
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class APIError(Exception):
-    """An answer with a status of 400 or more; raised anywhere below the gate, sent by it.
+    """An answer with a status of 400 or more; raised anywhere below the middleware, sent by it.
 
     Args:
         status: the HTTP status.
         message: what was expected, what came, and what to do about it.
         param: the field of the request that is meant.
-        code: a short name that programs may look at.
+        code: a short name for programs.
         headers: of the answer, beside the usual ones.
     """
 
@@ -32,36 +35,27 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
-    @property
-    def type(self) -> str:
-        return _TYPES.get(
-            self.status, "server_error" if self.status >= 500 else "invalid_request_error"
-        )
-
     def body(self) -> dict[str, Any]:
-        """Returns the answer's JSON object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        """Return the answer's JSON object."""
+        default = "server_error" if self.status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(self.status, default)
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Returns the answer as the two messages of an ASGI application."""
+    def event(self) -> str:
+        """Return the error as the last event of a stream."""
+        return f"data: {json.dumps(self.body())}\n\n"
+
+    def encode(self) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """Return headers and body of the answer."""
         content = json.dumps(self.body()).encode()
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(content)),
-            **self.headers,
-        }
-        return [
-            {
-                "type": "http.response.start",
-                "status": self.status,
-                "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()],
-            },
-            {"type": "http.response.body", "body": content},
-        ]
+        headers = {"content-type": "application/json", "content-length": str(len(content))}
+        headers |= self.headers
+        return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()], content
+
+    def http_response(self) -> bytes:
+        """Return the whole answer, for a connection that no application has yet."""
+        headers, content = self.encode()
+        lines = [f"HTTP/1.1 {self.status} {http.HTTPStatus(self.status).phrase}".encode()]
+        lines += [name + b": " + value for name, value in headers]
+        return b"\r\n".join([*lines, b"", content])

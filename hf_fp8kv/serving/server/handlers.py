@@ -1,7 +1,7 @@
-"""transformers' handlers, with their work on long prompts beside the event loop.
+"""transformers' handlers, with the work on long prompts beside the event loop.
 
 A handler makes a prompt's messages into tokens before it waits for anything, which takes seconds
-for megabytes of text; on the event loop, everybody else would wait for that too.
+for megabytes of text; on the event loop, all other clients would wait for that too.
 """
 
 import asyncio
@@ -11,16 +11,16 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-from .errors import APIError
-from .requests import current_request
-from .validation import RESPONSES, characters
+from .errors import STOPPING, APIError
+from .requests import ServerRequest, current_request
+from .validation import RESPONSES, count_characters
 
-__all__ = ["adapt", "on_the_loop"]
+__all__ = ["adapt", "call_on_loop"]
 
 T = TypeVar("T")
 
-# Characters of a request that others of its kind wait for: a token takes hundreds of bytes while it
-# is made.
+# Characters of a request that takes turns with others like it: making a token takes hundreds of
+# bytes.
 _LONG = 100_000
 _DONE = "data: [DONE]\n\n"
 _COMPLETED = '"type":"response.completed"'
@@ -28,10 +28,10 @@ _INCOMPLETE = {"status": "incomplete", "incomplete_details": {"reason": "max_out
 
 
 def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
-    """Changes one handler, not its class: where it tokenizes, and what OpenAI's answers have more.
+    """Change one handler, not its class: where it tokenizes, and what OpenAI's answers have.
 
-    That is: the model's name as the client gave it, `[DONE]` at the end of a stream, and the status
-    `incomplete` of a response that was cut short.
+    That is: the model's name as the client gave it, `[DONE]` at the end of a stream, errors in
+    OpenAI's format, and the status `incomplete` of a response that was truncated.
 
     Args:
         handler: one of transformers' for a path of GENERATES.
@@ -41,14 +41,15 @@ def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
     resolve, handle = handler._resolve_model, handler.handle_request
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
-        name, *found = resolve(body)
-        call = current_request.get()
-        return (name if call is None else call.model, *found)
+        name, *loaded = resolve(body)
+        request = current_request.get()
+        return (name if request is None else request.model, *loaded)
 
     async def handle_request(body: dict[str, Any], request_id: str) -> Any:
-        long = characters(body) > _LONG
+        long = count_characters(body) > _LONG
         turn = turns if long else contextlib.nullcontext()
-        return _completed(path, await _first_step_beside(handle(body, request_id), turn))
+        answer = await _begin_in_thread(handle(body, request_id), turn)
+        return _complete_answer(path, answer, current_request.get())
 
     handler._resolve_model, handler.handle_request = resolve_model, handle_request
 
@@ -56,14 +57,14 @@ def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
 # -- threads ---------------------------------------------------------------------------------------
 
 
-async def _first_step_beside(
+async def _begin_in_thread(
     handling: Coroutine[Any, Any, Any], turn: contextlib.AbstractAsyncContextManager[Any]
 ) -> Any:
-    """Awaits a coroutine which runs in a thread up to where it first waits, then here."""
+    """Await a coroutine that runs in a thread up to where it first waits, and then here."""
 
-    def first() -> tuple[bool, Any]:
-        call = current_request.get()
-        if call is not None and call.over:
+    def run_first_part() -> tuple[bool, Any]:
+        request = current_request.get()
+        if request is not None and request.done:
             handling.close()
             return True, None
         try:
@@ -76,75 +77,77 @@ async def _first_step_beside(
 
     async def begin() -> tuple[bool, Any]:
         async with turn:
-            return await asyncio.to_thread(first)
+            return await asyncio.to_thread(run_first_part)
 
     # Not cancelled with the request: the thread goes on, and its turn ends when it does.
     begun = asyncio.ensure_future(begin())
-    begun.add_done_callback(lambda done: done.cancelled() or done.exception())
-    over, answer = await asyncio.shield(begun)
-    if over and answer is None:
-        raise APIError(503, "the server is stopping", code="stopping")
-    return answer if over else await _Rest(handling)
+    begun.add_done_callback(lambda task: task.cancelled() or task.exception())
+    ended, answer = await asyncio.shield(begun)
+    if ended and answer is None:
+        raise APIError(503, STOPPING, code="stopping")
+    return answer if ended else await _Begun(handling)
 
 
-class _Rest:
-    """What is left of a coroutine that has begun, which `await` does not take as it is."""
+class _Begun:
+    """The remainder of a coroutine that has begun, which `await` does not take as it is."""
 
-    def __init__(self, begun: Coroutine[Any, Any, Any]) -> None:
-        self._begun = begun
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return self._begun.__await__()
+        return self._coroutine.__await__()
 
 
-def on_the_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
-    """Returns what a function returns that the event loop calls; waits for it in another thread."""
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+def call_on_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
+    """Return the result of a function that the event loop calls; wait for it in another thread."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
         try:
-            done.set_result(work())
+            result.set_result(work())
         except BaseException as error:
-            done.set_exception(error)
+            result.set_exception(error)
 
     loop.call_soon_threadsafe(run)
-    return done.result()
+    return result.result()
 
 
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _completed(path: str, answer: Any) -> Any:
+def _complete_answer(path: str, answer: Any, request: ServerRequest | None) -> Any:
+    """Return the answer with what OpenAI's have, and transformers' do not."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
     if isinstance(answer, StreamingResponse):
-        parts = _responses if path == RESPONSES else _with_done
-        answer.body_iterator = parts(answer.body_iterator)
-    elif path == RESPONSES and _was_cut():
+        complete = _complete_responses if path == RESPONSES else _complete_chunks
+        answer.body_iterator = complete(answer.body_iterator, request)
+    elif path == RESPONSES and request is not None and request.truncated:
         return JSONResponse(json.loads(answer.body) | _INCOMPLETE, answer.status_code)
     return answer
 
 
-async def _with_done(texts: Any) -> AsyncIterator[str]:
+async def _complete_chunks(texts: Any, request: ServerRequest | None) -> AsyncIterator[str]:
     async with contextlib.aclosing(texts):
         async for text in texts:
+            error = None if request is None else request.error
+            if error is not None:
+                # As the handlers write it: the message between quotes, whatever it contains.
+                stock = f'data: {{"error": "{error.message}"}}\n\n'
+                if text.endswith(stock):
+                    text = text.removesuffix(stock) + error.event()
             yield text
     yield _DONE
 
 
-async def _responses(texts: Any) -> AsyncIterator[str]:
+async def _complete_responses(texts: Any, request: ServerRequest | None) -> AsyncIterator[str]:
     async with contextlib.aclosing(texts):
         async for text in texts:
             # Text of the model has its quotes escaped.
-            if _COMPLETED in text and _was_cut():
+            if _COMPLETED in text and request is not None and request.truncated:
                 event = json.loads(text.removeprefix("data: "))
                 event["type"] = "response.incomplete"
                 event["response"] |= _INCOMPLETE
                 yield f"data: {json.dumps(event)}\n\n"
             else:
                 yield text
-
-
-def _was_cut() -> bool:
-    call = current_request.get()
-    return call is not None and call.cut

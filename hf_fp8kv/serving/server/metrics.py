@@ -1,21 +1,21 @@
-"""What the server tells about itself: numbers for Prometheus, and a line for the log."""
+"""Metrics of the server: for Prometheus, and as a line of the log."""
 
 from ...utils.terminal import format_size
 from .engine import Engine
 from .requests import RequestTracker
 
-__all__ = ["prometheus", "summary"]
+__all__ = ["format_metrics", "format_summary"]
 
 
-def prometheus(engine: Engine, calls: RequestTracker) -> str:
-    """Returns all numbers in Prometheus' text format."""
+def format_metrics(engine: Engine, tracker: RequestTracker) -> str:
+    """Return all metrics in Prometheus' text format."""
     used = engine.usage()
     rows: list[tuple[str, str, str, float]] = [
         ("engine_up", "gauge", "1 while the engine's thread runs", engine.is_alive()),
-        ("requests_active", "gauge", "Requests that the engine has begun with", engine.active()),
-        ("requests_waiting", "gauge", "Requests that wait for their turn", engine.waiting()),
-        ("prompt_tokens_total", "counter", "Tokens of prompts", calls.prompt_tokens),
-        ("generated_tokens_total", "counter", "New tokens", calls.new_tokens),
+        ("requests_active", "gauge", "Requests that have had a step", engine.active()),
+        ("requests_waiting", "gauge", "Requests that wait for their first step", engine.waiting()),
+        ("prompt_tokens_total", "counter", "Tokens of prompts", tracker.prompt_tokens),
+        ("generated_tokens_total", "counter", "New tokens", tracker.new_tokens),
     ]  # fmt: skip
     if used is not None:
         rows += [
@@ -36,17 +36,17 @@ def prometheus(engine: Engine, calls: RequestTracker) -> str:
         "# HELP hf_fp8kv_requests_total Requests to generate, by HTTP status; 499: client gone.",
         "# TYPE hf_fp8kv_requests_total counter",
     ]
-    for status, count in sorted(calls.statuses.items()):
+    for status, count in sorted(tracker.statuses.items()):
         lines.append(f'hf_fp8kv_requests_total{{status="{status}"}} {count}')
     return "\n".join(lines) + "\n"
 
 
-def summary(engine: Engine, calls: RequestTracker, tokens_per_second: float) -> str:
-    """Returns what runs and what the pages hold, in one line."""
+def format_summary(engine: Engine, tracker: RequestTracker, tokens_per_second: float) -> str:
+    """Return what runs and what the pages hold, in one line."""
     used = engine.usage()
     parts = [
         f"requests: {engine.active()} active, {engine.waiting()} waiting, "
-        f"{calls.statuses.total()} answered",
+        f"{tracker.statuses.total()} answered",
         f"{tokens_per_second:.1f} tokens/s",
     ]
     if used is not None:

@@ -1,4 +1,4 @@
-"""The server's one model: loaded as transformers' server loads it, then served from FP8 pages."""
+"""The server's one model, loaded as transformers' server loads it and enabled for FP8 pages."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _LONG_TOKEN = 128
 
 
 class SingleModelManager(ModelManager):
-    """Loads one model and its tokenizer when it is made, and no other later.
+    """A ModelManager that loads one model and its tokenizer when it is made, and no other.
 
     Args:
         name: the folder or hub id.
@@ -26,7 +26,7 @@ class SingleModelManager(ModelManager):
         loading: keywords of transformers' own ModelManager.
 
     Raises:
-        ConfigError: it is no model of text that continuous batching can run.
+        ConfigError: it is not a text model that continuous batching can run.
 
     Attributes:
         longest_token: characters that one token may stand for; a generous bound.
@@ -41,20 +41,20 @@ class SingleModelManager(ModelManager):
         modality = self.get_model_modality(self.model, processor=self.tokenizer)
         if modality.value != "LLM" or not hasattr(self.model, "init_continuous_batching"):
             raise ConfigError(
-                f"{name}: expected a model of text alone, with continuous batching, got "
+                f"{name}: expected a text model with continuous batching, got "
                 f"{type(self.model).__name__} ({modality.value}); choose another"
             )
         self.longest_token = _longest_token(self.tokenizer)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What a client may call the model: the first is its own name."""
+        """The names of the model that clients may use; the first is its own."""
         name = str(self.force_model)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         return tuple(dict.fromkeys([name, self.process_model_name(name), short]))
 
-    def checked_name(self, asked: object) -> str:
-        """Returns what an answer calls the model: as the request does, or by its short name.
+    def check_name(self, asked: object) -> str:
+        """Return the model's name in an answer: that of the request, or the short one.
 
         Raises:
             APIError: the request names another model.
@@ -71,13 +71,13 @@ class SingleModelManager(ModelManager):
         return str(asked)
 
     def template_names(self) -> frozenset[str]:
-        """Returns what a request must not set of how its messages become a prompt."""
+        """Return the arguments of the chat template that a request must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
     def get_gen_models(  # type: ignore[override]  # theirs is a static method with a cache
         self, cache_dir: str | None = None
     ) -> list[dict[str, Any]]:
-        """Returns the model in the form of OpenAI's list of models."""
+        """Return the model in the form of OpenAI's list of models."""
         return [{"id": self.names[-1], "object": "model", "created": 0, "owned_by": ""}]
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from .errors import APIError
+
 __all__ = ["RequestTracker", "ServerRequest", "current_request"]
 
 
@@ -20,41 +22,43 @@ class ServerRequest:
         loop: the server's event loop.
         id: the engine's name of it. Never one that a client chose: two alike would be mixed up.
         submitted: the engine has it, so an error is no longer that of the request.
-        over: the engine is through with it, or was told to drop it.
-        cut: its answer ended because it had all the tokens that it was given.
+        done: the engine has finished it, or was told to drop it.
+        truncated: its answer ended because it had all the tokens that it was given.
+        error: what ended its streamed answer early.
     """
 
     def __init__(self, body: dict[str, Any], model: str) -> None:
         self.body, self.model = body, model
         self.loop = asyncio.get_running_loop()
         self.id = uuid.uuid4().hex
-        self.submitted = self.over = self.cut = False
+        self.submitted = self.done = self.truncated = False
+        self.error: APIError | None = None
         self._cancel: Callable[[], None] | None = None
-        self._fail: Callable[[Exception], None] | None = None
+        self._on_error: Callable[[APIError], None] | None = None
 
-    def begin(self, *, cancel: Callable[[], None], fail: Callable[[Exception], None]) -> None:
-        """The engine has it: `cancel` gives its pages back, `fail` ends its answer."""
+    def begin(self, *, cancel: Callable[[], None], on_error: Callable[[APIError], None]) -> None:
+        """Note that the engine has it: `cancel` frees its pages, `on_error` ends its answer."""
         self.submitted = True
-        self._cancel, self._fail = cancel, fail
+        self._cancel, self._on_error = cancel, on_error
 
     def finish(self) -> None:
-        """The engine is through with it."""
-        self.over = True
-        self._cancel = self._fail = None
+        """Note that the engine has finished it."""
+        self.done = True
+        self._cancel = self._on_error = None
 
     def close(self) -> None:
-        """Nobody waits for it any longer: the engine drops it, if it has not finished it."""
+        """Have the engine drop it, if it has not finished it: nobody waits for the answer."""
         cancel = self._cancel
         self.finish()
         if cancel is not None:
             cancel()
 
-    def fail(self, error: Exception) -> None:
-        """Ends its answer early."""
-        fail = self._fail
+    def fail(self, error: APIError) -> None:
+        """End its answer early."""
+        on_error = self._on_error
         self.close()
-        if fail is not None:
-            fail(error)
+        if on_error is not None:
+            on_error(error)
 
 
 current_request: ContextVar[ServerRequest | None] = ContextVar("current_request", default=None)
@@ -78,12 +82,12 @@ class RequestTracker:
     @contextlib.contextmanager
     def track(self, body: dict[str, Any], model: str) -> Iterator[ServerRequest]:
         """Count a request as running inside, and make it the `current_request`."""
-        call = ServerRequest(body, model)
-        self.running.add(call)
-        token = current_request.set(call)
+        request = ServerRequest(body, model)
+        self.running.add(request)
+        token = current_request.set(request)
         try:
-            yield call
+            yield request
         finally:
             current_request.reset(token)
-            self.running.discard(call)
-            call.close()
+            self.running.discard(request)
+            request.close()

@@ -1,4 +1,4 @@
-"""A server from its first page to its last answer."""
+"""Running the server: from loading the model to the last answer."""
 
 import asyncio
 import contextlib
@@ -15,14 +15,14 @@ from typing import Any
 import uvicorn
 
 from ...errors import ConfigError
-from .application import application, known_fields
+from .application import build_application, known_fields
 from .config import ServerConfig, listen
-from .connections import backlog, connection, most_connections
+from .connections import backlog, limit_connections, max_connections
 from .engine import Engine, SingleEngineState
-from .metrics import summary
+from .metrics import format_summary
 from .middleware import Middleware
 from .model import SingleModelManager
-from .options import batching_config, loading
+from .options import batching_config, loading_options
 from .requests import RequestTracker
 
 __all__ = ["serve"]
@@ -30,18 +30,12 @@ __all__ = ["serve"]
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# How long answers get to be sent after they were ended.
+# For answers that were ended to be sent.
 _END_SECONDS = 5.0
-# What transformers and PyTorch raise for a folder or an option that will not do.
-_NOT_LOADED = (
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ImportError,
-    RuntimeError,
-    AssertionError,
-)
+# Exceptions transformers and PyTorch raise for an invalid model folder or option.
+_LOADING_ERRORS = (
+    OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, AssertionError
+)  # fmt: skip
 
 
 def serve(
@@ -49,68 +43,69 @@ def serve(
     *,
     host: str,
     port: int,
-    settings: ServerConfig,
+    config: ServerConfig,
     pages: Mapping[str, Any],
-    given: Mapping[str, Any],
-    ready: Callable[[str], None],
+    options: Mapping[str, Any],
+    on_ready: Callable[[str], None],
 ) -> None:
-    """Serves a model until a signal ends it.
+    """Serve a model until a signal ends it.
 
-    SIGTERM or SIGINT: new requests get 503, running ones `settings.grace` seconds; a second signal
+    SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
     ends these at once.
 
     Args:
         name: a folder or a hub id.
         host: where to listen.
         port: the same; 0: any that is free.
-        settings: limits.
+        config: access and limits.
         pages: keywords of `hf_fp8kv.serving.enable`.
-        given: the options of transformers' own command, by parameter.
-        ready: called with the address when requests are answered.
+        options: those of transformers' own command, by parameter.
+        on_ready: called with the address when requests are answered.
 
     Raises:
-        ConfigError: the model, the pages or the address cannot be had.
+        ConfigError: the model, its pages or the address are not available.
     """
     from transformers.utils import logging as transformers_logging
 
-    level = str(given.get("log_level", "warning")).lower()
+    level = str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
-    if given.get("default_seed") is not None:
+    if options.get("default_seed") is not None:
         import torch
 
-        torch.manual_seed(int(given["default_seed"]))
-    config = batching_config(given)
+        torch.manual_seed(int(options["default_seed"]))
+    batching = batching_config(options)
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model = _loaded(name, pages, given)
+        model = _load(name, pages, options)
         stack.callback(model.shutdown)
-        calls = RequestTracker()
-        engine = Engine(model.model, config, calls)
+        tracker = RequestTracker()
+        engine = Engine(model.model, batching, tracker)
         stack.callback(engine.stop)
         engine.begin()
-        state = SingleEngineState(engine, compile=bool(given.get("compile", False)))
-        app = application(model, state, given)
-        cors = bool(given.get("enable_cors", False))
-        gate = Middleware(app, engine, model, calls, settings, fields=known_fields(), cors=cors)
-        server = _Server(gate, settings, lambda: ready(_address(bound)))
+        state = SingleEngineState(engine, compile=bool(options.get("compile", False)))
+        middleware = Middleware(
+            build_application(model, state, options), engine, model, tracker, config,
+            fields=known_fields(), cors=bool(options.get("enable_cors", False)),
+        )  # fmt: skip
+        server = _Server(middleware, lambda: on_ready(_address(bound)))
         server.run(sockets=[bound])
 
 
-def _loaded(name: str, pages: Mapping[str, Any], given: Mapping[str, Any]) -> SingleModelManager:
-    """Returns the model. Raises ConfigError if it cannot be loaded as the options say."""
+def _load(name: str, pages: Mapping[str, Any], options: Mapping[str, Any]) -> SingleModelManager:
+    """Return the model. Raises ConfigError if it cannot be loaded as the options say."""
     if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
         raise ConfigError(
             f"expected the folder of a model or a hub id, got {name!r}: no such folder"
         )
-    chosen = loading(given)
+    loading = loading_options(options)
     try:
-        return SingleModelManager(name, pages=pages, loading=chosen)
+        return SingleModelManager(name, pages=pages, loading=loading)
     except ConfigError:
         raise
-    except _NOT_LOADED as error:
-        options = ", ".join(f"{key}={value}" for key, value in chosen.items() if value is not None)
+    except _LOADING_ERRORS as error:
+        given = ", ".join(f"{key}={value}" for key, value in loading.items() if value is not None)
         raise ConfigError(
-            f"cannot load a language model from {name!r} with {options}: "
+            f"cannot load a language model from {name!r} with {given}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -121,13 +116,13 @@ def _address(bound: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Stops when its requests are done, and tells in between how it is getting on."""
+    """Stops when its requests are done, and logs its metrics in between."""
 
-    def __init__(self, gate: Middleware, settings: ServerConfig, ready: Callable[[], None]) -> None:
+    def __init__(self, middleware: Middleware, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                gate,
-                http=connection(most_connections(), settings.head_seconds),
+                middleware,
+                http=limit_connections(max_connections(), middleware.config.head_seconds),
                 backlog=backlog(),
                 log_level="info",
                 lifespan="on",
@@ -135,36 +130,38 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(_END_SECONDS),
             )
         )
-        self._gate, self._settings, self._ready = gate, settings, ready
-        self._told = asyncio.Event()
-        self._hurry = asyncio.Event()
+        self._middleware, self._tracker = middleware, middleware.tracker
+        self._on_ready = on_ready
+        self._stop_requested = asyncio.Event()
+        self._stop_forced = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            # What is there now stays: collections while requests run need not look through it.
+            # Collections while requests run need not look through what is there now: it stays.
             gc.collect()
             gc.freeze()
-            self._ready()
+            self._on_ready()
 
     async def main_loop(self) -> None:
-        work = [asyncio.create_task(self._stop()), asyncio.create_task(self._report())]
+        tasks = [asyncio.create_task(self._stop()), asyncio.create_task(self._log_metrics())]
         try:
             await super().main_loop()
         finally:
-            for task in work:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Inside, a signal begins the stop; the process ends as if it had not been told to."""
+        """Begin the stop at a signal inside; the process does not end by the signal."""
         loop = asyncio.get_running_loop()
 
-        def told(_signal: int, _frame: FrameType | None) -> None:
-            loop.call_soon_threadsafe((self._hurry if self._told.is_set() else self._told).set)
+        def on_signal(_signal: int, _frame: FrameType | None) -> None:
+            forced = self._stop_requested.is_set()
+            loop.call_soon_threadsafe((self._stop_forced if forced else self._stop_requested).set)
 
-        before = {number: signal.signal(number, told) for number in _SIGNALS}
+        before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
         try:
             yield
         finally:
@@ -172,33 +169,32 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def _stop(self) -> None:
-        """Waits for a signal, then for the requests that run, then ends those that still do."""
-        await self._told.wait()
-        gate, calls = self._gate, self._gate.calls
-        gate.stopping = True
-        running = len(calls.running)
-        logger.info("stopping: %d requests get %g s", running, self._settings.grace)
-        until = time.monotonic() + self._settings.grace
-        while calls.running and time.monotonic() < until and not self._hurry.is_set():
+        """Wait for a signal, then for the requests that run; then end those that still do."""
+        await self._stop_requested.wait()
+        self._middleware.stopping = True
+        running, grace = self._tracker.running, self._middleware.config.grace
+        logger.info("stopping: %d requests get %g s", len(running), grace)
+        deadline = time.monotonic() + grace
+        while running and time.monotonic() < deadline and not self._stop_forced.is_set():
             await asyncio.sleep(0.05)
-        if calls.running:
-            logger.warning("stopping: %d requests are ended", len(calls.running))
-            gate.end_all()
-        until = time.monotonic() + _END_SECONDS
-        while calls.running and time.monotonic() < until:
+        if running:
+            logger.warning("stopping: %d requests are ended", len(running))
+            self._middleware.end_all()
+        deadline = time.monotonic() + _END_SECONDS
+        while running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.should_exit = True
 
-    async def _report(self) -> None:
-        """Writes a line into the log every so often, while requests run or have run since."""
-        gate, seconds = self._gate, self._settings.metrics_interval
+    async def _log_metrics(self) -> None:
+        """Log a line at intervals, while requests run or have run since the last one."""
+        tracker, seconds = self._tracker, self._middleware.config.metrics_interval
         if seconds <= 0:
             return
-        tokens, answered, at = 0, 0, time.monotonic()
+        tokens, answered, last = 0, 0, time.monotonic()
         while True:
             await asyncio.sleep(seconds)
-            calls, now = gate.calls, time.monotonic()
-            if calls.running or calls.statuses.total() != answered:
-                rate = (calls.new_tokens - tokens) / (now - at)
-                logger.info("%s", summary(gate.engine, calls, rate))
-            tokens, answered, at = calls.new_tokens, calls.statuses.total(), now
+            now = time.monotonic()
+            if tracker.running or tracker.statuses.total() != answered:
+                rate = (tracker.new_tokens - tokens) / (now - last)
+                logger.info("%s", format_summary(self._middleware.engine, tracker, rate))
+            tokens, answered, last = tracker.new_tokens, tracker.statuses.total(), now

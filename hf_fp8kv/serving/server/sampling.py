@@ -1,8 +1,8 @@
 """Temperature, top-k and top-p of each request by itself.
 
 transformers' engine decides once whether it samples, and its server takes that from the first
-request. Here the engine always samples, and what a request asked for is done to its own logits: a
-request that wants the most likely token keeps only that one, so that sampling finds nothing else.
+request. Here the engine always samples, and each request's arguments are applied to its own logits:
+a request that wants the most likely token keeps only that one, so sampling always returns it.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from ...errors import ConfigError
 
-__all__ = ["per_request_sampling", "wanted_sampling"]
+__all__ = ["per_request_sampling", "request_sampling"]
 
 ALL_TOKENS = 1.0
 _NEEDED = ("logits_processor", "tensors_required", "do_processing", "_retrieve_processors_kwargs")
@@ -29,13 +29,13 @@ _SAMPLERS = (
 
 
 class _Temperature(stock.ContinuousBatchingTemperatureLogitsWarper):
-    """Zero stands for the most likely token."""
+    """Temperature of each request; zero means the most likely token."""
 
     def __init__(self) -> None:
         super().__init__(TemperatureLogitsWarper(1.0))
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """Returns scores [B, V]; `tensor_arg` [>= B] holds fp32 temperatures as int32."""
+        """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds fp32 temperatures as int32."""
         temperature = tensor_arg[: scores.size(0)].view(torch.float32).unsqueeze(-1)
         greedy = temperature == 0
         best = scores.argmax(-1, keepdim=True)
@@ -44,45 +44,45 @@ class _Temperature(stock.ContinuousBatchingTemperatureLogitsWarper):
 
 
 class _TopK(stock.ContinuousBatchingTopKLogitsWarper):
-    """As many as there are tokens stands for all of them."""
+    """Top-k of each request; the number of all tokens means all of them."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(TopKLogitsWarper(vocabulary))
-        self.wanted = True
+        self._used = True
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        found = super().prepare_tensor_args(requests_with_new_token)
-        self.wanted = bool((found < self.top_k).any())
-        return found
+        arguments = super().prepare_tensor_args(requests_with_new_token)
+        self._used = bool((arguments < self.top_k).any())
+        return arguments
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        if not self.wanted and scores.device.type == "cpu":  # a graph takes the same way every time
+        if not self._used and scores.device.type == "cpu":  # a graph takes the same way every time
             return scores
         return super().__call__(scores, tensor_arg)
 
 
 class _TopP(stock.ContinuousBatchingTopPLogitsWarper):
-    """1.0 stands for all tokens."""
+    """Top-p of each request; 1.0 means all tokens."""
 
     def __init__(self) -> None:
-        # The class refuses 1.0, which is what a request without top_p has.
+        # The class rejects 1.0, which is what a request without top_p has.
         super().__init__(TopPLogitsWarper(0.5))
         self.top_p = ALL_TOKENS
-        self.wanted = True
+        self._used = True
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        found = super().prepare_tensor_args(requests_with_new_token)
-        self.wanted = bool((found.view(torch.float32) < ALL_TOKENS).any())
-        return found
+        arguments = super().prepare_tensor_args(requests_with_new_token)
+        self._used = bool((arguments.view(torch.float32) < ALL_TOKENS).any())
+        return arguments
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        if not self.wanted and scores.device.type == "cpu":
+        if not self._used and scores.device.type == "cpu":
             return scores
         return super().__call__(scores, tensor_arg)
 
 
 def per_request_sampling(manager: Any, vocabulary: int) -> None:
-    """The engine then samples by request; to be called before it starts.
+    """Make an engine sample each request by itself; call it before the engine starts.
 
     Args:
         manager: a ContinuousBatchingManager that was built with `do_sample=True`.
@@ -106,8 +106,8 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
     processors._retrieve_processors_kwargs()
 
 
-def wanted_sampling(body: dict[str, Any], config: Any, vocabulary: int) -> dict[str, Any]:
-    """Returns what `add_request` takes for a request.
+def request_sampling(body: dict[str, Any], config: Any, vocabulary: int) -> dict[str, Any]:
+    """Return the sampling arguments of `add_request` for a request.
 
     A temperature above zero, top_p or top_k asks for sampling, whatever the model's own default is.
 
