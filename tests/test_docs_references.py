@@ -1,0 +1,65 @@
+"""What the docs refer to exists: links, files, folders, modules, keywords of a cache."""
+
+import inspect
+import pydoc
+import re
+from pathlib import Path
+
+import pytest
+
+from hf_fp8kv import FP8PagedCache
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+FOLDERS = ("docs", "examples", "hf_fp8kv", "tests")
+# From the root of the repository, and from the folder of the package, as docs abbreviate them.
+PATHS = [
+    f"/{path.relative_to(base)}"
+    for base in (ROOT, ROOT / "hf_fp8kv")
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if path.is_relative_to(base) and "__pycache__" not in path.parts
+]
+
+on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@on_every_page
+def test_links_lead_somewhere(page: Path):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@on_every_page
+def test_files_and_folders_exist(page: Path):
+    text = page.read_text()
+    scripts = re.findall(r"^# (\w+\.py)$", text, re.MULTILINE)  # shown in full on the page
+    names = set(re.findall(r"(?<![\w./*-])\w[\w/]*\.py\b", text)) - set(scripts)
+    names |= set(re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]+?)/?`", text))
+    missing = [name for name in sorted(names) if not any(p.endswith(f"/{name}") for p in PATHS)]
+    assert not missing
+
+
+@on_every_page
+def test_modules_exist(page: Path):
+    text = page.read_text()
+    names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
+    names |= set(re.findall(r"python -m (tests[\w.]*)", text))
+    missing = [name for name in sorted(names) if pydoc.locate(name) is None]
+    assert not missing
+
+
+@on_every_page
+def test_keywords_of_a_cache_exist(page: Path):
+    calls = re.findall(r"FP8PagedCache\(([^`\n]*)\)", page.read_text())
+    keywords = {name for call in calls for name in re.findall(r"(\w+)=", call)}
+    assert keywords <= inspect.signature(FP8PagedCache).parameters.keys()
