@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import ops
 from ..cache.paged_tensor import PagedKV, pages_of
 from ..errors import ConfigError
+from ..ops import AttentionSpec
 from ..utils.warn_once import warn_once
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
@@ -105,7 +106,8 @@ def fp8_paged_attention(
 
 def _belong_together(key: PagedKV, value: PagedKV) -> bool:
     """Return whether these are K and V of one layer, and not swapped."""
-    return key.side == "k" and value.side == "v" and key.k is value.k and key.stop == value.stop
+    sides = (key.side, value.side) == ("k", "v")
+    return sides and key.k_codes is value.k_codes and key.stop == value.stop
 
 
 def _stored_attention(
@@ -138,8 +140,7 @@ def _stored_attention(
             mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
         elif mask.shape[0] != query.shape[0]:
             mask = mask.expand(query.shape[0], -1, -1, -1)
-    return ops.attend(
-        query.detach(), pages_of(key), key.lengths, key.start, key.stop,
+    spec = AttentionSpec(
         scaling=float(scaling),
         causal=causal and not complete,
         window=window,
@@ -147,8 +148,10 @@ def _stored_attention(
         sinks=None if sinks is None else sinks.detach().reshape(-1),
         mask=mask,
         bias=None if bias is None else bias.detach(),
-        plan=key.plan,
-        backend=key.backend,
+    )
+    return ops.attend(
+        query.detach(), pages_of(key), key.lengths, key.start, key.stop, spec,
+        plan=key.plan, backend=key.backend,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..formats import AUTO
 from ..modeling.tensor_parallel import check_split
-from ..ops import Pages
+from ..ops import Pages, StoredSide
 from ..paging.layer_group import GroupSnapshot, LayerGroup
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
@@ -30,8 +30,8 @@ class PagedLayerBase(CacheLayerMixin):
         options: what the user chose.
         group: the block table, and the layers that share it.
         pool: the bytes; shared with forks.
-        k_scale: `[Hkv, Dk]`, float32, or None.
-        v_scale: `[Hkv, Dv]`, float32, or None.
+        k_static_scale: `[Hkv, Dk]`, float32, or None.
+        v_static_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
     """
@@ -65,8 +65,8 @@ class PagedLayerBase(CacheLayerMixin):
         return f"{type(self).__name__}({formats}{window})"
 
     def _clear_scales(self) -> None:
-        self.k_scale: torch.Tensor | None = None
-        self.v_scale: torch.Tensor | None = None
+        self.k_static_scale: torch.Tensor | None = None
+        self.v_static_scale: torch.Tensor | None = None
         self.k_center: torch.Tensor | None = None
         self._scale_center: torch.Tensor | None = None
 
@@ -106,7 +106,7 @@ class PagedLayerBase(CacheLayerMixin):
         check_split(self.index, heads, self.whole_heads, self.options.tp_size)
         scales = static_scales or self.options.layer_scales(self.index, heads, k_dim, v_dim)
         k, v, center = (None if t is None else t.to(key.device) for t in scales)
-        self.k_scale, self.v_scale, self._scale_center = k, v, center
+        self.k_static_scale, self.v_static_scale, self._scale_center = k, v, center
         self.backend = ops.choose_backend(self.options.backend, key.device)
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
 
@@ -141,10 +141,14 @@ class PagedLayerBase(CacheLayerMixin):
 
     def _pages(self, table: torch.Tensor) -> Pages:
         pool = self.pool
-        return Pages(
-            pool.k, pool.v, pool.k_scales, pool.v_scales, self.k_scale, self.v_scale,
-            self.k_center, table, pool.key_format, pool.value_format,
+        k = StoredSide(
+            pool.k, pool.k_token_scales, self.k_static_scale, self.k_center, pool.key_format,
+            pool.k_dim,
         )  # fmt: skip
+        v = StoredSide(
+            pool.v, pool.v_token_scales, self.v_static_scale, None, pool.value_format, pool.v_dim
+        )
+        return Pages(k, v, table)
 
     def _handles(
         self,
@@ -156,10 +160,11 @@ class PagedLayerBase(CacheLayerMixin):
         *,
         ragged: bool,
     ) -> tuple[PagedKV, PagedKV]:
-        stored = (*pages[:8], lengths, plan, *pages[8:])
-        rest = (self.group.window or 0, ragged, self.backend)
-        k = make_handle(*stored, "k", start, stop, self.dtype, *rest)
-        return k, make_handle(*stored, "v", start, stop, self.v_dtype, *rest)
+        span = (start, stop, self.group.window or 0, ragged, self.backend)
+        return (
+            make_handle(pages, lengths, plan, "k", self.dtype, *span),
+            make_handle(pages, lengths, plan, "v", self.v_dtype, *span),
+        )
 
     @property
     def keys(self) -> PagedKV | None:  # type: ignore[override]
@@ -194,7 +199,7 @@ class PagedLayerBase(CacheLayerMixin):
         length = self.get_seq_length()
         if not self.is_initialized:
             return LayerSnapshot(self.index, group, length)
-        scales = (self.k_scale, self.v_scale, self._scale_center)
+        scales = (self.k_static_scale, self.v_static_scale, self._scale_center)
         return LayerSnapshot(self.index, group, length, self.pool, self.k_center, scales)
 
     @abstractmethod
@@ -212,7 +217,7 @@ class PagedLayerBase(CacheLayerMixin):
         pool = self.pool
         codes = pool.k.nbytes + pool.v.nbytes
         token_scales = sum(tensor.nbytes for tensor in pool.tensors().values()) - codes
-        static = (self.k_scale, self.v_scale, self.k_center)
+        static = (self.k_static_scale, self.v_static_scale, self.k_center)
         return {
             "pages": codes,
             "scales": token_scales + sum(t.nbytes for t in static if t is not None),
@@ -255,7 +260,7 @@ class PagedLayerBase(CacheLayerMixin):
         # Written in place later, in inference mode and outside of it.
         with torch.inference_mode(False), torch.no_grad():
             self.prefetch()
-            for name in ("k_scale", "v_scale", "k_center", "_scale_center"):
+            for name in ("k_static_scale", "v_static_scale", "k_center", "_scale_center"):
                 tensor = getattr(self, name)
                 setattr(self, name, None if tensor is None else tensor.to(device))
 

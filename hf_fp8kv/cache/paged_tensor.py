@@ -9,7 +9,7 @@ A handle is a view of the pages as they are when it is read, not a snapshot.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
+from ..ops.flattening import PAGE_FIELDS, flatten, unflatten
 from ..utils.warn_once import warn_once
 
 __all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
@@ -25,39 +26,22 @@ __all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
 logger = logging.getLogger(__name__)
 
 
-_TENSORS = (*Pages._fields[:8], "lengths", "plan")
-_CONSTANTS = (
-    "k_format",
-    "v_format",
-    "side",
-    "start",
-    "stop",
-    "dtype",
-    "window",
-    "ragged",
-    "backend",
-)
+# What a handle carries besides its dtype: the fields of its pages, and these.
+_OWN_FIELDS = ("lengths", "plan", "side", "start", "stop", "window", "ragged", "backend")
+_FIELDS = (*PAGE_FIELDS, *_OWN_FIELDS)
 
 
 class PagedKV(torch.Tensor):
     """Stored keys or values that look like a dense `[B, Hkv, stop - start, D]` tensor.
 
-    Made by `make_handle`, which says what each attribute is. They are plain attributes, each a
-    tensor or a constant, because that is what `torch.compile` can read from a subclass.
+    Made by `make_handle`, which says what each attribute is; those of the pages are called as in
+    `PAGE_FIELDS`. All are plain attributes, tensors and constants, because that is what
+    `torch.compile` can read from a subclass.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scales: torch.Tensor | None
-    v_scales: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    k_center: torch.Tensor | None
-    table: torch.Tensor
+    k_codes: torch.Tensor
     lengths: torch.Tensor
     plan: torch.Tensor | None
-    k_format: str
-    v_format: str
     side: str
     start: int
     stop: int
@@ -77,14 +61,17 @@ class PagedKV(torch.Tensor):
         )  # fmt: skip
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        present = [name for name in _TENSORS if getattr(self, name) is not None]
-        return present, tuple(getattr(self, name) for name in _CONSTANTS)
+        attributes = {name: getattr(self, name) for name in _FIELDS}
+        tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
+        constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)
+        return tensors, (constants, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> "PagedKV":
-        return _wrap([inner.get(name) for name in _TENSORS], context)
+        constants, dtype = context
+        return _wrap(inner | dict(constants), dtype)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -113,20 +100,17 @@ class PagedKV(torch.Tensor):
 
 
 def pages_of(handle: PagedKV) -> Pages:
-    """Returns the pages behind a handle; both handles of a layer have the same."""
-    return Pages(
-        handle.k, handle.v, handle.k_scales, handle.v_scales, handle.k_scale, handle.v_scale,
-        handle.k_center, handle.table, handle.k_format, handle.v_format,
-    )  # fmt: skip
+    """Return the pages behind a handle; both handles of a layer have the same."""
+    return unflatten(Pages, iter([getattr(handle, name) for name in PAGE_FIELDS]))
 
 
-def _wrap(tensors: Sequence[torch.Tensor | None], constants: Sequence[Any]) -> PagedKV:
-    attributes = dict(zip((*_TENSORS, *_CONSTANTS), (*tensors, *constants), strict=True))
-    pool, table = attributes[attributes["side"]], attributes["table"]
-    dim = pool.shape[3 if attributes["side"] == "k" else 2]
-    shape = (table.shape[0], pool.shape[1], attributes["stop"] - attributes["start"], dim)
+def _wrap(attributes: dict[str, Any], dtype: torch.dtype) -> PagedKV:
+    """Return a handle with these attributes: `_FIELDS`."""
+    side, table = attributes["side"], attributes["table"]
+    tokens = attributes["stop"] - attributes["start"]
+    heads, dim = attributes["k_codes"].shape[1], attributes[f"{side}_head_dim"]
     handle = torch.Tensor._make_wrapper_subclass(
-        PagedKV, shape, dtype=attributes.pop("dtype"), device=table.device
+        PagedKV, (table.shape[0], heads, tokens, dim), dtype=dtype, device=table.device
     )
     vars(handle).update(attributes)
     return handle
@@ -148,40 +132,30 @@ def densify(x: Any) -> Any:
 # declares the decorator without types.)
 @torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
 def make_handle(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_center: torch.Tensor | None,
-    table: torch.Tensor,
+    pages: Pages,
     lengths: torch.Tensor,
     plan: torch.Tensor | None,
-    k_format: str,
-    v_format: str,
     side: str,
+    dtype: torch.dtype,
     start: int,
     stop: int,
-    dtype: torch.dtype,
     window: int,
     ragged: bool,
     backend: str,
 ) -> PagedKV:
-    """Returns a handle; flat arguments, since this call is a node of a traced graph.
+    """Return a handle.
 
     Args:
-        k, v, k_scales, v_scales, k_scale, v_scale, k_center, table, k_format, v_format: as in
-            `ops.Pages`.
+        pages: of the layer.
         lengths: `[B]`, int32, tokens stored.
         plan: what `ops.make_plan` wrote for these lengths, or None.
         side: "k" or "v": what the handle looks like.
+        dtype: what the dense tensor is made in.
         start: position of the first token that it stands for.
         stop: one past the position of its last column.
-        dtype: what the dense tensor is made in.
         window: the sliding window of the layer in tokens; 0: none.
-        ragged: columns past the last stored token exist (the static form); they read as zero.
+        ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
         backend: a key of `ops.BACKENDS`.
     """
-    tensors = (k, v, k_scales, v_scales, k_scale, v_scale, k_center, table, lengths, plan)
-    return _wrap(tensors, (k_format, v_format, side, start, stop, dtype, window, ragged, backend))
+    own = (lengths, plan, side, start, stop, window, ragged, backend)
+    return _wrap(dict(zip(_FIELDS, (*flatten(pages), *own), strict=True)), dtype)

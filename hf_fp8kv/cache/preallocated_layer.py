@@ -85,8 +85,9 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     def _mark_addresses(self) -> None:
         if torch.compiler.is_compiling():
             return
-        more = (self.table, self.lengths, self.plan, self.k_scale, self.v_scale, self.k_center)
-        for tensor in (*self.pool.tensors().values(), *more):
+        step = (self.table, self.lengths, self.plan)
+        scales = (self.k_static_scale, self.v_static_scale, self.k_center)
+        for tensor in (*self.pool.tensors().values(), *step, *scales):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
 

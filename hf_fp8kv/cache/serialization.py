@@ -26,6 +26,9 @@ __all__ = ["load", "pack", "save", "unpack"]
 FORMAT = "hf_fp8kv.cache"
 VERSION = 1
 
+# Tensors of a page pool that a file calls otherwise.
+_FILE_NAMES = {"k_token_scales": "k_scales", "v_token_scales": "v_scales"}
+
 Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
 
@@ -61,7 +64,8 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
                 "shape": [pool.heads, pool.k_dim, pool.v_dim],
             }
             for name, tensor in pool.tensors().items():
-                tensors[f"layers.{i}.{name}"] = tensor[used_pages[g].to(tensor.device)]
+                stored = tensor[used_pages[g].to(tensor.device)]
+                tensors[f"layers.{i}.{_FILE_NAMES.get(name, name)}"] = stored
             if layer.k_center is not None:
                 tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
         layers.append(facts)
@@ -118,7 +122,8 @@ def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions)
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     pool.allocate(key, key.new_empty((1, heads, 0, v_dim), dtype=v_dtype), pages)
     for name, tensor in pool.tensors().items():
-        tensor[: len(held[name])] = held[name]
+        stored = held[_FILE_NAMES.get(name, name)]
+        tensor[: len(stored)] = stored
     return pool
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..formats import AUTO
-from ..ops import Pages
+from ..ops import AttentionSpec, Pages, StoredSide
 
 __all__ = ["Variant", "call", "variants"]
 
@@ -132,8 +132,7 @@ def call(variant: Variant) -> None:
         mask = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8)
         bias = torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype)
         wanted = variant.extras
-        kernels.attend(
-            query.transpose(1, 2), pages, lengths, 0, LENGTH,
+        spec = AttentionSpec(
             scaling=variant.dims[0] ** -0.5,
             causal=True,
             window=512 if "window" in wanted else 0,
@@ -141,29 +140,28 @@ def call(variant: Variant) -> None:
             sinks=sinks if "sinks" in wanted else None,
             mask=mask if "mask" in wanted else None,
             bias=bias if "bias" in wanted else None,
-        )  # fmt: skip
+        )
+        kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 
 
 def _pages(variant: Variant) -> Pages:
     count = -(-LENGTH // variant.page) + variant.tokens
     dim_k, dim_v = variant.dims
-    shapes = ((2, HEADS, variant.page, dim_k), (2, HEADS, dim_v, variant.page))
-    pools = [
-        torch.zeros(shape, dtype=variant.dtype if name == AUTO else torch.uint8)
-        for shape, name in zip(shapes, (variant.k, variant.v), strict=True)
-    ]
 
-    def scales(name: str, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if name == AUTO:
-            return None, None
-        if variant.static:
-            return None, torch.ones(HEADS, dim)
-        return torch.ones(2, HEADS, variant.page, dtype=torch.bfloat16), None
+    def side(name: str, dim: int, shape: tuple[int, int]) -> StoredSide:
+        dtype = variant.dtype if name == AUTO else torch.uint8
+        codes = torch.zeros((2, HEADS, *shape), dtype=dtype)
+        scales = static = None
+        if name != AUTO and variant.static:
+            static = torch.ones(HEADS, dim)
+        elif name != AUTO:
+            scales = torch.ones(2, HEADS, variant.page, dtype=torch.bfloat16)
+        return StoredSide(codes, scales, static, None, name, dim)
 
-    (k_scales, k_scale), (v_scales, v_scale) = scales(variant.k, dim_k), scales(variant.v, dim_v)
-    center = torch.zeros(BATCH, HEADS, dim_k) if "center" in variant.extras else None
-    table = torch.zeros((BATCH, count), dtype=torch.int32)
-    return Pages(
-        pools[0], pools[1], k_scales, v_scales, k_scale, v_scale, center, table,
-        variant.k, variant.v,
-    )  # fmt: skip
+    k, v = (
+        side(variant.k, dim_k, (variant.page, dim_k)),
+        side(variant.v, dim_v, (dim_v, variant.page)),
+    )
+    if "center" in variant.extras:
+        k = k._replace(center=torch.zeros(BATCH, HEADS, dim_k))
+    return Pages(k, v, torch.zeros((BATCH, count), dtype=torch.int32))

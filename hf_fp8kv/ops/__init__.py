@@ -4,24 +4,24 @@ Axes, the same letters everywhere: `B` sequences, `T` new tokens, `N` tokens tha
 `Hq` query heads, `Hkv` key/value heads, `Dk` and `Dv` head sizes, `P` pages, `S` slots of a page,
 `M` pages of one sequence.
 
-    write(pages, key, value, lengths)            center, scale, encode, scatter
-    attend(query, pages, lengths, ...)           softmax attention that reads the stored bytes
-    gather(pages, lengths, side, start, stop)    the dense K or V that the bytes stand for
+    write(pages, key, value, lengths)               center, scale, encode, scatter
+    attend(query, pages, lengths, ..., spec)        softmax attention that reads the stored bytes
+    gather(pages, lengths, side, start, stop, ...)  the dense K or V that the bytes stand for
 
 What a stored code stands for (reference.py is the specification):
 
-    dynamic scales   K[b, h, n, d] = code * k_scales[page, h, slot] + k_center[b, h, d]
-    static scales    K[b, h, n, d] = code * k_scale[h, d]           + k_center[b, h, d]
+    dynamic scales   K[b, h, n, d] = code * k.token_scales[page, h, slot] + k.center[b, h, d]
+    static scales    K[b, h, n, d] = code * k.static_scale[h, d]          + k.center[b, h, d]
     "auto"           K[b, h, n, d] = the stored number
     where page = table[b, n // S] and slot = n % S; V the same, without a center.
 """
 
 # Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend
-from .pages import Pages
+from .pages import AttentionSpec, Pages, StoredSide
 from .registration import attend, gather, make_plan, plan_rows, write
 
 __all__ = [
-    "BACKENDS", "CHOICES", "Pages", "attend", "available_backends", "choose_backend", "gather",
-    "make_plan", "plan_rows", "write",
+    "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "attend", "available_backends",
+    "choose_backend", "gather", "make_plan", "plan_rows", "write",
 ]  # fmt: skip

@@ -1,31 +1,133 @@
 """Backends: which ones there are, which run here, and which one a device gets."""
 
 import functools
-import importlib
 import importlib.util
-from types import ModuleType
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from ..errors import BackendError
 from ..formats import AUTO
+from .pages import AttentionSpec, Pages
 from .triton.target import is_interpreted
 
-__all__ = ["BACKENDS", "CHOICES", "available_backends", "choose_backend", "load_backend"]
+__all__ = [
+    "BACKENDS", "CHOICES", "Backend", "PlanningBackend", "available_backends", "choose_backend",
+    "load_backend", "load_triton",
+]  # fmt: skip
 
-# name -> module. Each has write, attend and gather, with reference.py's arguments; "triton" has a
-# limit and plans besides. "reference" is for tests; a user chooses among the others.
-BACKENDS = {
-    "torch": ".torch.backend",
-    "numba": ".numba.backend",
-    "triton": ".triton.backend",
-    "reference": ".reference",
+
+class Backend(Protocol):
+    """The functions of a backend's module. Arguments and errors are those of registration.py."""
+
+    def write(
+        self, pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, from `lengths` on."""
+
+    def gather(
+        self,
+        pages: Pages,
+        lengths: torch.Tensor,
+        side: str,
+        start: int,
+        stop: int,
+        dtype: torch.dtype,
+        ragged: bool,
+    ) -> torch.Tensor:
+        """Return dense keys or values, `[B, Hkv, stop - start, D]`."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        lengths: torch.Tensor,
+        start: int,
+        stop: int,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Return the attention of `query`, `[B, Hq, T, Dk]`, as `[B, T, Hq, Dv]`."""
+
+
+class PlanningBackend(Backend, Protocol):
+    """A backend that never waits for its device: it knows no lengths, and splits work by a plan."""
+
+    def write(
+        self,
+        pages: Pages,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        limit: int | None = None,
+    ) -> None:
+        """Store tokens; those without a page, and those at positions from `limit` on, are not."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        pages: Pages,
+        lengths: torch.Tensor,
+        start: int,
+        stop: int,
+        spec: AttentionSpec,
+        plan: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention; `plan` is made here where it is None."""
+
+    def plan_rows(self, device: torch.device, batch: int, heads: int) -> int:
+        """Return the rows of a plan for `batch` sequences and `heads` KV heads."""
+
+    def make_plan(
+        self,
+        plan: torch.Tensor,
+        lengths: torch.Tensor,
+        tokens: int,
+        window: int,
+        start: int,
+        heads: int,
+    ) -> None:
+        """Overwrite `plan`, `[rows, 4]`, int32, for sequences of `lengths`."""
+
+
+def _load_torch() -> Backend:
+    from .torch import backend
+
+    return backend
+
+
+def _load_numba() -> Backend:
+    from .numba import backend
+
+    return backend
+
+
+@functools.cache
+def load_triton() -> PlanningBackend:
+    """Return the "triton" backend. Imports Triton."""
+    from .triton import backend
+
+    return backend
+
+
+def _load_reference() -> Backend:
+    from . import reference
+
+    return reference
+
+
+# "reference" is for tests; a user chooses among the others.
+BACKENDS: dict[str, Callable[[], Backend]] = {
+    "torch": _load_torch,
+    "numba": _load_numba,
+    "triton": load_triton,
+    "reference": _load_reference,
 }
 CHOICES = ("auto", "torch", "numba", "triton")
 
 
 def available_backends() -> dict[str, str | None]:
-    """Returns for each backend None if it runs here, otherwise why it does not."""
+    """Return for each backend None if it runs here, otherwise why it does not."""
     numba = importlib.util.find_spec("numba")
     return {
         "torch": None,
@@ -44,7 +146,7 @@ def _why_not_triton() -> str | None:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Returns the backend to use on `device`: a key of `BACKENDS`.
+    """Return the backend to use on `device`: a key of `BACKENDS`.
 
     Args:
         name: "auto", or the backend that a user insists on.
@@ -78,10 +180,11 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def _kernels_fit(device: torch.device) -> bool:
-    """Whether kernels fit on a CUDA or ROCm device: GPUs before sm_80 have 64 KB for a program."""
+    """Return whether kernels fit: GPUs before sm_80 have 64 KB of shared memory for a program."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
-def load_backend(name: str) -> ModuleType:
-    return importlib.import_module(BACKENDS[name], __package__)
+def load_backend(name: str) -> Backend:
+    """Return the backend called `name`, a key of `BACKENDS`. Imports what it needs."""
+    return BACKENDS[name]()

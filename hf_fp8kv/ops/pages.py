@@ -1,41 +1,80 @@
-"""What an operation needs to know of one layer's stored keys and values."""
+"""What an operation is given: one layer's stored keys and values, and how to attend to them."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
-__all__ = ["Pages"]
+__all__ = ["WRITTEN", "AttentionSpec", "Pages", "StoredSide"]
+
+# Marks a tensor that `write` changes. The schemas of flattening.py are made of these types.
+WRITTEN = "written"
+
+
+class StoredSide(NamedTuple):
+    """The stored keys of one layer, or its stored values.
+
+    Attributes:
+        codes: uint8 codes, or numbers of the model's dtype when `format` is "auto". Keys are
+            `[P, Hkv, S, Dk]`, values `[P, Hkv, Dv, S]`: transposed inside their page.
+        token_scales: `[P, Hkv, S]`, bfloat16: dynamic scales, one per token and head, or None.
+        static_scale: `[Hkv, D]`, float32, or None.
+        center: `[B, Hkv, Dk]`, float32: what was subtracted before storing, or None. Only keys
+            have one.
+        format: a name of `formats.FORMATS`, or "auto".
+        head_dim: D, the size of a head.
+    """
+
+    codes: Annotated[torch.Tensor, WRITTEN]
+    token_scales: Annotated[torch.Tensor | None, WRITTEN]
+    static_scale: torch.Tensor | None
+    center: torch.Tensor | None
+    format: str
+    head_dim: int
 
 
 class Pages(NamedTuple):
-    """One layer's pools, the block table of its sequences, and the scales.
+    """One layer's stored tokens, and the block table of its sequences.
 
     Attributes:
-        k: `[P, Hkv, S, Dk]`, uint8 codes, or the model's dtype when `k_format` is "auto".
-        v: `[P, Hkv, Dv, S]`, the same for V: transposed inside its page.
-        k_scales: `[P, Hkv, S]`, bfloat16: dynamic scales of K, one per token and head, or None.
-        v_scales: `[P, Hkv, S]`, bfloat16: those of V, or None.
-        k_scale: `[Hkv, Dk]`, float32: static scales of K, or None.
-        v_scale: `[Hkv, Dv]`, float32: static scales of V, or None.
-        k_center: `[B, Hkv, Dk]`, float32: what was subtracted from K before storing, or None.
+        k: the keys.
+        v: the values.
         table: `[B, M]`, int32: the pages of each sequence, in order. A page that fell out of the
             window, or that is not needed yet, is a number below 0 and is never read.
-        k_format: a name of `formats.FORMATS`, or "auto".
-        v_format: the same for V.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scales: torch.Tensor | None
-    v_scales: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    k_center: torch.Tensor | None
+    k: StoredSide
+    v: StoredSide
     table: torch.Tensor
-    k_format: str
-    v_format: str
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.k.codes.shape[1]
 
     @property
     def page_size(self) -> int:
         """Slots per page, in tokens."""
-        return self.k.shape[2]
+        return self.k.codes.shape[2]
+
+
+class AttentionSpec(NamedTuple):
+    """Which attention is asked for; the columns of `mask` and `bias` are `start` to `stop - 1`.
+
+    Attributes:
+        scaling: what `q k` is multiplied by.
+        causal: whether a query sees only positions up to its own.
+        window: a query at position p sees `p - window + 1` to `p`; 0: no window.
+        softcap: logits become `softcap * tanh(logits / softcap)`; 0: no softcap.
+        sinks: `[Hq]`, one more logit per head that takes part in the sum and carries no value.
+        mask: `[B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or floating,
+            `[1 | B, 1 | Hq, 1 | T, stop - start]`, added to the logits; or None.
+        bias: the same shapes as a floating mask, added to the logits; or None.
+    """
+
+    scaling: float
+    causal: bool
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None

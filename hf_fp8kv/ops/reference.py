@@ -8,7 +8,7 @@ import torch
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
-from .pages import Pages
+from .pages import AttentionSpec, Pages, StoredSide
 
 __all__ = ["attend", "gather", "locate", "quantize", "visible", "write"]
 
@@ -38,9 +38,9 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
             write(pages, key[:, :, part], value[:, :, part], lengths + at)
         return
     number, slot, exists = locate(pages, lengths, key.shape[2])
-    k, k_scales = quantize(key, pages.k_format, pages.k_scale, pages.k_center, search=True)
-    v, v_scales = quantize(value, pages.v_format, pages.v_scale, None, search=False)
-    if pages.k.is_cpu:
+    k, k_scales = quantize(key, pages.k, search=True)
+    v, v_scales = quantize(value, pages.v, search=False)
+    if pages.table.is_cpu:
         if not bool(exists.all()):
             raise_overrun(pages, lengths, key.shape[2])
         place = (number, slot)
@@ -53,12 +53,11 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
         x = x.transpose(1, 2)
         return x if chosen is None else x[chosen]
 
-    pages.k[place[0], :, place[1]] = tokens_first(k)
-    pages.v[place[0], :, :, place[1]] = tokens_first(v)
-    if k_scales is not None and pages.k_scales is not None:
-        pages.k_scales[place[0], :, place[1]] = tokens_first(k_scales)
-    if v_scales is not None and pages.v_scales is not None:
-        pages.v_scales[place[0], :, place[1]] = tokens_first(v_scales)
+    pages.k.codes[place[0], :, place[1]] = tokens_first(k)
+    pages.v.codes[place[0], :, :, place[1]] = tokens_first(v)
+    for stored, scales in ((pages.k, k_scales), (pages.v, v_scales)):
+        if scales is not None and stored.token_scales is not None:
+            stored.token_scales[place[0], :, place[1]] = tokens_first(scales)
 
 
 def raise_overrun(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
@@ -74,7 +73,7 @@ def raise_overrun(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
 
 def locate_all(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
     """Raises OutOfPagesError, on CPU, unless every one of `tokens` new tokens has a page."""
-    if pages.k.is_cpu and not bool(locate(pages, lengths, tokens)[2].all()):
+    if pages.table.is_cpu and not bool(locate(pages, lengths, tokens)[2].all()):
         raise_overrun(pages, lengths, tokens)
 
 
@@ -90,34 +89,27 @@ def locate(
 
 
 def quantize(
-    x: torch.Tensor,
-    name: str,
-    scale: torch.Tensor | None,
-    center: torch.Tensor | None,
-    *,
-    search: bool,
+    x: torch.Tensor, stored: StoredSide, *, search: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns what is stored for `x`, and its dynamic scales if it has any.
+    """Return what is stored for `x`, and its dynamic scales if it has any.
 
     Args:
         x: `[B, Hkv, T, D]`.
-        name: the format.
-        scale: `[Hkv, D]`, float32, static; None: dynamic.
-        center: `[B, Hkv, D]`, float32, or None.
+        stored: whose format, static scale and center to use.
         search: whether a dynamic scale is the best of an octave (K) or the smallest (V).
 
     Returns:
         Codes `[B, Hkv, T, D]`, uint8 (or `x` itself for "auto"), and `[B, Hkv, T]`, bfloat16, or
         None.
     """
-    if name == AUTO:
+    if stored.format == AUTO:
         return x, None
-    fmt = FORMATS[name]
+    fmt = FORMATS[stored.format]
     x = x.float()
-    if center is not None:
-        x = x - center[:, :, None]
-    if scale is not None:
-        return encode(x * scale.reciprocal()[:, None], fmt), None
+    if stored.center is not None:
+        x = x - stored.center[:, :, None]
+    if stored.static_scale is not None:
+        return encode(x * stored.static_scale.reciprocal()[:, None], fmt), None
     scales = search_scale(x, fmt) if search else dynamic_scale(x, fmt)
     return encode(x * scales.float().reciprocal()[..., None], fmt), scales
 
@@ -145,9 +137,9 @@ def gather(
     Returns:
         `[B, Hkv, stop - start, D]`, contiguous.
     """
-    pool = pages.k if side == "k" else pages.v
-    heads, dim = pool.shape[1], pool.shape[3 if side == "k" else 2]
-    out = pool.new_empty((len(pages.table), heads, stop - start, dim), dtype=dtype)
+    dim = (pages.k if side == "k" else pages.v).head_dim
+    shape = (len(pages.table), pages.heads, stop - start, dim)
+    out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(CHUNK // pages.page_size, 1) * pages.page_size
     at = start
     while at < stop:
@@ -167,33 +159,21 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> torch.Tensor:
     first, last = start // size, -(-stop // size)
     # A released page is behind the window: it is read as page 0 and masked by who asked.
     number = pages.table[:, first:last].clamp(min=0).long()
-    if side == "k":
-        stored, name, static, dynamic = (
-            pages.k[number],
-            pages.k_format,
-            pages.k_scale,
-            pages.k_scales,
-        )
-    else:
-        stored, name, static, dynamic = (
-            pages.v[number],
-            pages.v_format,
-            pages.v_scale,
-            pages.v_scales,
-        )
-        stored = stored.transpose(3, 4)
+    stored = pages.k if side == "k" else pages.v
+    codes = stored.codes[number] if side == "k" else stored.codes[number].transpose(3, 4)
+    inside = slice(start - first * size, stop - first * size)
     # [B, pages, Hkv, S, D] -> [B, Hkv, pages * S, D]
-    tokens = stored.transpose(1, 2).flatten(2, 3)[:, :, start - first * size : stop - first * size]
-    if name == AUTO:
+    tokens = codes.transpose(1, 2).flatten(2, 3)[:, :, inside]
+    if stored.format == AUTO:
         return tokens
-    x = decode(tokens, FORMATS[name])
-    if static is not None:
-        x = x * static[:, None]
-    elif dynamic is not None:
-        scales = dynamic[number].transpose(1, 2).flatten(2, 3)
-        x = x * scales[:, :, start - first * size : stop - first * size, None].float()
-    if side == "k" and pages.k_center is not None:
-        x = x + pages.k_center[:, :, None]
+    x = decode(tokens, FORMATS[stored.format])
+    if stored.static_scale is not None:
+        x = x * stored.static_scale[:, None]
+    elif stored.token_scales is not None:
+        scales = stored.token_scales[number].transpose(1, 2).flatten(2, 3)
+        x = x * scales[:, :, inside, None].float()
+    if stored.center is not None:
+        x = x + stored.center[:, :, None]
     return x
 
 
@@ -220,32 +200,18 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    *,
-    scaling: float,
-    causal: bool,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Returns softmax attention over stored positions `start` to `stop - 1`.
+    """Return softmax attention over stored positions `start` to `stop - 1`.
 
     Args:
         query: `[B, Hq, T, Dk]`; `Hq` is a multiple of `Hkv`. Query `t` is the token at position
             `lengths[b] - T + t`.
         pages: the stored keys and values.
         lengths: `[B]`, int32, tokens stored, this call's among them.
-        start: the first position that a column of `mask` and `bias` stands for.
+        start: the first position that a column of the mask and the bias stands for.
         stop: one past the last.
-        scaling: what `q k` is multiplied by.
-        causal: whether a query sees only positions up to its own.
-        window: a query at position p sees `p - window + 1` to `p`; 0: no window.
-        softcap: logits become `softcap * tanh(logits / softcap)`; 0: no softcap.
-        sinks: `[Hq]`, one more logit per head that takes part in the sum and carries no value.
-        mask: `[B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or floating,
-            `[1 | B, 1 | Hq, 1 | T, stop - start]`, added to the logits; or None.
-        bias: the same shapes as a floating mask, added to the logits; or None.
+        spec: which attention.
 
     Returns:
         `[B, T, Hq, Dv]`, of the query's dtype. A query that sees nothing gives zero.
@@ -255,19 +221,19 @@ def attend(
     v = gather(pages, lengths, "v", start, stop, torch.float32, ragged=True)
     groups = q_heads // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    logits = query.float() @ k.transpose(2, 3) * scaling
-    if softcap:
-        logits = torch.tanh(logits / softcap) * softcap
-    if bias is not None:
-        logits = logits + bias.float()
-    seen = visible(lengths, tokens, start, stop, causal, window)[:, None]
-    if mask is not None and mask.is_floating_point():
-        logits = logits + mask.float()
-    elif mask is not None:
-        seen = seen & mask.bool()
+    logits = query.float() @ k.transpose(2, 3) * spec.scaling
+    if spec.softcap:
+        logits = torch.tanh(logits / spec.softcap) * spec.softcap
+    if spec.bias is not None:
+        logits = logits + spec.bias.float()
+    seen = visible(lengths, tokens, start, stop, spec.causal, spec.window)[:, None]
+    if spec.mask is not None and spec.mask.is_floating_point():
+        logits = logits + spec.mask.float()
+    elif spec.mask is not None:
+        seen = seen & spec.mask.bool()
     logits = logits.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
+    if spec.sinks is not None:
+        sink = spec.sinks.float().view(1, -1, 1, 1).expand(batch, -1, tokens, 1)
         weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
     else:
         weights = logits.softmax(-1)

@@ -1,13 +1,20 @@
-"""The operations as torch.library knows them: their schemas, and the way to a backend."""
+"""The operations on stored pages, as torch's dispatcher knows them.
 
-from collections.abc import Sequence
-from typing import Any
+write, gather, attend, make_plan       what callers use: flatten their arguments
+run_write, run_gather, ...             what the dispatcher calls: put them together again, and
+                                       hand them to the backend
+"""
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from ..errors import OutOfPagesError
-from . import backends, reference
-from .pages import Pages
+from . import reference
+from .backends import load_backend, load_triton
+from .flattening import Leaf, flatten, schema_of, unflatten
+from .pages import AttentionSpec, Pages
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
@@ -20,15 +27,22 @@ def write(
     backend: str,
     limit: int | None = None,
 ) -> None:
-    """Stores new tokens; see `reference.write`.
+    """Store new tokens: token `t` of sequence `b` at position `lengths[b] + t`.
 
     Args:
-        limit: the most tokens that a sequence may hold; None: as many as it has pages for. On CPU
-            a call that would pass it raises OutOfPagesError and stores nothing; on other devices
-            the tokens past it are not stored.
+        pages: where to. Codes and dynamic scales are overwritten; `[P, ...]`, contiguous.
+        key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
+        value: `[B, Hkv, T, Dv]`, the same.
+        lengths: `[B]`, int32, tokens stored before this call.
+        backend: a key of `BACKENDS`, as `choose_backend` returns it.
+        limit: the most tokens that a sequence may hold; None: as many as it has pages for.
+
+    Raises:
+        OutOfPagesError: on a CPU, when a token has no page or would pass the limit; nothing is
+            stored. On other devices such tokens are not stored, and nothing is raised.
     """
-    most = -1 if limit is None else limit
-    _op("write", backend)(*pages[:8], key, value, lengths, *pages[8:], most, backend)
+    op = _WRITE if backend == "triton" else _WRITE_BY_HOST
+    op(key, value, lengths, -1 if limit is None else limit, backend, *flatten(pages))
 
 
 def gather(
@@ -41,9 +55,23 @@ def gather(
     ragged: bool,
     backend: str,
 ) -> torch.Tensor:
-    """Returns dense keys or values; see `reference.gather`."""
-    run = _op("gather", backend)
-    return run(*pages[:8], lengths, *pages[8:], side, start, stop, dtype, ragged, backend)  # type: ignore[no-any-return]
+    """Return the dense keys or values of positions `start` to `stop - 1`.
+
+    Args:
+        pages: where from.
+        lengths: `[B]`, int32, tokens stored.
+        side: "k" or "v".
+        start: first position.
+        stop: one past the last position.
+        dtype: of the result.
+        ragged: whether positions from `lengths[b]` on occur; they are zero in the result.
+        backend: a key of `BACKENDS`.
+
+    Returns:
+        `[B, Hkv, stop - start, D]`, contiguous. Positions of released pages hold anything.
+    """
+    op = _GATHER if backend == "triton" else _GATHER_BY_HOST
+    return op(lengths, side, start, stop, dtype, ragged, backend, *flatten(pages))
 
 
 def attend(
@@ -52,39 +80,38 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
+    spec: AttentionSpec,
     *,
-    scaling: float,
-    causal: bool,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     backend: str,
 ) -> torch.Tensor:
-    """Returns attention over stored tokens; see `reference.attend`.
+    """Return softmax attention over stored positions `start` to `stop - 1`.
 
     Args:
+        query: `[B, Hq, T, Dk]`, floating; `Hq` is a multiple of `Hkv`. Query `t` is the token at
+            position `lengths[b] - T + t`.
+        pages: the stored keys and values.
+        lengths: `[B]`, int32, tokens stored, this call's among them.
+        start: the first position that a column of `spec.mask` and `spec.bias` stands for.
+        stop: one past the last.
+        spec: scaling, causality, window, softcap, sinks, mask and bias.
         plan: what `make_plan` wrote for these lengths, number of query tokens, window and start;
             None: it is made here, if the backend needs one.
+        backend: a key of `BACKENDS`.
+
+    Returns:
+        `[B, T, Hq, Dv]`, of the query's dtype. A query that sees nothing gives zero.
     """
-    return _op("attend", backend)(  # type: ignore[no-any-return]
-        query, *pages[:8], lengths, sinks, mask, bias, plan, *pages[8:],
-        start, stop, scaling, causal, window, softcap, backend,
-    )  # fmt: skip
+    op = _ATTEND if backend == "triton" else _ATTEND_BY_HOST
+    return op(query, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
 
 def plan_rows(backend: str, device: torch.device, batch: int, heads: int) -> int | None:
-    """Returns how many rows a plan has for `batch` sequences and `heads` KV heads.
+    """Return how many rows a plan has for `batch` sequences and `heads` KV heads.
 
     None: the backend works without plans.
     """
-    if backend != "triton":
-        return None
-    rows = backends.load_backend(backend).plan_rows(device, batch, heads)
-    assert isinstance(rows, int)
-    return rows
+    return load_triton().plan_rows(device, batch, heads) if backend == "triton" else None
 
 
 def make_plan(
@@ -96,121 +123,194 @@ def make_plan(
     heads: int,
     backend: str,
 ) -> None:
-    """Decides on the device which program reads which tokens, for all layers of a step.
+    """Decide on the device which program reads which tokens, for all layers of a step.
 
     Args:
         plan: int32, `[plan_rows(...), 4]`; overwritten.
         lengths: `[B]`, int32, tokens stored, this step's among them.
         tokens: query tokens of this step, T.
-        window: as in `attend`.
+        window: as in `AttentionSpec`.
         start: as in `attend`.
         heads: KV heads, as in `plan_rows`.
-        backend: one that has plans.
+        backend: one that has plans: "triton".
     """
-    torch.ops.hf_fp8kv.plan(plan, lengths, tokens, window, start, heads, backend)
+    _PLAN(plan, lengths, tokens, window, start, heads, backend)
 
 
-_STORED = "Tensor k, Tensor v, Tensor? k_scales, Tensor? v_scales"
-_REST = "Tensor? k_scale, Tensor? v_scale, Tensor? k_center, Tensor table"
-_NAMES = "str k_format, str v_format"
-_MUTABLE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scales, Tensor(d!)? v_scales"
+# -- what the dispatcher calls -------------------------------------------------------------------
 
 
-def _pages(stored: Sequence[torch.Tensor | None], names: tuple[str, str]) -> Pages:
-    return Pages._make((*stored, *names))
-
-
-def _write(*args: Any) -> None:
-    *stored, key, value, lengths, k_format, v_format, limit, backend = args
-    pages = _pages(stored, (k_format, v_format))
+def run_write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    limit: int,
+    backend: str,
+    *leaves: Leaf,
+) -> None:
+    """Write to the pages that `leaves` are; a limit below 0 is none."""
+    pages = unflatten(Pages, iter(leaves))
+    tokens = key.shape[2]
     if backend == "triton" and not lengths.is_cpu:
-        backends.load_backend(backend).write(
-            pages, key, value, lengths, None if limit < 0 else limit
-        )
+        load_triton().write(pages, key, value, lengths, None if limit < 0 else limit)
         return
-    if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + key.shape[2] > limit:
+    if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
         raise OutOfPagesError(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {most} stored and "
-            f"{key.shape[2]} more; make the cache with a larger max_cache_len, or crop or reset it",
-            needed=most + key.shape[2],
+            f"{tokens} more; make the cache with a larger max_cache_len, or crop or reset it",
+            needed=most + tokens,
             available=limit,
         )
     if backend == "triton":
         # In the interpreter: what the other backends refuse is refused here too.
-        reference.locate_all(pages, lengths, key.shape[2])
-    backends.load_backend(backend).write(pages, key, value, lengths)
+        reference.locate_all(pages, lengths, tokens)
+    load_backend(backend).write(pages, key, value, lengths)
 
 
-def _gather(*args: Any) -> torch.Tensor:
-    stored, lengths, names, rest, backend = args[:8], args[8], args[9:11], args[11:16], args[16]
-    found = backends.load_backend(backend).gather(_pages(stored, names), lengths, *rest)
-    assert isinstance(found, torch.Tensor)
-    return found
+def run_gather(
+    lengths: torch.Tensor,
+    side: str,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    ragged: bool,
+    backend: str,
+    *leaves: Leaf,
+) -> torch.Tensor:
+    """Gather from the pages that `leaves` are."""
+    pages = unflatten(Pages, iter(leaves))
+    return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
 
 
-def _gather_shape(*args: Any) -> torch.Tensor:
-    k: torch.Tensor = args[0]
-    v, table = args[1], args[7]
-    side, start, stop, dtype = args[11:15]
-    dim = k.shape[3] if side == "k" else v.shape[2]
-    return k.new_empty((table.shape[0], k.shape[1], stop - start, dim), dtype=dtype)
+def run_attend(
+    query: torch.Tensor,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    plan: torch.Tensor | None,
+    backend: str,
+    *leaves: Leaf,
+) -> torch.Tensor:
+    """Attend as the spec says that `leaves` begin with, to the pages that follow it."""
+    fields = iter(leaves)
+    spec, pages = unflatten(AttentionSpec, fields), unflatten(Pages, fields)
+    if backend == "triton":
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
+    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
 
 
-def _attend(query: torch.Tensor, *args: Any) -> torch.Tensor:
-    stored, (lengths, sinks, mask, bias, plan), names = args[:8], args[8:13], args[13:15]
-    start, stop, scaling, causal, window, softcap, backend = args[15:]
-    more = {"plan": plan} if backend == "triton" else {}
-    found = backends.load_backend(backend).attend(
-        query, _pages(stored, names), lengths, start, stop,
-        scaling=scaling, causal=causal, window=window, softcap=softcap,
-        sinks=sinks, mask=mask, bias=bias, **more,
-    )  # fmt: skip
-    assert isinstance(found, torch.Tensor)
-    return found
+def run_plan(
+    plan: torch.Tensor,
+    lengths: torch.Tensor,
+    tokens: int,
+    window: int,
+    start: int,
+    heads: int,
+    backend: str,
+) -> None:
+    """Make a plan; only "triton" has them."""
+    load_triton().make_plan(plan, lengths, tokens, window, start, heads)
+
+
+# -- shapes, for the compiler --------------------------------------------------------------------
+
+
+def _gather_shape(
+    lengths: torch.Tensor,
+    side: str,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    ragged: bool,
+    backend: str,
+    *leaves: Leaf,
+) -> torch.Tensor:
+    pages = unflatten(Pages, iter(leaves))
+    dim = (pages.k if side == "k" else pages.v).head_dim
+    return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
 
 
 def _attend_shape(
-    query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object
+    query: torch.Tensor,
+    lengths: torch.Tensor,
+    start: int,
+    stop: int,
+    plan: torch.Tensor | None,
+    backend: str,
+    *leaves: Leaf,
 ) -> torch.Tensor:
+    fields = iter(leaves)
+    _spec, pages = unflatten(AttentionSpec, fields), unflatten(Pages, fields)
     batch, heads, tokens, _dim = query.shape
-    return query.new_empty((batch, tokens, heads, v.shape[2]))
+    return query.new_empty((batch, tokens, heads, pages.v.head_dim))
 
 
-def _plan(plan: torch.Tensor, lengths: torch.Tensor, *args: Any) -> None:
-    *rest, backend = args
-    backends.load_backend(backend).make_plan(plan, lengths, *rest)
+def _nothing(*_: object) -> None:
+    pass
 
 
+# -- registration --------------------------------------------------------------------------------
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 # A library rather than `torch.library.custom_op`: its dispatch costs a sixth, and these run once
 # per layer and token.
 _LIBRARY = torch.library.Library("hf_fp8kv", "DEF")
-_SCHEMAS = {
-    "write": f"({_MUTABLE}, {_REST}, Tensor key, Tensor value, Tensor lengths, {_NAMES}, "
-    "int limit, str backend) -> ()",
-    "gather": f"({_STORED}, {_REST}, Tensor lengths, {_NAMES}, str side, SymInt start, "
-    "SymInt stop, ScalarType dtype, bool ragged, str backend) -> Tensor",
-    # It counts in the plan which parts are done, and leaves it as it was.
-    "attend": f"(Tensor query, {_STORED}, {_REST}, Tensor lengths, Tensor? sinks, Tensor? mask, "
-    f"Tensor? bias, Tensor? plan, {_NAMES}, SymInt start, SymInt stop, float scaling, "
-    "bool causal, int window, float softcap, str backend) -> Tensor",
-    "plan": "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, "
-    "int heads, str backend) -> ()",
-}
-# Each twice: backends other than "triton" look at values on the host, which
-# a CUDA graph cannot hold, and torch asks for that to be said of an operation.
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
-_BY_HOST = "_by_host"
-for _name, _run, _shape in (
-    ("write", _write, lambda *_: None),
-    ("gather", _gather, _gather_shape),
-    ("attend", _attend, _attend_shape),
-    ("plan", _plan, lambda *_: None),
-):
-    for _suffix, _tags in (("", ()), (_BY_HOST, () if _UNSAFE is None else (_UNSAFE,))):
-        _LIBRARY.define(_name + _suffix + _SCHEMAS[_name], tags=_tags)
-        _LIBRARY.impl(_name + _suffix, _run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"hf_fp8kv::{_name}{_suffix}", _shape, lib=_LIBRARY)
 
 
-def _op(name: str, backend: str) -> Any:
-    return getattr(torch.ops.hf_fp8kv, name if backend == "triton" else name + _BY_HOST)
+def _register(
+    name: str,
+    run: Callable[_Arguments, _Result],
+    schema: str,
+    shape: Callable[..., _Result],
+    *,
+    by_host: bool,
+) -> Callable[_Arguments, _Result]:
+    """Return the operation `name`, which calls `run`.
+
+    Args:
+        name: the name in `torch.ops.hf_fp8kv`.
+        run: what it does.
+        schema: its arguments and result.
+        shape: what makes an empty result, for the compiler.
+        by_host: whether it looks at values on the host, as all backends but "triton" do: a CUDA
+            graph cannot hold that, and torch asks for it to be said of an operation.
+    """
+    tags = (_UNSAFE,) if by_host and _UNSAFE is not None else ()
+    _LIBRARY.define(name + schema, tags=tags)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hf_fp8kv::{name}", shape, lib=_LIBRARY)
+    operation: Callable[_Arguments, _Result] = getattr(torch.ops.hf_fp8kv, name).default
+    return operation
+
+
+_PAGES = schema_of(Pages)
+_WRITE_SCHEMA = (
+    "(Tensor key, Tensor value, Tensor lengths, int limit, str backend, "
+    f"{schema_of(Pages, written=True)}) -> ()"
+)
+_GATHER_SCHEMA = (
+    "(Tensor lengths, str side, SymInt start, SymInt stop, ScalarType dtype, bool ragged, "
+    f"str backend, {_PAGES}) -> Tensor"
+)
+# It counts in the plan which parts are done, and leaves it as it was.
+_ATTEND_SCHEMA = (
+    "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor? plan, str backend, "
+    f"{schema_of(AttentionSpec)}, {_PAGES}) -> Tensor"
+)
+_PLAN_SCHEMA = (
+    "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, int heads, "
+    "str backend) -> ()"
+)
+_WRITE = _register("write", run_write, _WRITE_SCHEMA, _nothing, by_host=False)
+_WRITE_BY_HOST = _register("write_by_host", run_write, _WRITE_SCHEMA, _nothing, by_host=True)
+_GATHER = _register("gather", run_gather, _GATHER_SCHEMA, _gather_shape, by_host=False)
+_GATHER_BY_HOST = _register(
+    "gather_by_host", run_gather, _GATHER_SCHEMA, _gather_shape, by_host=True
+)
+_ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=False)
+_ATTEND_BY_HOST = _register(
+    "attend_by_host", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=True
+)
+_PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing, by_host=False)

@@ -17,8 +17,8 @@ class PagePool:
     Attributes:
         k: `[P, Hkv, S, Dk]`, uint8, or the model's dtype for "auto".
         v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
-        k_scales: `[P, Hkv, S]`, bfloat16, when K's scales are dynamic; else None.
-        v_scales: the same for V.
+        k_token_scales: `[P, Hkv, S]`, bfloat16, when K's scales are dynamic; else None.
+        v_token_scales: the same for V.
     """
 
     k: torch.Tensor
@@ -35,8 +35,8 @@ class PagePool:
         self.page_size = page_size
         self.key_format, self.value_format = key_format, value_format
         self.dynamic = dynamic
-        self.k_scales: torch.Tensor | None = None
-        self.v_scales: torch.Tensor | None = None
+        self.k_token_scales: torch.Tensor | None = None
+        self.v_token_scales: torch.Tensor | None = None
         self.is_allocated = False
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
@@ -54,9 +54,9 @@ class PagePool:
         self.v = self._zeros(pages, self.heads, self.v_dim, slots, dtype=self.value_dtype)
         if self.dynamic:
             if self.key_format != AUTO:
-                self.k_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
+                self.k_token_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
             if self.value_format != AUTO:
-                self.v_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
+                self.v_token_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
         self.is_allocated = True
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +81,12 @@ class PagePool:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Returns every tensor of the pool by name; each has the pages as its first axis."""
-        found = {"k": self.k, "v": self.v, "k_scales": self.k_scales, "v_scales": self.v_scales}
+        found = {
+            "k": self.k,
+            "v": self.v,
+            "k_token_scales": self.k_token_scales,
+            "v_token_scales": self.v_token_scales,
+        }
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def grow(self, pages: int) -> None:
@@ -105,7 +110,7 @@ class PagePool:
         """The bytes are given back; `allocate` brings new ones."""
         for name in self.tensors():
             delattr(self, name)
-        self.k_scales = self.v_scales = None
+        self.k_token_scales = self.v_token_scales = None
         self.is_allocated = False
 
     def zero(self) -> None:

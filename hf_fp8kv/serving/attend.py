@@ -6,7 +6,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..ops import Pages
+from ..ops import AttentionSpec, Pages, StoredSide
 from .config import LayerNumbers
 from .layout import PageLayout, Stored
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
@@ -53,10 +53,7 @@ def attend_layer(
         # In float32, as the operation itself would do it: the same bytes are stored.
         key = key.float() - numbers.k_center[None, :, None]
     table = calls.table
-    pages = Pages(
-        stored.k, stored.v, stored.k_scales, stored.v_scales, numbers.k_scale, numbers.v_scale,
-        None, table, layout.key_format, layout.value_format,
-    )  # fmt: skip
+    pages = _pages(stored, numbers, layout, table)
     _write(pages, key, value, calls, backend)
     # A softmax does not see what is added to all logits of a row, unless something is not added to.
     center = numbers.k_center if softcap or sinks is not None else None
@@ -67,11 +64,9 @@ def attend_layer(
     ) -> torch.Tensor:  # fmt: skip
         if center is not None:
             spread = center.expand(len(query), -1, -1).contiguous()
-            pages = pages._replace(k_center=spread)
-        return ops.attend(
-            query, pages, lengths, 0, stop, scaling=scaling, causal=causal, window=window,
-            softcap=softcap, sinks=sinks, plan=plan, backend=backend,
-        )  # fmt: skip
+            pages = pages._replace(k=pages.k._replace(center=spread))
+        spec = AttentionSpec(scaling, causal, window, softcap, sinks)
+        return ops.attend(query, pages, lengths, 0, stop, spec, plan=plan, backend=backend)
 
     tokens = query.shape[2]
     shape = (1, tokens, query.shape[1], layout.dim)
@@ -87,6 +82,18 @@ def attend_layer(
 _Run = Callable[
     [torch.Tensor, Pages, torch.Tensor, int, bool, int, torch.Tensor | None], torch.Tensor
 ]
+
+
+def _pages(stored: Stored, numbers: LayerNumbers, layout: PageLayout, table: torch.Tensor) -> Pages:
+    k = StoredSide(
+        stored.k, stored.k_token_scales, numbers.k_static_scale, None, layout.key_format,
+        layout.dim,
+    )  # fmt: skip
+    v = StoredSide(
+        stored.v, stored.v_token_scales, numbers.v_static_scale, None, layout.value_format,
+        layout.dim,
+    )  # fmt: skip
+    return Pages(k, v, table)
 
 
 def _check(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) -> None:
@@ -163,8 +170,10 @@ def _attend_chunk(
     count = -(-stop // size)
     own = layout.carve(query.new_zeros(count * layout.bytes_per_page, dtype=torch.uint8))
     table = torch.arange(count, dtype=torch.int32, device=device)[None]
-    mine = pages._replace(
-        k=own.k, v=own.v, k_scales=own.k_scales, v_scales=own.v_scales, table=table
+    mine = Pages(
+        pages.k._replace(codes=own.k, token_scales=own.k_token_scales),
+        pages.v._replace(codes=own.v, token_scales=own.v_token_scales),
+        table,
     )
     position = torch.arange(stop, device=device)
     place = (position // size, position % size)
@@ -183,8 +192,8 @@ _Places = tuple[torch.Tensor, torch.Tensor]
 
 def _copy(source: Pages, at: _Places, target: Pages, to: _Places) -> None:
     """Stored tokens, byte by byte."""
-    target.k[to[0], :, to[1]] = source.k[at[0], :, at[1]]
-    target.v[to[0], :, :, to[1]] = source.v[at[0], :, :, at[1]]
-    for theirs, ours in ((source.k_scales, target.k_scales), (source.v_scales, target.v_scales)):
-        if theirs is not None and ours is not None:
-            ours[to[0], :, to[1]] = theirs[at[0], :, at[1]]
+    target.k.codes[to[0], :, to[1]] = source.k.codes[at[0], :, at[1]]
+    target.v.codes[to[0], :, :, to[1]] = source.v.codes[at[0], :, :, at[1]]
+    for theirs, ours in ((source.k, target.k), (source.v, target.v)):
+        if theirs.token_scales is not None and ours.token_scales is not None:
+            ours.token_scales[to[0], :, to[1]] = theirs.token_scales[at[0], :, at[1]]

@@ -20,13 +20,13 @@ class LayerNumbers:
     """The static numbers of one layer, on the device of its pages.
 
     Attributes:
-        k_scale: `[Hkv, D]`, float32, or None: dynamic, or nothing to scale.
-        v_scale: the same for V.
+        k_static_scale: `[Hkv, D]`, float32, or None: dynamic, or nothing to scale.
+        v_static_scale: the same for V.
         k_center: `[Hkv, D]`, float32, or None.
     """
 
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
+    k_static_scale: torch.Tensor | None
+    v_static_scale: torch.Tensor | None
     k_center: torch.Tensor | None
 
 

@@ -21,14 +21,14 @@ class Stored(NamedTuple):
     Attributes:
         k: `[P, Hkv, S, D]`, uint8 codes, or the model's dtype for "auto".
         v: `[P, Hkv, D, S]`, the same for V.
-        k_scales: `[P, Hkv, S]`, bfloat16, or None: dynamic scales of K.
-        v_scales: `[P, Hkv, S]`, bfloat16, or None: those of V.
+        k_token_scales: `[P, Hkv, S]`, bfloat16, or None: dynamic scales of K.
+        v_token_scales: `[P, Hkv, S]`, bfloat16, or None: those of V.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    k_scales: torch.Tensor | None
-    v_scales: torch.Tensor | None
+    k_token_scales: torch.Tensor | None
+    v_token_scales: torch.Tensor | None
 
     def from_page(self, first: int) -> "Stored":
         """The same pages without the first ones: page `n` is then what was page `n + first`."""

@@ -177,7 +177,7 @@ def test_a_wrong_kernel_fails(record, monkeypatch, broken):
 
 def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
     def lazy(query, pages, *args, **kwargs):
-        shape = (query.shape[0], query.shape[2], query.shape[1], pages.v.shape[2])
+        shape = (query.shape[0], query.shape[2], query.shape[1], pages.v.head_dim)
         return query.new_empty(shape)
 
     monkeypatch.setattr(ops, "attend", lazy)
@@ -197,13 +197,13 @@ def test_a_write_of_one_wrong_byte_fails(record, monkeypatch):
 
     def wrong(pages, *args, **kwargs):
         right(pages, *args, **kwargs)
-        pages.v[-1, -1, -1, -1] ^= 1
+        pages.v.codes[-1, -1, -1, -1] ^= 1
 
     monkeypatch.setattr(write.ops, "write", wrong)
     write.measure(record, replace(TINY, writes=(1,), prefill=70), "torch")
     for row in record.rows:
         if "e4m3" in row["name"]:
-            assert "expected the reference's bytes, got 1 others in v" in row["failed"]
+            assert "expected the reference's bytes, got 1 others in v.codes" in row["failed"]
 
 
 # -- one that fails does not end the others ------------------------------------------------------

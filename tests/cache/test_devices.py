@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import hf_fp8kv
 from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate, ops
 from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
+from hf_fp8kv.ops.flattening import flatten
 from tests.helpers.tiny_models import prompt, tiny
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
@@ -69,12 +70,12 @@ class Steps:
             assert key.device == value.device == device
             assert isinstance(key, PagedKV)
             pages = pages_of(key)
-            there = [*(t for t in pages if isinstance(t, torch.Tensor)), key.lengths]
+            there = [*(t for t in flatten(pages) if isinstance(t, torch.Tensor)), key.lengths]
             assert {t.device for t in there} == {device}
             found.append(
                 ops.attend(
-                    q, pages, key.lengths, key.start, key.stop, scaling=0.25, causal=True,
-                    backend="torch",
+                    q, pages, key.lengths, key.start, key.stop,
+                    ops.AttentionSpec(scaling=0.25, causal=True), backend="torch",
                 )
             )  # fmt: skip
             assert found[-1].device == key.dense().device == device
@@ -183,7 +184,12 @@ def test_a_model_on_two_devices(form):
             assert out.logits.shape[:2] == (2, stop - start)
     assert out.past_key_values is cache
     for layer, device in zip(cache.paged_layers, where, strict=True):
-        held = [*layer.pool.tensors().values(), layer.k_scale, layer.v_scale, layer.k_center]
+        held = [
+            *layer.pool.tensors().values(),
+            layer.k_static_scale,
+            layer.v_static_scale,
+            layer.k_center,
+        ]
         assert {t.device for t in held if t is not None} == {device}
 
 

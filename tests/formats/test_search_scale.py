@@ -11,7 +11,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats import codec as quantize
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
-from hf_fp8kv.ops import Pages
+from hf_fp8kv.ops import Pages, StoredSide
 
 NUMBA = pytest.param(
     "numba",
@@ -30,11 +30,15 @@ def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pag
     """Pages of one sequence, in which every byte is NaN or 0xFF."""
     columns = -(-tokens // SLOTS)
     scales = torch.full((2, columns, HEADS, SLOTS), math.nan, dtype=torch.bfloat16)
+    k, v = (
+        torch.full((columns, HEADS, *shape), 0xFF, dtype=torch.uint8)
+        for shape in ((SLOTS, dim), (dim, SLOTS))
+    )
     return Pages(
-        torch.full((columns, HEADS, SLOTS, dim), 0xFF, dtype=torch.uint8),
-        torch.full((columns, HEADS, dim, SLOTS), 0xFF, dtype=torch.uint8),
-        *scales, None, None, center, torch.randperm(columns)[None].int(), name, name,
-    )  # fmt: skip
+        StoredSide(k, scales[0], None, center, name, dim),
+        StoredSide(v, scales[1], None, None, name, dim),
+        torch.randperm(columns)[None].int(),
+    )
 
 
 def written(
@@ -51,7 +55,8 @@ def written(
         assert pool is not None
         return pool[stored.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
 
-    return in_order(stored.k), in_order(stored.k_scales), in_order(stored.v_scales)
+    k_scales, v_scales = in_order(stored.k.token_scales), in_order(stored.v.token_scales)
+    return in_order(stored.k.codes), k_scales, v_scales
 
 
 def ordinary(dim: int, rows: int = 30) -> Tensor:

@@ -374,15 +374,20 @@ def test_addresses_past_two_gigabytes():
         torch.randn(1, HEADS.kv, 10, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
         for _ in range(2)
     )
-    pools = []
-    for tensor in near[:4]:
+
+    def at_the_end(tensor: torch.Tensor | None) -> torch.Tensor:
         assert tensor is not None
         pool = torch.empty((many, *tensor.shape[1:]), dtype=tensor.dtype, device=DEVICE)
         pool[-count:] = tensor
-        pools.append(pool)
-    far = Pages(*pools, None, None, None, near.table + (many - count), *near[8:])
+        return pool
+
+    k, v = (
+        side._replace(codes=at_the_end(side.codes), token_scales=at_the_end(side.token_scales))
+        for side in (near.k, near.v)
+    )
+    far = Pages(k, v, near.table + (many - count))
     if ON_GPU:
-        assert far.k.numel() > 2**31
+        assert far.k.codes.numel() > 2**31
     query = _query(here, case)
     for stored in (near, far):
         begin = torch.tensor([length - 10], dtype=torch.int32, device=DEVICE)

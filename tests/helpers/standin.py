@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.ops import Pages, backends, reference
+from hf_fp8kv.ops import AttentionSpec, Pages, reference, registration
 
 __all__ = ["Made", "triton_standin"]
 
@@ -39,14 +39,20 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
             made.append(Made(plan, lengths.tolist(), *rest))
 
     def attend(
-        query: torch.Tensor, pages: Pages, lengths: torch.Tensor, *rest: Any, plan: Any, **more: Any
+        query: torch.Tensor,
+        pages: Pages,
+        lengths: torch.Tensor,
+        start: int,
+        stop: int,
+        spec: AttentionSpec,
+        plan: torch.Tensor | None,
     ) -> torch.Tensor:
         if not computes:
             batch, heads, tokens, _ = query.shape
-            return query.new_empty(batch, tokens, heads, pages.v.shape[2])
+            return query.new_empty(batch, tokens, heads, pages.v.head_dim)
         assert plan is not None
         assert torch.equal(plan[:, 0], lengths), "a plan of another step"
-        return reference.attend(query, pages, lengths, *rest, **more)
+        return reference.attend(query, pages, lengths, start, stop, spec)
 
     def write(*arguments: Any) -> None:
         if computes:
@@ -56,9 +62,10 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
         plan_rows=lambda _device, batch, _heads: batch,
     )  # fmt: skip
-    others = backends.load_backend
+    others = registration.load_backend
+    monkeypatch.setattr(registration, "load_triton", lambda: module)
     monkeypatch.setattr(
-        backends, "load_backend", lambda name: module if name == "triton" else others(name)
+        registration, "load_backend", lambda name: module if name == "triton" else others(name)
     )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
     return made

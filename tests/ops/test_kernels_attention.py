@@ -19,7 +19,7 @@ import torch
 
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
-from hf_fp8kv.ops import Pages, reference
+from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from tests.ops.test_ops import (
     CASES,
     FAR,
@@ -29,6 +29,7 @@ from tests.ops.test_ops import (
     bound,
     copy,
     errors,
+    map_pages,
     poisoned,
     prepare,
     with_fault,
@@ -46,21 +47,22 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
 KERNELS = {"decode": decode.attend, "extend": extend.attend}
 Tensor = torch.Tensor
-DEFAULTS = {"window": 0, "softcap": 0.0, "sinks": None, "mask": None, "bias": None}
 
 
 def there(x: Any) -> Any:
     """The same on the device."""
-    if isinstance(x, Pages):
-        return Pages(*(there(part) for part in x))
     return x.to(DEVICE) if isinstance(x, Tensor) else x
 
 
 def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
     """A kernel's answer, on the CPU."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-    keywords = {name: there(x) for name, x in (DEFAULTS | kwargs).items()}
-    found = KERNELS[kernel](there(query), there(pages), lengths, case.start, case.stop, **keywords)
+    plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
+    spec = AttentionSpec(**{name: there(x) for name, x in kwargs.items()})
+    there_pages = map_pages(there, pages)
+    found = KERNELS[kernel](
+        there(query), there_pages, lengths, case.start, case.stop, spec, **plans
+    )
     return found.cpu()
 
 
@@ -318,13 +320,19 @@ def test_pages_past_two_gigabytes(kernel):
     pages, query, kwargs = prepare(case)
     count = 2**31 // (2 * 64 * 64) + 5
     table = torch.tensor([[count - 1, 1, count - 3, count - 4]], dtype=torch.int32)
-    far = pages._replace(table=table)
-    for name in ("k", "v", "k_scales", "v_scales"):
-        near = getattr(pages, name)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def spread(near: Tensor | None) -> Tensor:
+        assert near is not None
         pool = torch.empty((count, *near.shape[1:]), dtype=near.dtype, device=DEVICE)
         pool[table[0].long().to(DEVICE)] = near[pages.table[0].long()].to(DEVICE)
-        far = far._replace(**{name: pool})
+        return pool
+
+    k, v = (
+        side._replace(codes=spread(side.codes), token_scales=spread(side.token_scales))
+        for side in (pages.k, pages.v)
+    )
+    far = Pages(k, v, table)
     expected = attend(case, pages, query, "reference", **kwargs)
     found = run(kernel, case, far, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
@@ -433,7 +441,7 @@ def test_the_length_of_a_chunk_is_no_constant(groups):
     with assuming(target), compiling(take):
         for tokens in range(70, 6000, 90):
             query = torch.zeros(1, 2 * groups, tokens, 32)
-            extend.attend(query, pages, lengths, 0, 9000, scaling=1.0, causal=True, **DEFAULTS)
+            extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
     assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
         "_decode": 1, "_combine": 1, "_extend": 1,
     }  # fmt: skip
@@ -445,9 +453,8 @@ def test_grids_of_a_million_tokens():
     pages = poisoned(Case("long", lengths=(64,), page_size=64))
     query = torch.zeros(32).expand(1, 64, 2**20, 32)
     with compiling(lambda _kernel, grid, *_: grids.append(grid)):
-        extend.attend(
-            query, pages, torch.tensor([64]), 0, 2**20, scaling=1.0, causal=True, **DEFAULTS
-        )  # fmt: skip
+        spec = AttentionSpec(1.0, causal=True)
+        extend.attend(query, pages, torch.tensor([64]), 0, 2**20, spec)
     assert grids
     assert all(max(grid[1:], default=1) <= 65535 for grid in grids)
 

@@ -16,8 +16,9 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats import codec as quantize
-from hf_fp8kv.ops import Pages, reference
+from hf_fp8kv.ops import Pages, StoredSide, reference
 from tests.formats.test_search_scale import ordinary, special, ties
+from tests.ops.test_ops import map_pages, with_scales
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -84,25 +85,21 @@ def pages_of(case: Case) -> Pages:
     def pool(name: str, *shape: int) -> Tensor:
         return noise(count, heads, *shape, dtype=case.dtype if name == AUTO else torch.uint8)
 
-    def scales(name: str) -> Tensor | None:
-        if name == AUTO or not case.dynamic:
-            return None
-        return noise(count, heads, slots, dtype=torch.bfloat16)
-
-    def scale(name: str, dim: int) -> Tensor | None:
-        if name == AUTO or case.dynamic:
-            return None
-        return 0.01 * (1 + torch.rand(heads, dim))
+    def side(name: str, dim: int, codes: Tensor) -> StoredSide:
+        scales = scale = None
+        if name != AUTO and case.dynamic:
+            scales = noise(count, heads, slots, dtype=torch.bfloat16)
+        elif name != AUTO:
+            scale = 0.01 * (1 + torch.rand(heads, dim))
+        return StoredSide(codes, scales, scale, None, name, dim)
 
     table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
-    return Pages(
-        pool(case.key, slots, case.k_dim), pool(case.value, case.v_dim, slots),
-        scales(case.key), scales(case.value),
-        scale(case.key, case.k_dim), scale(case.value, case.v_dim),
-        2 * torch.randn(batch, heads, case.k_dim) if case.center and case.key != AUTO else None,
-        table, case.key, case.value,
-    )  # fmt: skip
+    k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim))
+    v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots))
+    if case.center and case.key != AUTO:
+        k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
+    return Pages(k, v, table)
 
 
 def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -114,7 +111,7 @@ def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
 
 def there(pages: Pages) -> Pages:
     """A copy on the device."""
-    return Pages(*(x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x for x in pages))
+    return map_pages(lambda x: x.to(DEVICE, copy=True), pages)
 
 
 def lengths_of(case: Case) -> Tensor:
@@ -123,9 +120,9 @@ def lengths_of(case: Case) -> Tensor:
 
 def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
     """The pages after the write, token by token."""
-    found = Pages(*(x.clone() if isinstance(x, Tensor) else x for x in pages))
-    k, k_scales = reference.quantize(key, case.key, pages.k_scale, pages.k_center, search=True)
-    v, v_scales = reference.quantize(value, case.value, pages.v_scale, None, search=False)
+    found = map_pages(torch.clone, pages)
+    k, k_scales = reference.quantize(key, pages.k, search=True)
+    v, v_scales = reference.quantize(value, pages.v, search=False)
     limit = UNLIMITED if case.limit is None else case.limit
     for b, length in enumerate(case.lengths):
         for t in range(case.tokens):
@@ -133,11 +130,11 @@ def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
             if length + t >= limit or column >= pages.table.shape[1] or pages.table[b, column] < 0:
                 continue
             page = pages.table[b, column]
-            found.k[page, :, slot] = k[b, :, t]
-            found.v[page, :, :, slot] = v[b, :, t]
-            for pool, new in ((found.k_scales, k_scales), (found.v_scales, v_scales)):
-                if pool is not None and new is not None:
-                    pool[page, :, slot] = new[b, :, t]
+            found.k.codes[page, :, slot] = k[b, :, t]
+            found.v.codes[page, :, :, slot] = v[b, :, t]
+            for side, new in ((found.k, k_scales), (found.v, v_scales)):
+                if side.token_scales is not None and new is not None:
+                    side.token_scales[page, :, slot] = new[b, :, t]
     return found
 
 
@@ -151,12 +148,14 @@ def bits(x: Tensor, name: str) -> Tensor:
 
 
 def assert_equal(found: Pages, right: Pages) -> None:
-    for field, name in (("k", right.k_format), ("v", right.v_format)):
-        for which in (field, f"{field}_scales"):
-            x, y = getattr(found, which), getattr(right, which)
+    for side in ("k", "v"):
+        ours, theirs = getattr(found, side), getattr(right, side)
+        for field in ("codes", "token_scales"):
+            x, y = getattr(ours, field), getattr(theirs, field)
             if y is not None:
-                wrong = bits(x.cpu(), name) != bits(y, name)
-                assert not wrong.any(), f"{which}: {int(wrong.sum())} of {wrong.numel()} bytes"
+                wrong = bits(x.cpu(), theirs.format) != bits(y, theirs.format)
+                count = f"{int(wrong.sum())} of {wrong.numel()} bytes"
+                assert not wrong.any(), f"{side}.{field}: {count}"
 
 
 def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
@@ -274,7 +273,7 @@ def test_numbers_of_every_kind(name, rows):
     check(single, x[None, :, None], x[None, :, None])
     hostile = 10.0 ** torch.linspace(-44, 38, 16)
     static = dataclasses.replace(many, tokens=len(x), dynamic=False)
-    pages = pages_of(static)._replace(k_scale=hostile[None], v_scale=hostile[None].flip(1))
+    pages = with_scales(pages_of(static), hostile[None], hostile[None].flip(1))
     found = there(pages)
     here = x[None, None].to(DEVICE)
     write(found, here, here, lengths_of(static))
@@ -367,8 +366,8 @@ GATHERED = [
 def test_gathering_every_byte(case):
     """Pages hold noise: every code occurs, NaN and infinity among them."""
     pages = pages_of(case)
-    if pages.k_scales is not None:
-        pages.k_scales.copy_(torch.randn(pages.k_scales.shape))
+    if pages.k.token_scales is not None:
+        pages.k.token_scales.copy_(torch.randn(pages.k.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     for side in ("k", "v"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -407,18 +406,20 @@ def test_addresses_past_four_gigabytes(tokens, tmp_path):
         return torch.from_file(file, shared=True, size=size, dtype=torch.uint8).view(shape)
 
     small = pages_of(case)
-    small = small._replace(k=torch.zeros_like(small.k), v=torch.zeros_like(small.v))
+    small.k.codes.zero_()
+    small.v.codes.zero_()
     key, value = tokens_of(case)
     right = expected(case, small, key, value)
-    found = there(small)._replace(
-        k=large("k", count, 1, 64, 128),
-        v=large("v", count, 1, 128, 64),
-        table=torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE),
+    found = there(small)
+    found = Pages(
+        found.k._replace(codes=large("k", count, 1, 64, 128)),
+        found.v._replace(codes=large("v", count, 1, 128, 64)),
+        torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE),
     )
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
     page = small.table[0, 0]
-    assert torch.equal(found.k[-1].cpu(), right.k[page])
-    assert torch.equal(found.v[-1].cpu(), right.v[page])
+    assert torch.equal(found.k.codes[-1].cpu(), right.k.codes[page])
+    assert torch.equal(found.v.codes[-1].cpu(), right.v.codes[page])
     stored = lengths_of(case) + tokens
     for side in ("k", "v"):
         there_too = reference.gather(right, stored.cpu(), side, 0, 40, torch.float32, True)

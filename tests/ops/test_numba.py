@@ -18,10 +18,11 @@ numba = pytest.importorskip("numba", reason="numba is not installed: pip install
 
 # After the line above, which skips this file where numba is missing.
 from hf_fp8kv import ops  # noqa: E402
-from hf_fp8kv.ops import Pages, reference  # noqa: E402
+from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
 from hf_fp8kv.ops.numba import backend as cpu  # noqa: E402
 from hf_fp8kv.ops.numba import vectors as cpu_vectors  # noqa: E402
 from hf_fp8kv.ops.torch import backend as chunked  # noqa: E402
+from tests.ops.test_ops import copy, map_pages, same_bytes, with_scales  # noqa: E402
 
 HEADS, DIM, SLOTS = 2, 32, 16
 
@@ -30,19 +31,14 @@ def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32)
     """Pages of one sequence with `tokens` random tokens."""
     count = -(-tokens // SLOTS)
     stored = torch.uint8 if fmt != "auto" else dtype
-    scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, dtype=torch.bfloat16)
-    pages = Pages(
-        torch.zeros(count, HEADS, SLOTS, DIM, dtype=stored),
-        torch.zeros(count, HEADS, DIM, SLOTS, dtype=stored),
-        scales,
-        None if scales is None else scales.clone(),
-        None,
-        None,
-        None,
-        torch.randperm(count).view(1, count).int(),
-        fmt,
-        fmt,
-    )
+
+    def side(*shape: int) -> StoredSide:
+        scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, dtype=torch.bfloat16)
+        codes = torch.zeros(count, HEADS, *shape, dtype=stored)
+        return StoredSide(codes, scales, None, None, fmt, DIM)
+
+    table = torch.randperm(count).view(1, count).int()
+    pages = Pages(side(SLOTS, DIM), side(DIM, SLOTS), table)
     key, value = torch.randn(2, 1, HEADS, tokens, DIM).to(dtype)
     reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32))
     return pages
@@ -50,7 +46,7 @@ def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32)
 
 def attend(pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu) -> torch.Tensor:
     lengths = torch.tensor([tokens], dtype=torch.int32)
-    found = module.attend(query, pages, lengths, 0, tokens, scaling=0.2, causal=True)
+    found = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
     assert isinstance(found, torch.Tensor)
     return found
 
@@ -79,13 +75,12 @@ def test_threads_give_one_result():
 @pytest.mark.usefixtures("many_threads")
 def test_write_and_gather_on_many_threads():
     pages = make(700)
-    other = Pages(*(torch.zeros_like(x) if i < 4 else x for i, x in enumerate(pages)))  # type: ignore[arg-type]
+    other = map_pages(torch.zeros_like, pages)._replace(table=pages.table)
     key, value = torch.randn(2, 1, HEADS, 700, DIM)
     none = torch.zeros(1, dtype=torch.int32)
     cpu.write(pages, key, value, none)
     reference.write(other, key, value, none)
-    for found, expected in zip(pages[:4], other[:4], strict=True):
-        assert torch.equal(found, expected)
+    same_bytes(pages, other)
     for side in ("k", "v"):
         arguments = (none + 700, side, 5, 699, torch.bfloat16, False)
         assert torch.equal(cpu.gather(pages, *arguments), reference.gather(pages, *arguments))
@@ -148,7 +143,7 @@ def test_one_thread_is_respected(monkeypatch):
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "auto"])
 def test_float64_is_handed_over(fmt):
     pages = make(40, fmt, torch.float64)
-    other = Pages(*(x.clone() if isinstance(x, torch.Tensor) else x for x in pages))
+    other = copy(pages)
     query = torch.randn(1, 6, 1, DIM, dtype=torch.float64)
     found = attend(pages, query, 40)
     assert found.dtype == torch.float64
@@ -157,8 +152,8 @@ def test_float64_is_handed_over(fmt):
     at = torch.tensor([30], dtype=torch.int32)
     cpu.write(pages, key, key, at)
     reference.write(other, key, key, at)
-    for x, y in zip(pages[:2], other[:2], strict=True):
-        assert torch.equal(x, y)
+    assert torch.equal(pages.k.codes, other.k.codes)
+    assert torch.equal(pages.v.codes, other.v.codes)
     found = cpu.gather(pages, at, "v", 0, 32, torch.float64, False)
     assert torch.equal(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
 
@@ -175,10 +170,9 @@ def test_a_cpu_without_float16_is_handed_over(monkeypatch):
 
 def test_scales_of_any_layout():
     """A scale per head or per tensor may come expanded."""
-    pages = make(40)._replace(k_scales=None, v_scales=None)
     # Small, so that logits are: an error of a logit is a relative one of the result.
     scale = (0.01 * torch.rand(HEADS, 1)).expand(HEADS, DIM)
-    pages = pages._replace(k_scale=scale, v_scale=torch.tensor(0.003).expand(HEADS, DIM))
+    pages = with_scales(make(40), scale, torch.tensor(0.003).expand(HEADS, DIM))
     pages = pages._replace(table=pages.table.t().contiguous().t())
     query = torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 40, reference)
@@ -203,8 +197,8 @@ def test_a_second_process_compiles_nothing(tmp_path):
     script = """
         import json, torch
         from numba.core import event
-        from hf_fp8kv.ops import cpu, cpu_attend, cpu_store
-        from tests.test_ops_cpu import attend, make
+        from hf_fp8kv.ops.numba import attend as cpu_attend, backend as cpu, store as cpu_store
+        from tests.ops.test_numba import attend, make
 
         with event.install_recorder("numba:compile") as compiled:
             for fmt, dtype in (("fp8_e4m3", torch.float32), ("auto", torch.bfloat16)):

@@ -7,8 +7,8 @@ faults which matter are fifty times larger and more.
 """
 
 import dataclasses
-import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from hf_fp8kv import ops
 from hf_fp8kv.errors import OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
-from hf_fp8kv.ops import Pages, backends, reference
+from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
+from hf_fp8kv.ops.flattening import PAGE_FIELDS, flatten, unflatten
 
 NUMBA = pytest.param(
     "numba",
@@ -89,44 +90,50 @@ def poisoned(case: Case) -> Pages:
             return torch.full((pages, heads, *shape), math.nan, dtype=case.dtype)
         return torch.full((pages, heads, *shape), nan_code(name), dtype=torch.uint8)
 
-    def scales(name: str) -> Tensor | None:
-        if name == AUTO or not case.dynamic:
-            return None
-        return torch.full((pages, heads, slots), math.nan, dtype=torch.bfloat16)
+    def side(name: str, dim: int, codes: Tensor, least: float) -> StoredSide:
+        scales = scale = None
+        if name != AUTO and case.dynamic:
+            scales = torch.full((pages, heads, slots), math.nan, dtype=torch.bfloat16)
+        elif name != AUTO:
+            scale = static(heads, dim, least=least)
+        return StoredSide(codes, scales, scale, None, name, dim)
 
-    def scale(name: str, dim: int, least: float) -> Tensor | None:
-        return None if name == AUTO or case.dynamic else static(heads, dim, least=least)
+    k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim), 0.013)
+    v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots), 0.007)
+    if case.center and case.key != AUTO:
+        k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
+    return Pages(k, v, torch.randperm(pages)[: batch * columns].view(batch, columns).int())
 
-    return Pages(
-        pool(case.key, slots, case.k_dim),
-        pool(case.value, case.v_dim, slots),
-        scales(case.key),
-        scales(case.value),
-        scale(case.key, case.k_dim, 0.013),
-        scale(case.value, case.v_dim, 0.007),
-        2 * torch.randn(batch, heads, case.k_dim) if case.center and case.key != AUTO else None,
-        torch.randperm(pages)[: batch * columns].view(batch, columns).int(),
-        case.key,
-        case.value,
-    )
+
+def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
+    """The same pages with another tensor for each."""
+    leaves = [function(x) if isinstance(x, Tensor) else x for x in flatten(pages)]
+    return unflatten(Pages, iter(leaves))
 
 
 def copy(pages: Pages) -> Pages:
-    return Pages(*(x.clone() if isinstance(x, Tensor) else x for x in pages))
+    return map_pages(torch.clone, pages)
+
+
+def with_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
+    """The same pages with other static scales, and no dynamic ones."""
+    return pages._replace(
+        k=pages.k._replace(token_scales=None, static_scale=k),
+        v=pages.v._replace(token_scales=None, static_scale=v),
+    )
 
 
 def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
     """Writes each sequence with its own length, in two calls that meet in the middle of a page."""
     generator = torch.Generator().manual_seed(1)
     for row, length in enumerate(case.lengths):
-        one = pages._replace(
-            table=pages.table[row : row + 1],
-            k_center=None if pages.k_center is None else pages.k_center[row : row + 1],
-        )
+        one, center = pages._replace(table=pages.table[row : row + 1]), pages.k.center
+        if center is not None:
+            one = one._replace(k=one.k._replace(center=center[row : row + 1]))
         shape = (1, case.heads, length)
         key = torch.randn(*shape, case.k_dim, generator=generator).to(case.dtype)
-        if pages.k_center is not None:
-            key += pages.k_center[row][None, :, None].to(case.dtype)
+        if center is not None:
+            key += center[row][None, :, None].to(case.dtype)
         value = torch.randn(*shape, case.v_dim, generator=generator).to(case.dtype)
         for begin, end in ((0, length // 3), (length // 3, length)):
             if begin < end:
@@ -136,7 +143,7 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
 
 
 def arguments(case: Case, pages: Pages) -> dict[str, Any]:
-    """The keyword arguments of attend. Hidden tokens are poisoned again."""
+    """The fields of the spec. Hidden tokens are poisoned again."""
     batch, width = len(case.lengths), case.stop - case.start
     found: dict[str, Any] = {
         "scaling": case.k_dim**-0.5,
@@ -166,16 +173,16 @@ def arguments(case: Case, pages: Pages) -> dict[str, Any]:
 def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
     for position in positions:
         page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
-        pages.k[page, :, slot] = math.nan if pages.k_format == AUTO else nan_code(pages.k_format)
-        pages.v[page, ..., slot] = math.nan if pages.v_format == AUTO else nan_code(pages.v_format)
-        for scales in (pages.k_scales, pages.v_scales):
-            if scales is not None:
-                scales[page, :, slot] = math.nan
+        for side, at in ((pages.k, (page, slice(None), slot)), (pages.v, (page, ..., slot))):
+            side.codes[at] = math.nan if side.format == AUTO else nan_code(side.format)
+            if side.token_scales is not None:
+                side.token_scales[page, :, slot] = math.nan
 
 
 def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any) -> Tensor:
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    return ops.attend(query, pages, lengths, case.start, case.stop, backend=backend, **kwargs)
+    spec = AttentionSpec(**kwargs)
+    return ops.attend(query, pages, lengths, case.start, case.stop, spec, backend=backend)
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -316,19 +323,20 @@ FAULTS = [
 def with_fault(
     fault: str, case: Case, pages: Pages, kwargs: dict[str, Any]
 ) -> tuple[Pages, dict[str, Any]]:
-    """The pages and keyword arguments of attend, with one thing wrong; static scales, sinks."""
-    assert pages.k_scale is not None
-    assert pages.v_scale is not None
+    """The pages and the fields of the spec, with one thing wrong; static scales, sinks."""
+    k, v = pages.k.static_scale, pages.v.static_scale
+    assert k is not None
+    assert v is not None
     mask = torch.ones(1, 1, 1, case.stop, dtype=torch.uint8)
     kwargs = {**kwargs, "mask": mask}
     if fault == "the last page dropped":
         mask[..., case.stop // 64 * 64 :] = 0
     elif fault == "V's scale doubled":
-        pages = pages._replace(v_scale=2 * pages.v_scale)
+        pages = with_scales(pages, k, 2 * v)
     elif fault == "K and V scales swapped":
-        pages = pages._replace(k_scale=pages.v_scale, v_scale=pages.k_scale)
+        pages = with_scales(pages, v, k)
     elif fault == "K's scale 1 % off":
-        pages = pages._replace(k_scale=1.01 * pages.k_scale)
+        pages = with_scales(pages, 1.01 * k, v)
     elif fault == "one token lost":
         mask[..., 500] = 0
     elif fault == "a page read twice":
@@ -377,10 +385,11 @@ SPECIAL = torch.tensor(
 
 def same_bytes(found: Pages, expected: Pages) -> None:
     """Asserts that two pools are equal, and names the first byte that is not."""
-    for name in ("k", "v", "k_scales", "v_scales"):
-        x, y = getattr(found, name), getattr(expected, name)
-        if x is None:
+    for name, x, y in zip(PAGE_FIELDS, flatten(found), flatten(expected), strict=True):
+        if not name.endswith(("codes", "token_scales")) or x is None:
             continue
+        assert isinstance(x, Tensor)
+        assert isinstance(y, Tensor)
         x, y = x.view(torch.uint8), y.view(torch.uint8)
         wrong = (x != y).nonzero()
         assert not len(wrong), (
@@ -435,15 +444,19 @@ def test_special_numbers(name, dynamic, backend):
     ops.write(pages, x, x, lengths, backend)
     ops.write(other, x, x, lengths, "reference")
     table = code_table(FORMATS[name], torch.device("cpu"))
-    for found, expected in ((pages.k, other.k), (pages.v, other.v)):
+    for found, expected in (
+        (pages.k.codes, other.k.codes),
+        (pages.v.codes, other.v.codes),
+    ):
         # NaN times a NaN scale: no rule says whose sign the product has.
         nan = table[expected.int()].isnan()
         assert torch.equal(nan, table[found.int()].isnan())
         assert torch.equal(found[~nan], expected[~nan])
     if dynamic:
-        assert pages.k_scales is not None
-        assert other.k_scales is not None
-        torch.testing.assert_close(pages.k_scales, other.k_scales, rtol=0, atol=0, equal_nan=True)
+        assert pages.k.token_scales is not None
+        torch.testing.assert_close(
+            pages.k.token_scales, other.k.token_scales, rtol=0, atol=0, equal_nan=True
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -509,11 +522,11 @@ def test_gather_equals_the_reference_exactly(case, side, backend):
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_every_code_is_decoded_exactly(name, backend):
     case = Case(name, key=name, value=name, lengths=(64,), heads=1, k_dim=4, v_dim=4, dynamic=False)
-    pages = poisoned(case)._replace(k_scale=torch.ones(1, 4), v_scale=torch.ones(1, 4))
+    pages = with_scales(poisoned(case), torch.ones(1, 4), torch.ones(1, 4))
     expected = code_table(FORMATS[name], torch.device("cpu")).view(64, 4)
     codes = torch.arange(256, dtype=torch.uint8).view(4, 16, 4)
-    pages.k[pages.table[0, :4], 0] = codes
-    pages.v[pages.table[0, :4], 0] = codes.transpose(1, 2)
+    pages.k.codes[pages.table[0, :4], 0] = codes
+    pages.v.codes[pages.table[0, :4], 0] = codes.transpose(1, 2)
     lengths = torch.tensor([64], dtype=torch.int32)
     for side in ("k", "v"):
         found = ops.gather(pages, lengths, side, 0, 64, torch.float32, False, backend)[0, 0]
@@ -525,7 +538,7 @@ def test_every_backend_has_the_same_functions():
     more = {"write": {"limit"}, "attend": {"plan"}, "gather": set()}
     for name in ops.BACKENDS:
         if ops.available_backends().get(name) is None:
-            module = importlib.import_module(ops.BACKENDS[name], ops.__name__)
+            module = ops.BACKENDS[name]()
             for function in ("write", "attend", "gather"):
                 expected = set(getattr(reference, function).__annotations__)
                 if name == "triton":

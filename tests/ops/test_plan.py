@@ -154,7 +154,7 @@ def test_static_sliding_layers_read_their_window_only(
     windows: list[int] = []
 
     def attend(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        windows.append(keywords["window"])
+        windows.extend(x.window for x in arguments if isinstance(x, ops.AttentionSpec))
         return run(*arguments, **keywords)
 
     run = ops.attend

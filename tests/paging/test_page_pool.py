@@ -41,11 +41,14 @@ def fill(pool: PagePool) -> dict[str, torch.Tensor]:
 
 # Formats of K and V, whether scales are dynamic, and the tensors that there are.
 CASES = {
-    **{f"{name}-dynamic": (name, name, True, "k v k_scales v_scales") for name in EIGHT_BIT},
+    **{
+        f"{name}-dynamic": (name, name, True, "k v k_token_scales v_token_scales")
+        for name in EIGHT_BIT
+    },
     **{f"{name}-static": (name, name, False, "k v") for name in EIGHT_BIT},
-    "two-formats": ("fp8_e5m2", "fp8_e3m4", True, "k v k_scales v_scales"),
-    "auto-keys": ("auto", "fp8_e4m3", True, "k v v_scales"),
-    "auto-values": ("fp8_e4m3", "auto", True, "k v k_scales"),
+    "two-formats": ("fp8_e5m2", "fp8_e3m4", True, "k v k_token_scales v_token_scales"),
+    "auto-keys": ("auto", "fp8_e4m3", True, "k v v_token_scales"),
+    "auto-values": ("fp8_e4m3", "auto", True, "k v k_token_scales"),
     "auto-values-static": ("fp8_e4m3", "auto", False, "k v"),
     "auto": ("auto", "auto", True, "k v"),
 }
@@ -62,7 +65,7 @@ def test_shapes_and_dtypes(key, value, dynamic, names, dtype, device):
     assert found["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
     assert found["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
     assert found["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
-    for name in {"k_scales", "v_scales"} & set(found):
+    for name in {"k_token_scales", "v_token_scales"} & set(found):
         assert found[name].shape == (7, HEADS, S)
         assert found[name].dtype == torch.bfloat16
     assert all(tensor.device.type == device.type for tensor in found.values())
@@ -76,7 +79,7 @@ def test_bytes_per_page(key, value, dynamic, names):
     size = {"k": HEADS * S * K_DIM, "v": HEADS * S * V_DIM}
     size["k"] *= 4 if key == "auto" else 1
     size["v"] *= 4 if value == "auto" else 1
-    size["k_scales"] = size["v_scales"] = HEADS * S * 2
+    size["k_token_scales"] = size["v_token_scales"] = HEADS * S * 2
     assert pool.bytes_per_page() == sum(size[name] for name in names.split())
     held = sum(t.untyped_storage().nbytes() for t in pool.tensors().values())
     assert held == 3 * pool.bytes_per_page()
@@ -203,7 +206,7 @@ def test_freed_bytes_are_gone_and_can_be_taken_again():
     fill(pool)
     pool.free()
     assert (pool.pages, pool.is_allocated) == (0, False)
-    assert (pool.k_scales, pool.v_scales) == (None, None)
+    assert (pool.k_token_scales, pool.v_token_scales) == (None, None)
     assert not hasattr(pool, "k")
     assert not hasattr(pool, "v")
     # Another model may come now.

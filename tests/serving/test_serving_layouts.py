@@ -219,7 +219,7 @@ class TestBytes:
         assert found.stored(0).k.shape[1] == 1
         for layer in range(2):
             wanted = scales.layers[layer].k[1].expand(1, 16)
-            assert torch.equal(found.numbers[layer].k_scale, wanted)
+            assert torch.equal(found.numbers[layer].k_static_scale, wanted)
 
 
 class _Unpinned:

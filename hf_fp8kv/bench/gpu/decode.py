@@ -106,10 +106,8 @@ def _planned(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch
 def _attend(
     query: torch.Tensor, pages: Pages, lengths: torch.Tensor, case: Case, plan: Any, backend: str
 ) -> torch.Tensor:
-    return ops.attend(
-        query, pages, lengths, 0, max(case.lengths), scaling=case.heads.dim**-0.5, causal=True,
-        window=case.window, softcap=case.softcap, plan=plan, backend=backend,
-    )  # fmt: skip
+    spec = case.attention_spec()
+    return ops.attend(query, pages, lengths, 0, max(case.lengths), spec, plan=plan, backend=backend)
 
 
 def _plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) -> None:

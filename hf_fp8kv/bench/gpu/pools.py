@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from ...formats import AUTO, FORMATS
-from ...ops import Pages, reference
+from ...ops import Pages, StoredSide, reference
 from .shapes import Case, Heads, Kind
 from .timing import Stage
 
@@ -36,18 +36,19 @@ def _sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages
 def _empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pages:
     device = table.device
     dtype = torch.bfloat16 if kind.format == AUTO else torch.uint8
-    k = torch.empty((count, heads.kv, PAGE_SIZE, heads.dim), dtype=dtype, device=device)
-    v = torch.empty((count, heads.kv, heads.dim, PAGE_SIZE), dtype=dtype, device=device)
     dynamic = kind.format != AUTO and not kind.static
-    shape = (count, heads.kv, PAGE_SIZE)
-    scales = [
-        torch.empty(shape, dtype=torch.bfloat16, device=device) if dynamic else None
-        for _ in range(2)
-    ]
-    static = _static_scales(kind, heads, device) if kind.static else (None, None)
-    return Pages(
-        k, v, scales[0], scales[1], static[0], static[1], None, table, kind.format, kind.format
-    )
+
+    def side(static: torch.Tensor | None, *shape: int) -> StoredSide:
+        codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
+        scales = None
+        if dynamic:
+            slots = (count, heads.kv, PAGE_SIZE)
+            scales = torch.empty(slots, dtype=torch.bfloat16, device=device)
+        return StoredSide(codes, scales, static, None, kind.format, heads.dim)
+
+    k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
+    k = side(k_static, PAGE_SIZE, heads.dim)
+    return Pages(k, side(v_static, heads.dim, PAGE_SIZE), table)
 
 
 def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:
@@ -81,12 +82,16 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
     made = []
     for _ in range(layers):
         chosen = torch.randint(0, count, (total,), device=stage.device)
-        scales = [t if t is None else t.index_select(0, chosen) for t in sample[2:4]]
-        made.append(sample._replace(
-            k=sample.k.index_select(0, chosen), v=sample.v.index_select(0, chosen),
-            k_scales=scales[0], v_scales=scales[1], table=table,
-        ))  # fmt: skip
+        made.append(Pages(_select(sample.k, chosen), _select(sample.v, chosen), table))
     return made
+
+
+def _select(side: StoredSide, pages: torch.Tensor) -> StoredSide:
+    scales = side.token_scales
+    return side._replace(
+        codes=side.codes.index_select(0, pages),
+        token_scales=None if scales is None else scales.index_select(0, pages),
+    )
 
 
 def dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -144,8 +149,7 @@ def check(found: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) ->
             expected = reference.attend(
                 query[b : b + 1, rows, first:last], one,
                 torch.tensor([length], dtype=torch.int32, device=query.device),
-                0, length, scaling=heads.dim**-0.5, causal=True, window=case.window,
-                softcap=case.softcap,
+                0, length, case.attention_spec(),
             )  # fmt: skip
             worst = max(worst, relative_error(found[b : b + 1, first:last, rows], expected))
     return worst
@@ -160,13 +164,16 @@ def _parts(tokens: int) -> list[tuple[int, int]]:
 
 def _one_head(pages: Pages, sequence: int, head: int) -> Pages:
     one = slice(head, head + 1)
-    scales = [t if t is None else t[:, one] for t in pages[2:4]]
-    static = [t if t is None else t[one] for t in pages[4:6]]
-    table = pages.table[sequence : sequence + 1]
-    return Pages(
-        pages.k[:, one], pages.v[:, one], scales[0], scales[1], static[0], static[1], None,
-        table, pages.k_format, pages.v_format,
-    )  # fmt: skip
+
+    def cut(side: StoredSide) -> StoredSide:
+        scales, static = side.token_scales, side.static_scale
+        return side._replace(
+            codes=side.codes[:, one],
+            token_scales=None if scales is None else scales[:, one],
+            static_scale=None if static is None else static[one],
+        )
+
+    return Pages(cut(pages.k), cut(pages.v), pages.table[sequence : sequence + 1])
 
 
 def check_dense(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from ...ops import AttentionSpec
+
 __all__ = ["BF16", "FULL", "KINDS", "TINY", "Case", "Heads", "Kind", "Served", "Sizes"]
 
 
@@ -59,8 +61,8 @@ class Case:
         lengths: tokens stored of each sequence, the new ones among them.
         heads: of the layer.
         tokens: new tokens of each sequence.
-        window: as in `ops.attend`.
-        softcap: as in `ops.attend`.
+        window: as in `ops.AttentionSpec`.
+        softcap: as in `ops.AttentionSpec`.
         label: how a row calls it; "": by its batch and length.
     """
 
@@ -85,6 +87,12 @@ class Case:
         if not self.window:
             return sum(self.lengths)
         return sum(min(n, self.window + self.tokens - 1) for n in self.lengths)
+
+    def attention_spec(self) -> AttentionSpec:
+        """Return what such a call asks of `ops.attend`."""
+        return AttentionSpec(
+            self.heads.dim**-0.5, causal=True, window=self.window, softcap=self.softcap
+        )
 
     def moved(self, kind: Kind) -> float:
         """Bytes of K and V that are read."""

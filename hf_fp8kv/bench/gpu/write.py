@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...ops import Pages, reference
+from ...ops import Pages, StoredSide, reference
 from .pools import pages_for
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
@@ -66,16 +66,27 @@ def _check(
     found, expected = _copy(pages), _copy(pages)
     ops.write(found, key, value, before, backend)
     reference.write(expected, key, value, before)
-    for name, one, other in zip(pages._fields, found[:4], expected[:4], strict=False):
-        if one is not None and other is not None:
-            integers = torch.int16 if one.dtype == torch.bfloat16 else one.dtype
-            differ = int((one.view(integers) != other.view(integers)).sum())
+    for side, one, other in (("k", found.k, expected.k), ("v", found.v, expected.v)):
+        for name, ours, theirs in (
+            ("codes", one.codes, other.codes),
+            ("token_scales", one.token_scales, other.token_scales),
+        ):
+            if ours is None or theirs is None:
+                continue
+            integers = torch.int16 if ours.dtype == torch.bfloat16 else ours.dtype
+            differ = int((ours.view(integers) != theirs.view(integers)).sum())
             if differ:
-                raise RuntimeError(f"expected the reference's bytes, got {differ} others in {name}")
+                raise RuntimeError(
+                    f"expected the reference's bytes, got {differ} others in {side}.{name}"
+                )
 
 
 def _copy(pages: Pages) -> Pages:
-    scales = [None if t is None else t.clone() for t in pages[2:4]]
-    return pages._replace(
-        k=pages.k.clone(), v=pages.v.clone(), k_scales=scales[0], v_scales=scales[1]
+    return pages._replace(k=_copy_side(pages.k), v=_copy_side(pages.v))
+
+
+def _copy_side(side: StoredSide) -> StoredSide:
+    scales = side.token_scales
+    return side._replace(
+        codes=side.codes.clone(), token_scales=None if scales is None else scales.clone()
     )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ...formats import AUTO, FORMATS, MIN_SCALE
-from ..pages import Pages
+from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import raise_overrun
 from ..torch import backend as chunked
 from . import attend as cpu_attend
@@ -81,16 +81,22 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(pages: Pages) -> Pages:
-    """The same pages, with scales and center in memory as their shapes say."""
-    assert pages.k.is_contiguous()
-    assert pages.v.is_contiguous()
+    """Return the same pages, with scales and center in memory as their shapes say."""
     assert pages.table.dtype == torch.int32
-    small = (pages.k_scale, pages.v_scale, pages.k_center)
-    if all(x is None or x.is_contiguous() for x in small) and pages.table.stride(1) == 1:
-        return pages
-    k_scale, v_scale, k_center = (None if x is None else x.contiguous() for x in small)
-    return pages._replace(
-        k_scale=k_scale, v_scale=v_scale, k_center=k_center, table=pages.table.contiguous()
+    if pages.table.stride(1) != 1:
+        pages = pages._replace(table=pages.table.contiguous())
+    k, v = _plain_side(pages.k), _plain_side(pages.v)
+    return pages if k is pages.k and v is pages.v else pages._replace(k=k, v=v)
+
+
+def _plain_side(side: StoredSide) -> StoredSide:
+    assert side.codes.is_contiguous()
+    scale, center = side.static_scale, side.center
+    if all(x is None or x.is_contiguous() for x in (scale, center)):
+        return side
+    return side._replace(
+        static_scale=None if scale is None else scale.contiguous(),
+        center=None if center is None else center.contiguous(),
     )
 
 
@@ -122,27 +128,29 @@ def _threads(numbers: int) -> int:
 
 def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
     """Stores new tokens; the bytes of `reference.write`, and its arguments."""
-    if not _READABLE.issuperset((pages.k.dtype, pages.v.dtype)):
+    if not _READABLE.issuperset((pages.k.codes.dtype, pages.v.codes.dtype)):
         chunked.write(pages, key, value, lengths)
         return
     pages, k, v, lengths = (
         _plain(pages),
-        _input(pages.k, key),
-        _input(pages.v, value),
+        _input(pages.k.codes, key),
+        _input(pages.v.codes, value),
         _rows(lengths),
     )
     batch, heads, tokens, k_dim = k.shape
-    (k_code, k_max), (v_code, v_max) = _encoding(pages.k_format), _encoding(pages.v_format)
+    (k_code, k_max), (v_code, v_max) = _encoding(pages.k.format), _encoding(pages.v.format)
     blocks = -(-tokens // cpu_store.BLOCK)
     table = pages.table
     call: _Call = np.array(
         [(
             0, batch * heads * blocks, batch, heads, tokens, pages.page_size,
             table.data_ptr(), 4 * table.stride(0), table.shape[1], lengths.data_ptr(),
-            pages.k.data_ptr(), k.data_ptr(), *_layout(k), _KINDS[pages.k.dtype], k_dim,
-            _address(pages.k_scales), _address(pages.k_scale), _address(pages.k_center), *k_code,
-            pages.v.data_ptr(), v.data_ptr(), *_layout(v), _KINDS[pages.v.dtype], v.shape[3],
-            _address(pages.v_scales), _address(pages.v_scale), 0, *v_code,
+            pages.k.codes.data_ptr(), k.data_ptr(), *_layout(k), _KINDS[pages.k.codes.dtype], k_dim,
+            _address(pages.k.token_scales), _address(pages.k.static_scale),
+            _address(pages.k.center), *k_code,
+            pages.v.codes.data_ptr(), v.data_ptr(), *_layout(v), _KINDS[pages.v.codes.dtype],
+            v.shape[3],
+            _address(pages.v.token_scales), _address(pages.v.static_scale), 0, *v_code,
             k_max, v_max, MIN_SCALE,
         )],
         cpu_store.WRITE,
@@ -179,24 +187,23 @@ def gather(
 ) -> torch.Tensor:
     """Returns dense keys or values; the numbers of `reference.gather`, and its arguments."""
     is_k, pages, lengths = side == "k", _plain(pages), _rows(lengths)
-    pool, name = (pages.k, pages.k_format) if is_k else (pages.v, pages.v_format)
-    scales, scale = (pages.k_scales, pages.k_scale) if is_k else (pages.v_scales, pages.v_scale)
-    if not _READABLE.issuperset((pool.dtype, dtype)):
+    stored = pages.k if is_k else pages.v
+    if not _READABLE.issuperset((stored.codes.dtype, dtype)):
         return chunked.gather(pages, lengths, side, start, stop, dtype, ragged)
-    center = pages.k_center if is_k and name != AUTO else None
-    heads, dim = pool.shape[1], pool.shape[3 if is_k else 2]
+    center = None if stored.format == AUTO else stored.center
+    heads, dim = pages.heads, stored.head_dim
     batch = len(pages.table)
     out = torch.empty((batch, heads, stop - start, dim), dtype=dtype)
-    code, factor = _decoding(name)
+    code, factor = _decoding(stored.format)
     blocks = -(-(stop - start) // cpu_store.BLOCK)
     table = pages.table
     call: _Call = np.array(
         [(
             0, batch * heads * blocks, batch, heads, pages.page_size, start, stop,
             table.data_ptr(), 4 * table.stride(0), lengths.data_ptr(), ragged, not is_k,
-            pool.data_ptr(), _KINDS[pool.dtype], dim, *code,
-            _address(scales), _address(scale), _address(center), out.data_ptr(), _KINDS[dtype],
-            factor,
+            stored.codes.data_ptr(), _KINDS[stored.codes.dtype], dim, *code,
+            _address(stored.token_scales), _address(stored.static_scale), _address(center),
+            out.data_ptr(), _KINDS[dtype], factor,
         )],
         cpu_store.GATHER,
     )  # fmt: skip
@@ -210,25 +217,15 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    *,
-    scaling: float,
-    causal: bool,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments."""
-    if not _READABLE.issuperset((query.dtype, pages.k.dtype, pages.v.dtype)):
-        return chunked.attend(
-            query, pages, lengths, start, stop, scaling=scaling, causal=causal, window=window,
-            softcap=softcap, sinks=sinks, mask=mask, bias=bias,
-        )  # fmt: skip
+    if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
+        return chunked.attend(query, pages, lengths, start, stop, spec)
     pages, query, lengths = _plain(pages), _rows(query), _rows(lengths)
     table = pages.table
     batch, q_heads, tokens, k_dim = query.shape
-    heads, v_dim = pages.k.shape[1], pages.v.shape[2]
+    heads, v_dim = pages.heads, pages.v.head_dim
     groups = q_heads // heads
     out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype)
 
@@ -244,31 +241,32 @@ def attend(
     )
     work = np.empty((units * splits, rows * (2 + v_dim)), np.float32)
 
-    offset = pages.k_center if softcap or sinks is not None else None
+    sinks, mask = spec.sinks, spec.mask
+    offset = pages.k.center if spec.softcap or sinks is not None else None
     float_mask = mask if mask is not None and mask.is_floating_point() else None
     if float_mask is not None:
         mask = None
     seen, shown = _extra(mask)
-    bias, first = _extra(bias)
+    bias, first = _extra(spec.bias)
     more, second = _extra(float_mask)
     sinks = None if sinks is None else _floats(sinks.contiguous())
-    (k_code, k_factor), (v_code, v_factor) = _decoding(pages.k_format), _decoding(pages.v_format)
+    (k_code, k_factor), (v_code, v_factor) = _decoding(pages.k.format), _decoding(pages.v.format)
     call: _Call = np.array(
         [(
             0, units * splits, batch, q_heads, heads, tokens, k_dim, v_dim, pages.page_size,
-            start, stop, causal, window,
+            start, stop, spec.causal, spec.window,
             table.data_ptr(), 4 * table.stride(0), table.shape[1], lengths.data_ptr(),
-            _address(offset if pages.k_format != AUTO else None),
-            pages.k.data_ptr(), _KINDS[pages.k.dtype], *k_code,
-            _address(pages.k_scales), _address(pages.k_scale),
-            pages.v.data_ptr(), _KINDS[pages.v.dtype], *v_code,
-            _address(pages.v_scales), _address(pages.v_scale),
+            _address(offset if pages.k.format != AUTO else None),
+            pages.k.codes.data_ptr(), _KINDS[pages.k.codes.dtype], *k_code,
+            _address(pages.k.token_scales), _address(pages.k.static_scale),
+            pages.v.codes.data_ptr(), _KINDS[pages.v.codes.dtype], *v_code,
+            _address(pages.v.token_scales), _address(pages.v.static_scale),
             query.data_ptr(), *_layout(query),
             _address(sinks), F32 if sinks is None else _KINDS[sinks.dtype],
             _address(seen), shown[1], shown[3],
             _address(bias), *first, _address(more), *second,
             splits, blocks, block, work.ctypes.data, rows, out.data_ptr(), _KINDS[out.dtype],
-            scaling, softcap, k_factor, v_factor,
+            spec.scaling, spec.softcap, k_factor, v_factor,
         )],
         cpu_attend.ATTEND,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 
 from ...formats import AUTO, FORMATS
 from ...formats.codec import code_table
-from ..pages import Pages
+from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import gather, write
 
 __all__ = ["attend", "gather", "write"]
@@ -24,28 +24,24 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    *,
-    scaling: float,
-    causal: bool,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments."""
     batch, q_heads, tokens, _ = query.shape
-    heads, size = pages.k.shape[1], pages.page_size
-    groups, v_dim = q_heads // heads, pages.v.shape[2]
+    heads, size = pages.heads, pages.page_size
+    groups, v_dim = q_heads // heads, pages.v.head_dim
+    window, softcap, sinks, mask = spec.window, spec.softcap, spec.sinks, spec.mask
     rows = groups * tokens
-    exact = query.float() * scaling
-    q = exact if pages.k_scale is None else _per_head(exact, heads) * pages.k_scale[:, None]
+    exact = query.float() * spec.scaling
+    q, k_scale = exact, pages.k.static_scale
+    if k_scale is not None:
+        q = _per_head(exact, heads) * k_scale[:, None]
     q = q.reshape(batch * heads, rows, -1)
     # softmax(x + a) = softmax(x): the center's share of the logits counts only where something is
     # compared with them that does not contain it.
     offset = None
-    if pages.k_center is not None and (softcap or sinks is not None):
-        centers = pages.k_center.reshape(batch * heads, -1, 1)
+    if pages.k.center is not None and (softcap or sinks is not None):
+        centers = pages.k.center.reshape(batch * heads, -1, 1)
         offset = _per_head(exact, heads).reshape(batch * heads, rows, -1) @ centers
 
     if lengths.is_cpu:
@@ -80,7 +76,7 @@ def attend(
         left, right = max(start - first * size, 0), min(stop - first * size, len(at))
         columns = slice(first * size + left - start, first * size + right - start)
         inner = shaped[..., left:right]
-        for extra in (bias, mask if mask is not None and mask.is_floating_point() else None):
+        for extra in (spec.bias, mask if mask is not None and mask.is_floating_point() else None):
             if extra is not None:
                 part = extra[..., columns].float()
                 if part.shape[1] > 1:
@@ -90,7 +86,7 @@ def attend(
         seen = (at < lengths[:, None])[:, None]
         if left or right < len(at):
             seen = seen & ((at >= start) & (at < stop))
-        if causal:
+        if spec.causal:
             seen = seen & (at <= query_at[..., None])
         if window:
             seen = seen & (at > query_at[..., None] - window)
@@ -116,8 +112,8 @@ def attend(
         top = best
     out = out / total.masked_fill(total == 0, 1)
     out = out.view(batch, heads, groups, tokens, v_dim)
-    if pages.v_scale is not None:
-        out = out * pages.v_scale[:, None, None]
+    if pages.v.static_scale is not None:
+        out = out * pages.v.static_scale[:, None, None]
     return out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, q_heads, v_dim).to(query.dtype)
 
 
@@ -135,7 +131,7 @@ def _read(
     """
     number = pages.table[:, first:last].clamp(min=0)
     batch, count = number.shape
-    heads, size = pages.k.shape[1], pages.page_size
+    heads, size = pages.heads, pages.page_size
     # One look-up brings a sequence's pages side by side: [B, Hkv, n] places in [P * Hkv].
     place = (
         number[:, None] * heads
@@ -143,21 +139,22 @@ def _read(
     )
     place = place.reshape(-1)
 
-    def scales(pool: torch.Tensor | None) -> torch.Tensor | None:
-        if pool is None:
+    def scales(stored: StoredSide) -> torch.Tensor | None:
+        if stored.token_scales is None:
             return None
-        return pool.flatten(0, 1).index_select(0, place).float().view(batch * heads, 1, -1)
+        chosen = stored.token_scales.flatten(0, 1).index_select(0, place)
+        return chosen.float().view(batch * heads, 1, -1)
 
-    def stored(pool: torch.Tensor, name: str) -> torch.Tensor:
-        codes = pool.flatten(0, 1).index_select(0, place)
-        if name == AUTO:
+    def numbers(stored: StoredSide) -> torch.Tensor:
+        codes = stored.codes.flatten(0, 1).index_select(0, place)
+        if stored.format == AUTO:
             return codes.float()
-        table = code_table(FORMATS[name], codes.device)
+        table = code_table(FORMATS[stored.format], codes.device)
         return table.index_select(0, codes.view(-1).int()).view(codes.shape)
 
-    k = stored(pages.k, pages.k_format).view(batch * heads, count * size, -1)
-    v = stored(pages.v, pages.v_format).view(batch * heads, count, -1, size)
-    return k, scales(pages.k_scales), v, scales(pages.v_scales)
+    k = numbers(pages.k).view(batch * heads, count * size, -1)
+    v = numbers(pages.v).view(batch * heads, count, -1, size)
+    return k, scales(pages.k), v, scales(pages.v)
 
 
 def _add_values(

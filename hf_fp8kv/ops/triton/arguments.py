@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from ..pages import Pages
+from ..pages import AttentionSpec, Pages, StoredSide
 from . import attention
 from .codec import Codec, codec_for
 from .target import Target, next_power_of_2, target_of
@@ -50,12 +50,11 @@ def _padded(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def _codec(
-    name: str, pool: torch.Tensor, static: torch.Tensor | None, target: Target, exact: bool
-) -> Codec:
-    stored = _TYPES.get(pool.dtype, tl.float16)
-    exact = exact or pool.dtype == torch.float32
-    return codec_for(name, target, stored, exact, keep_nan=static is not None)
+def _codec(side: StoredSide, target: Target, exact: bool) -> Codec:
+    stored = _TYPES.get(side.codes.dtype, tl.float16)
+    exact = exact or side.codes.dtype == torch.float32
+    keep_nan = side.static_scale is not None
+    return codec_for(side.format, target, stored, exact, keep_nan=keep_nan)
 
 
 def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
@@ -76,43 +75,37 @@ def prepare(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    *,
-    scaling: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    spec: AttentionSpec,
 ) -> Call:
     """Returns the call; the arguments are those of `reference.attend`."""
     target = target_of(query.device)
-    heads, tokens = pages.k.shape[1], query.shape[2]
+    heads, tokens = pages.heads, query.shape[2]
     groups = query.shape[1] // heads
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
-    k = _codec(pages.k_format, pages.k, pages.k_scale, target, exact)
-    v = _codec(pages.v_format, pages.v, pages.v_scale, target, exact)
+    k, v = _codec(pages.k, target, exact), _codec(pages.v, target, exact)
+    mask, softcap = spec.mask, spec.softcap
     kind = attention.NO_MASK
     if mask is not None and mask.is_floating_point():
         kind = attention.ADDITIVE
     elif mask is not None:
         kind = attention.COMPACT if mask.shape[1:3] == (1, 1) else attention.COMPLETE
     mask, mask_strides = _broadcast(mask)
-    bias, bias_strides = _broadcast(bias)
+    bias, bias_strides = _broadcast(spec.bias)
     # The center's share of the logits counts only beside what does not contain it.
-    centered = pages.k_center is not None and (softcap != 0 or sinks is not None)
-    dims = (pages.k.shape[3], pages.v.shape[2])
+    centered = pages.k.center is not None and (softcap != 0 or spec.sinks is not None)
+    dims = (pages.k.head_dim, pages.v.head_dim)
     width = _padded(max(dims))
     return Call(
         tensors=(
-            query, pages.k, pages.v, pages.k_scales, pages.v_scales, pages.k_scale,
-            pages.k_center if centered else None, pages.table, lengths, mask, bias, sinks,
-            pages.v_scale,
+            query, pages.k.codes, pages.v.codes, pages.k.token_scales, pages.v.token_scales,
+            pages.k.static_scale, pages.k.center if centered else None, pages.table, lengths,
+            mask, bias, spec.sinks, pages.v.static_scale,
         ),
         numbers=(
-            tokens, start, stop, window, scaling * k.factor, scaling, softcap, v.factor,
+            tokens, start, stop, spec.window, spec.scaling * k.factor, spec.scaling, softcap,
+            v.factor,
             *query.stride()[:3], pages.table.stride(0), *mask_strides, *bias_strides,
         ),
         constants={
@@ -120,7 +113,7 @@ def prepare(
             "PAGE": pages.page_size, "WIDE_K": _padded(dims[0]), "WIDE_V": _padded(dims[1]),
             "K_HOW": k.how, "K_SHIFT": k.shift, "K_NAN": k.nan, "K_OPERAND": k.operand,
             "V_HOW": v.how, "V_SHIFT": v.shift, "V_NAN": v.nan, "V_OPERAND": v.operand,
-            "CAUSAL": causal, "WINDOWED": window > 0, "SOFTCAP": softcap != 0,
+            "CAUSAL": spec.causal, "WINDOWED": spec.window > 0, "SOFTCAP": softcap != 0,
             "MASK": kind.value, "CENTER": centered,
             # Of float32 operands: as exact as float32 on tensor cores, in three products. Their
             # parts of large heads do not fit into shared memory.
@@ -130,7 +123,7 @@ def prepare(
         rows=groups * tokens,
         width=width,
         exact=tl.float32 in (k.operand, v.operand),
-        wide=pages.k.element_size() > 1 or pages.v.element_size() > 1,
+        wide=pages.k.codes.element_size() > 1 or pages.v.codes.element_size() > 1,
         padded=(_padded(dims[0]), _padded(dims[1])) != dims,
         bias=bias is not None or kind == attention.ADDITIVE,
     )  # fmt: skip

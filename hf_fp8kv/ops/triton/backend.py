@@ -4,11 +4,9 @@ Tokens that have no place (no page, or past the limit) are not stored: what a CP
 a GPU cannot refuse without waiting.
 """
 
-from typing import Any
-
 import torch
 
-from ..pages import Pages
+from ..pages import AttentionSpec, Pages
 from . import decode, extend, plan
 from .gather import gather
 from .target import target_of
@@ -30,21 +28,10 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    *,
-    scaling: float,
-    causal: bool,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments, and a plan."""
-    rest: dict[str, Any] = {
-        "scaling": scaling, "causal": causal, "window": window, "softcap": softcap,
-        "sinks": sinks, "mask": mask, "bias": bias,
-    }  # fmt: skip
-    if query.shape[1] // pages.k.shape[1] * query.shape[2] <= decode.DECODE_ROWS:
-        return decode.attend(query, pages, lengths, start, stop, plan=plan, **rest)
-    return extend.attend(query, pages, lengths, start, stop, **rest)
+    if query.shape[1] // pages.heads * query.shape[2] <= decode.DECODE_ROWS:
+        return decode.attend(query, pages, lengths, start, stop, spec, plan)
+    return extend.attend(query, pages, lengths, start, stop, spec)

@@ -5,13 +5,11 @@ of one sequence, as the plan says (plan.py). A sequence in several parts leaves 
 a second kernel, or the program that is done last, merges.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..pages import Pages
+from ..pages import AttentionSpec, Pages
 from . import plan as plans
 from .arguments import Call, prepare
 from .attention import attend_rows, finish
@@ -30,17 +28,16 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    *,
+    spec: AttentionSpec,
     plan: torch.Tensor | None = None,
-    **arguments: Any,
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; at most DECODE_ROWS query rows.
 
     Args:
-        query, pages, lengths, start, stop, arguments: as there.
+        query, pages, lengths, start, stop, spec: as there.
         plan: what `plan.make` wrote for these lengths, query tokens and start; None: made here.
     """
-    call = prepare(query, pages, lengths, start, stop, **arguments)
+    call = prepare(query, pages, lengths, start, stop, spec)
     assert call.rows <= DECODE_ROWS
     cut = decode_cut(
         call.target,

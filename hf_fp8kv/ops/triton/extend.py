@@ -5,13 +5,11 @@ reads all that these may see. Where that makes fewer programs than the GPU has p
 chunk after a long prefix), sequences are split as for decoding.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from ..pages import Pages
+from ..pages import AttentionSpec, Pages
 from .arguments import prepare
 from .attention import attend_rows, finish
 from .decode import split
@@ -28,10 +26,10 @@ def attend(
     lengths: torch.Tensor,
     start: int,
     stop: int,
-    **arguments: Any,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Returns what `reference.attend` returns, up to rounding; the same arguments."""
-    call = prepare(query, pages, lengths, start, stop, **arguments)
+    call = prepare(query, pages, lengths, start, stop, spec)
     cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide)
     batch, q_heads, tokens, _ = query.shape
     programs = call.constants["HEADS"] * batch * cdiv(call.rows, cut.rows)

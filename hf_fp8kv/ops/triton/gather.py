@@ -38,20 +38,19 @@ def gather(
         `[B, Hkv, stop - start, D]`, contiguous.
     """
     is_key = side == "k"
-    pool, name = (pages.k, pages.k_format) if is_key else (pages.v, pages.v_format)
-    scales = pages.k_scales if is_key else pages.v_scales
-    static = pages.k_scale if is_key else pages.v_scale
-    heads, dim = pool.shape[1], pool.shape[3 if is_key else 2]
+    stored = pages.k if is_key else pages.v
+    heads, dim = pages.heads, stored.head_dim
     batch = pages.table.shape[0]
-    out = pool.new_empty((batch, heads, stop - start, dim), dtype=dtype)
+    out = stored.codes.new_empty((batch, heads, stop - start, dim), dtype=dtype)
     tile, width = tile_size(pages.page_size), next_power_of_2(dim)
     # Tiles begin at multiples of their size, wherever `start` is.
     parts = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
-        _gather, (parts, heads, batch), pool, out, lengths, pages.table, scales, static,
-        pages.k_center if is_key else None, start, stop, pages.table.stride(0),
+        _gather, (parts, heads, batch), stored.codes, out, lengths, pages.table,
+        stored.token_scales, stored.static_scale, stored.center, start, stop,
+        pages.table.stride(0),
         HEADS=heads, PAGE=pages.page_size, DIM=dim, WIDTH=width,
-        ENCODER=encoder_for(name), TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
+        ENCODER=encoder_for(stored.format), TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
         num_warps=warps(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out

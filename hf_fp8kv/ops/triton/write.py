@@ -57,13 +57,14 @@ def write(
     # Tiles begin at multiples of their size, wherever a sequence ends.
     parts = (tokens + tile - 2) // tile + 1 if tokens else 0
     launch(
-        _write, (parts, 2 * heads, batch), key, value, lengths, pages.table, pages.k, pages.v,
-        pages.k_scales, pages.v_scales, pages.k_scale, pages.v_scale, pages.k_center,
+        _write, (parts, 2 * heads, batch), key, value, lengths, pages.table,
+        pages.k.codes, pages.v.codes, pages.k.token_scales, pages.v.token_scales,
+        pages.k.static_scale, pages.v.static_scale, pages.k.center,
         tokens, UNLIMITED if limit is None else limit, pages.table.shape[1],
         pages.table.stride(0), *key.stride(), *value.stride(),
         HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim,
         K_WIDTH=k_width, V_WIDTH=v_width,
-        K_ENCODER=encoder_for(pages.k_format), V_ENCODER=encoder_for(pages.v_format),
+        K_ENCODER=encoder_for(pages.k.format), V_ENCODER=encoder_for(pages.v.format),
         TILE=tile, num_warps=warps(max(k_width, v_width)), enable_fp_fusion=False,
     )  # fmt: skip
 
