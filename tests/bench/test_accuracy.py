@@ -265,8 +265,9 @@ def test_the_tables_of_the_docs_are_those_of_the_run():
     def top1(row: dict[str, Any]) -> str:
         return f"{100 * row['top1']:.1f} %"
 
+    columns = ("fp8_e4m3", "fp8_e3m4", "fp8_e5m2")
     for scales, said in product(SCALES, (kl, top1)):
-        cells = [said(rows[fmt, scales, c]) for fmt, c in product(MEASURED, (False, True))]
+        cells = [said(rows[fmt, scales, c]) for fmt, c in product(columns, (False, True))]
         assert f"\n| {scales} | {' | '.join(cells)} |\n" in text
     amax = [said(rows["fp8_e4m3", AMAX, c]) for said in (kl, top1) for c in (False, True)]
     for cells in (amax[:2], amax[2:]):
