@@ -17,8 +17,8 @@ from ..calibration import stages
 from ..calibration.choose import Choice
 from ..calibration.corpus import Corpus, read_corpus
 from ..calibration.divergence import Scores, compare_caches
-from ..calibration.job import Job, Options, batches_of
-from ..calibration.observe import Parts, paged_layers
+from ..calibration.job import CalibrationOptions, Job, make_batches
+from ..calibration.observe import TensorDict, paged_layers
 from ..calibration.state import State
 from ..errors import ConfigError
 from ..formats import DISTINCT, FORMATS
@@ -230,26 +230,26 @@ def _paragraphs(text: str) -> set[str]:
     return {part for part in parts if len(part) >= _PARAGRAPH}
 
 
-def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, Parts], _Choices]:
+def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choices]:
     """Return the ranges of K and V, and scales for each format and granularity."""
-    partners = stages.pairs(job, corpus.windows[0])
-    ranges = stages.observed(job, "text", batches_of(corpus.windows, 1), partners)
+    partners = stages.find_partners(job, corpus.windows[0])
+    ranges = stages.collect_ranges(job, "text", make_batches(corpus.windows, 1), partners)
     choices = {}
     for fmt, (name, kind) in product(MEASURED, STATIC.items()):
-        options = Options(kind, FORMATS[fmt], margin=1.0, center=True)
+        options = CalibrationOptions(kind, FORMATS[fmt], margin=1.0, center=True)
         # A state keeps the first choice that it is asked for.
         fresh = replace(job, state=State(None, ""))
-        choices[fmt, name] = stages.chosen(fresh, corpus.windows, ranges, partners, options)
-    choices[MEASURED[0], AMAX] = {index: _smallest(parts) for index, parts in ranges.items()}
+        choices[fmt, name] = stages.choose_scales(fresh, corpus.windows, ranges, partners, options)
+    choices[MEASURED[0], AMAX] = {index: _smallest(of_layer) for index, of_layer in ranges.items()}
     return ranges, choices
 
 
-def _smallest(parts: Parts) -> Choice:
+def _smallest(ranges: TensorDict) -> Choice:
     """Return the smallest scales per head under which nothing saturates."""
-    mean = (parts["k_sum"] / parts["count"]).float()
+    mean = (ranges["k_sum"] / ranges["count"]).float()
 
     def scale(side: str, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
-        high, low = parts[f"{side}_max"] - shift, parts[f"{side}_min"] - shift
+        high, low = ranges[f"{side}_max"] - shift, ranges[f"{side}_min"] - shift
         amax = torch.maximum(high.abs(), low.abs()).amax(1, keepdim=True).cpu()
         return amax.clamp(min=torch.finfo(amax.dtype).tiny) / FORMATS["fp8_e4m3"].max
 
@@ -309,12 +309,12 @@ def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
     }
 
 
-def _sizes(part: Parts) -> tuple[int, int]:
+def _sizes(part: TensorDict) -> tuple[int, int]:
     """Return how many numbers of K and of V a token has in one layer."""
     return part["k_max"].numel(), part["v_max"].numel()
 
 
-def _bytes_per_token(cache: Any, ranges: Mapping[int, Parts], tokens: int) -> float:
+def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) -> float:
     """Return the bytes of a token in a new cache that is given `tokens` of a bf16 model."""
     for index, part in ranges.items():
         k, v = (

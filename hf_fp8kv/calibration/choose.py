@@ -1,4 +1,4 @@
-"""Scales from what was observed: how large they must be, and which of the large ones lose least.
+"""Scales of least cost: how large they must be, and which of the large ones lose least.
 
 A scale must be at least `amax / 448`, so that nothing saturates. A float format rounds a number by
 a share that depends on where in its binade the number falls, so of the scales in the octave above
@@ -18,7 +18,7 @@ taken, up to the norm of the pairs that RoPE rotates, which K can reach at posit
 did not have. A scale per channel always covers that norm.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,10 @@ import torch
 from ..formats import Format
 from ..formats.codec import SEARCH_STEPS, rounded
 from ..scales.layer_scales import Granularity
-from .observe import Parts
+from .observe import TensorDict
 from .pairs import Partners
 
-__all__ = ["Choice", "Queries", "Trial", "chosen_scales", "costs", "trials"]
+__all__ = ["Choice", "Queries", "Trial", "make_trials", "measure_costs", "pick_scales"]
 
 # What a larger scale may cost, and how many octaves up are tried.
 _ROOM_COST = 1.02
@@ -53,15 +53,20 @@ class Queries:
     weights: torch.Tensor
 
     @classmethod
-    def of(
-        cls, q: torch.Tensor, k: torch.Tensor, at: torch.Tensor, scaling: float, window: int | None
+    def from_states(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        positions: torch.Tensor,
+        scaling: float,
+        window: int | None,
     ) -> "Queries | None":
-        """The queries, or None where they are not of these keys (MLA expands what is cached).
+        """Return the queries; None where they are not of these keys (MLA expands what is cached).
 
         Args:
             q: `[Hq, Q, Dk]`.
             k: `[N, Hkv, Dk]`.
-            at: `[Q]`, int64: the positions of the queries among the keys.
+            positions: `[Q]`, int64: of the queries among the keys.
             scaling: of the logits.
             window: tokens that a query sees; None: all before it, and itself.
         """
@@ -71,13 +76,13 @@ class Queries:
         q = q.float().reshape(heads, -1, *q.shape[1:]) * scaling
         logits = torch.einsum("hgqd,nhd->hgqn", q, k.float())
         tokens = torch.arange(len(k), device=k.device)
-        hidden = tokens > at[:, None]
+        hidden = tokens > positions[:, None]
         if window is not None:
-            hidden |= tokens <= at[:, None] - window
+            hidden |= tokens <= positions[:, None] - window
         return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1))
 
-    def of_keys(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """What errors `[N, Hkv, Dk]` of K cost: of each head `[Hkv, 1]`, or channel `[Hkv, Dk]`."""
+    def cost_of_keys(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+        """Return the cost of errors of K, `[N, Hkv, Dk]`: per head `[Hkv, 1]`, or `[Hkv, Dk]`."""
         if granularity == "channel":
             mean = torch.einsum("hgqn,nhd->hgqd", self.weights, error)
             square = torch.einsum("hgqn,nhd->hgqd", self.weights, error.square())
@@ -86,8 +91,8 @@ class Queries:
         mean = (self.weights * moved).sum(-1, keepdim=True)
         return (self.weights * (moved - mean).square()).sum((1, 2, 3))[:, None]
 
-    def of_values(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
-        """The same for errors `[N, Hkv, Dv]` of V."""
+    def cost_of_values(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
+        """Return the cost of errors of V, `[N, Hkv, Dv]`: per head `[Hkv, 1]`, or `[Hkv, Dv]`."""
         moved = torch.einsum("hgqn,nhd->hgqd", self.weights, error).square().sum((1, 2))
         return moved if granularity == "channel" else moved.sum(-1, keepdim=True)
 
@@ -112,8 +117,8 @@ class Trial:
     granularity: Granularity
 
 
-def trials(
-    parts: Parts,
+def make_trials(
+    ranges: TensorDict,
     partners: Partners,
     *,
     granularity: Granularity,
@@ -121,10 +126,10 @@ def trials(
     margin: float,
     center: bool,
 ) -> dict[str, Trial]:
-    """What to try for a layer: "k", "v", and "k_centered" where a center is wanted.
+    """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted.
 
     Args:
-        parts: the range of the layer, see `range_of`.
+        ranges: of the layer, see `measure_range`.
         partners: what RoPE rotates; where it is not known, K gets no scale finer than a head's.
         granularity: over what one scale stands.
         fmt: the format that scales are chosen for.
@@ -133,26 +138,26 @@ def trials(
     """
     # Without knowing what is rotated into a channel, its own range says nothing of other positions.
     finest = "head" if granularity == "channel" and partners.k is None else granularity
-    found = {
-        "k": _trial("k", parts, None, finest, fmt, margin),
-        "v": _trial("v", parts, None, granularity, fmt, margin),
+    trials = {
+        "k": _make_trial("k", ranges, None, finest, fmt, margin),
+        "v": _make_trial("v", ranges, None, granularity, fmt, margin),
     }
     if center:
-        mean = (parts["k_sum"] / parts["count"]).float()
-        found["k_centered"] = _trial("k", parts, mean, finest, fmt, margin)
-    return found
+        mean = (ranges["k_sum"] / ranges["count"]).float()
+        trials["k_centered"] = _make_trial("k", ranges, mean, finest, fmt, margin)
+    return trials
 
 
-def _trial(
+def _make_trial(
     side: str,
-    parts: Parts,
+    ranges: TensorDict,
     center: torch.Tensor | None,
     granularity: Granularity,
     fmt: Format,
     margin: float,
 ) -> Trial:
     # On the CPU, as after an interruption: GPUs divide a little otherwise.
-    high, low, reach = (parts[f"{side}_{name}"].cpu() for name in ("max", "min", "pair"))
+    high, low, reach = (ranges[f"{side}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
         high, low, reach = high - center, low - center, reach + center.abs()
@@ -161,17 +166,17 @@ def _trial(
     # everywhere.
     alone = granularity == "channel"
     amax = reach if alone else torch.maximum(high.abs(), low.abs()) * margin
-    if over := _OVER[granularity]:
-        amax, reach = amax.amax(over, keepdim=True), reach.amax(over, keepdim=True)
-    return Trial(side, _without_zeros(amax) / fmt.max, reach / fmt.max, center, granularity)
+    if axes := _AXES[granularity]:
+        amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
+    return Trial(side, _replace_zeros(amax) / fmt.max, reach / fmt.max, center, granularity)
 
 
 # Of `[Hkv, D]`, the axes that one scale stands for.
-_OVER: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "channel": ()}
+_AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "channel": ()}
 
 
-def _without_zeros(amax: torch.Tensor) -> torch.Tensor:
-    """The range, with that of its neighbours where there was nothing but zeros; 1 for all zeros.
+def _replace_zeros(amax: torch.Tensor) -> torch.Tensor:
+    """Give a range of zeros that of its neighbours; 1 where all are zeros.
 
     Any scale stores zeros; this one leaves room for other numbers.
     """
@@ -180,8 +185,10 @@ def _without_zeros(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(amax > 0, amax, largest)
 
 
-def costs(trial: Trial, x: torch.Tensor, queries: Queries | None, fmt: Format) -> Parts:
-    """What every scale costs on a text; costs of several texts add up.
+def measure_costs(
+    trial: Trial, x: torch.Tensor, queries: Queries | None, fmt: Format
+) -> TensorDict:
+    """Return what every scale costs on a text; costs of several texts add up.
 
     Args:
         trial: the side and its smallest scales.
@@ -194,38 +201,32 @@ def costs(trial: Trial, x: torch.Tensor, queries: Queries | None, fmt: Format) -
         `[1 + octaves, SEARCH_STEPS, ...]`: the squared error of these, and of larger ones.
     """
     x = x.float() if trial.center is None else x.float() - trial.center.to(x.device)
-    first, over = trial.first.to(x.device), _OVER[trial.granularity]
+    first, axes = trial.first.to(x.device), _AXES[trial.granularity]
     thin = x[:: -(-len(x) // _ROOM_TOKENS)]
     cost, room = [], []
     for step in range(SEARCH_STEPS):
         scale = first * 2.0 ** (step / SEARCH_STEPS)
-        room.append(
-            torch.stack(
-                [
-                    _squares(thin, scale * 2.0**octave, over, fmt)
-                    for octave in range(_ROOM_OCTAVES + 1)
-                ]
-            )
-        )
+        octaves = [scale * 2.0**octave for octave in range(_ROOM_OCTAVES + 1)]
+        room.append(torch.stack([_squared_error(thin, larger, axes, fmt) for larger in octaves]))
         if queries is not None:
-            weigh: Callable[[torch.Tensor, Granularity], torch.Tensor]
-            weigh = queries.of_keys if trial.side == "k" else queries.of_values
-            lost = weigh(_error(x, scale, fmt), trial.granularity)
-            cost.append(lost.sum(0, keepdim=True) if trial.granularity == "tensor" else lost)
+            weigh = queries.cost_of_keys if trial.side == "k" else queries.cost_of_values
+            of_scale = weigh(_error(x, scale, fmt), trial.granularity)
+            tensor = trial.granularity == "tensor"
+            cost.append(of_scale.sum(0, keepdim=True) if tensor else of_scale)
     rooms = torch.stack(room, 1)
-    found = torch.stack(cost).double() if cost else torch.zeros_like(rooms[0])
-    return {"cost": found.cpu(), "room": rooms.cpu()}
+    total = torch.stack(cost).double() if cost else torch.zeros_like(rooms[0])
+    return {"cost": total.cpu(), "room": rooms.cpu()}
 
 
 def _error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     return rounded(x / scale, fmt) * scale - x
 
 
-def _squares(
-    x: torch.Tensor, scale: torch.Tensor, over: tuple[int, ...], fmt: Format
+def _squared_error(
+    x: torch.Tensor, scale: torch.Tensor, axes: tuple[int, ...], fmt: Format
 ) -> torch.Tensor:
-    lost = _error(x, scale, fmt).square().sum(0, dtype=torch.float64)
-    return lost.sum(over, keepdim=True) if over else lost
+    squares = _error(x, scale, fmt).square().sum(0, dtype=torch.float64)
+    return squares.sum(axes, keepdim=True) if axes else squares
 
 
 @dataclass(frozen=True)
@@ -247,42 +248,45 @@ class Choice:
     gain: float | None = None
 
     @property
-    def parts(self) -> Parts:
-        """The same as tensors, for a file."""
-        found: Parts = {"k": self.k, "v": self.v}
+    def tensors(self) -> TensorDict:
+        """The same as named tensors, for a file."""
+        tensors: TensorDict = {"k": self.k, "v": self.v}
         if self.k_centered is not None and self.k_center is not None:
-            found |= {"k_centered": self.k_centered, "k_center": self.k_center}
-            found["gain"] = torch.tensor(self.gain, dtype=torch.float64, device="cpu")
-        return found
+            tensors |= {"k_centered": self.k_centered, "k_center": self.k_center}
+            tensors["gain"] = torch.tensor(self.gain, dtype=torch.float64, device="cpu")
+        return tensors
 
     @classmethod
-    def of(cls, parts: Parts) -> "Choice":
-        """What `parts` gave."""
-        gain = parts["gain"].item() if "gain" in parts else None
-        return cls(parts["k"], parts["v"], parts.get("k_centered"), parts.get("k_center"), gain)
+    def from_tensors(cls, tensors: TensorDict) -> "Choice":
+        """Return the choice of which these are the `tensors`."""
+        gain = tensors["gain"].item() if "gain" in tensors else None
+        centered, center = tensors.get("k_centered"), tensors.get("k_center")
+        return cls(tensors["k"], tensors["v"], centered, center, gain)
 
 
-def chosen_scales(tried: Mapping[str, Trial], found: Mapping[str, Parts], fmt: Format) -> Choice:
-    """The scales that cost least.
+def pick_scales(
+    trials: Mapping[str, Trial], costs: Mapping[str, TensorDict], fmt: Format
+) -> Choice:
+    """Return the scales that cost least.
 
     Args:
-        tried: what `trials` gave.
-        found: what each of them costs, over all texts.
+        trials: what `make_trials` gave.
+        costs: what each of them costs, over all texts.
         fmt: the format.
     """
-    k, k_cost = _best(tried["k"], found["k"], fmt)
-    v, _ = _best(tried["v"], found["v"], fmt)
-    if "k_centered" not in tried:
+    k, k_cost = _pick(trials["k"], costs["k"], fmt)
+    v, _ = _pick(trials["v"], costs["v"], fmt)
+    if "k_centered" not in trials:
         return Choice(k, v)
-    centered, cost = _best(tried["k_centered"], found["k_centered"], fmt)
-    center = tried["k_centered"].center
+    centered, cost = _pick(trials["k_centered"], costs["k_centered"], fmt)
+    center = trials["k_centered"].center
     assert center is not None
     return Choice(k, v, centered, center, k_cost / cost if cost > 0 else 1.0)
 
 
-def _best(trial: Trial, found: Parts, fmt: Format) -> tuple[torch.Tensor, float]:
-    """The scale in the unit of E4M3, and its cost; without queries the smallest scale."""
-    cost, room = found["cost"], found["room"]
+def _pick(trial: Trial, costs: TensorDict, fmt: Format) -> tuple[torch.Tensor, float]:
+    """Return the scale in the unit of E4M3, and its cost; without queries the smallest scale."""
+    cost, room = costs["cost"], costs["room"]
     first, reach = trial.first, trial.reach
     step = cost.argmin(0, keepdim=True)  # the first of equals
     rooms = room.gather(1, step[None].expand(len(room), *step.shape))[:, 0]

@@ -1,4 +1,4 @@
-"""The texts that a calibration reads: tokenised, cut into windows, and parted in two.
+"""Corpus: the texts that a calibration reads, tokenised, cut into windows, and split in two.
 
 Both parts are the same for any order of the texts, as long as all of them are read.
 """
@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from ..errors import ConfigError
 from ..utils.text import format_list, format_value
-from .text_files import is_json_lines, json_values, pieces
+from .text_files import is_json_lines, read_json_lines, split_text_file
 from .text_tokens import TextTokenizer
 
 __all__ = ["Corpus", "read_corpus"]
@@ -48,12 +49,12 @@ class Corpus:
     @property
     def digest(self) -> str:
         """SHA-256 over the tokens of both parts and the lengths of their windows."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for part in (self.windows, self.held_out):
-            found.update(len(part).to_bytes(8, "little"))
+            digest.update(len(part).to_bytes(8, "little"))
             for window in part:
-                found.update(len(window).to_bytes(8, "little") + _content(window))
-        return found.hexdigest()
+                digest.update(len(window).to_bytes(8, "little") + _content(window))
+        return digest.hexdigest()
 
 
 def read_corpus(
@@ -66,7 +67,7 @@ def read_corpus(
     text_column: str = "text",
     chat_template: bool | None = None,
 ) -> Corpus:
-    """Returns the texts as windows of at most `max_length` tokens, in an order of their own.
+    """Return the texts as windows of at most `max_length` tokens, in an order of their own.
 
     A text is cut into windows that follow each other; a window of one token is left out. The
     tokenizer adds its special tokens once per text. Blank texts are skipped.
@@ -100,50 +101,54 @@ def read_corpus(
     _check_number("max_tokens", max_tokens, _SHORTEST)
     _check_number("max_length", max_length, _SHORTEST)
     _check_number("held_out", held_out, 0)
-    tokenized = TextTokenizer(tokenizer, text_column=text_column, chat_template=chat_template)
-    cut: list[tuple[torch.Tensor, ...]] = []
+    encoder = TextTokenizer(tokenizer, text_column=text_column, chat_template=chat_template)
+    windows_by_text: list[tuple[torch.Tensor, ...]] = []
     tokens = 0
-    for where, item in _items(texts, tokenized, max_length):
-        ids = tokenized.ids(where, item, max_tokens - tokens)
+    for where, item in _iterate(texts, encoder, max_length):
+        ids = encoder.encode(where, item, max_tokens - tokens)
         if ids is None:
             continue
-        windows = _windows(ids[: max_tokens - tokens], max_length)
-        cut.append(windows)
+        windows = _split(ids[: max_tokens - tokens], max_length)
+        windows_by_text.append(windows)
         tokens += sum(map(len, windows))
         if max_tokens - tokens < _SHORTEST:
             break
     if not tokens:
-        got = f"{len(cut)} of one token" if cut else "none that is not blank"
+        got = (
+            f"{len(windows_by_text)} of one token" if windows_by_text else "none that is not blank"
+        )
         raise ConfigError(
             f"{_name(texts)}: expected a text of at least {_SHORTEST} tokens, got {got}; check the "
             "file, or that the iterator has not been read before"
         )
-    apart = _held_out(cut, held_out)
+    apart = _choose_held_out(windows_by_text, held_out)
     # A copy of its own does not keep the whole text in memory.
-    ordered = [w.clone() for w in sorted((w for ws in cut for w in ws), key=_rank)]
+    ordered = [w.clone() for w in sorted(chain(*windows_by_text), key=_rank)]
     kept = tuple(w for w in ordered if _content(w) not in apart)
     return Corpus(
         windows=kept,
         held_out=tuple(w for w in ordered if _content(w) in apart),
-        texts=len(cut),
+        texts=len(windows_by_text),
         tokens=sum(map(len, kept)),
         complete=max_tokens - tokens >= _SHORTEST,
     )
 
 
-def _items(
-    texts: object, tokenized: TextTokenizer, max_length: int
+def _iterate(
+    texts: object, encoder: TextTokenizer, max_length: int
 ) -> Iterator[tuple[str, object]]:
-    """The items, and what errors call them."""
+    """Yield the items, and what errors call them."""
     if isinstance(texts, str | os.PathLike):
-        path = _file(texts)
+        path = _check_path(texts)
         if is_json_lines(path):
-            yield from json_values(path)
+            yield from read_json_lines(path)
             return
         name = str(path)
-        room = max(max_length - tokenized.overhead(name), 1)
+        room = max(max_length - encoder.count_overhead(name), 1)
         line = max_length // _UNITS_PER_WINDOW
-        for piece in pieces(path, lambda units: tokenized.lengths(name, units), room, line):
+        for piece in split_text_file(
+            path, lambda units: encoder.count_tokens(name, units), room, line
+        ):
             yield name, piece
         return
     if isinstance(texts, Mapping):
@@ -169,7 +174,7 @@ def _items(
     yield from ((f"texts[{number}]", item) for number, item in enumerate(items))
 
 
-def _file(texts: str | os.PathLike[Any]) -> Path:
+def _check_path(texts: str | os.PathLike[Any]) -> Path:
     path = Path(os.fsdecode(texts))
     expected = "expected a file or a list of texts"
     # Not Path.exists, which raises for a name that is too long; a pipe is a file as well.
@@ -198,7 +203,7 @@ def _check_number(name: str, value: object, lowest: int) -> None:
         )
 
 
-def _windows(ids: torch.Tensor, max_length: int) -> tuple[torch.Tensor, ...]:
+def _split(ids: torch.Tensor, max_length: int) -> tuple[torch.Tensor, ...]:
     return tuple(window for window in ids.split(max_length) if len(window) >= _SHORTEST)
 
 
@@ -207,16 +212,16 @@ def _content(window: torch.Tensor) -> bytes:
 
 
 def _rank(window: torch.Tensor) -> tuple[int, bytes]:
-    """Sorts windows by length, the longest first, and equals by content."""
+    """Rank windows by length, the longest first, and equals by content."""
     return -len(window), _content(window)
 
 
-def _held_out(cut: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
-    """The contents of the windows that are held out. The rule is in `read_corpus`.
+def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
+    """Return the contents of the windows that are held out, by the rule of `read_corpus`.
 
     Contents are what is counted and chosen, so all copies of a window are on the same side.
     """
-    texts = [tuple(map(_content, windows)) for windows in cut if windows]
+    texts = [tuple(map(_content, windows)) for windows in windows_by_text if windows]
     copies = Counter(content for text in texts for content in text)
     if not wanted or len(copies) < 2:
         return set()
@@ -231,10 +236,10 @@ def _held_out(cut: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
     for group in sorted(groups, key=_group_rank):
         whole = sum(size[c] for c in group) <= limit
         for unit in [group] if whole else [{c} for c in sorted(group, key=_hash_rank)]:
-            more = sum(size[c] for c in unit)
-            if held < wanted and held + more <= limit:
+            tokens = sum(size[c] for c in unit)
+            if held < wanted and held + tokens <= limit:
                 chosen |= unit
-                held += more
+                held += tokens
     if chosen:
         return chosen
     ranked = sorted(size, key=_hash_rank)
@@ -243,7 +248,7 @@ def _held_out(cut: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
 
 
 def _group_rank(group: Iterable[bytes]) -> tuple[int, bytes]:
-    """By the longest window, then by a hash of all of them."""
+    """Rank groups by the longest window, then by a hash of all of them."""
     ordered = sorted(group)
     return -max(map(len, ordered)), hashlib.sha256(b"".join(ordered)).digest()
 

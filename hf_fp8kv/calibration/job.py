@@ -1,4 +1,4 @@
-"""What all stages of a calibration share."""
+"""Job: the model, layers and state that all stages of a calibration share."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from transformers import PreTrainedModel
 
 from ..formats import Format
 from ..scales.layer_scales import Granularity
-from .observe import Batch, Parts
+from .observe import Batch, TensorDict
 from .state import State
 
-__all__ = ["Job", "Options", "batches_of"]
+__all__ = ["CalibrationOptions", "Job", "make_batches"]
 
 
 @dataclass(frozen=True)
-class Options:
+class CalibrationOptions:
     """What a user chose of the scales to make, see `calibrate`."""
 
     granularity: Granularity
@@ -32,33 +32,34 @@ class Job:
         model: in eval mode.
         layers: those that need scales.
         state: what was done before.
-        told: called with a stage, tokens that the model was run on, and whether in an earlier run.
+        on_progress: called with a stage, the tokens that the model was run on, and whether that
+            was in an earlier run.
     """
 
     model: PreTrainedModel
     layers: frozenset[int]
     state: State
-    told: Callable[[str, int, bool], None]
+    on_progress: Callable[[str, int, bool], None]
 
-    def without(self, scales: Collection[int]) -> tuple[int, ...]:
-        """The layers that a cache must leave out, since there are scales for these only."""
+    def layers_without(self, scales: Collection[int]) -> tuple[int, ...]:
+        """Return the layers that a cache must leave out, since there are scales for these only."""
         return tuple(sorted(self.layers.difference(scales)))
 
-    def over(
-        self, name: str, batches: Sequence[Batch], step: Callable[[Parts, Batch], Parts]
-    ) -> Parts:
-        """A fold over batches that tells of its tokens."""
+    def run_batches(
+        self, name: str, batches: Sequence[Batch], step: Callable[[TensorDict, Batch], TensorDict]
+    ) -> TensorDict:
+        """Fold a step over batches, and report their tokens."""
 
-        def after(batch: Batch, again: bool) -> None:
-            self.told(name, batch.tokens, again)
+        def on_batch(batch: Batch, resumed: bool) -> None:
+            self.on_progress(name, batch.tokens, resumed)
 
-        return self.state.fold(name, batches, step, after)
+        return self.state.fold(name, batches, step, on_batch)
 
-    def once(self, name: str, work: Callable[[], Parts]) -> Parts:
-        """A fold over nothing but the work itself."""
-        return self.state.fold(name, (None,), lambda parts, item: work())
+    def run_once(self, name: str, work: Callable[[], TensorDict]) -> TensorDict:
+        """Do the work, unless an earlier run has done it, and return its result."""
+        return self.state.fold(name, (None,), lambda tensors, item: work())
 
 
-def batches_of(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
-    """The windows in batches of `size`, in their order."""
+def make_batches(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
+    """Return the windows in batches of `size`, in their order."""
     return [Batch(tuple(windows[i : i + size])) for i in range(0, len(windows), size)]

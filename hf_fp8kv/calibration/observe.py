@@ -1,4 +1,4 @@
-"""What K and V a model hands to its cache: after RoPE, exactly the numbers that would be stored."""
+"""Observed K and V: after RoPE, exactly the numbers that a model's cache would store."""
 
 import inspect
 from collections.abc import Callable
@@ -13,13 +13,22 @@ from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_only
 
 __all__ = [
-    "MODEL_ERRORS", "Batch", "Parts", "Seen", "input_device", "merged", "observe", "paged_layers",
-    "range_of", "takes",
+    "MODEL_ERRORS",
+    "Batch",
+    "OnStates",
+    "TensorDict",
+    "accepts",
+    "add_tensors",
+    "input_device",
+    "measure_range",
+    "merge_ranges",
+    "observe",
+    "paged_layers",
 ]  # fmt: skip
 
 # Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
-Seen = Callable[[int, torch.Tensor, torch.Tensor], None]
-Parts = dict[str, torch.Tensor]
+OnStates = Callable[[int, torch.Tensor, torch.Tensor], None]
+TensorDict = dict[str, torch.Tensor]
 # How a model's own code ends when it is called in a way that it does not expect.
 MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError)
 
@@ -45,11 +54,13 @@ class Batch:
 
 
 class _ObservedCache(DynamicCache):
-    """transformers' own cache, which also shows K and V of some layers to a function."""
+    """transformers' own cache, which also shows K and V of some layers to a callback."""
 
-    def __init__(self, config: Any, layers: frozenset[int], seen: Seen, valid: Any) -> None:
+    def __init__(
+        self, config: Any, layers: frozenset[int], on_states: OnStates, valid: Any
+    ) -> None:
         super().__init__(config=config)
-        self._observed, self._seen, self._valid = layers, seen, valid
+        self._observed, self._on_states, self._valid = layers, on_states, valid
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any,
@@ -66,13 +77,13 @@ class _ObservedCache(DynamicCache):
                 k, v = (row.flatten(0, 1) for row in rows)
             else:
                 k, v = (row[self._valid.to(row.device)] for row in rows)
-            self._seen(layer_idx, k, v)
+            self._on_states(layer_idx, k, v)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
 
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
-    """The layers that `FP8PagedCache` stores in 8 bits, and that need scales.
+    """Return the layers that `FP8PagedCache` stores in 8 bits, which need scales.
 
     Raises:
         ConfigError: the model cannot use the cache, or none of its layers can.
@@ -107,11 +118,11 @@ def observe(
     model: PreTrainedModel,
     batch: Batch,
     layers: frozenset[int],
-    seen: Seen,
+    on_states: OnStates,
     *,
     first_position: int | None = None,
 ) -> None:
-    """One call of the model on an empty cache, during which `seen` is shown K and V.
+    """Call the model once on an empty cache, and `on_states` with K and V of each layer.
 
     An encoder-decoder reads the text on both sides; only its decoder's own attention is shown.
 
@@ -119,13 +130,16 @@ def observe(
         model: in eval mode.
         batch: the text.
         layers: which layers to show.
-        seen: what to call with each layer's K and V.
+        on_states: called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype.
         first_position: of the first token, for models that take `position_ids`; None: as always.
+
+    Raises:
+        ConfigError: the model cannot read token ids into a cache.
     """
     device = input_device(model)
     ids = batch.ids.to(device)
     valid = None if batch.valid is None else batch.valid.to(device)
-    cache: Any = _ObservedCache(model.config, layers, seen, valid)
+    cache: Any = _ObservedCache(model.config, layers, on_states, valid)
     inputs: dict[str, Any] = {"input_ids": ids}
     if valid is not None:
         inputs["attention_mask"] = valid.long()
@@ -150,13 +164,13 @@ def observe(
         ) from error
 
 
-def takes(model: PreTrainedModel, argument: str) -> bool:
-    """Whether the model's forward names this argument."""
+def accepts(model: PreTrainedModel, argument: str) -> bool:
+    """Return whether the model's forward names this argument."""
     return argument in inspect.signature(type(model).forward).parameters
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where token ids go: with parts on other devices or on disk, to the embedding."""
+    """Return where token ids go: with parts on other devices or on disk, to the embedding."""
     hook = getattr(model, "_hf_hook", None)
     device = getattr(hook, "execution_device", None)
     if device is not None:
@@ -164,17 +178,17 @@ def input_device(model: PreTrainedModel) -> torch.device:
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
-def range_of(
+def measure_range(
     k: torch.Tensor,
     v: torch.Tensor,
     k_partner: torch.Tensor | None,
     v_partner: torch.Tensor | None,
-) -> Parts:
-    """The range of `[N, Hkv, D]` keys and values of one layer.
+) -> TensorDict:
+    """Return the range of keys and values of one layer.
 
     Args:
-        k: the keys.
-        v: the values.
+        k: `[N, Hkv, Dk]`, the keys.
+        v: `[N, Hkv, Dv]`, the values.
         k_partner: `[Dk]`, int64: the channel that each channel of K is rotated with, or itself;
             None: not known.
         v_partner: the same for V.
@@ -185,29 +199,31 @@ def range_of(
         int64, tokens.
     """
     k, v = k.float(), v.float()
-    parts = {"count": torch.tensor(k.shape[0], device="cpu")}
+    ranges = {"count": torch.tensor(k.shape[0], device="cpu")}
     for side, x, partner in (("k", k, k_partner), ("v", v, v_partner)):
-        parts[f"{side}_max"], parts[f"{side}_min"] = x.amax(0), x.amin(0)
+        ranges[f"{side}_max"], ranges[f"{side}_min"] = x.amax(0), x.amin(0)
         norms = x.abs() if partner is None else _pair_norm(x, partner.to(x.device))
-        parts[f"{side}_pair"] = norms.amax(0)
-    parts["k_sum"] = k.sum(0, dtype=torch.float64)
-    return parts
+        ranges[f"{side}_pair"] = norms.amax(0)
+    ranges["k_sum"] = k.sum(0, dtype=torch.float64)
+    return ranges
 
 
-def merged(one: Parts, other: Parts) -> Parts:
-    """The range over the tokens of both, on the devices of `one`."""
+def merge_ranges(one: TensorDict, other: TensorDict) -> TensorDict:
+    """Return the range over the tokens of both, on the devices of `one`."""
     result = {}
-    for name, part in one.items():
-        more = other[name].to(part.device)
-        kind = name.rpartition(".")[2]
-        if kind in ("count", "k_sum"):
-            result[name] = part + more
-        else:
-            result[name] = (torch.minimum if kind.endswith("min") else torch.maximum)(part, more)
+    for name, tensor in one.items():
+        kind = name.rpartition("_")[2].rpartition(".")[2]
+        merge = {"count": torch.add, "sum": torch.add, "min": torch.minimum}.get(kind)
+        result[name] = (merge or torch.maximum)(tensor, other[name].to(tensor.device))
     return result
 
 
+def add_tensors(sums: TensorDict, new: TensorDict) -> TensorDict:
+    """Return the sums with new ones added; at first there are none."""
+    return {name: sums[name] + tensor for name, tensor in new.items()} if sums else new
+
+
 def _pair_norm(x: torch.Tensor, partner: torch.Tensor) -> torch.Tensor:
-    """The norm of each channel together with its partner's; of one without a partner, its own."""
+    """Return the norm of each channel with its partner, or its own without one, as `x`."""
     alone = partner == torch.arange(len(partner), device=x.device)
     return torch.where(alone, x.abs(), (x.square() + x[..., partner].square()).sqrt())

@@ -1,4 +1,4 @@
-"""Which channels of K a model rotates together (RoPE), measured instead of assumed.
+"""Pairs of channels of K that a model rotates together (RoPE), measured instead of assumed.
 
 At another position RoPE turns a pair of channels by an angle: each of the two changes, and the norm
 of the pair does not. A model whose attention depends on distances only computes the same K at
@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError
 from ..modeling.model_support import config_field
-from .observe import Batch, observe, takes
+from .observe import Batch, accepts, observe
 
-__all__ = ["Partners", "measure_pairs", "partners_of"]
+__all__ = ["Partners", "match_channels", "measure_partners"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class Partners:
     v: torch.Tensor | None
 
 
-def measure_pairs(
+def measure_partners(
     model: PreTrainedModel, window: torch.Tensor, layers: frozenset[int]
 ) -> dict[int, Partners]:
-    """The partners of every layer.
+    """Return the partners of every layer.
 
     Args:
         model: in eval mode.
@@ -51,41 +51,44 @@ def measure_pairs(
         layers: which layers to look at.
     """
     unknown = dict.fromkeys(layers, Partners(None, None))
-    if not takes(model, "position_ids") or model.config.is_encoder_decoder:
+    if not accepts(model, "position_ids") or model.config.is_encoder_decoder:
         return unknown
     room = _positions(model)
     batch = Batch((window[: min(TOKENS, max(room // 4, 2))],))
     try:
-        here, there = (_shown(model, batch, layers, first) for first in (0, room // 2))
+        here, there = (_record_states(model, batch, layers, first) for first in (0, room // 2))
     except torch.OutOfMemoryError:
         raise
     except (ConfigError, RuntimeError) as error:  # it does not expect such positions
         logger.info("%s cannot be run at other positions: %s", type(model).__name__, error)
         return unknown
     return {
-        index: Partners(partners_of(k, there[index][0]), partners_of(v, there[index][1]))
+        index: Partners(match_channels(k, there[index][0]), match_channels(v, there[index][1]))
         for index, (k, v) in here.items()
     }
 
 
-def _shown(
+def _record_states(
     model: PreTrainedModel, batch: Batch, layers: frozenset[int], first: int
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        found[index] = (k.double().cpu(), v.double().cpu())
+    def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        states[index] = (k.double().cpu(), v.double().cpu())
 
-    observe(model, batch, layers, keep, first_position=first)
-    return found
+    observe(model, batch, layers, on_states, first_position=first)
+    return states
 
 
-def partners_of(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """For each channel the one whose square changes against its own, or itself: `[D]`, int64.
+def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+    """Return for each channel the one whose square changes against its own, or itself.
 
     Args:
         here: `[N, H, D]`, float64: K of some tokens.
         there: K of the same tokens at other positions.
+
+    Returns:
+        `[D]`, int64.
     """
     before, after = (x.flatten(0, 1).square() for x in (here, there))
     change = after - before
@@ -97,11 +100,11 @@ def partners_of(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     alone = torch.arange(len(best), device=best.device)
     sure = moved & moved[best] & (correlation[best, alone] < _CANCELLED) & (best[best] == alone)
     partner = torch.where(sure, best, alone)
-    return _completed(partner)
+    return _complete_pattern(partner)
 
 
-def _completed(partner: torch.Tensor) -> torch.Tensor:
-    """The same with the channels that turn too slowly to be seen, by the pattern of the others.
+def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
+    """Add the pairs that turn too slowly to be seen, by the pattern of the others.
 
     The pairs start with the fastest one, so what is missing comes after those that were seen.
     """
@@ -118,19 +121,19 @@ def _completed(partner: torch.Tensor) -> torch.Tensor:
         low = torch.arange(first, min(first + step, size - step), device=partner.device)
     guess = alone.clone()
     guess[low], guess[low + step] = low + step, low
-    seen = partner != alone
-    if (guess[seen] != partner[seen]).any():
+    known = partner != alone
+    if (guess[known] != partner[known]).any():
         return partner  # another pattern: what was seen is all that is known
     return guess
 
 
 def _positions(model: PreTrainedModel) -> int:
-    """How many positions the model was trained for, in tokens, before any scaling of RoPE."""
+    """Return how many positions the model was trained for, before any scaling of RoPE."""
     config = model.config.get_text_config(decoder=True)
     rope = config_field(config, "rope_parameters")
     # By layer type in some models; then any of them.
     ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-    found = [r.get("original_max_position_embeddings") for r in ropes if isinstance(r, dict)]
-    found += [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
-    limits = [int(n) for n in found if isinstance(n, int | float) and n > 0]
-    return min(limits, default=2048)
+    limits = [r.get("original_max_position_embeddings") for r in ropes if isinstance(r, dict)]
+    limits += [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
+    known = [int(n) for n in limits if isinstance(n, int | float) and n > 0]
+    return min(known, default=2048)

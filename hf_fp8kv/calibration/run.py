@@ -1,4 +1,4 @@
-"""`calibrate`: static scales for a model from texts; `measure`: how good given ones are."""
+"""Calibration of static scales on texts, and measurement of given ones."""
 
 import logging
 import math
@@ -26,11 +26,11 @@ from ..utils.text import format_list, format_value
 from . import scoring, stages
 from .corpus import Corpus, read_corpus
 from .divergence import UNQUANTISED, Quality
-from .job import Job, Options, batches_of
+from .job import CalibrationOptions, Job, make_batches
 from .observe import Batch, paged_layers
 from .pairs import Partners
 from .state import State, digest_of
-from .statistics import amax_of, statistics
+from .statistics import head_amax, measure_statistics
 
 __all__ = ["calibrate", "measure"]
 
@@ -60,7 +60,7 @@ def calibrate(
     state: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> KVScales:
-    """Returns static scales for the model, made on the texts; `.report` says how good they are.
+    """Make static scales for a model on texts; `.report` of the result says how good they are.
 
     The model reads the texts, and K (after RoPE) and V are looked at where they would be stored.
     A scale covers the largest magnitude seen, see `calibration.choose`. The result does not depend
@@ -94,38 +94,38 @@ def calibrate(
     options = _options(granularity, center, dtype, margin)
     _check_count("batch_size", batch_size)
     layers = paged_layers(model)
-    length = _longest(model, max_length)
+    length = _limit_length(model, max_length)
     corpus = read_corpus(
-        texts, _tokenizer(model, tokenizer), max_tokens=max_tokens, max_length=length,
+        texts, _load_tokenizer(model, tokenizer), max_tokens=max_tokens, max_length=length,
         held_out=held_out, text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
     _check_tokens(model, corpus)
     facts = (granularity, center, options.fmt.name, margin, batch_size)
     path = None if state is None else Path(state)
     identity = "" if path is None else _identity(model, corpus, facts)
-    kept = State(path, identity)
-    batches = batches_of(corpus.windows, batch_size)
-    held = batches_of(corpus.held_out, 1)
-    total = corpus.tokens + scoring.other_tokens(corpus, len(_CACHES), options)
-    with _at_work(model, layers, kept, total, progress) as job:
-        partners = stages.pairs(job, corpus.windows[0])
-        ranges = stages.observed(job, "text", batches, partners)
+    done = State(path, identity)
+    batches = make_batches(corpus.windows, batch_size)
+    held = make_batches(corpus.held_out, 1)
+    total = corpus.tokens + scoring.estimate_other_tokens(corpus, len(_CACHES), options)
+    with _run_in_eval_mode(model, layers, done, total, progress) as job:
+        partners = stages.find_partners(job, corpus.windows[0])
+        ranges = stages.collect_ranges(job, "text", batches, partners)
         _check_reached(layers, ranges)
-        _tell_unknown(partners, options)
-        choices = stages.chosen(job, corpus.windows, ranges, partners, options)
+        _warn_unknown_partners(partners, options)
+        choices = stages.choose_scales(job, corpus.windows, ranges, partners, options)
         source = f"calibrated on {corpus.tokens} tokens"
 
-        def made(found: dict[int, LayerScales]) -> KVScales:
-            found = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in found.items()}
-            return KVScales(found, model_type=model.config.model_type, origin=source)
+        def make_scales(layers: dict[int, LayerScales]) -> KVScales:
+            layers = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in layers.items()}
+            return KVScales(layers, model_type=model.config.model_type, origin=source)
 
-        scales, centers = scoring.with_centers(job, corpus.windows, choices, made, options)
+        scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales, options)
         gains = {index: choice.gain for index, choice in choices.items()}
-        amax = {index: amax_of(parts) for index, parts in ranges.items()}
-        found = statistics(job, held, scales.layers, amax, gains, options.fmt)
-        rows = _quality(job, held, scales, options.fmt)
-    report = _report(
-        model, scales, options.fmt, margin, kept.seconds, found, rows, centers,
+        amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
+        statistics = measure_statistics(job, held, scales.layers, amax, gains, options.fmt)
+        rows = _score_quality(job, held, scales, options.fmt)
+    report = _make_report(
+        model, scales, options.fmt, margin, done.seconds, statistics, rows, centers,
         texts=corpus.texts, tokens=corpus.tokens, held_out=sum(b.tokens for b in held),
     )  # fmt: skip
     return scales.with_report(report)
@@ -144,7 +144,7 @@ def measure(
     chat_template: bool | None = None,
     progress: bool = True,
 ) -> CalibrationReport:
-    """Returns how good the scales are for the model on the texts: what `calibrate` reports.
+    """Measure how good the scales are for the model on the texts: what `calibrate` reports.
 
     Args:
         model, texts, tokenizer, max_tokens, max_length, text_column, chat_template, progress: as in
@@ -157,41 +157,41 @@ def measure(
     """
     options = _options("head", False, dtype, 1.0)
     layers = paged_layers(model)
-    found_scales = resolve(scales)
-    if not isinstance(found_scales, KVScales):
+    resolved = resolve(scales)
+    if not isinstance(resolved, KVScales):
         raise ConfigError(
             f"scales: expected KVScales, a path or a repository id, got {scales!r}; "
             "KVScales.uniform(num_layers) has a constant for each layer"
         )
-    scales = found_scales
+    scales = resolved
     FP8PagedCache(model.config, dtype=options.fmt.name, scales=scales)  # layers that are missing
     corpus = read_corpus(
-        texts, _tokenizer(model, tokenizer), max_tokens=max_tokens,
-        max_length=_longest(model, max_length), held_out=0, text_column=text_column,
+        texts, _load_tokenizer(model, tokenizer), max_tokens=max_tokens,
+        max_length=_limit_length(model, max_length), held_out=0, text_column=text_column,
         chat_template=chat_template,
     )  # fmt: skip
     _check_tokens(model, corpus)
-    batches = batches_of(corpus.windows, 1)
-    few: list[Batch] = []
+    batches = make_batches(corpus.windows, 1)
+    scored: list[Batch] = []
     for batch in batches:
-        if sum(b.tokens for b in few) < _SCORED:
-            few.append(batch)
-    total = 2 * corpus.tokens + (1 + len(_CACHES)) * sum(b.tokens for b in few)
-    with _at_work(model, layers, State(None, ""), total, progress) as job:
-        partners = stages.pairs(job, corpus.windows[0])
-        ranges = stages.observed(job, "text", batches, partners)
-        amax = {index: amax_of(parts) for index, parts in ranges.items()}
-        here = {i: layer for i, layer in scales.layers.items() if i in ranges}
-        found = statistics(job, batches, here, amax, {}, options.fmt)
-        rows = _quality(job, few, scales, options.fmt)
-    return _report(
-        model, scales, options.fmt, 1.0, job.state.seconds, found, rows,
+        if sum(b.tokens for b in scored) < _SCORED:
+            scored.append(batch)
+    total = 2 * corpus.tokens + (1 + len(_CACHES)) * sum(b.tokens for b in scored)
+    with _run_in_eval_mode(model, layers, State(None, ""), total, progress) as job:
+        partners = stages.find_partners(job, corpus.windows[0])
+        ranges = stages.collect_ranges(job, "text", batches, partners)
+        amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
+        layer_scales = {i: layer for i, layer in scales.layers.items() if i in ranges}
+        statistics = measure_statistics(job, batches, layer_scales, amax, {}, options.fmt)
+        rows = _score_quality(job, scored, scales, options.fmt)
+    return _make_report(
+        model, scales, options.fmt, 1.0, job.state.seconds, statistics, rows,
         "Centers were not tried: the scales were given.", texts=0, tokens=0,
         held_out=corpus.tokens,
     )  # fmt: skip
 
 
-def _options(granularity: object, center: object, dtype: Any, margin: object) -> Options:
+def _options(granularity: object, center: object, dtype: Any, margin: object) -> CalibrationOptions:
     if granularity not in get_args(Granularity):
         raise ConfigError(
             f"granularity: expected one of {', '.join(get_args(Granularity))}, got {granularity!r}"
@@ -207,7 +207,7 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
             f"margin: expected a factor from 1 to 16, got {format_value(margin)}; less than 1 "
             "would saturate what was seen"
         )
-    return Options(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
+    return CalibrationOptions(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
 
 
 def _check_count(name: str, value: object) -> None:
@@ -215,15 +215,15 @@ def _check_count(name: str, value: object) -> None:
         raise ConfigError(f"{name}: expected a whole number above 0, got {format_value(value)}")
 
 
-def _longest(model: PreTrainedModel, max_length: int) -> int:
-    """`max_length`, or less where the model has fewer positions."""
+def _limit_length(model: PreTrainedModel, max_length: int) -> int:
+    """Return `max_length`, or less where the model has fewer positions."""
     _check_count("max_length", max_length)
     config = model.config.get_text_config(decoder=True)
     limits = [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
     return min([max_length, *(n for n in limits if isinstance(n, int) and n > 1)])
 
 
-def _tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
+def _load_tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
     name = getattr(model, "name_or_path", "")
     if tokenizer is not None or not name:
         return tokenizer
@@ -236,9 +236,10 @@ def _tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
 
 
 def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...]) -> str:
-    """A digest of all that the scales depend on; of each weight, of some numbers all over it."""
+    """Return a digest of all that the scales depend on; of a weight, of some of its numbers."""
     weights = [
-        (name, list(p.shape), str(p.dtype), _some_of(p)) for name, p in model.named_parameters()
+        (name, list(p.shape), str(p.dtype), _sample_weight(p))
+        for name, p in model.named_parameters()
     ]
     # Of weights that are on disk, it is only known where they are from.
     origin = getattr(model, "name_or_path", "") if any(not w for *_, w in weights) else ""
@@ -249,7 +250,7 @@ def _identity(model: PreTrainedModel, corpus: Corpus, facts: tuple[object, ...])
     return digest_of(packages, config, origin, where, weights, corpus.digest, facts)
 
 
-def _some_of(weight: torch.Tensor) -> list[float]:
+def _sample_weight(weight: torch.Tensor) -> list[float]:
     if weight.is_meta or not weight.numel():
         return []
     flat = weight.detach().flatten()
@@ -257,7 +258,7 @@ def _some_of(weight: torch.Tensor) -> list[float]:
 
 
 def _check_tokens(model: PreTrainedModel, corpus: Corpus) -> None:
-    """Raises ConfigError for token ids that the model has no embedding for."""
+    """Raise ConfigError for token ids that the model has no embedding for."""
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
     if known is not None and largest >= known:
@@ -278,7 +279,7 @@ def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
         )
 
 
-def _tell_unknown(partners: Mapping[int, Partners], options: Options) -> None:
+def _warn_unknown_partners(partners: Mapping[int, Partners], options: CalibrationOptions) -> None:
     unknown = sorted(index for index, of in partners.items() if of.k is None)
     if unknown and options.granularity == "channel":
         logger.warning(
@@ -289,52 +290,53 @@ def _tell_unknown(partners: Mapping[int, Partners], options: Options) -> None:
 
 
 @contextmanager
-def _at_work(
+def _run_in_eval_mode(
     model: PreTrainedModel, layers: frozenset[int], state: State, total: int, progress: bool
 ) -> Iterator[Job]:
-    """Inside, the model is in eval mode, and a bar is drawn."""
-    shown = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True}
-    with eval_mode(model), tqdm(total=total, disable=not progress, **shown) as bar:
+    """Put the model in eval mode and draw a bar inside the context."""
+    bar_options = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True}
+    with eval_mode(model), tqdm(total=total, disable=not progress, **bar_options) as bar:
 
-        def told(stage: str, tokens: int, again: bool) -> None:
+        def on_progress(stage: str, tokens: int, resumed: bool) -> None:
             bar.set_description(stage, refresh=False)
-            if again and not bar.disable:  # not part of the speed
+            if resumed and not bar.disable:  # not part of the speed
                 bar.initial += tokens
             bar.update(tokens)
 
-        yield Job(model, layers, state, told)
+        yield Job(model, layers, state, on_progress)
         # What was not needed after all.
         bar.total = bar.n
         bar.set_description("done")
 
 
-def _quality(job: Job, batches: list[Batch], scales: KVScales, fmt: Format) -> dict[str, Quality]:
-    """How far caches move the model's predictions; nothing where there is nothing to score."""
+def _score_quality(
+    job: Job, batches: list[Batch], scales: KVScales, fmt: Format
+) -> dict[str, Quality]:
+    """Score how far caches move the model's predictions; nothing if there is nothing to score."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
-    if not batches or not scoring.gives_logits(job.model):
+    if not batches or not scoring.has_logits(job.model):
         why = "there is no text for it that is long enough" if not batches else "it has no logits"
         logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
         return {}
 
-    compared = zip(_CACHES, (scales, None, 1.0), strict=True)
     caches = {
-        f"{kind} {fmt.name}": scoring.paged(job, fmt, given, scales.layers)
-        for kind, given in compared
+        f"{kind} {fmt.name}": scoring.cache_factory(job, fmt, given, scales.layers)
+        for kind, given in zip(_CACHES, (scales, None, 1.0), strict=True)
     }
     try:
-        found = scoring.scored(job, "quality", batches, caches)
+        scores = scoring.score_caches(job, "quality", batches, caches)
     except ConfigError as error:
         logger.warning("the predictions are not compared: %s", error)
         return {}
-    rows = {name: found[name].quality for name in (UNQUANTISED, *caches)}
-    known = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
-    if len(known) < len(rows):
-        lost = ", ".join(sorted(rows.keys() - known))
+    rows = {name: scores[name].quality for name in (UNQUANTISED, *caches)}
+    finite = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
+    if len(finite) < len(rows):
+        lost = ", ".join(sorted(rows.keys() - finite))
         logger.warning("the model gives logits that are not finite: %s not compared", lost)
-    return known
+    return finite
 
 
-def _report(
+def _make_report(
     model: PreTrainedModel,
     scales: KVScales,
     fmt: Format,

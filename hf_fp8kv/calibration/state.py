@@ -1,4 +1,4 @@
-"""What a calibration has done so far, in a file from which a killed one goes on.
+"""State of a calibration: what it has done so far, in a file from which a killed one resumes.
 
 All the work is a row of folds: over some items, in a fixed order, each adds to a dict of tensors.
 The file holds the dict of every fold and how many items it has taken, whole at any time.
@@ -18,7 +18,7 @@ from safetensors.torch import save
 
 from ..errors import ConfigError, ScaleError
 from ..utils.files import convert_read_errors, write_all
-from .observe import Parts
+from .observe import TensorDict
 
 __all__ = ["State", "digest_of"]
 
@@ -32,7 +32,7 @@ class State:
     """The folds of one calibration, kept in memory, and in a file where one is named."""
 
     def __init__(self, path: Path | None, identity: str) -> None:
-        """Reads the file if it is there.
+        """Read the file if it is there.
 
         Args:
             path: the file; None: an interruption loses everything.
@@ -43,7 +43,7 @@ class State:
                 folder to write it to.
         """
         self.path, self.identity = path, identity
-        self.parts: dict[str, Parts] = {}
+        self.folds: dict[str, TensorDict] = {}
         self.done: dict[str, int] = {}
         self._before = 0.0
         self._started = self._saved = time.monotonic()
@@ -57,36 +57,36 @@ class State:
 
     @property
     def seconds(self) -> float:
-        """How long all runs took together, but for what a killed one had not saved."""
+        """The time of all runs, but for what a killed one had not saved."""
         return self._before + time.monotonic() - self._started
 
     def fold(
         self,
         name: str,
         items: Sequence[_Item],
-        step: Callable[[Parts, _Item], Parts],
-        after: Callable[[_Item, bool], None] = lambda item, again: None,
-    ) -> Parts:
-        """What the items add up to; those that the file has are not gone through again.
+        step: Callable[[TensorDict, _Item], TensorDict],
+        on_item: Callable[[_Item, bool], None] = lambda item, resumed: None,
+    ) -> TensorDict:
+        """Return what the items add up to; those that the file has are not gone through again.
 
         Args:
             name: of the fold.
             items: in the order of every run.
-            step: what follows from what there is (at first nothing) and an item.
-            after: called after each item with True if it was done before, by a run that ended.
+            step: returns the tensors that follow from those so far (at first none) and an item.
+            on_item: called after each item, with True if an earlier run has done it.
         """
-        parts, done = self.parts.get(name, {}), self.done.get(name, 0)
+        tensors, done = self.folds.get(name, {}), self.done.get(name, 0)
         for number, item in enumerate(items):
             if number >= done:
-                parts = step(parts, item)
-                self.parts[name], self.done[name] = parts, number + 1
+                tensors = step(tensors, item)
+                self.folds[name], self.done[name] = tensors, number + 1
                 self._save(last=number + 1 == len(items))
-            after(item, number < done)
-        return parts
+            on_item(item, number < done)
+        return tensors
 
     def drop(self, name: str) -> None:
-        """The fold is forgotten: what was made of it is in another one."""
-        self.parts.pop(name, None)
+        """Forget a fold: what was made of it is in another one."""
+        self.folds.pop(name, None)
         self.done.pop(name, None)
 
     def _save(self, *, last: bool) -> None:
@@ -94,8 +94,8 @@ class State:
             return
         tensors = {
             f"{fold}/{name}": tensor.detach().cpu().contiguous()
-            for fold, parts in self.parts.items()
-            for name, tensor in parts.items()
+            for fold, of_fold in self.folds.items()
+            for name, tensor in of_fold.items()
         }
         done = json.dumps({"folds": self.done, "seconds": self.seconds})
         about = {"hf_fp8kv_state": _VERSION, "of": self.identity, "done": done}
@@ -131,10 +131,10 @@ class State:
             done = json.loads(about["done"])
             self.done = {str(name): int(count) for name, count in done["folds"].items()}
             self._before = float(done["seconds"])
-            self.parts = {name: {} for name in self.done}
+            self.folds = {name: {} for name in self.done}
             for name, tensor in tensors.items():
                 fold, part = name.split("/", 1)
-                self.parts[fold][part] = tensor
+                self.folds[fold][part] = tensor
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"state: expected the state of a calibration in {path}, got a damaged one "
@@ -143,7 +143,7 @@ class State:
 
 
 def _remove_abandoned(path: Path) -> None:
-    """What runs that were killed in the middle of a write have left is gone."""
+    """Remove what runs left that were killed in the middle of a write."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         number = part.name.split(".")[-2]
         try:
@@ -157,5 +157,5 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def digest_of(*facts: object) -> str:
-    """A digest of facts that JSON can hold."""
+    """Return a digest of facts that JSON can hold."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

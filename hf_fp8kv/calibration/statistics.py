@@ -1,4 +1,4 @@
-"""What scales do to K and V of a text: what saturates, what vanishes, and the error per format."""
+"""Statistics of scales on a text: what saturates, what vanishes, and the error per format."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,33 +7,31 @@ from itertools import accumulate
 import torch
 
 from ..errors import ConfigError
-from ..formats import FORMATS, Format
+from ..formats import DISTINCT, Format
 from ..formats.codec import dynamic_scale, rounded, search_scale
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
 from .job import Job
-from .observe import Batch, Parts, observe
+from .observe import Batch, TensorDict, add_tensors, observe
 
-__all__ = ["amax_of", "statistics"]
+__all__ = ["head_amax", "measure_statistics"]
 
-# The formats that errors are measured for; FNUZ has E4M3's.
-_FORMATS = ("fp8_e4m3", "fp8_e5m2", "fp8_e3m4")
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
 # One row of counts for each side: these, then an error for each format, static and dynamic.
 _COUNTS = ("numbers", "saturated", "not_zero", "vanished", "energy")
 
 
-def amax_of(parts: Parts) -> dict[str, tuple[float, ...]]:
-    """The largest magnitude of each KV head, of K and V."""
-    found = {}
+def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
+    """Return the largest magnitude of each KV head, of K and V, from what `measure_range` gave."""
+    amax = {}
     for side in "kv":
-        largest = torch.maximum(parts[f"{side}_max"].abs(), parts[f"{side}_min"].abs())
-        found[side] = tuple(largest.amax(-1).tolist())
-    return found
+        largest = torch.maximum(ranges[f"{side}_max"].abs(), ranges[f"{side}_min"].abs())
+        amax[side] = tuple(largest.amax(-1).tolist())
+    return amax
 
 
-def statistics(
+def measure_statistics(
     job: Job,
     batches: Sequence[Batch],
     layers: Mapping[int, LayerScales],
@@ -41,7 +39,7 @@ def statistics(
     gains: Mapping[int, float | None],
     fmt: Format,
 ) -> dict[int, LayerStatistics]:
-    """The statistics of every layer.
+    """Return the statistics of every layer on a text.
 
     Args:
         job: see `Job`.
@@ -50,20 +48,23 @@ def statistics(
         amax: of each layer, what was seen where they were made.
         gains: what a center gains in each layer, see `LayerStatistics`.
         fmt: the format that saturation and underflow are counted in.
+
+    Raises:
+        ConfigError: a layer held NaN or infinity.
     """
     tokens = sum(batch.tokens for batch in batches)
-    formats = [FORMATS[name] for name in dict.fromkeys((*_FORMATS, fmt.name))]
+    formats = list(dict.fromkeys((*DISTINCT, fmt)))
     every = max(1, -(-tokens // _ERROR_TOKENS))
     # So that it is not the first token of each window that counts.
     before = dict(zip(map(id, batches), accumulate(b.tokens for b in batches), strict=True))
 
-    def step(parts: Parts, batch: Batch) -> Parts:
-        new: Parts = {}
-        some = slice((batch.tokens - before[id(batch)]) % every, None, every)
+    def step(sums: TensorDict, batch: Batch) -> TensorDict:
+        new: TensorDict = {}
+        sample = slice((batch.tokens - before[id(batch)]) % every, None, every)
 
-        def seen(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
             rows = [
-                _side(x.float(), layers[index], side, fmt, formats, some)
+                _count(x.float(), layers[index], side, fmt, formats, sample)
                 for side, x in (("k", k), ("v", v))
             ]
             counted = torch.stack(rows).cpu()
@@ -74,26 +75,31 @@ def statistics(
                 )
             new[str(index)] = counted
 
-        observe(job.model, batch, job.layers, seen)
-        return {name: parts[name] + part for name, part in new.items()} if parts else new
+        observe(job.model, batch, job.layers, on_states)
+        return add_tensors(sums, new)
 
-    sums = job.over("statistics", batches, step)
-    found = {}
+    sums = job.run_batches("statistics", batches, step)
+    results = {}
     for index in sorted(layers):
         rows = sums[str(index)] if sums else torch.zeros(2, len(_COUNTS) + 2 * len(formats))
         k, v = (
-            _summary(row.tolist(), amax[index][side], formats)
+            _summarize(row.tolist(), amax[index][side], formats)
             for side, row in zip("kv", rows, strict=True)
         )
         centered = layers[index].k_center is not None
-        found[index] = LayerStatistics(k, v, centered, gains.get(index))
-    return found
+        results[index] = LayerStatistics(k, v, centered, gains.get(index))
+    return results
 
 
-def _side(
-    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format], some: slice
+def _count(
+    x: torch.Tensor,
+    scales: LayerScales,
+    side: str,
+    fmt: Format,
+    formats: list[Format],
+    sample: slice,
 ) -> torch.Tensor:
-    """One row of counts, float64, of `[N, Hkv, D]`, float32."""
+    """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32."""
     dims = {"num_kv_heads": x.shape[1], "k_head_dim": x.shape[2], "v_head_dim": x.shape[2]}
     spread = _one_sided(scales, side).spread("here", **dims)
     scale, center = spread.k.to(x.device), spread.k_center
@@ -106,38 +112,33 @@ def _side(
         (~zero).sum(),
         ((rounded(scaled, fmt) == 0) & ~zero).sum(),
     ]
-    x, stored = x[some], stored[some]
+    x, stored = x[sample], stored[sample]
     counts.append(x.square().sum(dtype=torch.float64))
-    for one in formats:
-        unit = scale * one.scale_from_e4m3
-        counts.append(
-            (rounded(stored / unit, one) * unit - stored).square().sum(dtype=torch.float64)
-        )
-    for one in formats:
-        unit = (search_scale if side == "k" else dynamic_scale)(x, one).float()[..., None]
-        counts.append(_lost(x, unit, one))
+    counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
+    choose = search_scale if side == "k" else dynamic_scale
+    counts += [_squared_error(x, choose(x, f).float()[..., None], f) for f in formats]
     return torch.stack([count.double() for count in counts])
 
 
 def _largest(fmt: Format) -> float:
-    """What just rounds to the format's largest number; only more than that saturates."""
+    """Return what just rounds to the format's largest number; only more than that saturates."""
     step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)
     return fmt.max + step / 2
 
 
-def _lost(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The squared error of `x` under a scale in the unit of `fmt`, float64."""
+def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return the squared error of `x` under a scale in the unit of `fmt`, float64."""
     return (rounded(x / scale, fmt) * scale - x).square().sum(dtype=torch.float64)
 
 
 def _one_sided(scales: LayerScales, side: str) -> LayerScales:
-    """The scales of one side for both, since the head sizes of K and V may differ."""
+    """Return the scales of one side for both: the head sizes of K and V may differ."""
     if side == "k":
         return LayerScales(scales.k, scales.k, scales.k_center)
     return LayerScales(scales.v, scales.v)
 
 
-def _summary(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
+def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
     numbers, saturated, not_zero, vanished, energy = row[: len(_COUNTS)]
     names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
     errors = row[len(_COUNTS) :]

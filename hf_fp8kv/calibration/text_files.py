@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 
 from ..errors import ConfigError
 
-__all__ = ["is_json_lines", "json_values", "pieces"]
+__all__ = ["is_json_lines", "read_json_lines", "split_text_file"]
 
 _JSON_LINES = (".jsonl", ".json-lines", ".ndjson")
 # Files that hold texts, but are not text: what to do with them instead.
@@ -31,9 +31,10 @@ _SHORTEST_UNIT_CHARACTERS = 32
 
 
 def is_json_lines(path: Path) -> bool:
-    """Whether the file's name says that each line is a JSON value; ConfigError for other formats.
+    """Return whether the file's name says that each line is a JSON value, or that it is text.
 
-    Everything that is neither is a text file.
+    Raises:
+        ConfigError: the name is that of a file which is neither.
     """
     suffix = PurePath(path.name.lower().removesuffix(".gz")).suffix
     if suffix in _NOT_TEXT:
@@ -44,10 +45,10 @@ def is_json_lines(path: Path) -> bool:
     return suffix in _JSON_LINES
 
 
-def json_values(path: Path) -> Iterator[tuple[str, object]]:
-    """Each line that is not blank: where it is, for messages, and its value."""
-    with _readable(path) as file:
-        for number, line in enumerate(_lines(path, file), 1):
+def read_json_lines(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield each line that is not blank: where it is, for messages, and its value."""
+    with _open_text(path) as file:
+        for number, line in enumerate(_read_lines(path, file), 1):
             where = f"{path}, line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -65,10 +66,10 @@ def json_values(path: Path) -> Iterator[tuple[str, object]]:
             yield where, value
 
 
-def pieces(
+def split_text_file(
     path: Path, count: Callable[[Sequence[str]], Sequence[int]], room: int, line: int
 ) -> Iterator[str]:
-    """The file as texts that follow each other, each of about `room` tokens.
+    """Yield the file as texts that follow each other, each of about `room` tokens.
 
     A piece ends where a paragraph ends if it is then at least half full, else where a line ends,
     else after a space. Only the white space around pieces is lost.
@@ -81,23 +82,23 @@ def pieces(
     """
     held: list[tuple[str, int]] = []
     size = 0
-    for units in _units(_characters(path), max(line, _SHORTEST_UNIT_CHARACTERS)):
+    for units in _read_units(_read_chunks(path), max(line, _SHORTEST_UNIT_CHARACTERS)):
         # A blank line counts as one token: a file may be blank lines without an end.
-        found = iter(count([unit for unit in units if not unit.isspace()]))
+        counts = iter(count([unit for unit in units if not unit.isspace()]))
         for unit in units:
-            tokens = 1 if unit.isspace() else max(next(found), 1)
+            tokens = 1 if unit.isspace() else max(next(counts), 1)
             while held and size + tokens > room:
                 end = _best_end(held, size)
-                yield _joined(held[:end])
+                yield _join(held[:end])
                 held = held[end:]
                 size = sum(n for _, n in held)
             held.append((unit, tokens))
             size += tokens
-    yield _joined(held)
+    yield _join(held)
 
 
 def _best_end(held: Sequence[tuple[str, int]], size: int) -> int:
-    """How many units to take: to the last end of a paragraph in the second half, or of a line."""
+    """Return how many units to take: to the last paragraph of the second half, or line."""
     line, before = None, size
     for end in range(len(held), 0, -1):
         if 2 * before < size:
@@ -111,27 +112,27 @@ def _best_end(held: Sequence[tuple[str, int]], size: int) -> int:
     return line or len(held)
 
 
-def _joined(held: Sequence[tuple[str, int]]) -> str:
+def _join(held: Sequence[tuple[str, int]]) -> str:
     # The indent of a first line is text, a line break before it is not.
     return "".join(unit for unit, _ in held).strip("\n").rstrip()
 
 
-def _units(chunks: Iterator[str], longest: int) -> Iterator[list[str]]:
-    """For each chunk, the lines that end in it; a line longer than `longest` comes in parts."""
-    rest = ""
+def _read_units(chunks: Iterator[str], longest: int) -> Iterator[list[str]]:
+    """Yield for each chunk the lines that end in it; one longer than `longest` comes in parts."""
+    tail = ""
     for chunk in chunks:
-        *lines, rest = (rest + chunk).split("\n")
-        units = [part for line in lines for part in _parts(line + "\n", longest)]
+        *lines, tail = (tail + chunk).split("\n")
+        units = [part for line in lines for part in _cut_line(line + "\n", longest)]
         # The end of the chunk is not the end of its line: its last part may still grow.
-        *parts, rest = _parts(rest, longest)
+        *parts, tail = _cut_line(tail, longest)
         if units or parts:
             yield units + parts
-    if rest:
-        yield [rest]
+    if tail:
+        yield [tail]
 
 
-def _parts(line: str, longest: int) -> list[str]:
-    """The line in parts of at most `longest` characters, cut after a space where there is one."""
+def _cut_line(line: str, longest: int) -> list[str]:
+    """Cut a line into parts of at most `longest` characters, after a space where there is one."""
     parts = []
     start = 0
     while len(line) - start > longest:
@@ -141,13 +142,13 @@ def _parts(line: str, longest: int) -> list[str]:
     return [*parts, line[start:]]
 
 
-def _characters(path: Path) -> Iterator[str]:
-    """The text in chunks, every line break as a newline."""
+def _read_chunks(path: Path) -> Iterator[str]:
+    """Yield the text in chunks, every line break as a newline."""
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8-sig")(), translate=True
     )
     newlines = 0
-    with _readable(path) as file:
+    with _open_text(path) as file:
         while True:
             chunk = file.read(_CHUNK_BYTES)
             try:
@@ -161,7 +162,7 @@ def _characters(path: Path) -> Iterator[str]:
             newlines += chunk.count(b"\n")
 
 
-def _lines(path: Path, file: io.BufferedIOBase) -> Iterator[bytes]:
+def _read_lines(path: Path, file: io.BufferedIOBase) -> Iterator[bytes]:
     number = 0
     while line := file.readline(_LONGEST_LINE_BYTES + 1):
         number += 1
@@ -174,8 +175,8 @@ def _lines(path: Path, file: io.BufferedIOBase) -> Iterator[bytes]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[io.BufferedIOBase]:
-    """The file, unpacked if it is gzip; what goes wrong in reading is a ConfigError."""
+def _open_text(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open the file, unpacked if it is gzip; what goes wrong in reading is a ConfigError."""
     packed = path.name.lower().endswith(".gz")
     try:
         with gzip.open(path) if packed else path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The token ids of one item of the texts: a text, a conversation, a row of a data set, or ids."""
+"""Token ids of one item of the texts: a text, a conversation, a row of a data set, or ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ _INTEGERS = (
 
 
 class TextTokenizer:
-    """Turns items into token ids, and says what is wrong with those that it cannot.
+    """Turn items into token ids, and say what is wrong with those that cannot be.
 
     Args:
         tokenizer: of the model; None: every item is token ids.
@@ -61,10 +61,10 @@ class TextTokenizer:
         self._text_column = text_column
         self._chat_template = chat_template
         if chat_template:
-            self._with_template("chat_template=True")
+            self._require_template("chat_template=True")
 
-    def ids(self, where: str, item: object, room: int) -> torch.Tensor | None:
-        """The item's token ids, int32 `[N]` on the CPU; None if it is blank.
+    def encode(self, where: str, item: object, room: int) -> torch.Tensor | None:
+        """Return the item's token ids, int32 `[N]` on the CPU; None if it is blank.
 
         Args:
             where: what the errors call the item.
@@ -75,43 +75,42 @@ class TextTokenizer:
             ConfigError: it is none of what an item can be.
         """
         if isinstance(item, Mapping):
-            where, item = self._column(where, item)
+            where, item = self._select_column(where, item)
         if isinstance(item, str):
             if not item or item.isspace():
                 return None
             if self._chat_template:
-                return self._conversation(where, [{"role": "user", "content": item}], room)
-            return self._text(where, item, room, special=True)
+                return self._encode_conversation(where, [{"role": "user", "content": item}], room)
+            return self._encode_text(where, item, room, special=True)
         if isinstance(item, torch.Tensor | np.ndarray):
-            return self._given(where, item)
+            return self._check_ids(where, item)
         if isinstance(item, list | tuple):
             if not item:
                 return None
             if isinstance(item[0], Mapping):
-                return self._conversation(where, self._messages(where, item), room)
+                return self._encode_conversation(where, self._normalize_messages(where, item), room)
             if all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in item):
-                return self._given(where, item)
+                return self._check_ids(where, item)
         raise ConfigError(
-            f"{where}: expected a text, a list of messages, or token ids, got {_kind(item)}; "
-            f"{_instead(item)}"
+            f"{where}: expected a text, a list of messages, or token ids, got {_describe(item)}; "
+            f"{_suggest(item)}"
         )
 
-    def lengths(self, where: str, texts: Sequence[str]) -> list[int]:
-        """The number of tokens of each text, without special ones."""
+    def count_tokens(self, where: str, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text, without special ones."""
         if not texts:
             return []
-        found = self._needed(where)(
-            list(texts), add_special_tokens=False, verbose=False
-        )["input_ids"]  # fmt: skip
-        return [len(ids) for ids in found]
+        tokenizer = self._require_tokenizer(where)
+        tokens = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return [len(ids) for ids in tokens["input_ids"]]
 
-    def overhead(self, where: str) -> int:
-        """How many tokens a text gets that are not its own, at most."""
-        ids = self.ids(where, "a", 1 << 20)
+    def count_overhead(self, where: str) -> int:
+        """Return how many tokens a text gets that are not its own, at most."""
+        ids = self.encode(where, "a", 1 << 20)
         return 0 if ids is None else len(ids)
 
-    def _text(self, where: str, text: str, room: int, *, special: bool) -> torch.Tensor:
-        tokenizer = self._needed(where)
+    def _encode_text(self, where: str, text: str, room: int, *, special: bool) -> torch.Tensor:
+        tokenizer = self._require_tokenizer(where)
         if not text.isascii():
             _check_characters(where, text)
         length = _CHARACTERS_PER_TOKEN * (room + _SETTLED)
@@ -124,8 +123,8 @@ class TextTokenizer:
                 return torch.tensor(ids[:room], dtype=torch.int32, device="cpu")
             length *= 2
 
-    def _conversation(self, where: str, messages: list[Any], room: int) -> torch.Tensor:
-        tokenizer = self._with_template(where)
+    def _encode_conversation(self, where: str, messages: list[Any], room: int) -> torch.Tensor:
+        tokenizer = self._require_template(where)
         try:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
         except (TemplateError, TypeError, ValueError, LookupError) as error:
@@ -134,10 +133,10 @@ class TextTokenizer:
                 f"{type(error).__name__}: {error}; change the messages, or leave them out"
             ) from error
         # The template writes the special tokens itself.
-        return self._text(where, text, room, special=False)
+        return self._encode_text(where, text, room, special=False)
 
-    def _messages(self, where: str, items: Sequence[object]) -> list[dict[str, object]]:
-        """The messages with the names that templates read."""
+    def _normalize_messages(self, where: str, items: Sequence[object]) -> list[dict[str, object]]:
+        """Return the messages with the names that templates read."""
         if self._chat_template is False:
             raise ConfigError(
                 f"{where}: expected a text, since chat_template=False, got a list of messages; "
@@ -146,7 +145,7 @@ class TextTokenizer:
         messages = []
         for number, item in enumerate(items, 1):
             if not isinstance(item, Mapping):
-                got = _kind(item)
+                got = _describe(item)
             elif isinstance(item.get("role"), str) and "content" in item:
                 messages.append(dict(item))
                 continue
@@ -167,8 +166,8 @@ class TextTokenizer:
             )
         return messages
 
-    def _column(self, where: str, row: Mapping[Any, object]) -> tuple[str, object]:
-        """The column of the row that is read: where it is, and what it holds."""
+    def _select_column(self, where: str, row: Mapping[Any, object]) -> tuple[str, object]:
+        """Return the column of the row that is read: where it is, and what it holds."""
         # Who names a column means that one.
         names = (self._text_column, *(_CONVERSATIONS if self._text_column == "text" else ()))
         for name in names:
@@ -183,8 +182,8 @@ class TextTokenizer:
             f"{format_list(map(repr, row), 20)}; {hint}"
         )
 
-    def _given(self, where: str, item: Any) -> torch.Tensor:
-        """Token ids as they are, copied."""
+    def _check_ids(self, where: str, item: Any) -> torch.Tensor:
+        """Return a copy of token ids that were given."""
         if isinstance(item, np.ndarray):
             bad = item.ndim != 1 or item.dtype.kind not in "iu"
         elif isinstance(item, torch.Tensor):
@@ -206,7 +205,7 @@ class TextTokenizer:
             )
         return torch.tensor(ids, dtype=torch.int32, device="cpu")
 
-    def _needed(self, where: str) -> PreTrainedTokenizerBase:
+    def _require_tokenizer(self, where: str) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
             raise ConfigError(
                 f"{where}: expected token ids, since there is no tokenizer, got text; pass "
@@ -214,8 +213,8 @@ class TextTokenizer:
             )
         return self._tokenizer
 
-    def _with_template(self, where: str) -> PreTrainedTokenizerBase:
-        tokenizer = self._needed(where)
+    def _require_template(self, where: str) -> PreTrainedTokenizerBase:
+        tokenizer = self._require_tokenizer(where)
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"{where}: expected a tokenizer with a chat template, got one without; pass plain "
@@ -234,14 +233,14 @@ def _check_characters(where: str, text: str) -> None:
         ) from error
 
 
-def _kind(item: object) -> str:
+def _describe(item: object) -> str:
     if isinstance(item, list | tuple):
         kinds = sorted({type(i).__name__ for i in item})
         return f"a list of {' and '.join(kinds[:3])}"
     return "None" if item is None else type(item).__name__
 
 
-def _instead(item: object) -> str:
+def _suggest(item: object) -> str:
     if item is None:
         return "leave out rows without a text"
     if isinstance(item, bytes):

@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
 from hf_fp8kv.calibration import measure
-from hf_fp8kv.calibration.job import batches_of
+from hf_fp8kv.calibration.job import make_batches
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales.report import REPORT_FILE
 from tests.helpers.tiny_models import VOCAB, tiny
@@ -560,7 +560,7 @@ def test_a_real_model(demo_model_path):
 
 def test_batches():
     windows = [torch.arange(n) for n in (9, 7, 5, 3)]
-    first, last = batches_of(windows, 3)
+    first, last = make_batches(windows, 3)
     assert (first.ids.shape, first.tokens, last.tokens) == ((3, 9), 21, 3)
     assert first.valid.sum(1).tolist() == [9, 7, 5]
     assert last.valid is None

@@ -10,11 +10,18 @@ import torch
 
 from hf_fp8kv import KVScales
 from hf_fp8kv.calibration import scoring, stages
-from hf_fp8kv.calibration.choose import Choice, Queries, Trial, chosen_scales, costs, trials
+from hf_fp8kv.calibration.choose import (
+    Choice,
+    Queries,
+    Trial,
+    make_trials,
+    measure_costs,
+    pick_scales,
+)
 from hf_fp8kv.calibration.divergence import Scores
-from hf_fp8kv.calibration.job import Job, Options
-from hf_fp8kv.calibration.observe import Batch, observe, paged_layers, range_of
-from hf_fp8kv.calibration.pairs import Partners, partners_of
+from hf_fp8kv.calibration.job import CalibrationOptions, Job
+from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
+from hf_fp8kv.calibration.pairs import Partners, match_channels
 from hf_fp8kv.calibration.state import State
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
@@ -75,7 +82,7 @@ def naive_cost(side: str, queries: Queries, error: torch.Tensor) -> torch.Tensor
 
 
 def cost_of(side: str, queries: Queries, error: torch.Tensor, granularity) -> torch.Tensor:
-    return (queries.of_keys if side == "k" else queries.of_values)(error, granularity)
+    return (queries.cost_of_keys if side == "k" else queries.cost_of_values)(error, granularity)
 
 
 # -- queries ---------------------------------------------------------------------------------------
@@ -85,7 +92,7 @@ def cost_of(side: str, queries: Queries, error: torch.Tensor, granularity) -> to
 @pytest.mark.parametrize("scaling", [1.0, 0.3])
 def test_what_queries_attend_to(numbers, scaling, window):
     q, k = numbers
-    found = Queries.of(q, k, AT, scaling, window)
+    found = Queries.from_states(q, k, AT, scaling, window)
     expected = naive_weights(q, k, AT, scaling, window)
     torch.testing.assert_close(found.weights.double(), expected, rtol=1e-5, atol=1e-7)
     assert (found.weights == 0).equal(expected == 0)
@@ -96,15 +103,15 @@ def test_what_queries_attend_to(numbers, scaling, window):
 def test_queries_may_be_in_any_order(numbers):
     q, k = numbers
     at = torch.tensor([6, 0, 3])
-    found = Queries.of(q, k, at, 0.5, 2).weights.double()
+    found = Queries.from_states(q, k, at, 0.5, 2).weights.double()
     torch.testing.assert_close(found, naive_weights(q, k, at, 0.5, 2), rtol=1e-5, atol=1e-7)
     assert (found[:, :, 1, 0] == 1).all()
 
 
 def test_queries_of_other_keys_are_none(numbers):
     q, k = numbers
-    assert Queries.of(q[:5], k, AT, 1.0, None) is None
-    assert Queries.of(q[..., :3], k, AT, 1.0, None) is None
+    assert Queries.from_states(q[:5], k, AT, 1.0, None) is None
+    assert Queries.from_states(q[..., :3], k, AT, 1.0, None) is None
 
 
 # -- what an error costs ---------------------------------------------------------------------------
@@ -113,7 +120,7 @@ def test_queries_of_other_keys_are_none(numbers):
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_cost_of_errors(numbers, side):
     q, k = numbers
-    queries = Queries.of(q, k, AT, 1.0, None)
+    queries = Queries.from_states(q, k, AT, 1.0, None)
     error = torch.randn(TOKENS, HEADS, DIM) + 0.5
     expected = naive_cost(side, queries, error).float()
     for granularity in ("tensor", "head"):
@@ -125,16 +132,16 @@ def test_cost_of_errors(numbers, side):
 
 @pytest.mark.parametrize("granularity", ["head", "channel"])
 def test_an_error_that_all_keys_share_is_none(numbers, granularity):
-    queries = Queries.of(*numbers, AT, 1.0, None)
+    queries = Queries.from_states(*numbers, AT, 1.0, None)
     error = torch.randn(1, HEADS, DIM).expand(TOKENS, HEADS, DIM)
-    assert queries.of_keys(error, granularity).abs().max() < 1e-4
+    assert queries.cost_of_keys(error, granularity).abs().max() < 1e-4
     total = error[0].square() * GROUP * len(AT)
     expected = total if granularity == "channel" else total.sum(-1, keepdim=True)
-    torch.testing.assert_close(queries.of_values(error, granularity), expected)
+    torch.testing.assert_close(queries.cost_of_values(error, granularity), expected)
 
 
 def test_a_token_that_nobody_sees_costs_nothing(numbers):
-    queries = Queries.of(*numbers, AT, 1.0, 2)
+    queries = Queries.from_states(*numbers, AT, 1.0, 2)
     error = torch.zeros(TOKENS, HEADS, DIM)
     error[0] = 1.0  # the first query is at 2, and sees 1 and 2
     for side in "kv":
@@ -163,10 +170,10 @@ SUMS = {"tensor": (0, 1, 2), "head": (0, 2), "channel": (0,)}
 def test_cost_of_scales(numbers, side, granularity):
     """Every scale of an octave, minus the center; heads and channels as the scales have them."""
     q, k = numbers
-    queries = Queries.of(q, k, AT, 1.0, None)
+    queries = Queries.from_states(q, k, AT, 1.0, None)
     center = torch.randn(HEADS, DIM) if side == "k" else None
     trial = Trial(side, FIRST[granularity], FIRST[granularity], center, granularity)
-    found = costs(trial, k, queries, E3M4)
+    found = measure_costs(trial, k, queries, E3M4)
     x = k if center is None else k - center
     for step in range(SEARCH_STEPS):
         scale = FIRST[granularity] * 2 ** (step / SEARCH_STEPS)
@@ -186,7 +193,7 @@ def test_cost_of_scales(numbers, side, granularity):
 def test_without_queries_only_room_counts():
     x = torch.randn(TOKENS, HEADS, DIM)
     trial = Trial("k", FIRST["head"], FIRST["head"], None, "head")
-    found = costs(trial, x, None, E4M3)
+    found = measure_costs(trial, x, None, E4M3)
     assert (found["cost"] == 0).all()
     assert (found["room"] > 0).all()
     assert found["cost"].shape == (SEARCH_STEPS, HEADS, 1)
@@ -197,19 +204,19 @@ def test_room_is_tried_on_tokens_of_the_whole_text():
     x = torch.zeros(3 * 128, 1, 4)
     x[-3] = 0.3
     trial = Trial("v", torch.ones(1, 1), torch.ones(1, 1), None, "head")
-    assert costs(trial, x, None, E4M3)["room"][0, 1] > 0
+    assert measure_costs(trial, x, None, E4M3)["room"][0, 1] > 0
 
 
 # -- the choice ------------------------------------------------------------------------------------
 
 
 def choice_of(first, reach, cost, room, *, granularity="head", fmt=E4M3) -> torch.Tensor:
-    """The scales of V that `chosen_scales` takes, in the unit of the format."""
+    """The scales of V that `pick_scales` takes, in the unit of the format."""
     trial = Trial("v", first, reach, None, granularity)
     k = Trial("k", torch.ones(1, 1), torch.ones(1, 1), None, "head")
     flat = {"cost": torch.zeros(16, 1, 1).double(), "room": torch.ones(4, 16, 1, 1).double()}
     found = {"k": flat, "v": {"cost": cost, "room": room}}
-    return chosen_scales({"k": k, "v": trial}, found, fmt).v * fmt.scale_from_e4m3
+    return pick_scales({"k": k, "v": trial}, found, fmt).v * fmt.scale_from_e4m3
 
 
 def least_at(*steps: int) -> torch.Tensor:
@@ -245,11 +252,11 @@ def test_one_scale_for_a_layer_is_a_scalar():
 
 def test_no_other_scale_costs_less(numbers):
     q, k = numbers
-    queries = Queries.of(q, k, AT, 1.0, None)
+    queries = Queries.from_states(q, k, AT, 1.0, None)
     first = (k.abs().amax((0, 2)) / 448)[:, None]
     tried = {side: Trial(side, first, first, None, "head") for side in "kv"}
-    found = {side: costs(trial, k, queries, E4M3) for side, trial in tried.items()}
-    choice = chosen_scales(tried, found, E4M3)
+    found = {side: measure_costs(trial, k, queries, E4M3) for side, trial in tried.items()}
+    choice = pick_scales(tried, found, E4M3)
     for side in "kv":
         scale = getattr(choice, side)
         own = naive_cost(side, queries, stored(k, scale, E4M3) - k)[:, :1]
@@ -308,8 +315,8 @@ def test_room_is_not_taken_of_small_numbers():
     for fmt in (E4M3, E3M4):
         first = (x.abs().amax() / fmt.max).view(1, 1)
         trial = Trial("k", first, 100 * first, None, "head")
-        found = costs(trial, x, None, fmt)
-        scale = chosen_scales({"k": trial, "v": trial}, {"k": found, "v": found}, fmt).k
+        found = measure_costs(trial, x, None, fmt)
+        scale = pick_scales({"k": trial, "v": trial}, {"k": found, "v": found}, fmt).k
         taken[fmt.name] = (scale * fmt.scale_from_e4m3 / first).item()
     assert taken == {"fp8_e4m3": pytest.approx(8.0), "fp8_e3m4": pytest.approx(1.0)}
 
@@ -323,7 +330,7 @@ def centered_choice(cost: dict[str, torch.Tensor], room: dict[str, torch.Tensor]
         "k_centered": Trial("k", one / 4, one / 4, center, "head"),
     }
     found = {name: {"cost": cost[name], "room": room[name]} for name in tried}
-    choice = chosen_scales(tried, found, E4M3)
+    choice = pick_scales(tried, found, E4M3)
     assert choice.k_center.equal(center)
     return choice
 
@@ -336,7 +343,7 @@ def test_what_a_center_gains():
     for name, first, steps in (("k", 1, (2, 3)), ("v", 1, (4, 5)), ("k_centered", 0.25, (6, 7))):
         expected = [first * 2 ** (step / 16) for step in steps]
         assert getattr(choice, name).flatten().tolist() == pytest.approx(expected)
-    again = Choice.of(choice.parts)
+    again = Choice.from_tensors(choice.tensors)
     assert again.gain == choice.gain
     assert again.k_centered.equal(choice.k_centered)
     assert again.k_center.equal(choice.k_center)
@@ -370,9 +377,9 @@ def pair_norm(k: torch.Tensor) -> torch.Tensor:
 
 
 def tried_of(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3) -> dict[str, Trial]:
-    return trials(
-        range_of(k, v, partner, None), Partners(partner, None), granularity=granularity, fmt=fmt,
-        margin=margin, center=center,
+    return make_trials(
+        measure_range(k, v, partner, None), Partners(partner, None), granularity=granularity,
+        fmt=fmt, margin=margin, center=center,
     )  # fmt: skip
 
 
@@ -411,8 +418,10 @@ def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
     found = tried_of(k, v, None, "channel")
     assert found["k"].first.shape == found["k_centered"].first.shape == (HEADS, 1)
     assert found["v"].first.shape == v.shape[1:]
-    cost = {name: costs(t, v if t.side == "v" else k, None, E4M3) for name, t in found.items()}
-    choice = chosen_scales(found, cost, E4M3)
+    cost = {
+        name: measure_costs(t, v if t.side == "v" else k, None, E4M3) for name, t in found.items()
+    }
+    choice = pick_scales(found, cost, E4M3)
     assert choice.k.shape == choice.k_centered.shape == (HEADS, 1)
     assert choice.v.shape == v.shape[1:]
 
@@ -442,25 +451,25 @@ def shown(model, window: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Te
 
 
 def tried_on(model, windows, monkeypatch, **more):
-    """What `stages.chosen` gives, what it tried, and the sums that it chose by."""
+    """What `stages.choose_scales` gives, what it tried, and the sums that it chose by."""
     calls: list[tuple[Trial, torch.Tensor, Queries | None, dict[str, torch.Tensor]]] = []
     sums: list[tuple[dict[str, Trial], dict[str, dict[str, torch.Tensor]]]] = []
 
     def cost(trial, x, queries, fmt):
-        calls.append((trial, x, queries, costs(trial, x, queries, fmt)))
+        calls.append((trial, x, queries, measure_costs(trial, x, queries, fmt)))
         return calls[-1][-1]
 
     def choose_by(tried, found, fmt):
         sums.append((tried, found))
-        return chosen_scales(tried, found, fmt)
+        return pick_scales(tried, found, fmt)
 
-    monkeypatch.setattr(stages, "costs", cost)
-    monkeypatch.setattr(stages, "chosen_scales", choose_by)
+    monkeypatch.setattr(stages, "measure_costs", cost)
+    monkeypatch.setattr(stages, "pick_scales", choose_by)
     job = job_of(model)
-    partners = stages.pairs(job, windows[0])
-    ranges = stages.observed(job, "text", [Batch((w,)) for w in windows], partners)
-    options = Options("head", E4M3, 1.0, False)
-    return stages.chosen(job, windows, ranges, partners, options), calls, sums
+    partners = stages.find_partners(job, windows[0])
+    ranges = stages.collect_ranges(job, "text", [Batch((w,)) for w in windows], partners)
+    options = CalibrationOptions("head", E4M3, 1.0, False)
+    return stages.choose_scales(job, windows, ranges, partners, options), calls, sums
 
 
 @pytest.mark.parametrize("tokens", [30, 100])
@@ -501,7 +510,7 @@ def test_every_window_that_is_tried_counts(sliding, monkeypatch, count):
             assert len(own) == min(count, 8)
             for what in ("cost", "room"):
                 torch.testing.assert_close(by[side][what], sum(each[what] for each in own))
-    assert found[1].k.equal(chosen_scales(*sums[1], E4M3).k)
+    assert found[1].k.equal(pick_scales(*sums[1], E4M3).k)
 
 
 def test_attention_that_shows_no_queries_gets_the_smallest_scales(sliding, monkeypatch):
@@ -526,7 +535,7 @@ def test_attention_that_shows_no_queries_gets_the_smallest_scales(sliding, monke
 @pytest.mark.parametrize("tokens", [8, 200])
 def test_queries_from_a_quarter_to_the_end(tokens, more, scaling, window):
     q, k = torch.randn(1, HEADS * GROUP, tokens, DIM), torch.randn(tokens, HEADS, DIM)
-    found = stages._queries(q, k, more)
+    found = stages._sample_queries(q, k, more)
     at = [tokens // 4 + i * (tokens - 1 - tokens // 4) / (min(64, tokens) - 1) for i in range(64)]
     at = torch.tensor(at[: min(64, tokens)]).long()
     assert at.tolist()[0] == tokens // 4
@@ -541,8 +550,8 @@ def test_queries_from_a_quarter_to_the_end(tokens, more, scaling, window):
 
 def test_queries_of_several_texts_or_of_other_tokens_are_none():
     k = torch.randn(8, HEADS, DIM)
-    assert stages._queries(torch.randn(2, 6, 8, DIM), k, {}) is None
-    assert stages._queries(torch.randn(1, 6, 7, DIM), k, {}) is None
+    assert stages._sample_queries(torch.randn(2, 6, 8, DIM), k, {}) is None
+    assert stages._sample_queries(torch.randn(1, 6, 7, DIM), k, {}) is None
 
 
 # -- centers ---------------------------------------------------------------------------------------
@@ -559,7 +568,7 @@ def choice_with(gain: float | None) -> Choice:
 
 
 def tried_centers(llama, monkeypatch, gains, kl, *, center=True):
-    """What `with_centers` says of such KLs, and the layers that it tried with a center."""
+    """What `choose_centers` says of such KLs, and the layers that it tried with a center."""
     asked: list[list[int]] = []
 
     def scored(job, name, batches, caches):
@@ -572,11 +581,15 @@ def tried_centers(llama, monkeypatch, gains, kl, *, center=True):
             for name, x in zip(("without", "with"), kl, strict=True)
         }
 
-    monkeypatch.setattr(scoring, "scored", scored)
+    monkeypatch.setattr(scoring, "score_caches", scored)
     monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **more: scales)
     choices = {index: choice_with(gain) for index, gain in enumerate(gains)}
-    scales, why = scoring.with_centers(
-        job_of(llama), windows_of(24, 24), choices, KVScales, Options("head", E4M3, 1.0, center)
+    scales, why = scoring.choose_centers(
+        job_of(llama),
+        windows_of(24, 24),
+        choices,
+        KVScales,
+        CalibrationOptions("head", E4M3, 1.0, center),
     )
     return [i for i, s in scales.layers.items() if s.k_center is not None], asked, why, scales
 
@@ -646,7 +659,7 @@ def test_partners_must_choose_each_other():
     after = base + torch.stack(changes, 1) * 3.0
     # So large a share moves that all of them count as rotated.
     here, there = ((x - 10.0).clamp(min=0.1).sqrt()[:, None] for x in (base, after))
-    assert partners_of(here, there).tolist() == [0, 2, 1, 3]
+    assert match_channels(here, there).tolist() == [0, 2, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -661,9 +674,9 @@ def test_another_pattern_is_left_as_it_was_seen(partner):
         if i < j:
             there[..., i] = x[..., i] * math.cos(1) - x[..., j] * math.sin(1)
             there[..., j] = x[..., i] * math.sin(1) + x[..., j] * math.cos(1)
-    assert partners_of(x, there).tolist() == partner
+    assert match_channels(x, there).tolist() == partner
 
 
 def test_channels_that_change_without_each_other_have_no_partner():
     here, there = torch.randn(2, 512, 1, 6, dtype=torch.float64)
-    assert partners_of(here, there).tolist() == list(range(6))
+    assert match_channels(here, there).tolist() == list(range(6))

@@ -235,7 +235,7 @@ LONG = "b" * 15
 )
 def test_where_a_text_file_is_cut(tmp_path, text, expected):
     (path := tmp_path / "x.txt").write_text(text)
-    found = text_files.pieces(path, lambda units: [len(u.split()) for u in units], 10, 32)
+    found = text_files.split_text_file(path, lambda units: [len(u.split()) for u in units], 10, 32)
     assert list(found) == expected
 
 
@@ -248,16 +248,16 @@ def test_a_text_file_keeps_all_of_its_words(tmp_path_factory, text, max_length, 
     path = tmp_path_factory.mktemp("text") / "x.txt"
     path.write_bytes(text.encode())
 
-    def pieces(size: int) -> list[str]:
+    def split_text_file(size: int) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(text_files, "_CHUNK_BYTES", size)
             count = lambda units: [len(unit.split()) for unit in units]  # noqa: E731
-            return list(text_files.pieces(path, count, max_length, 32))
+            return list(text_files.split_text_file(path, count, max_length, 32))
 
-    found = pieces(chunk)
+    found = split_text_file(chunk)
     # Parts of a word of more than 32 letters may be on both sides of a cut.
     assert "".join("".join(found).split()) == "".join(text.split())
-    assert found == pieces(1 << 16)
+    assert found == split_text_file(1 << 16)
     assert all(len(piece.split()) <= max_length for piece in found if len(piece) > 32)
 
 

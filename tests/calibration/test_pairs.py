@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_fp8kv.calibration.observe import paged_layers
-from hf_fp8kv.calibration.pairs import measure_pairs, partners_of
+from hf_fp8kv.calibration.pairs import match_channels, measure_partners
 from tests.helpers.tiny_models import VOCAB, tiny
 
 
@@ -35,7 +35,7 @@ def neighbours(size: int) -> list[int]:
 def test_of_a_model(name, more, expected, dtype):
     model = tiny(name, **more)[0].to(dtype)
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    found = measure_pairs(model, window, paged_layers(model))
+    found = measure_partners(model, window, paged_layers(model))
     assert [found[i].k.tolist() for i in sorted(found)] == expected
     assert all(f.v.tolist() == list(range(len(f.v))) for f in found.values())
 
@@ -43,7 +43,7 @@ def test_of_a_model(name, more, expected, dtype):
 def test_what_a_latent_model_rotates_lies_in_v():
     model = tiny("deepseek_v3")[0]
     window = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(1))
-    found = measure_pairs(model, window, paged_layers(model))
+    found = measure_partners(model, window, paged_layers(model))
     for partners in found.values():
         assert partners.k.tolist() == list(range(len(partners.k)))
         assert partners.v.tolist() != list(range(len(partners.v)))
@@ -51,7 +51,7 @@ def test_what_a_latent_model_rotates_lies_in_v():
 
 def test_a_model_without_positions_is_not_known():
     model = tiny("bloom")[0]
-    found = measure_pairs(model, torch.arange(3, 60), paged_layers(model))
+    found = measure_partners(model, torch.arange(3, 60), paged_layers(model))
     assert {(f.k, f.v) for f in found.values()} == {(None, None)}
 
 
@@ -81,4 +81,4 @@ def test_of_numbers(partner, noise, base):
     x[..., 5] += 30.0  # a channel with a bias
     far = rotated(x, 2000, base, partner)
     far = far * (1 + noise * torch.randn(far.shape, generator=chance, dtype=torch.float64))
-    assert partners_of(x, far).tolist() == partner
+    assert match_channels(x, far).tolist() == partner

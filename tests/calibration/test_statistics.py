@@ -12,9 +12,9 @@ from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import run
 from hf_fp8kv.calibration import statistics as module
 from hf_fp8kv.calibration.job import Job
-from hf_fp8kv.calibration.observe import Batch, merged, range_of
+from hf_fp8kv.calibration.observe import Batch, measure_range, merge_ranges
 from hf_fp8kv.calibration.state import State
-from hf_fp8kv.calibration.statistics import amax_of, statistics
+from hf_fp8kv.calibration.statistics import head_amax, measure_statistics
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
@@ -36,7 +36,7 @@ def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3", gain=None)
     monkeypatch.setattr(module, "observe", observe)
     job = Job(None, frozenset({0}), State(None, ""), lambda *_: None)
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
-    return statistics(job, batches, {0: scales}, {0: AMAX}, {0: gain}, FORMATS[fmt])[0]
+    return measure_statistics(job, batches, {0: scales}, {0: AMAX}, {0: gain}, FORMATS[fmt])[0]
 
 
 def of(k: object, v: object, center: torch.Tensor | None = None) -> LayerScales:
@@ -170,10 +170,10 @@ def test_errors_of_some_tokens_of_every_text(monkeypatch):
 
 def test_amax_of_both_signs_and_every_head():
     k = torch.tensor([[[1.0, -5.0], [2.0, 0.5]], [[4.0, 0.0], [3.0, -2.5]]])
-    parts = range_of(k, -2 * k, None, None)
-    assert amax_of(parts) == {"k": (5.0, 3.0), "v": (10.0, 6.0)}
-    both = merged(parts, range_of(-3 * k[1:], k[1:], None, None))
-    assert amax_of(both) == {"k": (12.0, 9.0), "v": (10.0, 6.0)}
+    parts = measure_range(k, -2 * k, None, None)
+    assert head_amax(parts) == {"k": (5.0, 3.0), "v": (10.0, 6.0)}
+    both = merge_ranges(parts, measure_range(-3 * k[1:], k[1:], None, None))
+    assert head_amax(both) == {"k": (12.0, 9.0), "v": (10.0, 6.0)}
 
 
 # -- the digest of scales --------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def test_the_same_file_unchanged_is_read(tmp_path):
         about = file.metadata()
     assert json.loads(about["done"])["folds"] == {"text": 1}
     save_file({"text/x": torch.full((1,), 2.0)}, path, about)
-    assert State(path, "one").parts["text"]["x"].tolist() == [2.0]
+    assert State(path, "one").folds["text"]["x"].tolist() == [2.0]
 
 
 # -- which run it is -------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ def test_no_text_is_longer_than_the_model_has_positions(name, field):
     model = tiny(name)[0]
     most = 256 if field is None else getattr(model.config, field)
     assert most == 256
-    lengths = [run._longest(model, length) for length in (1, 255, 256, 257, 100_000)]
+    lengths = [run._limit_length(model, length) for length in (1, 255, 256, 257, 100_000)]
     assert lengths == [1, 255, 256, 256, 256]
 
 
