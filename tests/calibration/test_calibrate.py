@@ -185,7 +185,8 @@ def test_padding_is_not_looked_at():
 
 
 def test_killed_twenty_times_and_the_same_scales(tmp_path):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), "20", "3"]
+    script = "tests.helpers.killed"
+    command = [sys.executable, "-W", "ignore", "-m", script, str(tmp_path), "20", "3"]
     root = Path(__file__).parents[2]
     found = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=300, check=False,

@@ -2,7 +2,7 @@
 
 A process of its own, since it forks, which wants a process without threads:
 
-    python tests/killed.py FOLDER KILLS SEED
+    python -m tests.helpers.killed FOLDER KILLS SEED
 
 prints the digest of the scales without and with interruptions, and what each killed run left done.
 """
