@@ -208,13 +208,18 @@ def measure_range(
     return ranges
 
 
+_MERGES: dict[str, Callable[..., torch.Tensor]] = {
+    "count": torch.add, "sum": torch.add, "min": torch.minimum, "max": torch.maximum,
+    "pair": torch.maximum,
+}  # fmt: skip
+
+
 def merge_ranges(one: TensorDict, other: TensorDict) -> TensorDict:
     """Return the range over the tokens of both, on the devices of `one`."""
     result = {}
     for name, tensor in one.items():
         kind = name.rpartition("_")[2].rpartition(".")[2]
-        merge = {"count": torch.add, "sum": torch.add, "min": torch.minimum}.get(kind)
-        result[name] = (merge or torch.maximum)(tensor, other[name].to(tensor.device))
+        result[name] = _MERGES[kind](tensor, other[name].to(tensor.device))
     return result
 
 
