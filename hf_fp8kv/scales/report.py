@@ -1,15 +1,15 @@
-"""What a calibration found, as values, and the same as JSON in `kv_calibration.json`.
+"""Report of a calibration: what it found, as values and as JSON in `kv_calibration.json`.
 
 Nothing here measures, and nothing here is needed to use the scales.
 """
 
-import re
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
 from ..formats import FORMATS
-from .report_schema import Read, built, count, flag, json_object, named, number, refused, text
+from .report_schema import Rule, from_json, in_range, matches, to_json
 
 __all__ = [
     "DYNAMIC",
@@ -24,10 +24,32 @@ REPORT_FILE = "kv_calibration.json"
 # What a key of `SideStatistics.error` starts with when the scales are dynamic.
 DYNAMIC = "dynamic "
 
+
+def _is_date(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+_FORMATS, _KINDS = "|".join(FORMATS), "tensor|head|channel"
+Magnitude = Annotated[float, in_range("a finite number of at least 0", 0)]
+Positive = Annotated[float, in_range("a finite number above 0", math.ulp(0.0))]
+Share = Annotated[float, in_range("a number from 0 to 1", 0, 1)]
 # A divergence is 0 or more; a mean of differences of logarithms may round to just below it.
-_LOWEST_KL = -1e-6
-_GRANULARITIES = ("tensor", "head", "channel")
-_LAYER = re.compile(r"0|[1-9][0-9]{0,5}")
+Divergence = Annotated[float, in_range("a finite number of at least 0", -1e-6)]
+Date = Annotated[str, Rule("a date as ISO 8601 writes it", _is_date)]
+Digest = Annotated[str, matches("a sha256 of 64 digits 0-9a-f", "[0-9a-f]{64}")]
+FormatName = Annotated[str, matches(f"one of {', '.join(FORMATS)}", _FORMATS)]
+ErrorName = Annotated[
+    str, matches(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", f"({DYNAMIC})?({_FORMATS})")
+]
+Granularities = Annotated[
+    str,
+    matches("one of tensor, head, channel, or several with /", f"({_KINDS})(/({_KINDS}))*"),
+]
+LayerIndex = Annotated[int, matches("the indices of layers, from 0", "0|[1-9][0-9]{0,5}")]
 
 
 @dataclass(frozen=True)
@@ -43,10 +65,10 @@ class SideStatistics:
             scales, and the same key after `DYNAMIC` is that format under dynamic scales.
     """
 
-    amax: tuple[float, ...]
-    saturated: float
-    underflow: float
-    error: dict[str, float]
+    amax: Annotated[tuple[Magnitude, ...], Rule("a list with a number for each head", bool)]
+    saturated: Share
+    underflow: Share
+    error: dict[ErrorName, Magnitude]
 
 
 @dataclass(frozen=True)
@@ -64,7 +86,7 @@ class LayerStatistics:
     k: SideStatistics
     v: SideStatistics
     centered: bool
-    center_gain: float | None
+    center_gain: Magnitude | None
 
 
 @dataclass(frozen=True)
@@ -81,10 +103,10 @@ class QualityRow:
     """
 
     cache: str
-    kl: float
-    kl_max: float
-    top1: float
-    perplexity: float
+    kl: Divergence
+    kl_max: Divergence
+    top1: Share
+    perplexity: Positive
     tokens: int
 
 
@@ -111,39 +133,34 @@ class CalibrationReport:
     """
 
     model: str
-    dtype: str
-    granularity: str
-    margin: float
+    dtype: FormatName
+    granularity: Granularities
+    margin: Positive
     texts: int
     tokens: int
     held_out_tokens: int
-    seconds: float
-    date: str
+    seconds: Magnitude
+    date: Date
     versions: dict[str, str]
     hardware: dict[str, object]
-    scales_digest: str
+    scales_digest: Digest
     centers: str
-    layers: dict[int, LayerStatistics]
+    layers: Annotated[dict[LayerIndex, LayerStatistics], Rule("an object with a layer", bool)]
     quality: tuple[QualityRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the same as JSON values, which `from_dict` reads back exactly.
+        """Return the same as JSON values, which `from_dict` reads back exactly.
 
         Raises:
             ScaleError: a value that `from_dict` would refuse: what is written can be read.
         """
-        data = asdict(self)
-        data["layers"] = {str(index): layer for index, layer in sorted(data["layers"].items())}
-        for layer in data["layers"].values():
-            for side in ("k", "v"):
-                layer[side]["amax"] = list(layer[side]["amax"])
-        data["quality"] = list(data["quality"])
+        data: dict[str, Any] = to_json(self)
         self.from_dict(data, "the report of a calibration")
         return data
 
     @classmethod
     def from_dict(cls, data: object, what: str) -> "CalibrationReport":
-        """Returns the report that `to_dict` made JSON of.
+        """Return the report that `to_dict` made JSON of.
 
         Args:
             data: what the JSON holds.
@@ -152,102 +169,5 @@ class CalibrationReport:
         Raises:
             ScaleError: anything that a report cannot hold; the message names the entry.
         """
-        try:
-            return built(cls, _REPORT, data, f"{what}: ")
-        except RecursionError as error:
-            raise refused("JSON of a few levels", "endless ones", what) from error
-
-
-def _format(value: object, what: str) -> str:
-    if not isinstance(value, str) or value not in FORMATS:
-        raise refused(f"one of {', '.join(FORMATS)}", value, what)
-    return value
-
-
-def _granularity(value: object, what: str) -> str:
-    if not isinstance(value, str) or not set(value.split("/")) <= set(_GRANULARITIES):
-        raise refused(f"one of {', '.join(_GRANULARITIES)}, or several with /", value, what)
-    return value
-
-
-def _date(value: object, what: str) -> str:
-    date = text(value, what)
-    try:
-        datetime.fromisoformat(date)
-    except ValueError as error:
-        raise refused("a date as ISO 8601 writes it", value, what) from error
-    return date
-
-
-def _digest(value: object, what: str) -> str:
-    if not isinstance(value, str) or re.fullmatch("[0-9a-f]{64}", value) is None:
-        raise refused("a sha256 of 64 digits 0-9a-f", value, what)
-    return value
-
-
-def _versions(value: object, what: str) -> dict[str, str]:
-    return {name: text(part, f"{what}.{name}") for name, part in named(value, what).items()}
-
-
-def _amax(value: object, what: str) -> tuple[float, ...]:
-    if not isinstance(value, list) or not value:
-        raise refused("a list with a number for each head", value, what)
-    return tuple(_MAGNITUDE(amax, f"{what}[{head}]") for head, amax in enumerate(value))
-
-
-def _error(value: object, what: str) -> dict[str, float]:
-    errors = {}
-    for name, error in named(value, what).items():
-        if name.removeprefix(DYNAMIC) not in FORMATS:
-            raise refused(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", name, what)
-        errors[name] = _MAGNITUDE(error, f"{what}.{name}")
-    return errors
-
-
-def _side(value: object, what: str) -> SideStatistics:
-    return built(SideStatistics, _SIDE, value, f"{what}.")
-
-
-def _gain(value: object, what: str) -> float | None:
-    return None if value is None else float(_MAGNITUDE(value, what))
-
-
-def _layers(value: object, what: str) -> dict[int, LayerStatistics]:
-    layers = named(value, what)
-    if not layers:
-        raise refused("at least one layer", value, what)
-    for index in layers:
-        if _LAYER.fullmatch(index) is None:
-            raise refused("the indices of layers, from 0", index, what)
-    return {
-        int(index): built(LayerStatistics, _LAYER_ENTRIES, layers[index], f"{what}.{index}.")
-        for index in sorted(layers, key=int)
-    }
-
-
-def _quality(value: object, what: str) -> tuple[QualityRow, ...]:
-    if not isinstance(value, list):
-        raise refused("a list", value, what)
-    return tuple(
-        built(QualityRow, _QUALITY, row, f"{what}[{index}].") for index, row in enumerate(value)
-    )
-
-
-_MAGNITUDE, _SHARE = number(0), number(0, 1)
-_SIDE: dict[str, Read] = {
-    "amax": _amax, "saturated": _SHARE, "underflow": _SHARE, "error": _error,
-}  # fmt: skip
-_LAYER_ENTRIES: dict[str, Read] = {
-    "k": _side, "v": _side, "centered": flag, "center_gain": _gain,
-}  # fmt: skip
-_QUALITY: dict[str, Read] = {
-    "cache": text, "kl": number(_LOWEST_KL), "kl_max": number(_LOWEST_KL), "top1": _SHARE,
-    "perplexity": number(0, above=True), "tokens": count,
-}  # fmt: skip
-_REPORT: dict[str, Read] = {
-    "model": text, "dtype": _format, "granularity": _granularity,
-    "margin": number(0, above=True), "texts": count, "tokens": count,
-    "held_out_tokens": count, "seconds": _MAGNITUDE, "date": _date, "versions": _versions,
-    "hardware": json_object, "scales_digest": _digest, "centers": text, "layers": _layers,
-    "quality": _quality,
-}  # fmt: skip
+        report: CalibrationReport = from_json(cls, data, f"{what}: ")
+        return report

@@ -1,109 +1,134 @@
-"""How an entry of a report's JSON is read, with the error that names it."""
+"""Schema of a report's JSON: the annotations of its dataclasses say what each entry holds."""
 
+import json
+import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ..errors import ScaleError
 from ..utils.text import format_value
 
-__all__ = [
-    "Read", "built", "count", "flag", "json_object", "named", "number", "refused", "text",
-]  # fmt: skip
-
-T = TypeVar("T")
-# Takes what the JSON holds and the entry's name.
-Read = Callable[[object, str], Any]
+__all__ = ["Rule", "from_json", "in_range", "matches", "to_json"]
 
 
-def refused(expected: str, value: object, what: str) -> ScaleError:
-    """Returns the error for an entry that is malformed."""
-    return ScaleError(
-        f"{what.rstrip(':. ')}: expected {expected}, got {format_value(value)}; calibrate again, "
-        "or delete the report: the scales do not need it"
-    )
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be besides its type, as `Annotated[type, Rule(...)]`.
+
+    Attributes:
+        expected: the value in words, for messages.
+        holds: whether a value of the right type is one; of a dict's keys, whether their text is.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
 
 
-def built(cls: type[T], entries: Mapping[str, Read], data: object, what: str) -> T:
-    """Returns the dataclass whose fields are the entries of `data`, all of them and no other.
+def in_range(expected: str, low: float, high: float = sys.float_info.max) -> Rule:
+    """Return the rule for a number from `low` to `high`, in words `expected`; NaN is none."""
+    return Rule(expected, lambda value: low <= value <= high)
+
+
+def matches(expected: str, pattern: str) -> Rule:
+    """Return the rule for text that matches a regex, in words `expected`."""
+    return Rule(expected, lambda text: re.fullmatch(pattern, text) is not None)
+
+
+_TYPES: dict[Any, tuple[Any, Rule]] = {
+    str: (str, Rule("text", lambda _: True)),
+    bool: (bool, Rule("true or false", lambda _: True)),
+    int: (int, in_range("an integer of at least 0", 0)),
+    float: (int | float, in_range("a finite number", -sys.float_info.max)),
+    tuple: (list, Rule("a list", lambda _: True)),
+    dict: (Mapping, Rule("an object with names", lambda _: True)),
+}
+
+
+def to_json(value: Any) -> Any:
+    """Return a dataclass as the values that JSON holds; keys that are integers are sorted."""
+    if is_dataclass(value):
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [to_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value and all(isinstance(key, int) for key in value):
+        return {str(key): to_json(value[key]) for key in sorted(value)}
+    return {key: to_json(item) for key, item in value.items()}
+
+
+def from_json(kind: Any, value: Any, what: str) -> Any:
+    """Return the value of an annotation that JSON holds; a dataclass has all entries and no other.
 
     Args:
-        cls: the dataclass.
-        entries: how each field is read.
-        data: what the JSON holds.
-        what: what the names of the entries are put behind: "layers.0.k.".
+        kind: a dataclass, str, bool, int, float, object, or a tuple, dict or `| None` of these.
+        value: what the JSON holds.
+        what: the entry, for messages.
+
+    Raises:
+        ScaleError: an entry is missing, unknown or malformed; the message names it.
     """
-    if not isinstance(data, Mapping):
-        raise refused(f"an object with {', '.join(entries)}", data, what)
-    for name in entries:
-        if name not in data:
-            raise refused(f"the entry {name}", list(data), what)
-    for name in data:
-        if name not in entries:
-            raise refused(f"only {', '.join(entries)}", name, what)
-    return cls(**{name: read(data[name], f"{what}{name}") for name, read in entries.items()})
+    rule: Rule | None = None
+    if get_origin(kind) is Annotated:
+        kind, rule = get_args(kind)
+    if is_dataclass(kind):
+        return _read_dataclass(kind, value, what)
+    if kind is object:
+        return _copy_json(value, what)
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if type(None) in arguments:
+        return None if value is None else from_json(arguments[0], value, what)
+    json_type, general = _TYPES[origin]
+    rule = rule or general
+    is_type = isinstance(value, json_type) and (kind is bool or not isinstance(value, bool))
+    if origin is dict and is_type:
+        is_type = all(isinstance(name, str) for name in value)
+    if not is_type or not rule.holds(value):
+        raise _malformed(rule.expected, value, what)
+    if origin is tuple:
+        return tuple(from_json(arguments[0], v, f"{what}[{i}]") for i, v in enumerate(value))
+    if origin is dict:
+        return _read_dict(arguments[0], arguments[1], value, what)
+    return float(value) if kind is float else value
 
 
-def number(low: float | None = None, high: float | None = None, *, above: bool = False) -> Read:
-    """Reads a finite number from `low` to `high`; with `above`, `low` itself is too little."""
-    expected = "a finite number"
-    if high is not None:
-        expected = f"a number from {low:g} to {high:g}"
-    elif low is not None:
-        expected += f" above {low:g}" if above else f" of at least {low:g}"
-
-    def read(value: object, what: str) -> float:
-        largest = sys.float_info.max if high is None else high
-        smallest = -sys.float_info.max if low is None else low
-        # Compared before it is converted: an integer may be too large for a float. NaN is neither.
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and smallest <= value <= largest
-            and not (above and value == low)
-        ):
-            return float(value)
-        raise refused(expected, value, what)
-
-    return read
+def _read_dataclass(kind: Any, value: Any, what: str) -> Any:
+    kinds = get_type_hints(kind, include_extras=True)
+    if not isinstance(value, Mapping):
+        raise _malformed(f"an object with {', '.join(kinds)}", value, what)
+    for name in kinds:
+        if name not in value:
+            raise _malformed(f"the entry {name}", list(value), what)
+    for name in value:
+        if name not in kinds:
+            raise _malformed(f"only {', '.join(kinds)}", name, what)
+    return kind(**{n: from_json(k, value[n], _join(what, n)) for n, k in kinds.items()})
 
 
-def count(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise refused("an integer of at least 0", value, what)
-    return value
+def _read_dict(key: Any, item: Any, value: Mapping[Any, Any], what: str) -> Any:
+    key_type, rule = get_args(key) if get_origin(key) is Annotated else (key, _TYPES[key][1])
+    for name in value:
+        if not rule.holds(name):
+            raise _malformed(rule.expected, name, what)
+    names = sorted(value, key=int) if key_type is int else value
+    return {key_type(name): from_json(item, value[name], _join(what, name)) for name in names}
 
 
-def flag(value: object, what: str) -> bool:
-    if not isinstance(value, bool):
-        raise refused("true or false", value, what)
-    return value
+def _copy_json(value: Any, what: str) -> Any:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _malformed("a value that JSON can hold", value, what) from error
 
 
-def text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise refused("text", value, what)
-    return value
+def _join(what: str, name: str) -> str:
+    return f"{what}{name}" if what.endswith(": ") else f"{what}.{name}"
 
 
-def named(value: object, what: str) -> Mapping[str, object]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise refused("an object with names", value, what)
-    return value
-
-
-def json_object(value: object, what: str) -> dict[str, object]:
-    """Reads an object of whatever JSON can hold."""
-    return {name: _json_value(part, f"{what}.{name}") for name, part in named(value, what).items()}
-
-
-def _json_value(value: object, what: str) -> object:
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return number()(value, what)
-    if isinstance(value, list):
-        return [_json_value(part, f"{what}[{i}]") for i, part in enumerate(value)]
-    if isinstance(value, Mapping):
-        return json_object(value, what)
-    raise refused("a value that JSON can hold", value, what)
+def _malformed(expected: str, value: Any, what: str) -> ScaleError:
+    return ScaleError(
+        f"{what.removesuffix(': ')}: expected {expected}, got {format_value(value)}; calibrate "
+        "again, or delete the report: the scales do not need it"
+    )

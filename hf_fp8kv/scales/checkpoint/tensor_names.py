@@ -11,7 +11,7 @@ __all__ = [
     "FOREIGN",
     "LAYER",
     "LIKELY",
-    "OUTPUT_SCALE",
+    "OUTPUTS",
     "PAIR",
     "SHARED",
     "ZERO_POINT",
@@ -30,9 +30,6 @@ _MODULES = r"(?:self_attn|self_attention|attention|attn|mixer)"
 _ATTENTION = _MODULES + r"\.(?:(?:mla_attn|attn)\.)*"
 # The start of a name up to the attention module of a layer, where a writer puts its scales.
 ATTENTION_MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
-# Tails that several formats share.
-PAIR, SHARED = r"(?P<side>[kv])_scale", r"(?P<side>kv)_scale"
-OUTPUT_SCALE = r"(?P<side>[kv])_proj\.output_scale"
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class TensorName:
     """What a format calls the tensor of a scale.
 
     Attributes:
-        format: the name of the format.
         tail: a regex for what follows the attention module; its group `side` is k, v or kv.
         name: the same for a writer: what follows the layer, with a place for `{side}`.
         priority: of two names that match in one layer, the one with the lower number is used:
@@ -50,15 +46,16 @@ class TensorName:
         declared: other numbers have the name too, so that only a config that declares static FP8
             scales makes it valid.
         shape: the shape of one number in a file that a writer makes; None: the name is only read.
+        format: the name of the format; the registry of formats fills it in.
     """
 
-    format: str
     tail: str
     name: str
     priority: int
     own_dialect: bool = False
     declared: bool = False
     shape: tuple[int, ...] | None = None
+    format: str = ""
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +66,12 @@ class TensorName:
         return ("k", "v") if "{side}" in self.name else ("kv",)
 
 
+# Names that several formats share, each as the format's own tool writes it.
+PAIR = TensorName(r"(?P<side>[kv])_scale", "self_attn.{side}_scale", 0, own_dialect=True)
+SHARED = TensorName(r"(?P<side>kv)_scale", "self_attn.kv_scale", 4, own_dialect=True)
+OUTPUTS = TensorName(
+    r"(?P<side>[kv])_proj\.output_scale", "self_attn.{side}_proj.output_scale", 3, True, True
+)
 # Names that say that the scales beside them are not those of an FP8 cache.
 FOREIGN = tuple(
     (re.compile(LAYER + _ATTENTION + tail), what)

@@ -1,5 +1,7 @@
 """The formats that scales are read from and written in: one file each, and their registry."""
 
+from dataclasses import replace
+
 from .autofp8 import AutoFP8
 from .base import ScaleFormat
 from .compressed_tensors import CompressedTensors
@@ -25,8 +27,9 @@ _FORMATS: tuple[ScaleFormat, ...] = (
 )
 SCALE_FORMATS = {format.name: format for format in _FORMATS}
 CHECKPOINT_FORMATS = tuple(SCALE_FORMATS)
-TENSOR_NAMES = tuple(
-    sorted((n for f in _FORMATS for n in f.tensor_names), key=lambda name: name.priority)
+TENSOR_NAMES = sorted(
+    (replace(name, format=format.name) for format in _FORMATS for name in format.tensor_names),
+    key=lambda name: name.priority,
 )
 # The files that formats keep scales in apart from weights, what is read first first.
 OWN_FILES = tuple(format.own_files[-1] for format in reversed(_FORMATS) if format.own_files)

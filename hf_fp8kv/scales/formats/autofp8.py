@@ -1,9 +1,10 @@
 """The format "autofp8": checkpoints of AutoFP8, with the `quant_method` "fp8"."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..checkpoint.config import Config
-from ..checkpoint.tensor_names import OUTPUT_SCALE, PAIR, SHARED, TensorName
+from ..checkpoint.tensor_names import OUTPUTS, PAIR, SHARED, TensorName
 from .tensor_format import QuantizationFormat
 
 __all__ = ["AutoFP8"]
@@ -15,17 +16,10 @@ class AutoFP8(QuantizationFormat):
     name = "autofp8"
     quant_method = "fp8"
     tensor_names = (
-        TensorName("autofp8", PAIR, "self_attn.{side}_scale", 0, own_dialect=True, shape=()),
-        TensorName("autofp8", r"(?P<side>[kv])_cache\.scale", "self_attn.{side}_cache.scale", 2),
-        TensorName(
-            "autofp8",
-            OUTPUT_SCALE,
-            "self_attn.{side}_proj.output_scale",
-            3,
-            own_dialect=True,
-            declared=True,
-        ),
-        TensorName("autofp8", SHARED, "self_attn.kv_scale", 4, own_dialect=True),
+        replace(PAIR, shape=()),
+        TensorName(r"(?P<side>[kv])_cache\.scale", "self_attn.{side}_cache.scale", 2),
+        OUTPUTS,
+        SHARED,
     )
 
     def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:

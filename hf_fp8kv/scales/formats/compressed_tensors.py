@@ -1,10 +1,11 @@
 """The format "compressed-tensors": what LLM Compressor writes, per tensor or per head."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ..checkpoint.config import Config, as_mapping
 from ..checkpoint.declaration import Declaration, parse_entry
-from ..checkpoint.tensor_names import OUTPUT_SCALE, PAIR, TensorName
+from ..checkpoint.tensor_names import OUTPUTS, PAIR
 from .tensor_format import QuantizationFormat
 
 __all__ = ["CompressedTensors"]
@@ -18,19 +19,7 @@ class CompressedTensors(QuantizationFormat):
     name = "compressed-tensors"
     quant_method = "compressed-tensors"
     granularity = "head"
-    tensor_names = (
-        TensorName(
-            "compressed-tensors", PAIR, "self_attn.{side}_scale", 0, own_dialect=True, shape=(1,)
-        ),
-        TensorName(
-            "compressed-tensors",
-            OUTPUT_SCALE,
-            "self_attn.{side}_proj.output_scale",
-            3,
-            own_dialect=True,
-            declared=True,
-        ),
-    )
+    tensor_names = (replace(PAIR, shape=(1,)), OUTPUTS)
 
     def recognizes(self, entry: str, method: str) -> bool:
         return self.accepts(method) or entry == "compression_config"

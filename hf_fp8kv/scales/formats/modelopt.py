@@ -12,6 +12,7 @@ from .tensor_format import QuantizationFormat, to_json
 
 __all__ = ["ModelOpt"]
 
+_PROJECTION = r"(?P<side>[kv])_proj\.(?P=side)_scale"
 # Readers take the name for that of the format.
 _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}
 
@@ -22,20 +23,9 @@ class ModelOpt(QuantizationFormat):
     name = "modelopt"
     quant_method = "modelopt"
     tensor_names = (
-        TensorName("modelopt", PAIR, "self_attn.{side}_scale", 0, own_dialect=True),
-        TensorName(
-            "modelopt",
-            r"(?P<side>[kv])_proj\.(?P=side)_scale",
-            "self_attn.{side}_proj.{side}_scale",
-            1,
-            shape=(),
-        ),
-        TensorName(
-            "modelopt",
-            r"qk(?:qk)?v_proj\.(?P<side>[kv])_scale",
-            "self_attn.qkv_proj.{side}_scale",
-            1,
-        ),
+        PAIR,
+        TensorName(_PROJECTION, "self_attn.{side}_proj.{side}_scale", 1, shape=()),
+        TensorName(r"qk(?:qk)?v_proj\.(?P<side>[kv])_scale", "self_attn.qkv_proj.{side}_scale", 1),
     )
 
     def accepts(self, method: str) -> bool:

@@ -1,13 +1,14 @@
 """The format "quark": checkpoints of AMD's Quark, whose scales are of two projections' outputs."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ...errors import ScaleError
 from ...utils.text import format_value
 from ..checkpoint.config import Config, as_mapping
 from ..checkpoint.declaration import Declaration
-from ..checkpoint.tensor_names import OUTPUT_SCALE, PAIR, TensorName
+from ..checkpoint.tensor_names import OUTPUTS, PAIR
 from .tensor_format import QuantizationFormat
 
 __all__ = ["Quark"]
@@ -32,18 +33,7 @@ class Quark(QuantizationFormat):
 
     name = "quark"
     quant_method = "quark"
-    tensor_names = (
-        TensorName("quark", PAIR, "self_attn.{side}_scale", 0, own_dialect=True),
-        TensorName(
-            "quark",
-            OUTPUT_SCALE,
-            "self_attn.{side}_proj.output_scale",
-            3,
-            own_dialect=True,
-            declared=True,
-            shape=(),
-        ),
-    )
+    tensor_names = (PAIR, replace(OUTPUTS, shape=()))
 
     def recognizes(self, entry: str, method: str) -> bool:
         return self.accepts(method)

@@ -1,9 +1,10 @@
 """The format "tgi": scales beside the attention, as Text Generation Inference reads them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..checkpoint.config import Config
-from ..checkpoint.tensor_names import PAIR, SHARED, TensorName
+from ..checkpoint.tensor_names import PAIR, SHARED
 from .tensor_format import TensorFormat
 
 __all__ = ["Tgi"]
@@ -14,8 +15,8 @@ class Tgi(TensorFormat):
 
     name = "tgi"
     tensor_names = (
-        TensorName("tgi", PAIR, "self_attn.{side}_scale", 0, shape=()),
-        TensorName("tgi", SHARED, "self_attn.kv_scale", 4),
+        replace(PAIR, own_dialect=False, shape=()),
+        replace(SHARED, own_dialect=False),
     )
 
     def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:

@@ -31,23 +31,15 @@ class TensorRT(TensorFormat):
     name = "trtllm"
     layers_path = "transformer.layers"
     no_checkpoint = "TensorRT-LLM converts the weights"
-    tensor_names = (
+    tensor_names = tuple(
         TensorName(
-            "trtllm",
-            r"(?P<side>[kv])_cache_scaling_factor",
-            "attention.{side}_cache_scaling_factor",
-            5,
+            rf"(?P<side>{sides})_cache_scaling_factor",
+            f"attention.{name}_cache_scaling_factor",
+            priority,
             declared=True,
             shape=(1,),
-        ),
-        TensorName(
-            "trtllm",
-            r"(?P<side>kv)_cache_scaling_factor",
-            "attention.kv_cache_scaling_factor",
-            6,
-            declared=True,
-            shape=(1,),
-        ),
+        )
+        for sides, name, priority in (("[kv]", "{side}", 5), ("kv", "kv", 6))
     )
 
     def recognizes(self, entry: str, method: str) -> bool:
