@@ -33,7 +33,6 @@ def copy_checkpoint(
     scales: ScaleData,
     source: Path,
     target: Path,
-    *,
     format: ScaleFormat,
     weights: Weights,
     tp_size: int,

@@ -4,26 +4,31 @@ Their direction and their unit are those of `LayerScales`. A layer without a sca
 it is a `ScaleError`.
 """
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Unpack
 
 from ..errors import ScaleError
 from ..utils.text import format_list
 from .checkpoint.hub import HubOptions
-from .copy_checkpoint import Weights
-from .formats import CHECKPOINT_FORMATS
+from .copy_checkpoint import Weights, copy_checkpoint
+from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
 from .layer_scales import LayerScales
 from .load import read_checkpoint, read_file
+from .reduce import reduce_scales
 from .report import CalibrationReport
 from .request import Request
-from .save import save_scales
+from .save import write_files
 from .scale_data import ScaleData
-from .upload import upload_scales
+from .upload import upload_files
 from .validation import check_constant, check_ranks, scalar
 
 __all__ = ["KVScales"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -188,15 +193,18 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        return save_scales(
-            self,
-            Path(folder),
-            format=format,
-            checkpoint=None if checkpoint is None else Path(checkpoint),
-            weights=weights,
-            overwrite=overwrite,
-            tp_size=tp_size,
-        )
+        scale_format, target = _find_format(format, tp_size), Path(folder)
+        if checkpoint is not None:
+            paths, losses = copy_checkpoint(
+                self, Path(checkpoint), target, scale_format, weights, tp_size
+            )
+        else:
+            reduced, losses = reduce_scales(self, scale_format, tp_size)
+            losses += scale_format.missing_facts(self)
+            paths = write_files(target, scale_format.files(reduced, tp_size), overwrite=overwrite)
+        if losses:
+            logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
+        return paths
 
     def push_to_hub(
         self,
@@ -223,14 +231,31 @@ class KVScales(ScaleData):
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
-        return upload_scales(
-            self,
-            repo_id,
-            format=format,
-            private=private,
-            token=token,
-            revision=revision,
-            commit_message=commit_message,
-            overwrite=overwrite,
-            tp_size=tp_size,
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, format=format, tp_size=tp_size)
+            return upload_files(
+                Path(folder),
+                repo_id,
+                private=private,
+                token=token,
+                revision=revision,
+                commit_message=commit_message,
+                overwrite=overwrite,
+            )
+
+
+def _find_format(name: str, tp_size: int) -> ScaleFormat:
+    """Return the format of this name; raise ScaleError if it cannot hold so many ranks."""
+    if name not in SCALE_FORMATS:
+        raise ScaleError(
+            f"format: expected one of {', '.join(SCALE_FORMATS)}, got {name!r}; choose one"
         )
+    format = SCALE_FORMATS[name]
+    valid = isinstance(tp_size, int) and tp_size > 0
+    if not valid or (tp_size > 1 and not format.holds_ranks):
+        ranked = " or ".join(repr(f.name) for f in SCALE_FORMATS.values() if f.holds_ranks)
+        raise ScaleError(
+            f"tp_size: expected 1, or the number of ranks for {ranked}, got {tp_size!r} for "
+            f"{name!r}; only that format names ranks"
+        )
+    return format

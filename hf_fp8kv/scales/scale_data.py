@@ -13,18 +13,7 @@ __all__ = ["ScaleData", "take_rank"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaleData:
-    """The static scales of a model, in the unit of E4M3FN.
-
-    Attributes:
-        layers: the scales of each layer, in the order of the layers.
-        format: what they were read from, one of `CHECKPOINT_FORMATS`.
-        model_type: the model they were made for, as transformers names it, where the file says so.
-        origin: the file, folder or repository they were read from.
-        report: what their calibration found, where it is known.
-
-    Raises:
-        ScaleError: `layers` is no dict of `LayerScales`, or empty.
-    """
+    """The static scales of a model; the attributes are those of `KVScales`."""
 
     layers: dict[int, LayerScales]
     format: str = "hf_fp8kv"

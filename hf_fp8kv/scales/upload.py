@@ -1,7 +1,6 @@
 """Uploading scales to the Hub: one commit of small files, and nothing else is touched."""
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from huggingface_hub import HfApi
 
@@ -9,52 +8,44 @@ from ..errors import ScaleError
 from ..utils.text import format_list
 from .checkpoint.hub import translate_hub_errors
 from .formats.hf_fp8kv import OWN_FILE
-from .save import save_scales
-from .scale_data import ScaleData
 
-__all__ = ["upload_scales"]
+__all__ = ["upload_files"]
 
 
-def upload_scales(
-    scales: ScaleData,
+def upload_files(
+    folder: Path,
     repo_id: str,
     *,
-    format: str,
     private: bool | None,
     token: str | bool | None,
     revision: str | None,
     commit_message: str,
     overwrite: bool,
-    tp_size: int,
 ) -> str:
-    """Upload the files that `save_pretrained` writes; see `KVScales.push_to_hub`."""
+    """Upload the files of scales in a folder, see `KVScales.push_to_hub`."""
     api = HfApi(token=token)
-    with TemporaryDirectory() as folder:
-        paths = save_scales(scales, Path(folder), format=format, tp_size=tp_size)
-        with translate_hub_errors(repo_id, "written"):
-            api.create_repo(repo_id, private=private, exist_ok=True)
-            if revision is not None:
-                api.create_branch(repo_id, branch=revision, exist_ok=True)
-            present = api.list_repo_files(repo_id, revision=revision)
-            _check_repository(repo_id, present, [path.name for path in paths], overwrite)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=Path(folder),
-                commit_message=commit_message,
-                revision=revision,
-            )
+    files = sorted(path.name for path in folder.iterdir())
+    with translate_hub_errors(repo_id, "written"):
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        existing = api.list_repo_files(repo_id, revision=revision)
+        _check_repository(repo_id, existing, files, overwrite)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision
+        )
     return str(commit.commit_url)
 
 
-def _check_repository(repo_id: str, present: list[str], files: list[str], overwrite: bool) -> None:
+def _check_repository(repo_id: str, existing: list[str], files: list[str], overwrite: bool) -> None:
     """Raise ScaleError if an upload replaced scales without `overwrite`, or a model's config."""
-    replaced = sorted(set(files) & set(present))
+    replaced = sorted(set(files) & set(existing))
     if replaced and not overwrite:
         raise ScaleError(
             f"{repo_id}: expected a repository without {format_list(replaced)}, got one that has "
             "it; choose another, or pass overwrite=True"
         )
-    weights = [n for n in present if n.endswith(".safetensors") and n not in (*files, OWN_FILE)]
+    weights = [n for n in existing if n.endswith(".safetensors") and n not in (*files, OWN_FILE)]
     if "config.json" in files and weights:
         raise ScaleError(
             f"{repo_id}: expected a repository without weights, got {format_list(weights)}; write "

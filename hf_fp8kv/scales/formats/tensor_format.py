@@ -108,7 +108,7 @@ class TensorFormat(ScaleFormat):
             config: the `config.json`; it is changed.
             second: the `hf_quant_config.json` beside it, or None.
             scales: the scales.
-            excluded: the modules of a checkpoint whose weights are not quantized.
+            excluded: as in `declare`.
         """
         per_head = any(layer.k.ndim for layer in scales.layers.values())
         self.declare(config, per_head=per_head, excluded=excluded)
@@ -208,14 +208,7 @@ def _minimal_config(scales: ScaleData) -> Config:
 def _index(
     files: Mapping[str, str], scales: Mapping[str, torch.Tensor], total: int, metadata: object
 ) -> bytes:
-    """Return a safetensors index.
-
-    Args:
-        files: tensor names and files, without those of the scales.
-        scales: the scales, which are in `SCALES_FILE`.
-        total: the bytes of the other tensors.
-        metadata: that of the index that there was.
-    """
+    """Return the index of `files` and the scales, from the metadata of the index that there was."""
     metadata = dict(metadata) if isinstance(metadata, dict) else {}
     size, count = metadata.get("total_size", total), metadata.get("total_parameters")
     if isinstance(size, int):
