@@ -1,10 +1,10 @@
-"""Calibrate a model's KV scales, look at what they cost, and write them for other servers.
+"""Calibrate a model's KV scales, print their errors, and write them for other servers.
 
     python examples/calibrate_and_export.py
     python examples/calibrate_and_export.py --model path/to/folder --max-tokens 262144 --out scales
 
-The texts are pages of Python's documentation, and few: enough to see how it works, not for scales
-to keep. --model must be a folder, since one of the two formats is written into a copy of it.
+The texts are a few pages of Python's documentation: enough for a demonstration, not for scales to
+keep. --model must be a folder, since one of the two formats is written into a copy of it.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from hf_fp8kv.utils.demo_model import model_path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", type=Path, help="a folder; without: the demo's model")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="to calibrate on")
+    parser.add_argument("--model", type=Path, help="a folder; default: the demo model")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens to calibrate on")
     parser.add_argument("--held-out", type=int, default=512, help="tokens to measure on")
-    parser.add_argument("--out", type=Path, help="a new folder; without: a temporary one")
+    parser.add_argument("--out", type=Path, help="a new folder; default: a temporary one")
     args = parser.parse_args()
     folder = args.model or model_path()
     out = args.out or Path(tempfile.mkdtemp(prefix="hf_fp8kv-"))
@@ -31,7 +31,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="fp8_paged")
 
     texts = list(pydoc_data.topics.topics.values())
-    # What other servers can hold: one number for K of a layer and one for V, and no centers.
+    # What other servers support: one scale per layer for K and one for V, and no centers.
     simple = {"granularity": "tensor", "center": False, "tokenizer": tokenizer}
     limits = {"max_tokens": args.max_tokens, "held_out": args.held_out}
     scales = calibrate(model, texts, **simple, **limits)
@@ -39,7 +39,7 @@ def main() -> None:
     for row in scales.report.quality:
         print(f"{row.cache}: KL {row.kl:.1e}, same top-1 {row.top1:.1%}, over {row.tokens} tokens")
 
-    # A warning says what a format cannot hold: this one has a single number for K and V together.
+    # This format has one scale for both K and V; a warning says what is reduced.
     scales.save_pretrained(out / "json", format="vllm-json")
     scales.save_pretrained(out / "copy", format="compressed-tensors", checkpoint=folder)
     for part in ("json", "copy"):

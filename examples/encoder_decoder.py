@@ -1,10 +1,10 @@
-"""An encoder-decoder model: two caches, one for each kind of attention of the decoder.
+"""An encoder-decoder model: two caches, one for each kind of attention in the decoder.
 
     python examples/encoder_decoder.py
     python examples/encoder_decoder.py --model path/or/hub-id --text "translate to German: Hello"
 
-Without --model it makes a small BART with random weights, which needs no hub. What that one says
-means nothing; that it says the same under both caches with dtype="auto", and the bytes in FP8, do.
+Without --model it creates a small BART with random weights, which does not need the Hub. Its text
+is meaningless, but with dtype="auto" it is the same with both caches; compare the bytes in FP8.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from hf_fp8kv import FP8PagedCache, enable
 
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 TINY = {"d_model": 256, "vocab_size": 1000, "encoder_layers": 2, "decoder_layers": 2, **HEADS}
-TINY["init_std"] = 0.2  # large, so that it does not say one word again and again
+TINY["init_std"] = 0.2  # large, so that it does not repeat one token
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a hub id; without: a small random BART")
+    parser.add_argument("--model", help="a folder or a Hub id; default: a small random BART")
     parser.add_argument("--text", default="translate English to German: How are you?")
     args = parser.parse_args()
     if args.model:
@@ -40,13 +40,13 @@ def main() -> None:
     how = {"max_new_tokens": 250, "num_beams": 1, "return_dict_in_generate": True}
 
     usual = model.generate(**inputs, **how)
-    # The second one takes no config: the cross attention of each layer holds the encoder's output.
+    # The second cache takes no config: every layer's cross-attention stores the encoder's output.
     caches = FP8PagedCache(model.config, dtype="auto"), FP8PagedCache(dtype="auto")
     stored = model.generate(**inputs, **how, past_key_values=EncoderDecoderCache(*caches))
     print(f"{usual.sequences.shape[1]} tokens, {usual.sequences.unique().numel()} different ones")
     print(f"the same tokens with dtype='auto': {torch.equal(usual.sequences, stored.sequences)}")
 
-    enable(model)  # from now on each call makes such a pair by itself, in FP8
+    enable(model)  # from now on each call creates such a pair itself, in FP8
     small = model.generate(**inputs, **how).past_key_values
     for part in ("self_attention_cache", "cross_attention_cache"):
         layers = getattr(usual.past_key_values, part).layers

@@ -1,4 +1,4 @@
-"""Several questions about one document that is read once: `cache.fork()`.
+"""Several questions about a document that is read once: `cache.fork()`.
 
     python examples/fork_chat.py
     python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"
@@ -21,9 +21,9 @@ from hf_fp8kv.utils.demo_model import model_path
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
+    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
     parser.add_argument("--questions", nargs="+", default=["What is a slice?", "What is a tuple?"])
-    parser.add_argument("--characters", type=int, default=8000, help="of the document")
+    parser.add_argument("--characters", type=int, default=8000, help="characters of the document")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
@@ -38,7 +38,7 @@ def main() -> None:
     prompts = [tokenizer.apply_chat_template(chat, **how).input_ids for chat in chats]
     equal = [len(set(ids)) == 1 for ids in zip(*(x[0].tolist() for x in prompts), strict=False)]
     shared = [*equal[:-1], False].index(False)  # at least one token is left for each question
-    ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # so that neither starts cold
+    ask(prompts[0][:, :64], FP8PagedCache(model.config), tokens=2)  # warm up
 
     times = [time.perf_counter()]
     cache = FP8PagedCache(model.config, prefill="stored")

@@ -1,11 +1,11 @@
-"""A long document in little memory: chunks, a budget of pages, and what to do when it is used up.
+"""A long document in little memory: chunks, a budget of pages, and handling OutOfPagesError.
 
     python examples/long_context.py
-    python examples/long_context.py --max-pages 200     # room for all of it
+    python examples/long_context.py --max-pages 200     # enough for the whole document
 
-The document goes through the model in chunks, so that attention never sees all of it at once. The
-error leaves the cache as it was, so this script goes on with what was read, less the room that the
-last sentence and its end need.
+The model reads the document in chunks, so that attention never processes all of it at once. The
+error leaves the cache unchanged, so this script continues with the part that was read, less the
+room that the final question and its answer need.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NEW_TOKENS = 24
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
+    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
     parser.add_argument("--max-pages", type=int, default=64, help="the budget, in pages")
     parser.add_argument("--chunk", type=int, default=512, help="tokens per call of the model")
     args = parser.parse_args()
@@ -43,7 +43,7 @@ def main() -> None:
     read = cache.get_seq_length()
     room = max(args.max_pages * 64 - asked.shape[1] - NEW_TOKENS, 0)
     if read > room:
-        cache.crop(room - read)  # the last tokens go, and their pages with them
+        cache.crop(room - read)  # removes the last tokens and their pages
     read = min(read, room)
     print(f"read {read} of {document.shape[1]} tokens")
     ids = torch.cat([document[:, :read], asked], dim=1).to(model.device)
@@ -51,7 +51,7 @@ def main() -> None:
     print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
 
     size = cache.memory_footprint()["total"]
-    # Stored keys and values have the shape and dtype of dense ones: this is what those would take.
+    # PagedKV tensors have the shape and dtype of dense ones: this is the size of those.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     print(f"{cache.budget.held} pages: {size:,} bytes, {size / dense:.3f} of {dense:,} unquantised")
 

@@ -1,10 +1,10 @@
-"""A pipeline that uses an FP8 cache without a keyword: `enable(model)`, and `disable(model)`.
+"""A pipeline with an FP8 cache and without a keyword: `enable(model)` and `disable(model)`.
 
     python examples/pipeline.py
     python examples/pipeline.py --model path/or/hub-id --dtype fp8_e3m4
 
-The prompts differ in length, so the batch is padded on the left. `disable` makes the model what it
-was before: the last line says which cache it uses then.
+The prompts differ in length, so the batch is padded on the left. `disable` restores the model: the
+last line prints which cache it uses then.
 """
 
 import argparse
@@ -24,8 +24,8 @@ PROMPTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
-    parser.add_argument("--dtype", default="fp8_e4m3", help="what K and V are stored in")
+    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--dtype", default="fp8_e4m3", help="storage dtype of K and V")
     parser.add_argument("--new-tokens", type=int, default=12)
     args = parser.parse_args()
     name = args.model or model_path()
@@ -34,7 +34,7 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(name)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    model.generation_config.max_length = None  # what a checkpoint says there is only warned about
+    model.generation_config.max_length = None  # avoids a warning about the checkpoint's value
 
     def cache_in_use() -> str:
         inputs = tokenizer(PROMPTS[0], return_tensors="pt").to(model.device)

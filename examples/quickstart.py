@@ -1,10 +1,10 @@
-"""The two lines that change, and what they save.
+"""The two lines that change, and the memory they save.
 
     python examples/quickstart.py
     python examples/quickstart.py --model path/or/hub-id --dtype fp8_e3m4
 
-One prompt is continued twice, from transformers' own cache and from FP8 pages; both caches are then
-asked for their bytes. Without --model it takes the demo's small model, and needs no hub.
+One prompt is continued twice, with transformers' own cache and with FP8 pages; then the sizes of
+both caches are printed. The default is the small demo model, which does not need the Hub.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from hf_fp8kv.utils.demo_model import model_path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a folder or a hub id; without: the demo's model")
-    parser.add_argument("--dtype", default="fp8_e4m3", help="what K and V are stored in")
+    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--dtype", default="fp8_e4m3", help="storage dtype of K and V")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
@@ -28,7 +28,7 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(name)
-    # Line 1: attention that reads FP8 pages. It is ordinary attention for every other cache.
+    # Line 1: attention that reads FP8 pages. With any other cache it is ordinary attention.
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").to(device)
 
     text = pydoc_data.topics.topics["typesseq"]

@@ -1,8 +1,8 @@
-"""Sixteen clients of one server at once, half of them streaming; --url asks one that runs.
+"""Sixteen simultaneous clients of one server, half of them streaming.
 
     python examples/serve_client.py
 
-Without --url it starts `hf-fp8kv serve`.
+--url is a running server; without it the script starts `hf-fp8kv serve`.
 """
 
 import argparse
@@ -32,8 +32,8 @@ def server(model: str | None) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--url", help="a server that runs; without: one of its own")
-    parser.add_argument("--model", help="for a server of its own; without: the demo's")
+    parser.add_argument("--url", help="URL of a running server; default: start one")
+    parser.add_argument("--model", help="model for a server to start; default: the demo model")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
     with contextlib.nullcontext(args.url) if args.url else server(args.model) as url:

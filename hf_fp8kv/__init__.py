@@ -1,6 +1,6 @@
 """An FP8 paged KV cache for Hugging Face transformers.
 
-Importing adds the name "fp8_paged" to transformers' attention and mask registries, and changes
+Importing registers the name "fp8_paged" in transformers' attention and mask registries, and changes
 nothing else.
 """
 
@@ -38,7 +38,7 @@ register()
 
 
 def __getattr__(name: str) -> _Module:
-    """`hf_fp8kv.serving` without an import of its own: it needs transformers' engine, this not."""
+    """Import `hf_fp8kv.serving` lazily; it depends on transformers' continuous-batching engine."""
     if name == "serving":
         return _importlib.import_module(f"{__name__}.serving")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

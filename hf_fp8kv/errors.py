@@ -1,32 +1,37 @@
-"""Everything this package raises on purpose.
+"""Errors: everything this package raises on purpose.
 
     Fp8KVError
-    ├── ConfigError      an argument, a model or a call that cannot work together
-    ├── ScaleError       a scale or a file of scales that cannot be used
-    ├── OutOfPagesError  a budget (max_pages, max_cache_len) that would be passed
-    └── BackendError     a backend that was asked for by name and cannot run
+    ├── ConfigError      incompatible or invalid arguments, model or call
+    ├── ScaleError       unusable scales, or an unusable file of scales
+    ├── OutOfPagesError  a budget (max_pages, max_cache_len) would be exceeded
+    └── BackendError     a backend requested by name cannot run
 
-A message says what was expected, what was found, and what to do. When one of them is raised, the
-cache is as it was before the call.
+A message says what was expected, what it got, and what to do. After an error the cache is as it was
+before the call.
 """
 
 __all__ = ["BackendError", "ConfigError", "Fp8KVError", "OutOfPagesError", "ScaleError"]
 
 
 class Fp8KVError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
 
 class ConfigError(Fp8KVError, ValueError):
-    """An argument, a model or a call that cannot work together."""
+    """Incompatible or invalid arguments, model or call."""
 
 
 class ScaleError(Fp8KVError, ValueError):
-    """A scale, or a file of scales, that cannot be used."""
+    """Unusable scales, or an unusable file of scales."""
 
 
 class OutOfPagesError(Fp8KVError, MemoryError):
-    """A budget of pages or of tokens would be passed; the cache is as it was."""
+    """A budget of pages or of tokens would be exceeded.
+
+    Attributes:
+        needed: pages or tokens that the call needs.
+        available: pages or tokens that are left, or the limit.
+    """
 
     def __init__(self, message: str, *, needed: int, available: int) -> None:
         super().__init__(message)
@@ -38,7 +43,7 @@ class OutOfPagesError(Fp8KVError, MemoryError):
 
 
 class BackendError(Fp8KVError, RuntimeError):
-    """A backend that was asked for by name and cannot run here."""
+    """A backend requested by name cannot run here."""
 
 
 def _rebuild_out_of_pages(message: str, needed: int, available: int) -> OutOfPagesError:
