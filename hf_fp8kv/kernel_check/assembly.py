@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of: its registers, its spills, and the loop that reads pages.
+"""Machine code of a compiled kernel: its registers, its spills, and the loop that reads pages.
 
 Read from the machine code that Triton made: of NVIDIA's by the tools that come with Triton
 (nvdisasm, cuobjdump), of AMD's from the assembly itself. No GPU is needed.
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Assembly", "amd_assembly", "nvidia_assembly", "read"]
+__all__ = ["Assembly", "read_amd", "read_assembly", "read_nvidia"]
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What matters of a kernel's machine code.
+    """Facts about a kernel's machine code.
 
     Attributes:
         registers: per thread; of AMD's, vector and accumulation registers together.
@@ -40,23 +40,23 @@ class Assembly:
     conversions: int
 
 
-def read(asm: dict[str, Any]) -> Assembly:
-    """Returns what the `asm` of a kernel that Triton compiled says."""
+def read_assembly(asm: dict[str, Any]) -> Assembly:
+    """Return what the `asm` of a kernel that Triton compiled says."""
     if "amdgcn" in asm:
-        return amd_assembly(asm["amdgcn"])
+        return read_amd(asm["amdgcn"])
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(asm["cubin"])
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(binary))
-        return nvidia_assembly(_tool("nvdisasm", "-c", str(binary)), usage)
+        usage = _run_tool("cuobjdump", "--dump-resource-usage", str(binary))
+        return read_nvidia(_run_tool("nvdisasm", "-c", str(binary)), usage)
 
 
-def _tool(name: str, *arguments: str) -> str:
+def _run_tool(name: str, *arguments: str) -> str:
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
+    process = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return process.stdout
 
 
 # "/*0a30*/   @!P0 LDGSTS.E.BYPASS.128 [R5], [R6.64] ;" and ".L_x_3:"
@@ -67,14 +67,14 @@ _SASS_PRODUCT = re.compile(r"(H|Q|I|B|O)?G?MMA\b|UTC\w*MMA")
 _SASS_DOUBLE = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F64|DMMA")
 
 
-def nvidia_assembly(text: str, usage: str) -> Assembly:
-    """Returns what nvdisasm's `text` and cuobjdump's resource `usage` say."""
-    lines, places = _lines(text, _SASS, _SASS_LABEL)
-    loop = _main_loop(lines, places, _SASS_JUMP, _SASS_PRODUCT)
-    found = re.search(r"REG:(\d+)", usage)
-    assert found is not None, usage
+def read_nvidia(text: str, usage: str) -> Assembly:
+    """Return what nvdisasm's `text` and cuobjdump's resource `usage` say."""
+    lines, labels = _find_lines(text, _SASS, _SASS_LABEL)
+    loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT)
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers is not None, usage
     return Assembly(
-        registers=int(found[1]),
+        registers=int(registers[1]),
         spills=_count(r"(STL|LDL)\b", lines),
         doubles=sum(_SASS_DOUBLE.match(line) is not None for line in lines),
         loop=len(loop),
@@ -91,20 +91,20 @@ _GCN_JUMP = re.compile(r"s_c?branch\S*\s+(\.LBB\d+_\d+)")
 _GCN_PRODUCT = re.compile(r"v_s?mfma")
 
 
-def amd_assembly(text: str) -> Assembly:
-    """Returns what the assembly `text` of a kernel for AMD says."""
+def read_amd(text: str) -> Assembly:
+    """Return what the assembly `text` of a kernel for AMD says."""
     code = text[: text.find(".amdhsa_kernel")]
-    lines, places = _lines(code, _GCN, _GCN_LABEL)
-    loop = _main_loop(lines, places, _GCN_JUMP, _GCN_PRODUCT)
+    lines, labels = _find_lines(code, _GCN, _GCN_LABEL)
+    loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT)
 
-    def fact(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", text)
-        assert found is not None, name
-        return int(found[1])
+    def read_field(name: str) -> int:
+        field = re.search(rf"\.{name}:\s+(\d+)", text)
+        assert field is not None, name
+        return int(field[1])
 
     return Assembly(
-        registers=fact("vgpr_count"),
-        spills=fact("vgpr_spill_count"),
+        registers=read_field("vgpr_count"),
+        spills=read_field("vgpr_spill_count"),
         doubles=_count(r"v_\w+_f64", lines),
         loop=len(loop),
         wide_bytes=16 * _count(r"(global|buffer|flat)_load_(lds_)?dwordx4", loop),
@@ -113,30 +113,30 @@ def amd_assembly(text: str) -> Assembly:
     )
 
 
-def _lines(
+def _find_lines(
     text: str, instruction: re.Pattern[str], label: re.Pattern[str]
 ) -> tuple[list[str], dict[str, int]]:
-    """Returns the instructions, and for each label the index of the one that follows it."""
-    found = [(m.start(), m["line"].strip()) for m in instruction.finditer(text)]
-    starts = [start for start, _ in found]
-    places = {
+    """Return the instructions, and for each label the index of the one that follows it."""
+    instructions = [(m.start(), m["line"].strip()) for m in instruction.finditer(text)]
+    starts = [start for start, _ in instructions]
+    labels = {
         m[1]: next((i for i, start in enumerate(starts) if start > m.start()), len(starts))
         for m in label.finditer(text)
     }
-    return [line for _, line in found], places
+    return [line for _, line in instructions], labels
 
 
-def _main_loop(
+def _find_main_loop(
     lines: Sequence[str],
-    places: dict[str, int],
+    labels: dict[str, int],
     jump: re.Pattern[str],
     product: re.Pattern[str],
 ) -> Sequence[str]:
-    """Returns the instructions of the shortest innermost loop that has a matrix product."""
+    """Return the instructions of the shortest innermost loop that has a matrix product."""
     loops = set()
     for end, line in enumerate(lines):
         target = jump.match(line)
-        start = places.get(target[1]) if target else None
+        start = labels.get(target[1]) if target else None
         if start is not None and start <= end:
             loops.add((start, end))
     multiply = [i for i, line in enumerate(lines) if product.match(line)]
@@ -146,7 +146,7 @@ def _main_loop(
         for a, b in loops
         if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
     ]
-    start, end = min(inner, key=lambda at: at[1] - at[0], default=(0, -1))
+    start, end = min(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
     return [line for line in lines[start : end + 1] if not line.startswith("NOP")]
 
 

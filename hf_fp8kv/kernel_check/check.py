@@ -2,8 +2,8 @@
 
 The functions that a cache calls are called on tensors on the CPU, and each kernel that they would
 start is compiled for the target instead: so what is checked is what would run, with the same
-constants, and with the alignment that Triton finds in the same arguments. kernel_assembly.py reads
-the machine code, kernel_rules.py says what it must be.
+constants, and with the alignment that Triton finds in the same arguments. assembly.py reads the
+machine code, rules.py says what it must be.
 
 One process compiles for one target: Triton 3.6 converts FP8 for every target the way that the first
 one in a process needs. Triton's own cache makes a second run quick; it goes by the kernels' source.
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .assembly import read
-from .rules import TARGETS, programs_that_fit, violations
-from .variants import Variant, call, variants
+from .assembly import read_assembly
+from .rules import TARGETS, find_violations, programs_that_fit
+from .variants import Variant, call_variant, list_variants
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,8 +34,8 @@ __all__ = [
     "Row",
     "check_targets",
     "compile_kernels",
-    "environment",
-    "pretend",
+    "make_environment",
+    "set_target",
     "tables",
 ]
 
@@ -77,74 +77,74 @@ def check_targets(
     few: bool = False,
     progress: Progress = lambda *_: None,
 ) -> dict[str, list[Row]]:
-    """Returns the rows of each target; two processes at a time.
+    """Return the rows of each target; two processes at a time.
 
     A process that fails is a row that says so.
 
     Args:
         names: keys of TARGETS.
         few: whether only some variants are compiled.
-        progress: is told what was compiled, and which share is done.
+        progress: called with what was compiled, and the share that is done.
     """
     names = list(dict.fromkeys(names))
-    of_each = len(variants(few))
+    of_each = len(list_variants(few))
     done = 0
     lock = threading.Lock()
 
-    def tell(row: str) -> None:
+    def report_progress(row: str) -> None:
         nonlocal done
         with lock:
             done += 1
             progress(row, min(1.0, done / (of_each * len(names))))
 
     def check(name: str) -> list[Row]:
-        return list(_in_process(name, few, tell))
+        return list(_check_in_process(name, few, report_progress))
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(names, pool.map(check, names), strict=True))
 
 
-def environment() -> dict[str, str]:
-    """Returns the environment of a process that compiles."""
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process that compiles."""
     # What Triton's variables say of a user's runs (an interpreter, a debugger, dumps) is not meant
     # for these; where its cache is stays.
     kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    found = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
     # This process may have been told where the package is by its own path.
-    return {**found, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _in_process(name: str, few: bool, tell: Callable[[str], None]) -> Iterator[Row]:
+def _check_in_process(name: str, few: bool, on_row: Callable[[str], None]) -> Iterator[Row]:
     command = [sys.executable, "-m", "hf_fp8kv.kernel_check.check", name, *(["few"] if few else [])]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment()
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=make_environment()
         ) as process,
     ):
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
-            found = json.loads(line)
-            if found["variant"] != last:
-                last = found["variant"]
-                tell(f"{name}: {last}")
-            yield Row(**{**found, "violations": tuple(found["violations"])})
+            fields = json.loads(line)
+            if fields["variant"] != last:
+                last = fields["variant"]
+                on_row(f"{name}: {last}")
+            yield Row(**{**fields, "violations": tuple(fields["violations"])})
         if code := process.wait():
             errors.seek(0)
-            said = [line.strip() for line in errors if line.strip()]
-            why = f"the process ended with {code}: {said[-1] if said else ''}"
+            lines = [line.strip() for line in errors if line.strip()]
+            why = f"the process ended with {code}: {lines[-1] if lines else ''}"
             yield Row(name, "all", "", violations=(why,))
 
 
 def compile_kernels(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
-    """Yields a row for each kernel that the variants start on the target `name`.
+    """Yield a row for each kernel that the variants start on the target `name`.
 
     Only for a process of its own: Triton takes the target for the GPU of this process from now on.
     """
     from ..ops.triton.target import Target, assuming, compiling
 
-    pretend(name)
+    set_target(name)
     target = Target.parse(name)
     seen: set[str] = set()
     for variant in chosen:
@@ -165,16 +165,16 @@ def compile_kernels(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
 
         try:
             with assuming(target), compiling(take):
-                call(variant)
-        except Exception as error:  # whatever a compiler may raise is what is asked for
-            said = [line.strip() for line in str(error).splitlines() if line.strip()]
-            why = f"does not compile: {type(error).__name__}: {said[-1] if said else ''}"
+                call_variant(variant)
+        except Exception as error:  # a compiler may raise anything, and the report is about it
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            why = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
             rows.append(Row(name, variant.name, variant.operation, violations=(why,)))
         yield from rows
 
 
-def pretend(name: str) -> None:
-    """Triton then compiles for the GPU `name`."""
+def set_target(name: str) -> None:
+    """Make Triton compile for the GPU `name` from now on."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -213,29 +213,34 @@ def pretend(name: str) -> None:
 
 
 def _row(target: Any, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
-    found = read(compiled.asm)
+    assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    programs = programs_that_fit(target, found.registers, warps, shared)
+    programs = programs_that_fit(target, assembly.registers, warps, shared)
     bytes_read = variant.bytes_per_token * constants.get("TILE", 0)
-    per_kib = found.loop * warps / (bytes_read / 1024) if found.loop and bytes_read else None
+    per_kib = assembly.loop * warps / (bytes_read / 1024) if assembly.loop and bytes_read else None
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
     return Row(
-        target.name, variant.name, kernel.strip("_"), warps, found.registers, found.spills, shared,
-        programs, found.loop, found.wide_bytes, found.byte_loads, found.conversions,
+        target.name, variant.name, kernel.strip("_"), warps, assembly.registers,
+        assembly.spills, shared, programs, assembly.loop, assembly.wide_bytes, assembly.byte_loads,
+        assembly.conversions,
         None if per_kib is None else round(per_kib, 1),
-        tuple(violations(target, variant, found, shared, programs, bytes_read / warps, reads)),
+        tuple(
+            find_violations(
+                target, variant, assembly, shared, programs, bytes_read / warps, reads
+            )
+        ),
     )  # fmt: skip
 
 
-def tables(found: dict[str, list[Row]]) -> "list[RenderableType]":
-    """Returns a table per target as a person reads it."""
+def tables(reports: dict[str, list[Row]]) -> "list[RenderableType]":
+    """Return a table per target as a person reads it."""
     from rich.table import Table
     from rich.text import Text
 
     columns = ("kernel", "variant", "registers", "spills", "shared", "programs", "16-byte",
                "conversions", "per KiB", "verdict")  # fmt: skip
-    made: list[RenderableType] = []
-    for name, rows in found.items():
+    parts: list[RenderableType] = []
+    for name, rows in reports.items():
         table = Table(title=name, title_justify="left")
         for column in columns:
             table.add_column(column, overflow="fold")
@@ -244,13 +249,13 @@ def tables(found: dict[str, list[Row]]) -> "list[RenderableType]":
                      row.wide_bytes // 16 if row.loop else "", row.conversions if row.loop else "",
                      row.per_kib or "", "; ".join(row.violations) or "ok")  # fmt: skip
             table.add_row(*(Text(str(cell)) for cell in cells))
-        made.append(table)
-    return made
+        parts.append(table)
+    return parts
 
 
 def main(name: str, few: bool) -> None:
-    """Writes a line of JSON per row: what a process of `check_targets` does."""
-    for row in compile_kernels(name, variants(few)):
+    """Write a line of JSON per row: what a process of `check_targets` does."""
+    for row in compile_kernels(name, list_variants(few)):
         sys.stdout.write(json.dumps(asdict(row)) + "\n")
         sys.stdout.flush()
 

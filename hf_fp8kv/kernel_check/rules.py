@@ -1,19 +1,20 @@
-"""What a compiled kernel must be: the rules of `check --kernels`."""
+"""Rules of `check --kernels`: spills, shared memory, width of loads, native conversions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..formats import FORMATS, Format
 from ..ops.triton.target import Target
 from ..ops.triton.tuning import programs_per_processor
 from .assembly import Assembly
 from .variants import Variant
 
-__all__ = ["TARGETS", "Device", "programs_that_fit", "violations"]
+__all__ = ["TARGETS", "Device", "find_violations", "programs_that_fit"]
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the programs of one processor share.
+    """Resources that the programs of one processor share.
 
     Attributes:
         shared: bytes of shared memory that one program may have.
@@ -42,7 +43,7 @@ RESERVED = 1024
 
 
 def programs_that_fit(target: Target, registers: int, warps: int, shared: int) -> int:
-    """Returns how many programs fit on a processor: by registers, threads and shared memory."""
+    """Return how many programs fit on a processor: by registers, threads and shared memory."""
     device = TARGETS[target.name]
     if target.is_nvidia:
         # 64 K registers, given out to warps by eight per thread.
@@ -57,44 +58,51 @@ def programs_that_fit(target: Target, registers: int, warps: int, shared: int) -
     return min(per_unit * 4 // warps, device.shared_in_all // max(shared, 1))
 
 
-def violations(
+def find_violations(
     target: Target,
     variant: Variant,
-    found: Assembly,
+    assembly: Assembly,
     shared: int,
     programs: int,
     bytes_per_warp: float,
     reads: bool,
 ) -> Iterator[str]:
-    """Yields each rule that a kernel breaks.
+    """Yield each rule that a kernel breaks.
 
     Args:
         target: the GPU.
         variant: what was compiled.
-        found: its machine code.
+        assembly: its machine code.
         shared: bytes of shared memory.
         programs: how many fit on a processor.
         bytes_per_warp: bytes of K and V that a warp's share of a tile is.
         reads: whether it is a kernel with a main loop over pages that must be fast.
     """
-    if found.spills:
-        yield f"{found.spills} spills"
+    if assembly.spills:
+        yield f"{assembly.spills} spills"
     if shared > TARGETS[target.name].shared:
         yield f"{shared} bytes of shared memory, there are {TARGETS[target.name].shared}"
-    if found.doubles:
-        yield f"{found.doubles} float64 instructions"
+    if assembly.doubles:
+        yield f"{assembly.doubles} float64 instructions"
     if not reads:
         return
-    if not found.loop:
+    if not assembly.loop:
         yield "no main loop"
         return
     lanes = 32 if target.is_nvidia else 64
-    if found.wide_bytes * lanes < bytes_per_warp:
-        yield f"{found.wide_bytes * lanes} of {bytes_per_warp:.0f} bytes in 16-byte loads"
-    if found.byte_loads:
-        yield f"{found.byte_loads} loads of single bytes from shared memory"
-    native = "fp8_e4m3fnuz" if target.arch == "gfx942" else "fp8_e4m3"
-    if native in (variant.k, variant.v) and target.converts(native) and not found.conversions:
+    if assembly.wide_bytes * lanes < bytes_per_warp:
+        yield f"{assembly.wide_bytes * lanes} of {bytes_per_warp:.0f} bytes in 16-byte loads"
+    if assembly.byte_loads:
+        yield f"{assembly.byte_loads} loads of single bytes from shared memory"
+    if not assembly.conversions and any(
+        name in FORMATS and _needs_conversion(target, FORMATS[name])
+        for name in (variant.k, variant.v)
+    ):
         yield "no native conversion"
     if variant.main and variant.operation == "decode" and programs < programs_per_processor(target):
         yield f"{programs} programs fit on a processor, of {programs_per_processor(target)}"
+
+
+def _needs_conversion(target: Target, fmt: Format) -> bool:
+    """Return whether codes are converted by an instruction: E5M2's may be bytes of a float16."""
+    return target.converts(fmt) and fmt.exponent_bits < 5

@@ -1,6 +1,6 @@
-"""The calls that kernels are compiled for: what is worth checking of formats, shapes and features.
+"""Calls that kernels are compiled for: every format, and shapes and features worth checking.
 
-A variant is called as a cache calls it, on small tensors on the CPU; see kernel_check.py.
+A variant is called as a cache calls it, on small tensors on the CPU; see check.py.
 """
 
 import importlib
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..formats import AUTO
+from ..formats import AUTO, FORMATS
 from ..ops import AttentionSpec, Pages, StoredSide
 
-__all__ = ["Variant", "call", "variants"]
+__all__ = ["Variant", "call_variant", "list_variants"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """What it says of itself in a table."""
+        """Name in a table."""
         sides = [self.k] if self.k == self.v else [f"{self.k} and", self.v]
         dims = [str(d) for d in dict.fromkeys(self.dims)]
         parts = [*sides, "static" if self.static else "", "D" + "/".join(dims)]
@@ -64,54 +64,60 @@ class Variant:
         return sum(w * d for w, d in zip(width, self.dims, strict=True))
 
 
-def variants(few: bool = False) -> list[Variant]:
-    """Returns what is compiled for every target; `few`: a third of it, of every kind some."""
-    e3m4 = {"k": "fp8_e3m4", "v": "fp8_e3m4"}
-    e5m2 = {"k": "fp8_e5m2", "v": "fp8_e5m2"}
-    fnuz = {"k": "fp8_e4m3fnuz", "v": "fp8_e4m3fnuz"}
-    auto = {"k": AUTO, "v": AUTO}
-    everything = ("window", "softcap", "sinks", "mask", "center")
-    found: list[Variant] = []
-    mains: tuple[dict[str, Any], ...] = (
-        {}, {"static": True}, e3m4, {**e3m4, "static": True}, e5m2, fnuz, auto, {"dims": (64, 64)},
+def list_variants(few: bool = False) -> list[Variant]:
+    """Return what is compiled for every target; `few`: a third of it, some of every kind."""
+    formats: list[dict[str, Any]] = [{"k": name, "v": name} for name in FORMATS]
+    # Those that no hardware knows are read by moving bits everywhere.
+    own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
+    auto: dict[str, Any] = {"k": AUTO, "v": AUTO}
+    static: dict[str, Any] = {"static": True}
+    everything: dict[str, Any] = {"extras": ("window", "softcap", "sinks", "mask", "center")}
+    mains: list[dict[str, Any]] = [
+        *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
-    )  # fmt: skip
-    found += [Variant("decode", **main, main=True) for main in mains]
-    others: tuple[dict[str, Any], ...] = (
+    ]  # fmt: skip
+    others: list[dict[str, Any]] = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
-        {"extras": everything}, {"extras": ("bias",)}, {"groups": 8, "tokens": 4},
-        {"dtype": torch.float32}, {"dims": (192, 128)},
-    )  # fmt: skip
-    found += [Variant("decode", **other) for other in others]
-    extends: tuple[dict[str, Any], ...] = (
-        {}, {"static": True}, e3m4, auto, {"dims": (64, 64)}, {"dims": (256, 256)},
-        {"extras": everything}, {"dtype": torch.float32},
-    )  # fmt: skip
-    found += [Variant("extend", **extend, tokens=1024) for extend in extends]
-    # Too few programs to fill a GPU: split as for decoding.
-    found += [Variant("extend", tokens=128), Variant("extend", tokens=128, extras=everything)]
-    static = {"static": True, "extras": ("center",)}
-    writes: tuple[dict[str, Any], ...] = ({}, static, e3m4, e5m2, fnuz, auto)
-    found += [Variant("write", **write, tokens=t) for write in writes for t in (1, 128)]
-    gathers: tuple[dict[str, Any], ...] = ({}, {"static": True}, e3m4)
-    found += [Variant("gather", **dense, extras=(side,)) for dense in gathers for side in "kv"]
-    return [variant for variant in found if variant.name in _FEW] if few else found
+        everything, {"extras": ("bias",)}, {"groups": 8, "tokens": 4}, {"dtype": torch.float32},
+        {"dims": (192, 128)},
+    ]  # fmt: skip
+    extends: list[dict[str, Any]] = [
+        {}, static, *own, auto, {"dims": (64, 64)}, {"dims": (256, 256)}, everything,
+        {"dtype": torch.float32},
+    ]  # fmt: skip
+    writes: list[dict[str, Any]] = [*formats, {**static, "extras": ("center",)}, auto]
+    gathers: list[dict[str, Any]] = [{}, static, *own]
+    variants = [
+        *(Variant("decode", **main, main=True) for main in mains),
+        *(Variant("decode", **other) for other in others),
+        *(Variant("extend", **extend, tokens=1024) for extend in extends),
+        # Too few programs to fill a GPU: split as for decoding.
+        *(Variant("extend", **extend, tokens=128) for extend in ({}, everything)),
+        *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
+        *(Variant("gather", **gather, extras=(side,)) for gather in gathers for side in "kv"),
+    ]
+    return [variant for variant in variants if _is_one_of_few(variant)] if few else variants
+
+
+def _is_one_of_few(variant: Variant) -> bool:
+    plain = Variant("decode", variant.k, variant.k, main=True)
+    return variant == plain or variant.name in _FEW
 
 
 _FEW = {
-    "decode e4m3 D128", "decode e4m3 static D128", "decode e3m4 D128", "decode e4m3fnuz D128",
-    "decode auto D128", "decode e4m3 D64", "decode e4m3 D256", "decode e4m3 D128 page 16",
+    "decode e4m3 static D128", "decode e4m3 D64", "decode e4m3 D256", "decode e4m3 D128 page 16",
     "decode e4m3 D128 window softcap sinks mask center", "decode e4m3 D128 float32",
     "extend e4m3 D128 T1024", "extend e4m3 D256 T1024", "extend e4m3 D128 T128",
     "extend e4m3 D128 T1024 window softcap sinks mask center",
     "write e4m3 D128", "write e4m3 D128 T128", "write e4m3 static D128 T128 center",
     "gather e4m3 D128 k", "gather e4m3 D128 v",
 }  # fmt: skip
+
 HEADS, BATCH, LENGTH = 8, 3, 2001
 
 
-def call(variant: Variant) -> None:
-    """Does what the cache does for `variant`."""
+def call_variant(variant: Variant) -> None:
+    """Call the operation of `variant` as the cache calls it."""
     kernels = importlib.import_module(f"hf_fp8kv.ops.triton.{variant.operation}")
     pages = _pages(variant)
     lengths = torch.full((BATCH,), LENGTH, dtype=torch.int32)
@@ -131,15 +137,14 @@ def call(variant: Variant) -> None:
         sinks = torch.zeros(q_heads, dtype=variant.dtype)
         mask = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8)
         bias = torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype)
-        wanted = variant.extras
         spec = AttentionSpec(
             scaling=variant.dims[0] ** -0.5,
             causal=True,
-            window=512 if "window" in wanted else 0,
-            softcap=30.0 if "softcap" in wanted else 0.0,
-            sinks=sinks if "sinks" in wanted else None,
-            mask=mask if "mask" in wanted else None,
-            bias=bias if "bias" in wanted else None,
+            window=512 if "window" in variant.extras else 0,
+            softcap=30.0 if "softcap" in variant.extras else 0.0,
+            sinks=sinks if "sinks" in variant.extras else None,
+            mask=mask if "mask" in variant.extras else None,
+            bias=bias if "bias" in variant.extras else None,
         )
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 

@@ -1,9 +1,9 @@
 """Kernels that break the rules of `check --kernels`, so that a rule that never fires is noticed.
 
-    python -m tests.bad_kernels sm_90
+    python -m tests.helpers.bad_kernels sm_90
 
-compiles each and prints what was read of it, as JSON: one kernel in the manner of the decode
-kernel, good as it stands, and made bad by one thing at a time.
+compiles each and prints what its machine code holds, as JSON: one kernel in the manner of the
+decode kernel, good as it stands, and made bad by one thing at a time.
 """
 
 import json
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_fp8kv.kernel_check.assembly import read
-from hf_fp8kv.kernel_check.check import pretend
+from hf_fp8kv.kernel_check.assembly import read_assembly
+from hf_fp8kv.kernel_check.check import set_target
 
 PAGE, TILE, DIM = 64, 64, 128
 # name -> what is changed
@@ -31,7 +31,7 @@ CASES = {
 
 @triton.jit
 def _paged(
-    q_pool, k_pool, v_pool, table, out, stride, length,
+    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, stride, length,
     ROWS: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     V_BY_ROWS: tl.constexpr, BY_BITS: tl.constexpr,
     DOUBLE: tl.constexpr,
@@ -39,13 +39,13 @@ def _paged(
     rows = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
     n = tl.arange(0, TILE)
-    q = tl.load(q_pool + rows[:, None] * WIDE + d[None, :])
+    q = tl.load(q_ptr + rows[:, None] * WIDE + d[None, :])
     acc = tl.zeros([ROWS, WIDE], tl.float32)
-    page = tl.load(table)
+    page = tl.load(table_ptr)
     for j in tl.range(0, length, num_stages=3):
-        following = tl.load(table + j + 1)
+        next_page = tl.load(table_ptr + j + 1)
         base = page.to(tl.int64) * stride
-        k = tl.load(k_pool + base + n[:, None] * WIDE + d[None, :])
+        k = tl.load(k_ptr + base + n[:, None] * WIDE + d[None, :])
         if BY_BITS:
             wide = k.to(tl.int16)
             k = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
@@ -55,22 +55,22 @@ def _paged(
         if DOUBLE:
             x = (x.to(tl.float64) * x + 1).to(tl.float32)
         if V_BY_ROWS:
-            v = tl.load(v_pool + base + n[:, None] * WIDE + d[None, :])
+            v = tl.load(v_ptr + base + n[:, None] * WIDE + d[None, :])
         else:
-            v = tl.trans(tl.load(v_pool + base + d[:, None] * PAGE + n[None, :]))
+            v = tl.trans(tl.load(v_ptr + base + d[:, None] * PAGE + n[None, :]))
         if BY_BITS:
             wide = v.to(tl.int16)
             v = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
         else:
             v = v.to(tl.float8e4nv, bitcast=True).to(tl.float16)
         acc = tl.dot(x.to(tl.float16), v, acc)
-        page = following
-    tl.store(out + rows[:, None] * WIDE + d[None, :], acc)
+        page = next_page
+    tl.store(out_ptr + rows[:, None] * WIDE + d[None, :], acc)
 
 
 def main(target: str) -> None:
-    pretend(target)
-    found = {}
+    set_target(target)
+    facts = {}
     for name, changed in CASES.items():
         constants = {
             "ROWS": 16, "WIDE": DIM, "PAGE": PAGE, "TILE": TILE,
@@ -83,8 +83,8 @@ def main(target: str) -> None:
             torch.zeros(64, dtype=torch.int32), torch.zeros(16, DIM), stride, 63,
             grid=(1,), **constants,
         )  # fmt: skip
-        found[name] = {**asdict(read(compiled.asm)), "shared": compiled.metadata.shared}
-    sys.stdout.write(json.dumps(found))
+        facts[name] = {**asdict(read_assembly(compiled.asm)), "shared": compiled.metadata.shared}
+    sys.stdout.write(json.dumps(facts))
 
 
 if __name__ == "__main__":

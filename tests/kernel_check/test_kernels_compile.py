@@ -1,4 +1,4 @@
-"""The kernels compiled for every GPU, on a machine without one; see hf_fp8kv/kernel_check.py.
+"""The kernels compiled for every GPU, on a machine without one; see hf_fp8kv/kernel_check/.
 
 Compiling happens in processes of their own: this one may run kernels in Triton's interpreter.
 """
@@ -14,14 +14,16 @@ import torch
 
 pytest.importorskip("triton", reason="kernels are compiled by Triton")
 
+import triton.language as tl
+
 from hf_fp8kv import cli
-from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats import AUTO, FORMATS, Format
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.kernel_check import check as kernel_check
-from hf_fp8kv.kernel_check.assembly import Assembly, amd_assembly, nvidia_assembly
+from hf_fp8kv.kernel_check.assembly import Assembly, read_amd, read_nvidia
 from hf_fp8kv.kernel_check.check import TARGETS, Row, check_targets
-from hf_fp8kv.kernel_check.rules import programs_that_fit, violations
-from hf_fp8kv.kernel_check.variants import Variant, variants
+from hf_fp8kv.kernel_check.rules import find_violations, programs_that_fit
+from hf_fp8kv.kernel_check.variants import Variant, list_variants
 from hf_fp8kv.ops.triton import codec, tuning
 from hf_fp8kv.ops.triton.target import Target
 
@@ -58,10 +60,12 @@ def test_all_variants_keep_the_rules(target):
 
 
 def test_few_variants_are_some_of_every_operation():
-    few, everything = variants(few=True), variants()
+    few, everything = list_variants(few=True), list_variants()
     assert len({v.name for v in everything}) == len(everything)
     assert {v.operation for v in few} == {v.operation for v in everything}
-    assert {v.k for v in few} >= {"fp8_e4m3", "fp8_e3m4", "fp8_e4m3fnuz", "auto"}
+    assert {v.k for v in few} >= {*FORMATS, AUTO}
+    for operation in ("decode", "write"):
+        assert {v.k for v in everything if v.operation == operation} == {*FORMATS, AUTO}
 
 
 def test_a_process_that_fails_is_a_row(monkeypatch, tmp_path):
@@ -75,8 +79,9 @@ def test_a_process_that_fails_is_a_row(monkeypatch, tmp_path):
 
 def test_what_does_not_compile_is_a_row_that_says_why():
     code = (
-        "import json; from dataclasses import asdict; from hf_fp8kv.kernel_check import *;"
-        "from hf_fp8kv.kernel_variants import Variant;"
+        "import json; from dataclasses import asdict;"
+        "from hf_fp8kv.kernel_check.check import compile_kernels;"
+        "from hf_fp8kv.kernel_check.variants import Variant;"
         "rows = compile_kernels('sm_90', [Variant('decode', k='no format')]);"
         "print(json.dumps([asdict(row) for row in rows]))"
     )
@@ -87,7 +92,7 @@ def test_what_does_not_compile_is_a_row_that_says_why():
 def _python(*arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=False,
-        env=kernel_check.environment(), cwd=Path(__file__).parents[2],
+        env=kernel_check.make_environment(), cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -98,7 +103,7 @@ def _python(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def bad() -> dict[str, dict[str, int]]:
-    return json.loads(_python("-m", "tests.bad_kernels", "sm_90"))
+    return json.loads(_python("-m", "tests.helpers.bad_kernels", "sm_90"))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,7 @@ def _violations(
     programs = programs_that_fit(gpu, found.registers, 4, shared)
     size = variant.bytes_per_token * 64 / 4
     with tuning.override(programs=3 if gpu.is_nvidia else 1):
-        return list(violations(gpu, variant, found, shared, programs, size, reads=True))
+        return list(find_violations(gpu, variant, found, shared, programs, size, reads=True))
 
 
 @pytest.mark.parametrize(
@@ -222,14 +227,14 @@ _decode:
 
 
 def test_the_main_loop_of_nvidias_is_the_shortest_that_multiplies():
-    found = nvidia_assembly(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
+    found = read_nvidia(SASS, "Function _decode:\n  REG:168 STACK:0 SHARED:0 LOCAL:0")
     assert found == Assembly(
         registers=168, spills=1, doubles=1, loop=3, wide_bytes=16, byte_loads=0, conversions=0
     )
 
 
 def test_what_amds_assembly_says():
-    assert amd_assembly(GCN) == Assembly(
+    assert read_amd(GCN) == Assembly(
         registers=215, spills=3, doubles=1, loop=5, wide_bytes=16, byte_loads=1, conversions=1
     )
 
@@ -270,33 +275,49 @@ _OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "nan"),
-    [
-        (codec._E4M3_MOVED, "fp8_e4m3", False),
-        (codec._E4M3_MOVED_NAN, "fp8_e4m3", True),
-        (codec._E4M3_MOVED, "fp8_e4m3fnuz", False),
-        (codec._FNUZ_MOVED_NAN, "fp8_e4m3fnuz", True),
-        (codec._E3M4_MOVED, "fp8_e3m4", False),
-        (codec._E3M4_MOVED_NAN, "fp8_e3m4", True),
-    ],
-    ids=["e4m3", "e4m3 nan", "fnuz", "fnuz nan", "e3m4", "e3m4 nan"],
-)
-def test_packed_moves_give_every_code_its_number_in_every_place(text, name, nan):
-    fmt = FORMATS[name]
+# Formats that may come one day: of another shift, and of another NaN.
+MADE_UP = [
+    Format("fp8_e2m5", 2, 5, 1, 0x7F, 0x80, 7.875, 448 / 7.875, unsigned_zero=True),
+    Format("fp8_e3m4fn", 3, 4, 3, 0x7E, 0x7F, 30.0, 448 / 30.0),
+]
+
+
+@pytest.mark.parametrize("keep_nan", [False, True], ids=["", "nan"])
+@pytest.mark.parametrize("fmt", [*FORMATS.values(), *MADE_UP], ids=lambda fmt: fmt.name)
+def test_packed_moves_give_every_code_its_number_in_every_place(fmt, keep_nan, monkeypatch):
+    monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
+    monkeypatch.setattr(Target, "converts", lambda *_: False)
+    moved = codec.codec_for.__wrapped__(
+        fmt.name, Target.parse("sm_80"), tl.float16, False, keep_nan
+    )
+    nan = keep_nan or fmt.inf_code is not None
     codes = torch.arange(256).repeat(4)
     for place in range(4):
         codes[256 * place : 256 * place + 256] = (torch.arange(256) * 37 + place * 11) % 256
     words = codes.view(4, 256)
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0).tolist()
-    bits = torch.tensor([_evaluate(text.value, word) for word in packed], dtype=torch.int32)
-    found = bits.to(torch.int16).view(torch.float16).float().T * 2.0 ** (15 - fmt.bias)
+    bits = torch.tensor([_evaluate(moved.assembly, word) for word in packed], dtype=torch.int32)
+    found = bits.to(torch.int16).view(torch.float16).float().T * moved.factor
     wanted = decode(words.to(torch.uint8), fmt)
     if not nan:
         kept = ~wanted.isnan()
         found, wanted = found[kept], wanted[kept]
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        Format("fp8_e5m2fnuz", 5, 2, 16, 0x7F, 0x80, 57344.0, 448 / 57344.0, unsigned_zero=True),
+        Format("fp8_e4m3ieee", 4, 3, 7, 0x77, 0x7F, 240.0, 448 / 240.0, inf_code=0x78),
+    ],
+    ids=lambda fmt: fmt.name,
+)
+def test_a_format_that_cannot_be_moved_is_refused(fmt, monkeypatch):
+    monkeypatch.setitem(codec.FORMATS, fmt.name, fmt)
+    with pytest.raises(AssertionError, match=fmt.name):
+        codec.codec_for.__wrapped__(fmt.name, Target.parse("sm_80"), tl.float16, False, False)
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -215,12 +215,12 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         target = target_of(DEVICE)
     batch = len(lengths)
     with assuming(target):
-        slots = plan.capacity(batch, heads, target)
+        slots = plan.max_splits(batch, heads, target)
         table = torch.full(
-            (plan.rows(batch, heads, target), 4), -77, dtype=torch.int32, device=DEVICE
+            (plan.plan_rows(batch, heads, target), 4), -77, dtype=torch.int32, device=DEVICE
         )
         ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        plan.make(table, ends, tokens, window, start, heads)
+        plan.make_plan(table, ends, tokens, window, start, heads)
     table = table.cpu()
     parts = [row for row in table[:slots].tolist() if row[0] >= 0]
     assert all(row[0] == -1 for row in table[len(parts) : slots].tolist())
@@ -257,9 +257,11 @@ def test_any_split_gives_the_same_answer(processors, combine):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
         # With a plan made outside, used by two layers: the counters are zero again.
-        table = torch.empty((plan.rows(3, case.heads, target), 4), dtype=torch.int32, device=DEVICE)
+        table = torch.empty(
+            (plan.plan_rows(3, case.heads, target), 4), dtype=torch.int32, device=DEVICE
+        )
         ends = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-        plan.make(table, ends, case.tokens, 0, 0, case.heads)
+        plan.make_plan(table, ends, case.tokens, 0, 0, case.heads)
         for _ in range(2):
             again = run("decode", case, pages, query, plan=table, **kwargs)
             assert torch.equal(again, found)
@@ -284,9 +286,9 @@ def test_a_plan_for_other_lengths_is_as_right():
     expected = attend(case, pages, query, "reference", **kwargs)
     target = target_of(DEVICE)
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
-        table = torch.empty((plan.rows(2, 2, target), 4), dtype=torch.int32, device=DEVICE)
+        table = torch.empty((plan.plan_rows(2, 2, target), 4), dtype=torch.int32, device=DEVICE)
         ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-        plan.make(table, ends, 1, window, 0, 2)
+        plan.make_plan(table, ends, 1, window, 0, 2)
         found = run("decode", case, pages, query, plan=table, **kwargs)
         assert errors(found, expected).max() <= bound(case)
 
@@ -296,7 +298,7 @@ def test_more_sequences_than_one_wave_holds():
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=3)
-    assert plan.capacity(20, 2, target) % (3 * tuning.programs_per_processor(target) // 2) == 0
+    assert plan.max_splits(20, 2, target) % (3 * tuning.programs_per_processor(target) // 2) == 0
     with assuming(target):
         assert errors(run("decode", case, pages, query, **kwargs), expected).max() <= bound(case)
 
@@ -465,8 +467,10 @@ def test_more_rows_than_shared_memory_holds(tokens):
     case = Case("blocks", lengths=(300, 150), tokens=tokens, page_size=64, k_dim=128, v_dim=72)
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
-    table = torch.empty((plan.rows(2, 2, target_of(DEVICE)), 4), dtype=torch.int32, device=DEVICE)
+    table = torch.empty(
+        (plan.plan_rows(2, 2, target_of(DEVICE)), 4), dtype=torch.int32, device=DEVICE
+    )
     ends = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
-    plan.make(table, ends, tokens, 0, 0, 2)
+    plan.make_plan(table, ends, tokens, 0, 0, 2)
     found = run("decode", case, pages, query, plan=table, **kwargs)
     assert errors(found, expected).max() <= bound(case)

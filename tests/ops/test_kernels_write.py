@@ -333,7 +333,7 @@ def test_the_encoder_on_numbers_of_every_binade(name):
 def _scales(first, scales, N: tl.constexpr, STEPS: tl.constexpr):
     i = tl.arange(0, N)
     for j in range(STEPS):
-        found = encoder._tried(tl.load(first + i), tl.full([1], j, tl.int32))
+        found = encoder._candidate_scales(tl.load(first + i), tl.full([1], j, tl.int32))
         tl.store(scales + i * STEPS + j, found)
 
 

@@ -1,7 +1,8 @@
-"""The arguments that the kernels of attention share, in their order."""
+"""Arguments that the attention kernels share: pointers, numbers and constants of one call."""
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -11,54 +12,199 @@ from . import attention
 from .codec import Codec, codec_for
 from .target import Target, next_power_of_2, target_of
 
-__all__ = ["Call", "prepare"]
+__all__ = [
+    "AttentionArgs",
+    "AttentionTensors",
+    "Factors",
+    "Features",
+    "Shape",
+    "SidePointers",
+    "pointers_to",
+    "prepare",
+]
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
+class SidePointers(NamedTuple):
+    """Tensors of a `StoredSide`, which see for shapes and dtypes; in a kernel, pointers."""
+
+    codes: torch.Tensor
+    token_scales: torch.Tensor | None
+    static_scale: torch.Tensor | None
+    center: torch.Tensor | None
+
+
+def pointers_to(side: StoredSide) -> SidePointers:
+    """Return what kernels take of a side."""
+    return SidePointers(side.codes, side.token_scales, side.static_scale, side.center)
+
+
+class AttentionTensors(NamedTuple):
+    """What attention reads; in a kernel, pointers.
+
+    Attributes:
+        query: `[B, Hq, T, Dk]`, floating, its last axis without gaps.
+        k, v: the pages.
+        table: `[B, M]`, int32: the pages of each sequence.
+        lengths: `[B]`, int32: stored tokens.
+        mask: of a kind that `Features.mask` names, its last axis without gaps, or None.
+        bias: `[1 | B, 1 | Hq, 1 | T, N]`, floating, its last axis without gaps, or None.
+        sinks: `[Hq]`, floating, or None.
+    """
+
+    query: torch.Tensor
+    k: SidePointers
+    v: SidePointers
+    table: torch.Tensor
+    lengths: torch.Tensor
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+class Factors(NamedTuple):
+    """What logits and output are multiplied by; floats in a kernel too.
+
+    Attributes:
+        k_scaling: of products of queries and K's codes: `scaling` times the factor of K's codec.
+        scaling: of products of queries and keys.
+        softcap: 0: none.
+        v: of the output: the factor of V's codec.
+    """
+
+    k_scaling: float
+    scaling: float
+    softcap: float
+    v: float
+
+
+# Compared by identity, since a launch looks its kernel up by its constants: `shape_of` and
+# `features_of` make one for each set of values.
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """Sizes that kernels are compiled for; widths are dims padded to what a dot product takes."""
+
+    heads: int  # KV heads
+    groups: int  # query heads per KV head
+    k_dim: int
+    v_dim: int
+    k_width: int
+    v_width: int
+    page_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What kernels are compiled to do.
+
+    Attributes:
+        causal, windowed, softcapped: as in `ops.attend`.
+        mask: NO_MASK, COMPACT, COMPLETE or ADDITIVE.
+        centered: the center's share of the logits is added.
+        precision: of products of float32, as `tl.dot` calls it.
+    """
+
+    causal: bool
+    windowed: bool
+    softcapped: bool
+    mask: int
+    centered: bool
+    precision: str
+
+
+shape_of = functools.cache(Shape)
+features_of = functools.cache(Features)
+
+
 @dataclass(frozen=True)
-class Call:
+class AttentionArgs:
     """One call of attention, as kernels take it.
 
     Attributes:
-        tensors: query, pools, scales, center, table, lengths, mask, bias, sinks: positional.
-        numbers: those after the kernel's own tensors: positional.
-        constants: constexpr parameters that do not depend on how the launch is cut.
+        tensors, factors: as above.
+        start, stop, window: as in `ops.attend`.
+        query_strides, mask_strides, bias_strides: of batch, head and token.
+        shape, features, k_codec, v_codec: constexpr.
         target: the GPU.
-        rows: query rows per KV head: its query heads times query tokens.
-        width: the larger head size, padded to a power of two.
-        exact: products are of float32.
-        wide: a side is stored in 16 bits or more.
-        padded: a head size is not a power of two.
-        bias: something is added to logits, one number for each.
     """
 
-    tensors: tuple[torch.Tensor | None, ...]
-    numbers: tuple[Any, ...]
-    constants: dict[str, Any]
+    tensors: AttentionTensors
+    factors: Factors
+    start: int
+    stop: int
+    window: int
+    query_strides: tuple[int, int, int]
+    mask_strides: tuple[int, int, int]
+    bias_strides: tuple[int, int, int]
+    shape: Shape
+    features: Features
+    k_codec: Codec
+    v_codec: Codec
     target: Target
-    rows: int
-    width: int
-    exact: bool
-    wide: bool
-    padded: bool
-    bias: bool
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens."""
+        return self.tensors.query.shape[2]
+
+    @property
+    def rows(self) -> int:
+        """Query rows per KV head: its query heads times query tokens."""
+        return self.shape.groups * self.tokens
+
+    @property
+    def width(self) -> int:
+        """The larger head size, padded."""
+        return max(self.shape.k_width, self.shape.v_width)
+
+    @property
+    def exact(self) -> bool:
+        """Whether products are of float32."""
+        return tl.float32 in (self.k_codec.operand, self.v_codec.operand)
+
+    @property
+    def wide(self) -> bool:
+        """Whether a side is stored in 16 bits or more."""
+        return any(side.codes.element_size() > 1 for side in (self.tensors.k, self.tensors.v))
+
+    @property
+    def padded(self) -> bool:
+        """Whether a head size is not a power of two."""
+        return (self.shape.k_width, self.shape.v_width) != (self.shape.k_dim, self.shape.v_dim)
+
+    @property
+    def bias(self) -> bool:
+        """Whether something is added to logits, one number for each."""
+        return self.tensors.bias is not None or self.features.mask == attention.ADDITIVE.value
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides that kernels are not specialized for, in the kernels' order."""
+        return (self.tensors.table.stride(0), *self.mask_strides, *self.bias_strides)
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """Constexpr parameters that do not depend on the launch's configuration."""
+        return {
+            "SHAPE": self.shape, "FEATURES": self.features,
+            "K_CODEC": self.k_codec, "V_CODEC": self.v_codec,
+        }  # fmt: skip
 
 
-def _padded(size: int) -> int:
-    """What a dot product takes: a power of two, at least 16."""
+def _pad(size: int) -> int:
+    """Return what a dot product takes: a power of two, at least 16."""
     return max(16, next_power_of_2(size))
 
 
 def _codec(side: StoredSide, target: Target, exact: bool) -> Codec:
     stored = _TYPES.get(side.codes.dtype, tl.float16)
     exact = exact or side.codes.dtype == torch.float32
-    keep_nan = side.static_scale is not None
-    return codec_for(side.format, target, stored, exact, keep_nan=keep_nan)
+    return codec_for(side.format, target, stored, exact, keep_nan=side.static_scale is not None)
 
 
 def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[int, int, int]]:
-    """A mask or bias with its last axis without gaps, and its strides, 0 where it is repeated."""
+    """Return a mask or bias with its last axis without gaps, and its strides, 0 if repeated."""
     if extra is None:
         return None, (0, 0, 0)
     if extra.stride(3) != 1 and extra.shape[3] > 1:
@@ -69,6 +215,15 @@ def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[i
     return extra, (b, h, t)
 
 
+def _mask_kind(mask: torch.Tensor | None) -> int:
+    kind = attention.NO_MASK
+    if mask is not None and mask.is_floating_point():
+        kind = attention.ADDITIVE
+    elif mask is not None:
+        kind = attention.COMPACT if mask.shape[1:3] == (1, 1) else attention.COMPLETE
+    return int(kind.value)
+
+
 def prepare(
     query: torch.Tensor,
     pages: Pages,
@@ -76,54 +231,43 @@ def prepare(
     start: int,
     stop: int,
     spec: AttentionSpec,
-) -> Call:
-    """Returns the call; the arguments are those of `reference.attend`."""
+) -> AttentionArgs:
+    """Return a call as kernels take it; the arguments are those of `reference.attend`."""
     target = target_of(query.device)
-    heads, tokens = pages.heads, query.shape[2]
-    groups = query.shape[1] // heads
     if query.stride(3) != 1:
         query = query.contiguous()
     exact = query.dtype == torch.float32
-    k, v = _codec(pages.k, target, exact), _codec(pages.v, target, exact)
-    mask, softcap = spec.mask, spec.softcap
-    kind = attention.NO_MASK
-    if mask is not None and mask.is_floating_point():
-        kind = attention.ADDITIVE
-    elif mask is not None:
-        kind = attention.COMPACT if mask.shape[1:3] == (1, 1) else attention.COMPLETE
-    mask, mask_strides = _broadcast(mask)
-    bias, bias_strides = _broadcast(spec.bias)
+    k_codec, v_codec = _codec(pages.k, target, exact), _codec(pages.v, target, exact)
     # The center's share of the logits counts only beside what does not contain it.
-    centered = pages.k.center is not None and (softcap != 0 or spec.sinks is not None)
-    dims = (pages.k.head_dim, pages.v.head_dim)
-    width = _padded(max(dims))
-    return Call(
-        tensors=(
-            query, pages.k.codes, pages.v.codes, pages.k.token_scales, pages.v.token_scales,
-            pages.k.static_scale, pages.k.center if centered else None, pages.table, lengths,
-            mask, bias, spec.sinks, pages.v.static_scale,
-        ),
-        numbers=(
-            tokens, start, stop, spec.window, spec.scaling * k.factor, spec.scaling, softcap,
-            v.factor,
-            *query.stride()[:3], pages.table.stride(0), *mask_strides, *bias_strides,
-        ),
-        constants={
-            "HEADS": heads, "GROUPS": groups, "DK": dims[0], "DV": dims[1],
-            "PAGE": pages.page_size, "WIDE_K": _padded(dims[0]), "WIDE_V": _padded(dims[1]),
-            "K_HOW": k.how, "K_SHIFT": k.shift, "K_NAN": k.nan, "K_OPERAND": k.operand,
-            "V_HOW": v.how, "V_SHIFT": v.shift, "V_NAN": v.nan, "V_OPERAND": v.operand,
-            "CAUSAL": spec.causal, "WINDOWED": spec.window > 0, "SOFTCAP": softcap != 0,
-            "MASK": kind.value, "CENTER": centered,
-            # Of float32 operands: as exact as float32 on tensor cores, in three products. Their
-            # parts of large heads do not fit into shared memory.
-            "PRECISION": "tf32x3" if target.is_nvidia and width <= 256 else "ieee",
-        },
-        target=target,
-        rows=groups * tokens,
-        width=width,
-        exact=tl.float32 in (k.operand, v.operand),
-        wide=pages.k.codes.element_size() > 1 or pages.v.codes.element_size() > 1,
-        padded=(_padded(dims[0]), _padded(dims[1])) != dims,
-        bias=bias is not None or kind == attention.ADDITIVE,
+    centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
+    k, v = pointers_to(pages.k), pointers_to(pages.v)
+    if not centered:
+        k = k._replace(center=None)
+    kind = _mask_kind(spec.mask)
+    mask, mask_strides = _broadcast(spec.mask)
+    bias, bias_strides = _broadcast(spec.bias)
+    k_dim, v_dim = pages.k.head_dim, pages.v.head_dim
+    shape = shape_of(
+        pages.heads, query.shape[1] // pages.heads, k_dim, v_dim, _pad(k_dim), _pad(v_dim),
+        pages.page_size,
     )  # fmt: skip
+    # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
+    # large heads do not fit into shared memory.
+    precise = "tf32x3" if target.is_nvidia and max(shape.k_width, shape.v_width) <= 256 else "ieee"
+    return AttentionArgs(
+        tensors=AttentionTensors(query, k, v, pages.table, lengths, mask, bias, spec.sinks),
+        factors=Factors(spec.scaling * k_codec.factor, spec.scaling, spec.softcap, v_codec.factor),
+        start=start,
+        stop=stop,
+        window=spec.window,
+        query_strides=query.stride()[:3],
+        mask_strides=mask_strides,
+        bias_strides=bias_strides,
+        shape=shape,
+        features=features_of(
+            spec.causal, spec.window > 0, spec.softcap != 0, kind, centered, precise
+        ),
+        k_codec=k_codec,
+        v_codec=v_codec,
+        target=target,
+    )

@@ -7,19 +7,20 @@ a GPU cannot refuse without waiting.
 import torch
 
 from ..pages import AttentionSpec, Pages
-from . import decode, extend, plan
+from . import decode, extend
 from .gather import gather
+from .plan import make_plan
+from .plan import plan_rows as _plan_rows
 from .target import target_of
+from .tuning import DECODE_ROWS
 from .write import write
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
-make_plan = plan.make
-
 
 def plan_rows(device: torch.device, batch: int, heads: int) -> int:
-    """Returns the rows of a plan; see `ops.plan_rows`."""
-    return plan.rows(batch, heads, target_of(device))
+    """Return the rows of a plan; see `ops.plan_rows`."""
+    return _plan_rows(batch, heads, target_of(device))
 
 
 def attend(
@@ -31,7 +32,7 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns what `reference.attend` returns, up to rounding; the same arguments, and a plan."""
-    if query.shape[1] // pages.heads * query.shape[2] <= decode.DECODE_ROWS:
+    """Return what `reference.attend` returns, up to rounding; the same arguments, and a plan."""
+    if query.shape[1] // pages.heads * query.shape[2] <= DECODE_ROWS:
         return decode.attend(query, pages, lengths, start, stop, spec, plan)
     return extend.attend(query, pages, lengths, start, stop, spec)

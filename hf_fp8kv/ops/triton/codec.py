@@ -9,103 +9,118 @@ cost, and is only needed with static scales: a dynamic scale of a vector that ho
 import functools
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
 from ...formats import AUTO, FORMATS
 from .target import Target
 
-__all__ = ["Codec", "codec_for", "numbers"]
+__all__ = ["Codec", "codec_for", "decode_for_dot"]
 
-# How a code becomes a number (a constexpr of the kernels).
+# How a code becomes a number (`Codec.how`).
 AS_IS = tl.constexpr(0)  # stored in 16 or 32 bits
-E4M3 = tl.constexpr(1)  # by the hardware
-E5M2 = tl.constexpr(2)
-E4M3FNUZ = tl.constexpr(3)
-MOVED = tl.constexpr(4)  # by moving bits
-MOVED_PACKED = tl.constexpr(5)  # the same, four codes to a register
+CAST = tl.constexpr(1)  # by the hardware
+MOVED = tl.constexpr(2)  # by moving bits
+MOVED_PACKED = tl.constexpr(3)  # the same, four codes to a register
 
-_CASTS = {"fp8_e4m3": E4M3, "fp8_e5m2": E5M2, "fp8_e4m3fnuz": E4M3FNUZ}
+# Triton's types of the formats that hardware knows.
+_CASTS = {
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+    torch.float8_e4m3fnuz: tl.float8e4b8,
+}
 
 
-@dataclass(frozen=True)
+# Compared by identity, since a launch looks its kernel up by its constants: `codec_for` makes one
+# for each set of arguments.
+@dataclass(frozen=True, eq=False)
 class Codec:
-    """How a kernel reads one format.
+    """How a kernel reads one format (a constexpr of the kernels).
 
     Attributes:
         how: one of the constants above.
-        shift: bits that the lower seven of a code move to the left.
+        operand: the dtype that the dot product takes.
+        factor: what a result must still be multiplied by.
+        cast: the dtype that codes are, if `how` is CAST.
+        shift: bits that the lower seven of a code move to the left, if they are moved.
         nan: -1: there is nothing to do for NaN; 0x7F: all seven lower bits set are NaN; 0x80: that
             one code is.
-        factor: what a result must still be multiplied by.
-        operand: the dtype that the dot product takes.
+        assembly: what moves four codes, if `how` is MOVED_PACKED.
     """
 
     how: int
-    shift: int
-    nan: int
-    factor: float
     operand: tl.dtype
+    factor: float = 1.0
+    cast: tl.dtype | None = None
+    shift: int = 0
+    nan: int = -1
+    assembly: str = ""
 
 
 @functools.cache
 def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
-    """Returns how `target` reads the format `name`.
+    """Return how `target` reads the format `name`.
 
     Args:
         name: a key of FORMATS, or "auto".
+        target: the GPU.
         stored: what "auto" is stored in.
         exact: whether the dot product is one of float32.
         keep_nan: whether the NaN of the format must be seen.
     """
     if name == AUTO:
-        return Codec(AS_IS.value, 0, -1, 1.0, tl.float32 if exact else stored)
-    # What the hardware converts to: float16 on NVIDIA, bfloat16 on AMD.
-    cast = target.converts(name)
-    operand = tl.bfloat16 if cast and not target.is_nvidia else tl.float16
-    operand = tl.float32 if exact else operand
+        return Codec(AS_IS.value, tl.float32 if exact else stored)
     fmt = FORMATS[name]
-    if cast:
-        return Codec(_CASTS[name].value, 0, -1, 1.0, operand)
-    how = MOVED if target.interpreted or not target.is_nvidia else MOVED_PACKED
+    is_cast = target.converts(fmt)
+    # What the hardware converts to: float16 on NVIDIA, bfloat16 on AMD.
+    operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
+    operand = tl.float32 if exact else operand
+    if is_cast:
+        assert fmt.torch_dtype is not None
+        return Codec(CAST.value, operand, cast=_CASTS[fmt.torch_dtype])
+    packed = target.is_nvidia and not target.interpreted
+    # float16: bias 15, 10 bits of mantissa.
+    shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
+    # Moved, numbers must be finite, and infinity (and with it NaN) that of float16.
+    assert fmt.max_code << shift < 0x7C00, f"{name}: float16 does not hold its largest code, moved"
+    assert fmt.inf_code is None or fmt.inf_code << shift == 0x7C00, f"{name}: unknown infinity"
     nan = -1
     if keep_nan and fmt.inf_code is None:
         nan = 0x80 if fmt.unsigned_zero else 0x7F
-    # float16: bias 15, 10 bits of mantissa.
-    return Codec(how.value, 10 - fmt.mantissa_bits, nan, 2.0 ** (15 - fmt.bias), operand)
+    if not packed:
+        return Codec(MOVED.value, operand, factor, shift=shift, nan=nan)
+    return Codec(
+        MOVED_PACKED.value, operand, factor, shift=shift, nan=nan, assembly=packed_move(shift, nan)
+    )
 
 
 @triton.jit
-def numbers(
-    codes,
-    HOW: tl.constexpr,
-    SHIFT: tl.constexpr,
-    NAN: tl.constexpr,
-    OPERAND: tl.constexpr,
-):
-    """Codes of any shape as OPERAND; a MOVED one still lacks its codec's factor."""
-    if HOW == AS_IS:
-        return codes.to(OPERAND)
-    elif HOW == E4M3:
-        return codes.to(tl.float8e4nv, bitcast=True).to(OPERAND)
-    elif HOW == E5M2:
-        return codes.to(tl.float8e5, bitcast=True).to(OPERAND)
-    elif HOW == E4M3FNUZ:
-        return codes.to(tl.float8e4b8, bitcast=True).to(OPERAND)
-    elif HOW == MOVED_PACKED:
-        return _moved_packed(codes, SHIFT, NAN).to(OPERAND)
+def decode_for_dot(codes, CODEC: tl.constexpr):
+    """Return codes of any shape as CODEC.operand; moved ones still lack CODEC.factor."""
+    if CODEC.how == AS_IS:
+        return codes.to(CODEC.operand)
+    elif CODEC.how == CAST:
+        return codes.to(CODEC.cast, bitcast=True).to(CODEC.operand)
+    elif CODEC.how == MOVED_PACKED:
+        return tl.inline_asm_elementwise(
+            CODEC.assembly, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+        ).to(CODEC.operand)
     else:
-        return _moved(codes, SHIFT, NAN).to(OPERAND)
+        tl.static_assert(CODEC.how == MOVED, "unknown way to read a format")
+        return _move(codes, CODEC).to(CODEC.operand)
 
 
 @triton.jit
-def _moved(codes, SHIFT: tl.constexpr, NAN: tl.constexpr):
+def _move(codes, CODEC: tl.constexpr):
     wide = codes.to(tl.int16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << SHIFT)
-    if NAN == 0x7F:
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << CODEC.shift)
+    if CODEC.nan == 0x7F:
         half = tl.where((wide & 0x7F) == 0x7F, 0x7E00, half)
-    elif NAN == 0x80:
+    elif CODEC.nan == 0x80:
         half = tl.where(wide == 0x80, 0x7E00, half)
+    else:
+        tl.static_assert(CODEC.nan == -1, "unknown NaN of a format")
     return half.to(tl.float16, bitcast=True)
 
 
@@ -138,32 +153,8 @@ _KEEP_WITH_NAN = """
 """
 
 
-def _assembly(shift: int, nan: int) -> str:
+def packed_move(shift: int, nan: int) -> str:
+    """Return PTX that moves the four codes in $2 to float16 in $0 and $1; see `Codec`."""
     body = _HALVES + (_MARK[nan] + _KEEP_WITH_NAN if nan >= 0 else _KEEP)
     mask = (0x8000 | 0x7F << shift) * 0x10001
     return "{ .reg .b32 low, high, a, b, m;" + body.format(shift=shift, mask=hex(mask)) + "}"
-
-
-_E4M3_MOVED = tl.constexpr(_assembly(7, -1))
-_E4M3_MOVED_NAN = tl.constexpr(_assembly(7, 0x7F))
-_FNUZ_MOVED_NAN = tl.constexpr(_assembly(7, 0x80))
-_E3M4_MOVED = tl.constexpr(_assembly(6, -1))
-_E3M4_MOVED_NAN = tl.constexpr(_assembly(6, 0x80))
-
-
-@triton.jit
-def _moved_packed(codes, SHIFT: tl.constexpr, NAN: tl.constexpr):
-    if SHIFT == 6:
-        if NAN == 0x80:
-            TEXT: tl.constexpr = _E3M4_MOVED_NAN
-        else:
-            TEXT: tl.constexpr = _E3M4_MOVED
-    elif NAN == 0x7F:
-        TEXT: tl.constexpr = _E4M3_MOVED_NAN
-    elif NAN == 0x80:
-        TEXT: tl.constexpr = _FNUZ_MOVED_NAN
-    else:
-        TEXT: tl.constexpr = _E4M3_MOVED
-    return tl.inline_asm_elementwise(
-        TEXT, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
-    )

@@ -1,4 +1,4 @@
-"""Numbers as codes and back, and the scales between them: the device side of quantize.py.
+"""Numbers as codes and back, and the scales between them: the device side of formats/codec.py.
 
 The same bits as there on every GPU, in integer arithmetic: the hardware's casts round twice on some
 architectures, are missing on others, and differ on what they do with NaN and with numbers past the
@@ -13,15 +13,23 @@ import triton
 import triton.language as tl
 
 from ...formats import AUTO, FORMATS, MIN_SCALE
-from ...formats.codec import SEARCH_STEPS, error_unit
+from ...formats.codec import SEARCH_STEPS as _SEARCH_STEPS
+from ...formats.codec import error_unit
 
 __all__ = [
-    "STEPS", "Encoder", "best_scale", "best_scale_at_once", "decode", "encode", "encoder_for",
-    "smallest_scale", "upper_half",
+    "SEARCH_STEPS",
+    "Encoder",
+    "decode",
+    "encode",
+    "encoder_for",
+    "search_scale",
+    "search_scale_at_once",
+    "smallest_scale",
+    "to_bfloat16",
 ]  # fmt: skip
 
-STEPS = tl.constexpr(SEARCH_STEPS)
-LEAST = tl.constexpr(MIN_SCALE)
+SEARCH_STEPS = tl.constexpr(_SEARCH_STEPS)
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
 INFINITY = tl.constexpr(0x7F800000)
 BFLOAT16_NAN = tl.constexpr(0x7FC00000)
 
@@ -41,7 +49,7 @@ class Encoder:
         nan_code: of NaN.
         inf_code: of infinity; 0x80: there is none.
         max: the largest finite number.
-        unit: `quantize.error_unit`.
+        unit: `formats.codec.error_unit`.
         factor: what the bits of a code, moved to where float32 has them, are multiplied by.
         unsigned_zero: as in `Format`.
     """
@@ -62,7 +70,7 @@ class Encoder:
 
 @functools.cache
 def encoder_for(name: str) -> Encoder | None:
-    """Returns the encoder of the format `name`; None for "auto"."""
+    """Return the encoder of the format `name`; None for "auto"."""
     if name == AUTO:
         return None
     fmt = FORMATS[name]
@@ -84,7 +92,7 @@ def encoder_for(name: str) -> Encoder | None:
 
 @triton.jit
 def encode(x, ENCODER: tl.constexpr):
-    """The codes, uint8, of `x`, float32, as `quantize.encode`; but NaN may have either sign."""
+    """Return the codes, uint8, of `x`, float32: `formats.codec.encode`, but for the sign of NaN."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     odd = (magnitude >> ENCODER.drop) & 1
@@ -106,7 +114,7 @@ def encode(x, ENCODER: tl.constexpr):
 
 @triton.jit
 def decode(codes, ENCODER: tl.constexpr):
-    """What `codes`, uint8 of any shape, stand for, float32, as `quantize.decode`."""
+    """Return the numbers, float32, that `codes` stand for, uint8, as `formats.codec.decode`."""
     code = codes.to(tl.int32)
     low = code & 0x7F
     bits = (low << ENCODER.drop) | ((code & 0x80) << 24)
@@ -120,65 +128,68 @@ def decode(codes, ENCODER: tl.constexpr):
 
 
 @triton.jit
-def _raised(scale):
-    """A positive number rounded up to bfloat16, held in float32."""
+def _round_up_to_bfloat16(scale):
+    """Return a positive number rounded up to bfloat16, held in float32."""
     bits = scale.to(tl.int32, bitcast=True)
     return ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def upper_half(scale):
-    """A bfloat16 held in float32, as bfloat16."""
+def to_bfloat16(scale):
+    """Return a bfloat16 held in float32, as bfloat16."""
     bits = scale.to(tl.int32, bitcast=True) >> 16
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def _marked(scale, largest):
-    """`scale`, or NaN where the largest magnitude of a vector is infinity or NaN."""
+def _mark_nan(scale, largest):
+    """Return `scale`, or NaN where the largest magnitude of a vector is infinity or NaN."""
     bits = scale.to(tl.int32, bitcast=True)
     return tl.where(largest < INFINITY, bits, BFLOAT16_NAN).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _smallest(x, ENCODER: tl.constexpr):
-    """The smallest scale of each row of `x` `[N, D]`, and the bits of its largest magnitude."""
+    """Return the smallest scale of each row of `x` `[N, D]`, and its largest magnitude's bits."""
     # As integers: a maximum of floats passes over NaN.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), ENCODER.max)
-    return _raised(tl.maximum(scale, LEAST)), largest
+    return _round_up_to_bfloat16(tl.maximum(scale, LEAST_SCALE)), largest
 
 
 @triton.jit
 def smallest_scale(x, ENCODER: tl.constexpr):
-    """The scale of each row of `x` `[N, D]`, as `quantize.dynamic_scale`: `[N]`, float32."""
+    """Return `formats.codec.dynamic_scale` of each row of `x` `[N, D]`: `[N]`, float32."""
     scale, largest = _smallest(x, ENCODER)
-    return _marked(scale, largest)
+    return _mark_nan(scale, largest)
 
 
 @triton.jit
-def best_scale(x, ENCODER: tl.constexpr):
-    """The scale of each row of `x` `[N, D]`, as `quantize.search_scale`: `[N]`, float32.
+def search_scale(x, ENCODER: tl.constexpr):
+    """Return `formats.codec.search_scale` of each row of `x` `[N, D]`: `[N]`, float32.
 
     One scale is tried after the other.
     """
     first, largest = _smallest(x, ENCODER)
     chosen = first
-    least = _cost(x, first, first, ENCODER)
-    for j in range(1, STEPS):
-        scales = _tried(first, tl.full([1], j, tl.int32))
-        cost = _cost(x, scales, first, ENCODER)
-        chosen = tl.where(cost < least, scales, chosen)
-        least = tl.minimum(cost, least)
-    return _marked(chosen, largest)
+    least_cost = _rounding_cost(x, first, first, ENCODER)
+    for j in range(1, SEARCH_STEPS):
+        scales = _candidate_scales(first, tl.full([1], j, tl.int32))
+        cost = _rounding_cost(x, scales, first, ENCODER)
+        chosen = tl.where(cost < least_cost, scales, chosen)
+        least_cost = tl.minimum(cost, least_cost)
+    return _mark_nan(chosen, largest)
 
 
 @triton.jit
-def best_scale_at_once(x, ENCODER: tl.constexpr):
-    """The same for one vector: `[1]`, float32. `x` `[STEPS, D]` holds it once for each scale."""
+def search_scale_at_once(x, ENCODER: tl.constexpr):
+    """Return the same for one vector: `[1]`, float32.
+
+    `x` `[SEARCH_STEPS, D]` holds it once for each scale.
+    """
     first, largest = _smallest(x, ENCODER)
-    scales = _tried(first, tl.arange(0, STEPS))
-    cost = _cost(x, scales, first, ENCODER).to(tl.int32, bitcast=True)
+    scales = _candidate_scales(first, tl.arange(0, SEARCH_STEPS))
+    cost = _rounding_cost(x, scales, first, ENCODER).to(tl.int32, bitcast=True)
     # The least cost, and of equals the smallest scale, in one reduction.
     code = scales.to(tl.int32, bitcast=True) >> 16
     code = (cost.to(tl.int64) << 16) | code.to(tl.int64)
@@ -188,18 +199,18 @@ def best_scale_at_once(x, ENCODER: tl.constexpr):
 
 
 @triton.jit
-def _tried(first, j):
-    """`first * 2^(j / STEPS)` rounded up to bfloat16.
+def _candidate_scales(first, j):
+    """Return `first * 2^(j / SEARCH_STEPS)` rounded up to bfloat16.
 
     The hardware's power is good enough: where it is not exact, no product is nearer to a bfloat16
     than 2^-19 of itself.
     """
-    return _raised(first * tl.exp2(j * (1.0 / STEPS)))
+    return _round_up_to_bfloat16(first * tl.exp2(j * (1.0 / SEARCH_STEPS)))
 
 
 @triton.jit
-def _cost(x, scales, first, ENCODER: tl.constexpr):
-    """What rows of `x` lose when they are rounded with `scales`, relative to `first`."""
+def _rounding_cost(x, scales, first, ENCODER: tl.constexpr):
+    """Return what rows of `x` lose when they are rounded with `scales`, relative to `first`."""
     scaled = x * tl.div_rn(1.0, scales)[:, None]
     # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
     binade = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, ENCODER.min_normal)

@@ -12,10 +12,10 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import prepare
 from .attention import attend_rows, finish
-from .decode import split
+from .decode import split_kv_decode
 from .plan import UNIT
 from .target import cdiv, launch
-from .tuning import extend_cut
+from .tuning import extend_config
 
 __all__ = ["attend"]
 
@@ -28,68 +28,68 @@ def attend(
     stop: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Returns what `reference.attend` returns, up to rounding; the same arguments."""
-    call = prepare(query, pages, lengths, start, stop, spec)
-    cut = extend_cut(call.target, call.width, exact=call.exact, wide=call.wide)
+    """Return what `reference.attend` returns, up to rounding; the same arguments."""
+    args = prepare(query, pages, lengths, start, stop, spec)
+    config = extend_config(args.target, args.width, exact=args.exact, wide=args.wide)
     batch, q_heads, tokens, _ = query.shape
-    programs = call.constants["HEADS"] * batch * cdiv(call.rows, cut.rows)
-    if programs < call.target.processors and stop > 2 * UNIT:
-        return split(call, cut, None, programs=2 if cut.warps <= 4 else 1)
-    out = query.new_empty((batch, tokens, q_heads, call.constants["DV"]))
+    programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
+    if programs < args.target.processors and stop > 2 * UNIT:
+        return split_kv_decode(args, config, None, programs=2 if config.warps <= 4 else 1)
+    out = query.new_empty((batch, tokens, q_heads, args.shape.v_dim))
     launch(
-        _extend, (programs,), *call.tensors, out, batch, *call.numbers, **call.constants,
-        ROWS=cut.rows, TILE=cut.tile, STAGES=cut.stages, **cut.options(),
+        _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
+        args.factors, args.query_strides, *args.strides, **args.constants, ROWS=config.rows,
+        TILE=config.tile, STAGES=config.stages, **config.options(),
     )  # fmt: skip
     return out
 
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "tokens", "start", "stop", "window", "mask_b", "mask_h", "mask_t", "bias_b",
-        "bias_h", "bias_t", "table_b",
+        "batch", "tokens", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t",
+        "bias_b", "bias_h", "bias_t",
     ]
 )  # fmt: skip
 def _extend(
-    query, k_pool, v_pool, k_scales, v_scales, k_scale, center, table, lengths, mask, bias, sinks,
-    v_scale, out, batch,
-    tokens, start, stop, window, k_scaling, scaling, softcap, v_factor,
-    q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    PAGE: tl.constexpr, WIDE_K: tl.constexpr, WIDE_V: tl.constexpr,
-    K_HOW: tl.constexpr, K_SHIFT: tl.constexpr, K_NAN: tl.constexpr, K_OPERAND: tl.constexpr,
-    V_HOW: tl.constexpr, V_SHIFT: tl.constexpr, V_NAN: tl.constexpr, V_OPERAND: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    CENTER: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
+    tensors, out_ptr, batch, tokens, start, stop, window, factors, query_strides,
+    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
+    SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per KV head, sequence and block of query rows.
+    """Write the attention of all query rows.
 
-    They are numbered along one axis: the others end at 65535.
+    The grid is one axis, since others end at 65535: KV heads (fastest), sequences, and blocks of
+    query rows, the last first.
+
+    Args:
+        tensors: pointers, see `AttentionTensors`.
+        out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
+        batch, tokens: B and T.
+        start, stop, window: as in `ops.attend`.
+        factors: floats, see `Factors`.
+        query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
     """
-    count = GROUPS * tokens
-    h = tl.program_id(0) % HEADS
-    b = tl.program_id(0) // HEADS % batch
+    count = SHAPE.groups * tokens
+    h = tl.program_id(0) % SHAPE.heads
+    b = tl.program_id(0) // SHAPE.heads % batch
     # The last rows see the most: they start first.
-    block = tl.cdiv(count, ROWS) - 1 - tl.program_id(0) // HEADS // batch
-    length = tl.load(lengths + b)
+    block = tl.cdiv(count, ROWS) - 1 - tl.program_id(0) // SHAPE.heads // batch
+    length = tl.load(tensors.lengths + b)
     rows = block * ROWS + tl.arange(0, ROWS)
     exists = rows < count
-    r = tl.minimum(rows, count - 1)
-    t = r // GROUPS
-    head = h * GROUPS + r % GROUPS
-    first_t = block * ROWS // GROUPS
-    last_t = (tl.minimum(block * ROWS + ROWS, count) - 1) // GROUPS
-    acc, top, total = attend_rows(
-        query, k_pool, v_pool, k_scales, v_scales, k_scale, center, table, mask, bias,
-        b, h, head, t, exists, length, tokens, 0, tl.minimum(length, stop), first_t, last_t,
-        k_scaling, scaling, softcap, start, window,
-        q_b, q_h, q_t, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
-        ROWS, HEADS, DK, DV, PAGE, TILE, WIDE_K, WIDE_V,
-        K_HOW, K_SHIFT, K_NAN, K_OPERAND, V_HOW, V_SHIFT, V_NAN, V_OPERAND,
-        CAUSAL, WINDOWED, SOFTCAP, MASK, CENTER, PRECISION, STAGES,
+    row = tl.minimum(rows, count - 1)
+    t = row // SHAPE.groups
+    head = h * SHAPE.groups + row % SHAPE.groups
+    first_t = block * ROWS // SHAPE.groups
+    last_t = (tl.minimum(block * ROWS + ROWS, count) - 1) // SHAPE.groups
+    acc, m_i, l_i = attend_rows(
+        tensors, factors, b, h, head, t, exists, length, tokens, 0, tl.minimum(length, stop),
+        first_t, last_t, start, window, query_strides, table_b, (mask_b, mask_h, mask_t),
+        (bias_b, bias_h, bias_t), SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, STAGES,
     )  # fmt: skip
-    result = finish(acc, top, total, sinks, v_scale, h, head, v_factor, DV, WIDE_V)
-    dv = tl.arange(0, WIDE_V)
-    place = ((b * tokens + t) * (HEADS * GROUPS) + head).to(tl.int64) * DV
-    real = exists[:, None] & (dv < DV)[None, :]
-    tl.store(out + place[:, None] + dv[None, :], result.to(out.dtype.element_ty), mask=real)
+    out = finish(acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE)
+    dv = tl.arange(0, SHAPE.v_width)
+    offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
+    real = exists[:, None] & (dv < SHAPE.v_dim)[None, :]
+    out_ptrs = out_ptr + offset[:, None] + dv[None, :]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from ..pages import Pages
+from .arguments import pointers_to
 from .encoder import decode, encoder_for
 from .target import launch, next_power_of_2
-from .write import tile_size, warps
+from .write import num_warps, tile_size
 
 __all__ = ["gather"]
 
@@ -21,7 +22,7 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
 ) -> torch.Tensor:
-    """Returns the dense keys or values of positions `start` to `stop - 1`.
+    """Return the dense keys or values of positions `start` to `stop - 1`.
 
     Bit-exact with `reference.gather`.
 
@@ -44,25 +45,31 @@ def gather(
     out = stored.codes.new_empty((batch, heads, stop - start, dim), dtype=dtype)
     tile, width = tile_size(pages.page_size), next_power_of_2(dim)
     # Tiles begin at multiples of their size, wherever `start` is.
-    parts = (stop - 1) // tile - start // tile + 1 if stop > start else 0
+    tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
-        _gather, (parts, heads, batch), stored.codes, out, lengths, pages.table,
-        stored.token_scales, stored.static_scale, stored.center, start, stop,
-        pages.table.stride(0),
-        HEADS=heads, PAGE=pages.page_size, DIM=dim, WIDTH=width,
+        _gather, (tiles, heads, batch), pointers_to(stored), out, lengths, pages.table, start, stop,
+        pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim, WIDTH=width,
         ENCODER=encoder_for(stored.format), TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
-        num_warps=warps(width), enable_fp_fusion=False,
+        num_warps=num_warps(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["start", "stop", "table_b"])
 def _gather(
-    pool, out, lengths, table, scales, static, center, start, stop, table_b,
+    side, out_ptr, lengths_ptr, table_ptr, start, stop, table_b,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ENCODER: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of positions, KV head and sequence."""
+    """Write dense K, or V (TRANSPOSED). The grid is tiles of positions, KV heads and sequences.
+
+    Args:
+        side: pointers, see `SidePointers`.
+        out_ptr: `[B, Hkv, stop - start, D]`, floating.
+        lengths_ptr: `[B]`, int32, read if RAGGED.
+        table_ptr: `[B, M]`, int32; table_b: its batch stride.
+        start, stop: the first position and one past the last.
+    """
     h = tl.program_id(1)
     b = tl.program_id(2)
     tile = start // TILE + tl.program_id(0)
@@ -73,45 +80,46 @@ def _gather(
     asked = (position >= start) & (position < stop)
     exists = asked
     if RAGGED:
-        exists &= position < tl.load(lengths + b)
+        exists &= position < tl.load(lengths_ptr + b)
     real = (d < DIM)[None, :]
 
     # A released page is behind the window: what is read instead is hidden by who asked.
-    table += b.to(tl.int64) * table_b
+    table_ptr += b.to(tl.int64) * table_b
     if PAGE % TILE == 0:
         # One page: the addresses of a tile are one base and constants, and all of it is there.
-        place = tl.maximum(tl.load(table + first // PAGE), 0).to(tl.int64) * HEADS + h
+        block = tl.maximum(tl.load(table_ptr + first // PAGE), 0).to(tl.int64) * HEADS + h
         slot = (tile % (PAGE // TILE)) * TILE
         if TRANSPOSED:
-            at = pool + (place * (DIM * PAGE) + slot) + (d * PAGE)[None, :] + i[:, None]
+            run_ptr = side.codes + (block * (DIM * PAGE) + slot)
+            code_ptrs = run_ptr + (d * PAGE)[None, :] + i[:, None]
         else:
-            at = pool + (place * PAGE + slot) * DIM + (i * DIM)[:, None] + d[None, :]
-        codes = tl.load(at, mask=real, other=0)
-        scale_at = place * PAGE + slot + i
+            code_ptrs = side.codes + (block * PAGE + slot) * DIM + (i * DIM)[:, None] + d[None, :]
+        codes = tl.load(code_ptrs, mask=real, other=0)
+        token = block * PAGE + slot + i
     else:
-        page = tl.load(table + position // PAGE, mask=asked, other=0)
-        place = tl.maximum(page, 0).to(tl.int64) * HEADS + h
+        page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
+        block = tl.maximum(page, 0).to(tl.int64) * HEADS + h
         slot = position % PAGE
         if TRANSPOSED:
-            at = pool + (place * (DIM * PAGE) + slot)[:, None] + (d * PAGE)[None, :]
+            code_ptrs = side.codes + (block * (DIM * PAGE) + slot)[:, None] + (d * PAGE)[None, :]
         else:
-            at = pool + ((place * PAGE + slot) * DIM)[:, None] + d[None, :]
-        codes = tl.load(at, mask=exists[:, None] & real, other=0)
-        scale_at = place * PAGE + slot
+            code_ptrs = side.codes + ((block * PAGE + slot) * DIM)[:, None] + d[None, :]
+        codes = tl.load(code_ptrs, mask=exists[:, None] & real, other=0)
+        token = block * PAGE + slot
 
     if ENCODER is None:
         x = codes
     else:
         x = decode(codes, ENCODER)
-        if static is not None:
-            x *= tl.load(static + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
+        if side.static_scale is not None:
+            x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            x *= tl.load(scales + scale_at, mask=exists, other=0.0).to(tl.float32)[:, None]
-        if center is not None:
-            place = (b.to(tl.int64) * HEADS + h) * DIM
-            x += tl.load(center + place + d, mask=d < DIM, other=0.0)[None, :]
+            x *= tl.load(side.token_scales + token, mask=exists, other=0.0).to(tl.float32)[:, None]
+        if side.center is not None:
+            center_ptr = side.center + (b.to(tl.int64) * HEADS + h) * DIM
+            x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]
     if RAGGED:
         x = tl.where(exists[:, None], x, tl.zeros_like(x))
     row = ((b.to(tl.int64) * HEADS + h) * (stop - start) + (first - start)) * DIM
-    to = out + row + (i * DIM)[:, None] + d[None, :]
-    tl.store(to, x.to(out.dtype.element_ty), mask=asked[:, None] & real)
+    out_ptrs = out_ptr + row + (i * DIM)[:, None] + d[None, :]
+    tl.store(out_ptrs, x.to(out_ptr.dtype.element_ty), mask=asked[:, None] & real)

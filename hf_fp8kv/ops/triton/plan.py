@@ -1,15 +1,15 @@
-"""Which program of the decode kernel reads which tokens: decided on the device, once per step.
+"""Split plan: which program of the decode kernel reads which tokens, made on the device each step.
 
-A plan is int32, `[capacity + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
+A plan is int32, `[max_splits + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
 rows, where there are several):
 
-    row i < capacity     (sequence, first token, last token + 1, parts of that sequence); rows that
+    row i < max_splits   (sequence, first token, last token + 1, splits of that sequence); rows that
                          are left over have the sequence -1
-    row capacity + b     (first row of sequence b, its parts, 0, 0)
-    the rest             a counter for each sequence and H, 0: how many parts are done
+    row max_splits + b   (first row of sequence b, its splits, 0, 0)
+    the rest             a counter for each sequence and H, 0: how many splits are done
 
-`capacity` is what the GPU holds at once, divided by H. Parts are as short as fits into
-it and about equally long, so that a batch of ragged lengths ends together. The first part of a
+`max_splits` is what the GPU holds at once, divided by H. Splits are as short as fits into
+it and about equally long, so that a batch of ragged lengths ends together. The first split of a
 sequence begins at 0 and the last one has no end: whatever lengths and window a plan was made for,
 it gives every position to one program, and is at worst badly balanced.
 """
@@ -18,19 +18,20 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention import window_start
 from .target import Target, launch, next_power_of_2, target_of
 from .tuning import programs_per_processor
 
-__all__ = ["UNIT", "capacity", "make", "rows"]
+__all__ = ["UNIT", "make_plan", "max_splits", "plan_rows"]
 
-# Tokens: parts begin at multiples of it, and only a last one is shorter. A multiple of every tile
+# Tokens: splits begin at multiples of it, and only a last one is shorter. A multiple of every tile
 # of the decode kernel.
 UNIT = 128
 NO_END = tl.constexpr(2**31 - 1)
 
 
-def capacity(batch: int, heads: int, target: Target, programs: int = 0) -> int:
-    """Returns the parts that there is room for: one wave, or as many as `batch` needs anyway.
+def max_splits(batch: int, heads: int, target: Target, programs: int = 0) -> int:
+    """Return the splits that there is room for: one wave, or as many as `batch` needs anyway.
 
     Args:
         batch: sequences, B.
@@ -42,12 +43,12 @@ def capacity(batch: int, heads: int, target: Target, programs: int = 0) -> int:
     return wave * -(-batch // wave)
 
 
-def rows(batch: int, heads: int, target: Target, programs: int = 0) -> int:
-    """Returns the rows of a plan; arguments as in `capacity`."""
-    return capacity(batch, heads, target, programs) + batch + -(-batch * heads // 4)
+def plan_rows(batch: int, heads: int, target: Target, programs: int = 0) -> int:
+    """Return the rows of a plan; arguments as in `max_splits`."""
+    return max_splits(batch, heads, target, programs) + batch + -(-batch * heads // 4)
 
 
-def make(
+def make_plan(
     plan: torch.Tensor,
     lengths: torch.Tensor,
     tokens: int,
@@ -56,71 +57,82 @@ def make(
     heads: int,
     programs: int = 0,
 ) -> None:
-    """Overwrites `plan`; arguments as in `ops.make_plan` and `capacity`."""
+    """Overwrite `plan`, `[plan_rows, 4]`, int32.
+
+    The arguments are those of `ops.make_plan` and `max_splits`.
+    """
     batch = lengths.shape[0]
     target = target_of(lengths.device)
-    slots = capacity(batch, heads, target, programs)
-    assert plan.shape == (rows(batch, heads, target, programs), 4)
+    splits = max_splits(batch, heads, target, programs)
+    assert plan.shape == (plan_rows(batch, heads, target, programs), 4)
     assert plan.is_contiguous()
     launch(
-        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, slots,
-        SPAN=next_power_of_2(slots), UNIT=UNIT,
-        SEQUENCES=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
+        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, splits,
+        SPLITS_WIDTH=next_power_of_2(splits), UNIT=UNIT,
+        BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "window", "start", "heads", "slots"])
+@triton.jit(do_not_specialize=["batch", "tokens", "window", "start", "heads", "max_splits"])
 def _plan(
-    plan, lengths, batch, tokens, window, start, heads, slots,
-    SPAN: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr, WINDOWED: tl.constexpr,
+    plan_ptr, lengths_ptr, batch, tokens, window, start, heads, max_splits,
+    SPLITS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence; each works out all sequences' parts and writes its own."""
+    """Write a plan. One program per sequence: each works out all splits and writes its own.
+
+    Args:
+        plan_ptr: `[max_splits + B + ceil(B * H / 4), 4]`, int32.
+        lengths_ptr: `[B]`, int32.
+        batch, heads: B and H.
+        tokens, window, start: as in `ops.make_plan`.
+    """
     me = tl.program_id(0)
-    b = tl.arange(0, SEQUENCES)
-    ends = tl.load(lengths + b, mask=b < batch, other=0)
-    low = tl.zeros([SEQUENCES], tl.int32) + start
+    b = tl.arange(0, BATCH_WIDTH)
+    ends = tl.load(lengths_ptr + b, mask=b < batch, other=0)
+    low = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
-        low = tl.maximum(low, ends - tokens - window + 1)
+        low = tl.maximum(low, window_start(ends - tokens, window))
     low = tl.maximum(low, 0) // UNIT
     units = tl.maximum(tl.cdiv(ends, UNIT) - low, 0)
     units = tl.where(b < batch, units, 0)
 
-    # The shortest part with which all parts fit into the slots, by bisection. Each sequence has a
-    # part even if it holds nothing, since somebody must write its output.
-    least = 1
-    most = tl.maximum(tl.max(units, 0), 1)
-    while least < most:
-        middle = (least + most) // 2
-        parts = tl.where(b < batch, tl.maximum(tl.cdiv(units, middle), 1), 0)
-        fits = tl.sum(parts, 0) <= slots
-        most = tl.where(fits, middle, most)
-        least = tl.where(fits, least, middle + 1)
-    parts = tl.maximum(tl.cdiv(units, most), 1)
-    # Even parts: 5 units in parts of at most 4 are 3 and 2.
-    length = tl.maximum(tl.cdiv(units, parts), 1)
-    parts = tl.where(b < batch, tl.maximum(tl.cdiv(units, length), 1), 0)
-    first = tl.cumsum(parts, 0) - parts
+    # The shortest split with which all fit into the plan, by bisection. Each sequence has a
+    # split even if it holds nothing, since some program must write its output.
+    shortest = 1
+    longest = tl.maximum(tl.max(units, 0), 1)
+    while shortest < longest:
+        middle = (shortest + longest) // 2
+        num_splits = tl.where(b < batch, tl.maximum(tl.cdiv(units, middle), 1), 0)
+        fits = tl.sum(num_splits, 0) <= max_splits
+        longest = tl.where(fits, middle, longest)
+        shortest = tl.where(fits, shortest, middle + 1)
+    num_splits = tl.maximum(tl.cdiv(units, longest), 1)
+    # Even splits: 5 units in splits of at most 4 are 3 and 2.
+    length = tl.maximum(tl.cdiv(units, num_splits), 1)
+    num_splits = tl.where(b < batch, tl.maximum(tl.cdiv(units, length), 1), 0)
+    first = tl.cumsum(num_splits, 0) - num_splits
 
     mine = b == me
     my_first = tl.sum(tl.where(mine, first, 0), 0)
-    my_parts = tl.sum(tl.where(mine, parts, 0), 0)
+    my_splits = tl.sum(tl.where(mine, num_splits, 0), 0)
     my_length = tl.sum(tl.where(mine, length, 0), 0) * UNIT
     my_low = tl.sum(tl.where(mine, low, 0), 0) * UNIT
-    i = tl.arange(0, SPAN)
+    i = tl.arange(0, SPLITS_WIDTH)
     begin = my_low + i * my_length
-    row = plan + (my_first + i) * 4
-    own = i < my_parts
-    tl.store(row, me, mask=own)
-    tl.store(row + 1, tl.where(i == 0, 0, begin), mask=own)
-    tl.store(row + 2, tl.where(i == my_parts - 1, NO_END, begin + my_length), mask=own)
-    tl.store(row + 3, my_parts, mask=own)
-    sequence = plan + (slots + me) * 4
-    tl.store(sequence, my_first)
-    tl.store(sequence + 1, my_parts)
+    row_ptrs = plan_ptr + (my_first + i) * 4
+    own = i < my_splits
+    tl.store(row_ptrs, me, mask=own)
+    tl.store(row_ptrs + 1, tl.where(i == 0, 0, begin), mask=own)
+    tl.store(row_ptrs + 2, tl.where(i == my_splits - 1, NO_END, begin + my_length), mask=own)
+    tl.store(row_ptrs + 3, my_splits, mask=own)
+    sequence_ptr = plan_ptr + (max_splits + me) * 4
+    tl.store(sequence_ptr, my_first)
+    tl.store(sequence_ptr + 1, my_splits)
 
     if me == batch - 1:
-        left = (i >= my_first + my_parts) & (i < slots)
-        tl.store(plan + i * 4, -1, mask=left)
-    counters = plan + (slots + batch) * 4 + me * heads
+        left = (i >= my_first + my_splits) & (i < max_splits)
+        tl.store(plan_ptr + i * 4, -1, mask=left)
+    counters_ptr = plan_ptr + (max_splits + batch) * 4 + me * heads
     for head in range(heads):
-        tl.store(counters + head, 0)
+        tl.store(counters_ptr + head, 0)

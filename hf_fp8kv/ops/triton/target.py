@@ -1,4 +1,4 @@
-"""Which GPU a kernel is made for, and how a kernel is started (or only compiled) for it."""
+"""The GPU that kernels are made for, and the one way they are started, or only compiled, for it."""
 
 import functools
 import os
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ...formats import Format
 
 __all__ = [
     "Target", "assuming", "cdiv", "compiling", "is_interpreted", "launch", "next_power_of_2",
@@ -38,18 +40,18 @@ class Target:
 
     @classmethod
     def parse(cls, name: str) -> "Target":
-        """Returns the target with this name, of a usual size."""
+        """Return the target with this name, of a usual size."""
         if name.startswith("sm_"):
             return cls("cuda", int(name[3:]), _PROCESSORS.get(name, 128))
         return cls("hip", name, _PROCESSORS.get(name, 256))
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether it is one of NVIDIA's."""
+        """Return whether it is one of NVIDIA's."""
         return self.vendor == "cuda"
 
-    def converts(self, name: str) -> bool:
-        """Whether it has an instruction that converts codes of the format `name`.
+    def converts(self, fmt: Format) -> bool:
+        """Return whether codes of a format are converted by an instruction, or by placing bytes.
 
         NVIDIA: PTX ISA, `cvt` with .e4m3x2 and .e5m2x2, from sm_89; Triton places the bytes of
         E5M2, the upper half of a float16, also below. AMD: the FNUZ formats on gfx942, the OCP
@@ -57,10 +59,12 @@ class Target:
         """
         if self.is_nvidia:
             assert isinstance(self.arch, int)
-            return name == "fp8_e5m2" or (name == "fp8_e4m3" and self.arch >= 89)
+            e4m3 = [torch.float8_e4m3fn] if self.arch >= 89 else []
+            return fmt.torch_dtype in [torch.float8_e5m2, *e4m3]
         if self.arch == "gfx942":
-            return name == "fp8_e4m3fnuz"
-        return name in ("fp8_e4m3", "fp8_e5m2") and str(self.arch).startswith(("gfx95", "gfx12"))
+            return fmt.torch_dtype == torch.float8_e4m3fnuz
+        is_ocp = fmt.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        return is_ocp and str(self.arch).startswith(("gfx95", "gfx12"))
 
 
 # Of the chip that most people have: A100, RTX 3090, RTX 4090, H100, B200, RTX 5090, MI300X, MI355X.
@@ -71,17 +75,17 @@ _PROCESSORS = {
 
 
 def cdiv(x: int, y: int) -> int:
-    """Returns `x / y` rounded up. (Triton's own, made to run in kernels too, takes 1 us.)"""
+    """Return `x / y` rounded up. (Triton's own, made to run in kernels too, takes 1 us.)"""
     return -(-x // y)
 
 
 def next_power_of_2(x: int) -> int:
-    """Returns the least power of two that is not below `x`."""
+    """Return the least power of two that is not below `x`."""
     return 1 << (x - 1).bit_length()
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on a CPU."""
+    """Return whether Triton's kernels run in its interpreter, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -90,19 +94,21 @@ _compile: Callable[..., None] | None = None
 
 
 @functools.cache
-def _found(device: torch.device) -> Target:
+def _detect(device: torch.device) -> Target:
     if device.type == "cpu":
         return Target("cuda", 90, 4, interpreted=True)
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        arch = str(getattr(found, "gcnArchName", "")).split(":")[0]
-        return Target("hip", arch, found.multi_processor_count)
-    return Target("cuda", 10 * found.major + found.minor, found.multi_processor_count)
+        arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+        return Target("hip", arch, properties.multi_processor_count)
+    return Target(
+        "cuda", 10 * properties.major + properties.minor, properties.multi_processor_count
+    )
 
 
 def target_of(device: torch.device) -> Target:
-    """Returns the GPU that kernels on tensors of `device` are made for."""
-    return _found(device) if _assumed is None else _assumed
+    """Return the GPU that kernels on tensors of `device` are made for."""
+    return _detect(device) if _assumed is None else _assumed
 
 
 @contextmanager
@@ -128,7 +134,7 @@ def compiling(take: Callable[..., None]) -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Starts `kernel` on `grid`: every kernel of this package starts here.
+    """Start `kernel` on `grid`: every kernel of this package is started here.
 
     Args:
         kernel: what `triton.jit` made.

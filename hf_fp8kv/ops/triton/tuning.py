@@ -1,4 +1,4 @@
-"""How kernels are cut for a GPU: every launch parameter, by architecture, head size and format.
+"""Launch parameters of the attention kernels, by architecture, head size and format.
 
 None of these numbers was measured on a GPU yet. They follow from compiling for each target
 (`hf-fp8kv check --kernels`): no spills, and registers and shared memory that leave room for
@@ -14,12 +14,19 @@ from .target import Target
 
 _Entry = TypeVar("_Entry")
 
-__all__ = ["Cut", "decode_cut", "extend_cut", "override", "programs_per_processor"]
+__all__ = [
+    "DECODE_ROWS",
+    "LaunchConfig",
+    "decode_config",
+    "extend_config",
+    "override",
+    "programs_per_processor",
+]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one launch is cut.
+class LaunchConfig:
+    """Launch parameters of one kernel.
 
     Attributes:
         rows: query rows of a program (query heads of one KV head times query tokens).
@@ -27,7 +34,7 @@ class Cut:
         warps: of a program.
         stages: tiles that are loaded ahead, plus the one in use.
         registers: the most per thread; None: as the compiler likes.
-        combine: who merges the parts of a split sequence: "kernel", a second launch, or "last",
+        combine: who merges the splits of a sequence: "kernel", a second launch, or "last",
             the program that is done last.
     """
 
@@ -39,9 +46,9 @@ class Cut:
     combine: str = "kernel"
 
     def options(self) -> dict[str, int]:
-        """What Triton is told about the launch."""
-        found = {"num_warps": self.warps, "num_stages": self.stages}
-        return found if self.registers is None else {**found, "maxnreg": self.registers}
+        """Return what Triton is told about the launch."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 # Query rows per KV head up to which the decode kernel is taken.
@@ -101,16 +108,16 @@ _overrides: dict[str, Any] = {}
 
 
 def programs_per_processor(target: Target) -> int:
-    """Returns how many programs of the decode kernel one processor is meant to hold."""
-    found = PROGRAMS_PER_PROCESSOR.get(target.name, PROGRAMS_PER_PROCESSOR[target.vendor])
-    return int(_overrides.get("programs", found))
+    """Return how many programs of the decode kernel one processor is meant to hold."""
+    programs = PROGRAMS_PER_PROCESSOR.get(target.name, PROGRAMS_PER_PROCESSOR[target.vendor])
+    return int(_overrides.get("programs", programs))
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
-def decode_cut(
+def decode_config(
     target: Target,
     width: int,
     rows: int,
@@ -119,13 +126,13 @@ def decode_cut(
     wide: bool,
     bias: bool = False,
     padded: bool = False,
-) -> Cut:
-    """Returns the cut of the decode kernel.
+) -> LaunchConfig:
+    """Return the launch parameters of the decode kernel.
 
     Args:
         target: the GPU.
         width: the larger head size, padded to a power of two.
-        rows: query rows per KV head. The cut may have fewer, and so more than one block of them.
+        rows: query rows per KV head. A program may take fewer: there are then more than one block.
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
         bias: whether something is added to logits.
@@ -145,11 +152,11 @@ def decode_cut(
         registers = 240
     if target.arch == 100 and registers is not None and (padded or wide):
         tile = 32  # its compiler spills otherwise
-    return _overridden(Cut(rows, tile, warps, stages, registers))
+    return _apply_overrides(LaunchConfig(rows, tile, warps, stages, registers))
 
 
-def extend_cut(target: Target, width: int, *, exact: bool, wide: bool) -> Cut:
-    """Returns the cut of the extend kernel; arguments as in `decode_cut`."""
+def extend_config(target: Target, width: int, *, exact: bool, wide: bool) -> LaunchConfig:
+    """Return the launch parameters of the extend kernel; arguments as in `decode_config`."""
     if exact:
         table = _EXTEND_FLOAT32
     elif not target.is_nvidia:
@@ -160,26 +167,26 @@ def extend_cut(target: Target, width: int, *, exact: bool, wide: bool) -> Cut:
     rows, tile, warps, stages = _look_up(table, width)
     if wide and not exact:
         stages = max(1, stages - 1)
-    return _overridden(Cut(rows, tile, warps, stages))
+    return _apply_overrides(LaunchConfig(rows, tile, warps, stages))
 
 
-def _overridden(cut: Cut) -> Cut:
-    chosen = {name: value for name, value in _overrides.items() if hasattr(cut, name)}
-    return replace(cut, **chosen) if chosen else cut
+def _apply_overrides(config: LaunchConfig) -> LaunchConfig:
+    chosen = {name: value for name, value in _overrides.items() if hasattr(config, name)}
+    return replace(config, **chosen) if chosen else config
 
 
 @contextmanager
 def override(**parameters: Any) -> Iterator[None]:
-    """Inside, these parameters replace those of the tables; for experiments.
+    """Replace parameters of the tables inside the `with` block, for experiments.
 
     Args:
-        parameters: attributes of `Cut`, and `programs` for `programs_per_processor`. A plan made
-            outside does not fit inside where `programs` differs.
+        parameters: attributes of `LaunchConfig`, and `programs` for `programs_per_processor`. A
+            plan made outside does not fit inside where `programs` differs.
     """
     global _overrides
-    unknown = parameters.keys() - {"programs", *Cut.__dataclass_fields__}
+    unknown = parameters.keys() - {"programs", *LaunchConfig.__dataclass_fields__}
     if unknown:
-        raise TypeError(f"expected parameters of {Cut.__name__}, got {sorted(unknown)}")
+        raise TypeError(f"expected parameters of {LaunchConfig.__name__}, got {sorted(unknown)}")
     before, _overrides = _overrides, {**_overrides, **parameters}
     try:
         yield
