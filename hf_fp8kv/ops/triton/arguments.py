@@ -260,7 +260,7 @@ def prepare(
         start=start,
         stop=stop,
         window=spec.window,
-        query_strides=query.stride()[:3],
+        query_strides=(query.stride(0), query.stride(1), query.stride(2)),
         mask_strides=mask_strides,
         bias_strides=bias_strides,
         shape=shape,
