@@ -27,7 +27,8 @@ if not HAS_GPU:
     # interpreter, on tensors of the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Under pytest-xdist the workers share the cores.
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+_SHARED = "PYTEST_XDIST_WORKER" in os.environ
+THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _SHARED else 2))
 
 # No deadline: the first example of a test may compile a kernel. In CI the examples are the same in
 # every run, so that a failure there is a failure everywhere.

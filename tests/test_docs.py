@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.text
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 

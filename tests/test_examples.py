@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.text
+
 FOLDER = Path(__file__).parent.parent / "examples"
 # Small enough for a test, and the same way through the script.
 ARGUMENTS = {

@@ -13,7 +13,7 @@ from tests.helpers.sweep import Row, answer, baseline, check_type, compare, coun
 from tests.helpers.tiny_models import VARIANTS, build, tiny, type_names
 
 # What transformers says about odd tiny configurations is no concern of these tests.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
 # One type for each way of using a cache, and what attention gets there under "fp8_paged".
 PATHS = {

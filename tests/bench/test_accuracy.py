@@ -21,6 +21,8 @@ from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.errors import ConfigError
 from tests.helpers import command_line
 
+pytestmark = pytest.mark.text
+
 PREFILL, SCORED, TEXTS, CALIBRATED = 24, 16, 5, 600
 SMALL: dict[str, Any] = {
     "prefill": PREFILL, "score": SCORED, "chunk": 8, "calibrated": CALIBRATED

@@ -13,6 +13,8 @@ from tests.helpers.command_line import Runner, runner
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import tiny
 
+pytestmark = pytest.mark.text
+
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:

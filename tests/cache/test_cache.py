@@ -21,6 +21,8 @@ from hf_fp8kv import (
 from hf_fp8kv.formats import FORMATS
 from tests.helpers.tiny_models import causal_config, tiny
 
+pytestmark = pytest.mark.text
+
 LAYERS, HEADS, DIM = 2, 2, 16
 
 

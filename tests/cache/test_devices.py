@@ -19,6 +19,8 @@ from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
 from hf_fp8kv.ops.flattening import flatten
 from tests.helpers.tiny_models import prompt, tiny
 
+pytestmark = pytest.mark.text
+
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 LAYERS, HEADS, DIM = 4, 2, 16
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

@@ -14,6 +14,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_fp8kv import ConfigError, FP8PagedCache
 from tests.helpers.tiny_models import tiny
 
+pytestmark = pytest.mark.text
+
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 # Windows of 8 tokens, prompts of 13 and 24 new tokens: every window is left behind.
 MODELS = (

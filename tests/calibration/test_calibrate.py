@@ -18,6 +18,8 @@ from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales.report import REPORT_FILE
 from tests.helpers.tiny_models import VOCAB, tiny
 
+pytestmark = pytest.mark.text
+
 QUIET = {"max_length": 24, "held_out": 100, "progress": False}
 
 

@@ -27,6 +27,8 @@ from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
 from tests.helpers.tiny_models import VOCAB, tiny
 
+pytestmark = pytest.mark.text
+
 E4M3, E3M4 = FORMATS["fp8_e4m3"], FORMATS["fp8_e3m4"]
 HEADS, GROUP, TOKENS, DIM = 2, 3, 7, 4
 AT = torch.tensor([2, 4, 6])

@@ -22,6 +22,8 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.calibration.divergence import UNQUANTISED, Quality, _score, compare_caches
 from tests.helpers.tiny_models import VOCAB, tiny
 
+pytestmark = pytest.mark.text
+
 TEXTS = ("objects", "execmodel", "import", "customization")
 PREFILL, SCORED = 512, 128
 

@@ -7,6 +7,8 @@ from hf_fp8kv.calibration.observe import paged_layers
 from hf_fp8kv.calibration.pairs import match_channels, measure_partners
 from tests.helpers.tiny_models import VOCAB, tiny
 
+pytestmark = pytest.mark.text
+
 
 def halves(size: int, block: int | None = None, start: int = 0) -> list[int]:
     block = block or size

@@ -20,6 +20,8 @@ from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.scales.layer_scales import LayerScales
 from tests.helpers.tiny_models import VOCAB, tiny
 
+pytestmark = pytest.mark.text
+
 HEADS = 2
 AMAX = {"k": (1.0, 2.0), "v": (3.0, 4.0)}
 # What a number of each format must pass to be cut off: half a step above the largest.

@@ -16,6 +16,8 @@ from hf_fp8kv.utils.environment import version
 from hf_fp8kv.utils.terminal import make_table
 from tests.helpers import command_line
 
+pytestmark = pytest.mark.text
+
 TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
 
 

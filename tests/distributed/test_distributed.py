@@ -22,6 +22,8 @@ from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, tensor_pa
 from tests.distributed import cases
 from tests.helpers.tiny_models import prompt, tiny
 
+pytestmark = pytest.mark.text
+
 ROOT = Path(__file__).parents[2]
 PROCESSES, SECONDS = 2, 150
 # Seldom, on a busy machine, a process that is through is aborted by torch as it takes its threads

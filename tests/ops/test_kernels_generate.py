@@ -18,6 +18,7 @@ if ops.available_backends()["triton"] is not None:
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
+    pytest.mark.text,
     pytest.mark.usefixtures("interpreted"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]

@@ -24,6 +24,8 @@ from hf_fp8kv.ops.numba import vectors as cpu_vectors  # noqa: E402
 from hf_fp8kv.ops.torch import backend as chunked  # noqa: E402
 from tests.ops.test_ops import copy, map_pages, same_bytes, with_scales  # noqa: E402
 
+pytestmark = pytest.mark.text
+
 HEADS, DIM, SLOTS = 2, 32, 16
 
 

@@ -21,6 +21,8 @@ from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
 from hf_fp8kv.ops.flattening import PAGE_FIELDS, flatten, unflatten
 
+pytestmark = pytest.mark.text
+
 NUMBA = pytest.param(
     "numba",
     marks=pytest.mark.skipif(

@@ -22,6 +22,8 @@ from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
 from tests.helpers.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
 
+pytestmark = pytest.mark.text
+
 
 def needed(name: str) -> types.ModuleType:
     """Returns a module of the extra `serve`, which CI installs: a skip would hide all this."""

@@ -33,6 +33,8 @@ from tests.helpers.serving_tools import (
 )
 from tests.helpers.tiny_models import tiny
 
+pytestmark = pytest.mark.text
+
 HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 
 # sliding: window 20 is no multiple of the page, and shorter than most prompts.

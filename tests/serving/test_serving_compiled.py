@@ -11,6 +11,8 @@ from hf_fp8kv.serving import engines
 from tests.helpers.serving_tools import batched, batching, greedy, head_scales, one_by_one, prompts
 from tests.helpers.tiny_models import tiny
 
+pytestmark = pytest.mark.text
+
 HAS_BLOCK_TABLES = engines.engine_module().__name__.endswith("flat_tensor")
 # Traced, and run as it is: compilers of code are not what is tested.
 TRACED = {"backend": "eager", "mode": None, "dynamic": True}

@@ -28,6 +28,8 @@ from tests.helpers.serving_tools import (
 )
 from tests.helpers.tiny_models import tiny
 
+pytestmark = pytest.mark.text
+
 # transformers 5.17; all later ones have a flat tensor.
 OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
 older = pytest.mark.skipif(not OLDER, reason="transformers 5.17 only")

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.utils import demo_model as demo
 
+pytestmark = pytest.mark.text
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:

@@ -1,0 +1,112 @@
+"""Run tests under the settings that change how a CPU rounds.
+
+    python -m tests.helpers.cpu_matrix                    the tests marked text, nine settings
+    python -m tests.helpers.cpu_matrix --product          all eighteen combinations
+    python -m tests.helpers.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
+    python -m tests.helpers.cpu_matrix -- -k quickstart   what follows goes to pytest
+
+A library picks its kernels by what the processor can do. These variables hide a part of that, so
+sums run in another order, as they would on another machine. The nine settings pair every choice
+with every other one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+UNSET = "unset"
+# In this order threads alternate along both other axes: nine settings hold all pairs of choices.
+CHOICES = {
+    "ONEDNN_MAX_CPU_ISA": (UNSET, "AVX512_CORE", "AVX2"),
+    "ATEN_CPU_CAPABILITY": (UNSET, "avx2", "default"),
+    "threads": ("1", "2"),
+}
+Setting = dict[str, str]
+
+
+def settings(product: bool) -> list[Setting]:
+    """Return the settings to run: one for each pair of instruction sets, or all combinations."""
+    if product:
+        chosen = list(itertools.product(*CHOICES.values()))
+    else:
+        isas = itertools.product(*list(CHOICES.values())[:2])
+        chosen = [(*isa, CHOICES["threads"][i % 2]) for i, isa in enumerate(isas)]
+    return [dict(zip(CHOICES, values, strict=True)) for values in chosen]
+
+
+def parse_only(text: str) -> Setting:
+    """Return the choices that `text` names, such as "ATEN_CPU_CAPABILITY=default,threads=1"."""
+    chosen = dict(part.partition("=")[::2] for part in text.split(","))
+    for name, value in chosen.items():
+        if value not in CHOICES.get(name, ()):
+            known = "; ".join(f"{name}={'|'.join(values)}" for name, values in CHOICES.items())
+            raise argparse.ArgumentTypeError(f"expected one of {known}, got {name}={value}")
+    return chosen
+
+
+def environment(setting: Setting) -> dict[str, str]:
+    """Return this process's environment with the setting in it and no other choice."""
+    kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    chosen = {name: value for name, value in setting.items() if value != UNSET}
+    return {**kept, "OMP_NUM_THREADS": chosen.pop("threads"), **chosen}
+
+
+def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
+    """Run pytest under a setting; return whether it passed, and its last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    with log.open("w") as file:
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment(setting), stdout=file, stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode  # fmt: skip
+    lines = log.read_text().splitlines()
+    for line in lines:
+        if re.match("(FAILED|ERROR) ", line):
+            print("   ", line, flush=True)
+    return code == 0, lines[-1].strip("= ") if lines else f"no output, exit code {code}"
+
+
+def main() -> int:
+    """Run the settings one after the other; return 1 if a test failed under one of them."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--product", action="store_true", help="every combination")
+    parser.add_argument("--all", action="store_true", help="every test, not those marked text")
+    parser.add_argument(
+        "--only", action="append", type=parse_only, metavar="NAME=VALUE,...",
+        help="the settings with these choices; may be given again",
+    )  # fmt: skip
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "cpu_matrix")
+    parser.add_argument("pytest", nargs="*", metavar="-- PYTEST_ARGUMENT")
+    options = parser.parse_args()
+    chosen = [
+        setting
+        for setting in settings(options.product or bool(options.only))
+        if any(only.items() <= setting.items() for only in options.only or [{}])
+    ]
+    options.logs.mkdir(parents=True, exist_ok=True)
+    arguments = [*([] if options.all else ["-m", "text"]), *options.pytest]
+    rows = []
+    for number, setting in enumerate(chosen, 1):
+        name = ", ".join(f"{key}={value}" for key, value in setting.items())
+        began = time.monotonic()
+        passed, said = run(setting, arguments, options.logs / f"{number:02}.txt")
+        rows.append((passed, *setting.values(), said))
+        print(f"{name}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
+    print("\n|  |", " | ".join(CHOICES), "| pytest |\n|---|---|---|---|---|")
+    for passed, *cells in rows:
+        print("|", "passed" if passed else "FAILED", "|", " | ".join(cells), "|")
+    return 0 if all(passed for passed, *_ in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
