@@ -1,0 +1,26 @@
+"""Counts in place of clocks: what an operation copies does not depend on the machine."""
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class BytesWritten(TorchDispatchMode):
+    """Count the bytes of every tensor that torch makes or writes to; views count nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        for output, returned in zip(outputs, function._schema.returns, strict=False):
+            view = returned.alias_info is not None and not returned.alias_info.is_write
+            for tensor in output if isinstance(output, (tuple, list)) else (output,):
+                if isinstance(tensor, torch.Tensor) and not view:
+                    self.total += tensor.nbytes
+        return result

@@ -1,0 +1,44 @@
+"""Greedy text that does not depend on the CPU: the best token wins by a margin."""
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+
+
+class WideMargins(LogitsProcessor):
+    """Assert at each step of generate() that the best logit leads the next one by `least`.
+
+    Sums in another order move a logit by less than that, so every CPU picks the same tokens.
+    """
+
+    def __init__(self, least: float) -> None:
+        self.least = least
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        best, second = scores.float().topk(2).values.unbind(-1)
+        margin, row = (best - second).min(0)
+        assert margin >= self.least, (
+            f"a thin margin: in row {int(row)}, after {input_ids.shape[1]} tokens, the best logit "
+            f"leads by {margin:.1e}, expected at least {self.least:.1e}; take another prompt"
+        )
+        return scores
+
+
+def wide_margins(least: float) -> LogitsProcessorList:
+    """Return the value of generate()'s `logits_processor` that asserts margins."""
+    return LogitsProcessorList([WideMargins(least)])
+
+
+@torch.no_grad()
+def greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
+    """Return how far, at most, a token of the answer is below the best logit of its step.
+
+    The model reads prompt and answer at once, without a cache. In 16 bits two CPUs may choose
+    differently between two tokens that are nearly equal, and go on with other text: each answer is
+    then still greedy to within the rounding, and one that read a wrong page is not.
+    """
+    logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0].float()
+    steps = logits[len(prompt) - 1 : -1]
+    chosen = steps.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return (steps.amax(1) - chosen).max().item()
