@@ -37,7 +37,7 @@ def main() -> None:
         torch.manual_seed(0)
         model = BartForConditionalGeneration(BartConfig(**TINY)).to(torch.bfloat16).eval()
         inputs = {"input_ids": torch.randint(10, 1000, (1, 500))}
-    how = {"max_new_tokens": 250, "num_beams": 1, "return_dict_in_generate": True}
+    how = {"num_beams": 1, "return_dict_in_generate": True, "max_length": 251, "min_length": 251}
 
     usual = model.generate(**inputs, **how)
     # The second cache takes no config: every layer's cross-attention stores the encoder's output.

@@ -4,7 +4,7 @@
     python examples/fork_chat.py --model path/or/hub-id --questions "Who?" "When?"
 
 The document is the system prompt of a chat. A fork shares its pages and copies only the last one,
-which is partly filled. With prefill="stored" a fork answers as a cache of its own does: both run.
+which is partly filled. With prefill="stored", in float32, a fork answers as its own cache would.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=8000, help="characters of the document")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged")
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fp8_paged").float()
 
     def ask(ids: torch.Tensor, cache: FP8PagedCache, tokens: int = 16) -> str:
         out = model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)

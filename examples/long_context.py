@@ -47,9 +47,9 @@ def main() -> None:
     read = min(read, room)
     print(f"read {read} of {document.shape[1]} tokens")
     ids = torch.cat([document[:, :read], asked], dim=1).to(model.device)
-    out = model.generate(ids, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
+    how = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    out = model.generate(ids, past_key_values=cache, **how)
     print(f"answer: {tokenizer.decode(out[0, ids.shape[1] :])!r}")
-
     size = cache.memory_footprint()["total"]
     # PagedKV tensors have the shape and dtype of dense ones: this is the size of those.
     dense = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

@@ -34,7 +34,9 @@ def main() -> None:
     text = pydoc_data.topics.topics["typesseq"]
     inputs = tokenizer(text, return_tensors="pt").to(device)
     inputs = {key: value[:, : args.prompt_tokens] for key, value in inputs.items()}
-    how = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    # As many tokens from both, whatever they say: their bytes are compared.
+    new = args.new_tokens
+    how = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
 
     usual = DynamicCache(config=model.config)
     before = model.generate(**inputs, **how, past_key_values=usual)

@@ -536,7 +536,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", refuses)
     found = Stage("cpu").time([lambda: time.sleep(1e-4)])
     assert found.note == "no graph: operation not permitted when stream is capturing"
-    assert 100 < found.us < 10_000
+    assert found.us > 100  # as long as the call slept; a busy machine adds to it
 
 
 @pytest.mark.usefixtures("gpu")

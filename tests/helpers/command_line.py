@@ -18,7 +18,7 @@ WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(ch
 Runner = Callable[..., tuple[int, str, str]]
 
 
-def save_tiny_model(folder: Path) -> str:
+def save_tiny_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> str:
     """The folder then holds a tiny Llama with a tokenizer of whole words, and no end token."""
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -29,7 +29,7 @@ def save_tiny_model(folder: Path) -> str:
         bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return str(folder)
 
 
