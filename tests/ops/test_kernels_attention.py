@@ -22,9 +22,11 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from tests.ops.test_ops import (
     CASES,
+    EDGES,
     FAR,
     FAULTS,
     Case,
+    at_the_edge,
     attend,
     bound,
     copy,
@@ -313,6 +315,19 @@ def test_tiles_and_pages_of_any_size(tile, page_size):
         for kernel in KERNELS:
             worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
             assert worst <= bound(case), f"{kernel}: {worst:.2e} > {bound(case):.2e}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_a_window_that_begins_at_the_edge_of_a_page(case, kernel):
+    """Where a page is a tile, so that the edge of both is at the edge of the window."""
+    if kernel == "decode" and rows(case) > tuning.DECODE_ROWS:
+        pytest.skip("more query rows than the decode kernel takes")
+    pages, query, kwargs, expected = at_the_edge(case)
+    with tuning.override(tile=case.page_size):
+        found = run(kernel, case, pages, query, **kwargs)
+    worst = errors(found, expected).max().item()
+    assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

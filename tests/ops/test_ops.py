@@ -57,6 +57,7 @@ class Case:
     padding: int = 0  # hidden tokens at the start of sequence 0
     mask: str = ""  # "bool", "float" or "bias": complete ones
     dtype: torch.dtype = torch.float32
+    from_zero: bool = False  # `start` is 0 though there is a window, as in a static layer
 
     def __str__(self) -> str:
         return self.name
@@ -64,7 +65,11 @@ class Case:
     @property
     def start(self) -> int:
         """The first position that some query may see."""
-        return max(0, min(self.lengths) - self.tokens - self.window + 1) if self.window else 0
+        return self.edge(min(self.lengths)) if self.window and not self.from_zero else 0
+
+    def edge(self, length: int) -> int:
+        """The first position that the first query of a sequence of this length may see."""
+        return max(0, length - self.tokens - self.window + 1)
 
     @property
     def stop(self) -> int:
@@ -271,6 +276,15 @@ _EXTRAS = [
          mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
 CASES = [*_FORMATS, *_SHAPES, *_EXTRAS]
+# The first position in sight is the last slot of a page, the first, or the second, in a sequence
+# and in one that is a page longer; what is before it is NaN.
+EDGES = [
+    Case(f"edge at slot {slot}, {tokens} queries{', from 0' if zero else ''}", window=20,
+         tokens=tokens, from_zero=zero, lengths=(32 + slot + 19 + tokens, 48 + slot + 19 + tokens))
+    for tokens in (1, 3, 17)
+    for slot in (15, 16, 17)
+    for zero in (False, True)
+]  # fmt: skip
 
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
@@ -306,6 +320,38 @@ def test_auto_is_plain_attention(backend):
     )
     found = attend(case, pages, query, backend, **kwargs)
     assert errors(found, expected.transpose(1, 2)).max() <= bound(case)
+
+
+def at_the_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
+    """What `prepare` makes, with NaN before the window, and what torch's attention makes of it.
+
+    What each query sees is written down once more here, and does not lean on reference.visible.
+    """
+    pages, query, kwargs = prepare(case)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    dense = [
+        reference.gather(pages, lengths, side, 0, case.stop, torch.float64, ragged=True)
+        for side in ("k", "v")
+    ]
+    seen = torch.zeros(len(case.lengths), 1, case.tokens, case.stop, dtype=torch.bool)
+    for row, length in enumerate(case.lengths):
+        for token in range(case.tokens):
+            last = length - case.tokens + token
+            seen[row, 0, token, last - case.window + 1 : last + 1] = True
+        poison(pages, row, range(case.edge(length)))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.double(), *dense, attn_mask=seen, enable_gqa=True, scale=kwargs["scaling"]
+    )
+    return pages, query, kwargs, expected.transpose(1, 2)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_a_window_that_begins_at_the_edge_of_a_page(case, backend):
+    pages, query, kwargs, expected = at_the_edge(case)
+    found = attend(case, pages, query, backend, **kwargs)
+    worst = errors(found, expected).max().item()
+    assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
 
 
 # The smallest of these faults is one token of a thousand.
