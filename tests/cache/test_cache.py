@@ -18,6 +18,7 @@ from hf_fp8kv import (
     ScaleError,
 )
 from hf_fp8kv.formats import FORMATS
+from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
 from tests.helpers.tiny_models import causal_config, tiny
 
@@ -49,8 +50,8 @@ def content(cache: FP8PagedCache) -> torch.Tensor:
     stored = slice(0, cache.host_length())
     found = [layer.keys.dense()[:, :, stored] for layer in cache.layers]
     for i, layer in enumerate(cache.layers):
-        assert torch.equal(found[i], found[0] + i / 2)
-        assert torch.equal(layer.values.dense()[:, :, stored], -found[i])
+        assert_same(found[i], found[0] + i / 2)
+        assert_same(layer.values.dense()[:, :, stored], -found[i])
     for group in cache.groups.values():
         group.check()
     return found[0]
@@ -68,9 +69,9 @@ def test_what_is_written_is_read(dtype: str, count: int) -> None:
     expected = torch.cat(parts, 2)
     if dtype in ("fp8_e5m2",):
         expected = expected.to(torch.float8_e5m2).float()
-        assert torch.equal(cache.layers[0].keys.dense(), expected)
+        assert_same(cache.layers[0].keys.dense(), expected)
     else:
-        assert torch.equal(content(cache), expected)
+        assert_same(content(cache), expected)
     assert cache.get_seq_length() == count + 10
 
 
@@ -80,24 +81,24 @@ def test_rows(static: bool) -> None:
     k = feed(cache, 11)
 
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert torch.equal(content(cache), k[[1, 1]])
+    assert_same(content(cache), k[[1, 1]])
     more = feed(cache, 3, 1)
-    assert torch.equal(content(cache), torch.cat([k[[1, 1]], more], 2)), "rows must part ways"
+    assert_same(content(cache), torch.cat([k[[1, 1]], more], 2), "rows must part ways")
     cache.batch_repeat_interleave(2)
     expected = torch.cat([k[[1, 1]], more], 2).repeat_interleave(2, 0)
-    assert torch.equal(content(cache), expected)
+    assert_same(content(cache), expected)
     last = feed(cache, 2, 2, batch=4)
     expected = torch.cat([expected, last], 2)
-    assert torch.equal(content(cache), expected)
+    assert_same(content(cache), expected)
     cache.batch_select_indices(torch.tensor([3, 0]))
-    assert torch.equal(content(cache), expected[[3, 0]])
+    assert_same(content(cache), expected[[3, 0]])
     cache.crop(-5)
-    assert torch.equal(content(cache), expected[[3, 0]][:, :, :-5])
+    assert_same(content(cache), expected[[3, 0]][:, :, :-5])
     again = feed(cache, 6, 3)
-    assert torch.equal(content(cache), torch.cat([expected[[3, 0]][:, :, :-5], again], 2))
+    assert_same(content(cache), torch.cat([expected[[3, 0]][:, :, :-5], again], 2))
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert torch.equal(feed(cache, 4, 5), content(cache))
+    assert_same(feed(cache, 4, 5), content(cache))
 
 
 def test_sliding_layers_give_pages_back() -> None:
@@ -109,7 +110,7 @@ def test_sliding_layers_give_pages_back() -> None:
             stock.update(k + layer / 2, -k - layer / 2, layer)
         if step:
             shown = cache.layers[0].keys
-            assert torch.equal(shown.dense()[:, :, -7:], stock.layers[0].keys)
+            assert_same(shown.dense()[:, :, -7:], stock.layers[0].keys)
             assert cache.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0)
     table = cache.groups[8].table
     assert table.used().shape == (2, 2), "a window of 8 in pages of 8 spans two pages"
@@ -121,7 +122,7 @@ def test_sliding_layers_give_pages_back() -> None:
     cache.crop(-20)
     assert cache.get_seq_length() == 60
     again = feed(cache, 1, 100)
-    assert torch.equal(again, held[0])
+    assert_same(again, held[0])
 
 
 def test_layers_may_advance_apart() -> None:
@@ -131,7 +132,7 @@ def test_layers_may_advance_apart() -> None:
         cache.update(tokens(1), -tokens(1), 0)
     assert [layer.get_seq_length() for layer in cache.layers] == [13, 10]
     cache.layers[0].crop(-3)
-    assert torch.equal(content(cache), k)
+    assert_same(content(cache), k)
 
 
 def test_forks_share_and_part() -> None:
@@ -145,8 +146,8 @@ def test_forks_share_and_part() -> None:
     # Each fork has its own copy of the last, partly filled page of each sequence, and no more.
     assert cache.budget.held == held + 5 * 2
     for i, fork in enumerate(forks):
-        assert torch.equal(content(fork), torch.cat([k, tokens(1, seed=10 + i)], 2))
-    assert torch.equal(content(cache), k)
+        assert_same(content(fork), torch.cat([k, tokens(1, seed=10 + i)], 2))
+    assert_same(content(cache), k)
     tables = [fork.groups[None].table for fork in forks]
     cache.groups[None].table.check(*tables)
     gone = weakref.ref(forks[0])
@@ -162,7 +163,7 @@ def test_dropping_the_original_leaves_the_fork() -> None:
     k = feed(cache, 20)
     fork = cache.fork()
     del cache
-    assert torch.equal(content(fork), k)
+    assert_same(content(fork), k)
     fork.reset()
     assert fork.memory_footprint()["total"] < 1000, "memory goes when nobody holds a page"
 
@@ -251,8 +252,8 @@ def test_scales_of_k_and_v_are_not_swapped() -> None:
     codes = [FORMATS["fp8_e4m3"], pool.k[0, :, :3], pool.v[0].transpose(1, 2)[:, :3]]
     from hf_fp8kv.formats.codec import decode
 
-    assert torch.equal(decode(codes[1], codes[0]) * 0.25, tokens(3)[0])
-    assert torch.equal(decode(codes[2], codes[0]) * 2.0, tokens(3)[0])
+    assert_same(decode(codes[1], codes[0]) * 0.25, tokens(3)[0])
+    assert_same(decode(codes[2], codes[0]) * 2.0, tokens(3)[0])
 
 
 def test_dynamic_scales_do_not_depend_on_company() -> None:
@@ -263,7 +264,7 @@ def test_dynamic_scales_do_not_depend_on_company() -> None:
     alone = FP8PagedCache(config(), page_size=8)
     for part in k[1:].split(3, dim=2):
         alone.update(part, -part, 0)
-    assert torch.equal(whole.layers[0].keys.dense()[1:], alone.layers[0].keys.dense())
+    assert_same(whole.layers[0].keys.dense()[1:], alone.layers[0].keys.dense())
     error = (whole.layers[0].keys.dense() - k).abs().amax(-1) / k.abs().amax(-1)
     assert error.max() <= 2.0**-4, "each token has a scale of its own"
 
@@ -277,7 +278,7 @@ def test_centers_remove_a_common_bias() -> None:
         cache = FP8PagedCache(config(), center_keys=center)
         cache.update(k, v, 0)
         errors[center] = (cache.layers[0].keys.dense() - k).pow(2).mean().sqrt()
-        assert torch.equal(cache.layers[0].keys.dense(), cache.fork().layers[0].keys.dense())
+        assert_same(cache.layers[0].keys.dense(), cache.fork().layers[0].keys.dense())
     assert errors[True] < errors[False] / 10
     scales = KVScales(
         {
@@ -288,7 +289,7 @@ def test_centers_remove_a_common_bias() -> None:
     for center in (None, True):
         cache = FP8PagedCache(config(), scales=scales, center_keys=center)
         cache.update(k, v, 0)
-        assert torch.equal(cache.layers[0].k_center[1], bias[0, :, 0])
+        assert_same(cache.layers[0].k_center[1], bias[0, :, 0])
     assert FP8PagedCache(config(), scales=scales, center_keys=False).options.center_keys is False
 
 
@@ -345,17 +346,17 @@ def test_offload_and_prefetch() -> None:
     k = feed(cache, 9)
     for layer in cache.layers:
         layer.offload()
-    assert torch.equal(content(cache), k)
+    assert_same(content(cache), k)
     for layer in cache.layers:
         layer.prefetch()
-    assert torch.equal(content(cache), k)
+    assert_same(content(cache), k)
 
 
 def test_without_a_config_layers_come_as_asked() -> None:
     cache = FP8PagedCache(**EXACT)
     k = feed(cache, 9)
     assert len(cache) == LAYERS
-    assert torch.equal(content(cache), k)
+    assert_same(content(cache), k)
     assert len(cache.fork()) == LAYERS
 
 
@@ -450,7 +451,7 @@ def test_tokens_of_another_model(static: bool) -> None:
     for what, (key, value, layer) in bad.items():
         with pytest.raises(ConfigError, match="expected"):
             cache.update(key, value, layer)
-        assert torch.equal(content(cache), k), what
+        assert_same(content(cache), k, what)
 
 
 def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
@@ -468,7 +469,7 @@ def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
         cache.update(more, more, layer)
     with pytest.raises(ConfigError, match="one model"):
         cache.update(more, more, LAYERS)
-    assert torch.equal(content(cache), k)
+    assert_same(content(cache), k)
 
 
 def test_empty_caches_travel(tmp_path: Path) -> None:
@@ -478,7 +479,7 @@ def test_empty_caches_travel(tmp_path: Path) -> None:
         cache = FP8PagedCache(config(), max_cache_len=length, **EXACT)
         for twin in (pickle.loads(pickle.dumps(cache)), cache.fork()):
             k = feed(twin, 5)
-            assert torch.equal(content(twin), k)
+            assert_same(content(twin), k)
         k = feed(FP8PagedCache.load(cache.save(tmp_path / "empty.safetensors")), 3)
     sliding = FP8PagedCache(config("mistral"), **EXACT)
     sliding.activate_past_recording()
@@ -510,14 +511,14 @@ def test_budget() -> None:
         with pytest.raises(OutOfPagesError, match="max_pages") as caught:
             feed(cache, 5)
         assert (caught.value.needed, caught.value.available) == (2, 0)
-    assert torch.equal(content(cache), k)
+    assert_same(content(cache), k)
     fork = cache.fork()
     with pytest.raises(OutOfPagesError):
         feed(fork, 1)
-    assert torch.equal(content(fork), k)
+    assert_same(content(fork), k)
     del fork
     more = feed(cache, 4)
-    assert torch.equal(content(cache), torch.cat([k, more], 2))
+    assert_same(content(cache), torch.cat([k, more], 2))
 
 
 def test_a_step_fits_for_every_kind_of_layer_or_changes_nothing() -> None:
@@ -550,7 +551,7 @@ def test_a_prompt_that_is_not_longer(prompt: int, padded: int, message: str) -> 
         model.generate(
             ids[:, :prompt], attention_mask=mask, past_key_values=cache, max_new_tokens=3
         )
-    assert torch.equal(cache.layers[0].keys.dense(), before)
+    assert_same(cache.layers[0].keys.dense(), before)
     assert cache.get_seq_length() == 20
 
 
@@ -600,13 +601,13 @@ def test_save_and_load(static: bool, keywords: dict[str, Any], tmp_path: Path) -
     path = cache.save(tmp_path / "a" / "cache.safetensors")
     twin = FP8PagedCache.load(path)
     for mine, other in zip(cache.layers, twin.layers, strict=True):
-        assert torch.equal(mine.keys.dense(), other.keys.dense())
-        assert torch.equal(mine.values.dense(), other.values.dense())
+        assert_same(mine.keys.dense(), other.keys.dense())
+        assert_same(mine.values.dense(), other.values.dense())
     if not static:
         assert twin.budget.held == cache.budget.held, "shared pages stay shared"
     for one in (cache, twin):
         feed(one, 4, 1)
-    assert torch.equal(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
+    assert_same(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
     assert path.stat().st_size < 60_000
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file is left"
 
@@ -635,7 +636,7 @@ def test_a_fork_of_an_empty_cache_is_its_own() -> None:
     fork = cache.fork()
     k = feed(cache, 3)
     more = feed(fork, 5, 1)
-    assert torch.equal(content(cache), k)
-    assert torch.equal(content(fork), more)
+    assert_same(content(cache), k)
+    assert_same(content(fork), more)
     with pytest.raises(OutOfPagesError):
         feed(fork, 8, 2)

@@ -18,6 +18,7 @@ from transformers import CompileConfig
 from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import FP8PagedCache, OutOfPagesError
+from tests.helpers.assertions import assert_same
 from tests.helpers.standin import triton_standin
 from tests.helpers.tiny_models import tiny
 
@@ -68,11 +69,11 @@ def test_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
     )
     first = cache()
     options = {**GREEDY, "compile_config": compiled()}
-    assert torch.equal(model.generate(**inputs, past_key_values=first, **options), expected)
+    assert_same(model.generate(**inputs, past_key_values=first, **options), expected)
     assert graphs() == 1, "a step was compiled again"
-    assert torch.equal(model.generate(**inputs, past_key_values=cache(), **options), expected)
+    assert_same(model.generate(**inputs, past_key_values=cache(), **options), expected)
     first.reset()
-    assert torch.equal(model.generate(**inputs, past_key_values=first, **options), expected)
+    assert_same(model.generate(**inputs, past_key_values=first, **options), expected)
     assert graphs() == 1, "a second cache, or a reset one, was compiled again"
     assert not counters["graph_break"]
 
@@ -88,7 +89,7 @@ def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
     assert config.mode == "reduce-overhead"
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = model.generate(**inputs, past_key_values=static, compile_config=config, **GREEDY)
-    assert torch.equal(got, expected)
+    assert_same(got, expected)
     assert graphs() == 1
     assert not counters["graph_break"]
 
@@ -115,7 +116,7 @@ def test_beams_change_places_between_compiled_steps() -> None:
     expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **options)
     static = FP8PagedCache(model.config, page_size=16, max_cache_len=50)
     got = model.generate(**inputs, past_key_values=static, compile_config=compiled(), **options)
-    assert torch.equal(got, expected)
+    assert_same(got, expected)
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
@@ -242,7 +243,7 @@ def test_reorder_crop_and_reset_between_compiled_steps(
         for _ in range(2):
             got = walk(model, prompt, cache(), step)
             assert len(got) == 30
-            assert torch.equal(torch.cat(got), torch.cat(expected))
+            assert_same(torch.cat(got), torch.cat(expected))
     assert graphs() == 1, "a second cache was compiled again"
 
 

@@ -17,6 +17,7 @@ import hf_fp8kv
 from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate, ops
 from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
 from hf_fp8kv.ops.flattening import flatten
+from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import prompt, tiny
 
 pytestmark = pytest.mark.text
@@ -88,7 +89,7 @@ def the_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     for one, other, device in zip(found, expected, WHERE, strict=True):
         assert one.shape == other.shape
         if device == CPU:
-            assert torch.equal(one, other)
+            assert_same(one, other)
 
 
 def test_each_layer_is_where_its_keys_are(kind):

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
+from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -66,7 +67,7 @@ class TestAuto:
         ):
             expected = generate(stock, inputs, DynamicCache(config=stock.config), **keywords)
             cache = new_cache(model, dtype="auto", prefill=prefill)
-            assert torch.equal(generate(model, inputs, cache, **keywords), expected), keywords
+            assert_same(generate(model, inputs, cache, **keywords), expected, keywords)
             for group in cache.groups.values():
                 group.table.check()
 
@@ -81,7 +82,7 @@ class TestAuto:
                     weight.add_(0.02 * weight.std() * torch.randn_like(weight))
         for keywords in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
             cache = new_cache(model, dtype="auto", prefill=prefill)
-            assert torch.equal(generate(model, row, cache, **keywords), expected), list(keywords)
+            assert_same(generate(model, row, cache, **keywords), expected, list(keywords))
             assert cache.get_seq_length() >= expected.shape[1] - 1
 
     def test_static_form(self, name: str, prefill: str, attention: str) -> None:
@@ -89,12 +90,12 @@ class TestAuto:
         expected = generate(stock, inputs, DynamicCache(config=stock.config))
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         for _ in range(2):
-            assert torch.equal(generate(model, inputs, cache, disable_compile=True), expected)
+            assert_same(generate(model, inputs, cache, disable_compile=True), expected)
             cache.reset()
         beams = {"num_beams": 3, "disable_compile": True}
         expected = generate(stock, inputs, DynamicCache(config=stock.config), **beams)
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
-        assert torch.equal(generate(model, inputs, cache, **beams), expected)
+        assert_same(generate(model, inputs, cache, **beams), expected)
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
@@ -114,12 +115,12 @@ def test_auto_is_dynamic_cache_bit_for_bit(page_size: int) -> None:
                 ).logits
                 for c in (stock, paged)
             ]
-            assert torch.equal(*both), f"step {step}"
+            assert_same(*both, f"step {step}")
             ids = both[0][:, -1:].argmax(-1)
             mask = torch.cat([mask, torch.ones_like(ids)], 1)
     for layer, twin in zip(stock.layers, paged.layers, strict=True):
-        assert torch.equal(layer.keys, twin.keys.dense())
-        assert torch.equal(layer.values, twin.values.dense())
+        assert_same(layer.keys, twin.keys.dense())
+        assert_same(layer.values, twin.values.dense())
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing"])
@@ -136,13 +137,13 @@ class TestStored:
             return new_cache(model, dtype=dtype, prefill="stored")
 
         expected = generate(model, inputs, cache())
-        assert torch.equal(generate(model, inputs, cache(), prefill_chunk_size=4), expected)
+        assert_same(generate(model, inputs, cache(), prefill_chunk_size=4), expected)
         row = unpadded(inputs)
         alone = generate(model, row, cache())
-        assert torch.equal(alone, expected[1:]), "padding of another row changed this one"
-        assert torch.equal(generate(model, row, cache(), prompt_lookup_num_tokens=4), alone)
+        assert_same(alone, expected[1:], "padding of another row changed this one")
+        assert_same(generate(model, row, cache(), prompt_lookup_num_tokens=4), alone)
         draft, _ = tiny(name, seed=1, attn_implementation=dense_attention(name))
-        assert torch.equal(generate(model, row, cache(), assistant_model=draft), alone)
+        assert_same(generate(model, row, cache(), assistant_model=draft), alone)
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "kv_sharing", "hybrid"])
@@ -171,7 +172,7 @@ def test_every_kind_of_copy_continues_alike(
     text = {"input_ids": start, "attention_mask": torch.ones_like(start)}
     for how, twin in copies.items():
         rest = generate(model, text, twin, max_new_tokens=14)
-        assert torch.equal(rest, expected), how
+        assert_same(rest, expected, how)
 
 
 def test_fork_is_independent() -> None:
@@ -188,7 +189,7 @@ def test_fork_is_independent() -> None:
         fresh = new_cache(model)
         generate(model, inputs, fresh, max_new_tokens=6)
         alone = generate(model, {"input_ids": text, "attention_mask": mask}, fresh)
-        assert torch.equal(rest[label], alone), label
+        assert_same(rest[label], alone, label)
 
 
 @pytest.mark.parametrize("name", ["cross_attention", "position_bias", "speech"])
@@ -206,7 +207,7 @@ def test_encoder_decoder(name: str, bare: bool) -> None:
         if not bare:
             cache = EncoderDecoderCache(cache, new_cache(model, dtype="auto"))
         got = model.generate(**inputs, past_key_values=cache, **options)
-        assert torch.equal(got, expected), attention
+        assert_same(got, expected, attention)
         eight = EncoderDecoderCache(new_cache(model), new_cache(model))
         assert model.generate(**inputs, past_key_values=eight, **options).shape == expected.shape
 
@@ -217,7 +218,7 @@ def test_encoder_decoder_rolls_back() -> None:
     cache = EncoderDecoderCache(new_cache(model, dtype="auto"), new_cache(model, dtype="auto"))
     expected = model.generate(**row, **GREEDY)
     got = model.generate(**row, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
-    assert torch.equal(got, expected)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding"])
@@ -232,7 +233,7 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         warnings.simplefilter("ignore")  # flex attention says that it is not compiled
         expected = generate(model, inputs, DynamicCache(config=model.config), max_new_tokens=6)
         cache = new_cache(model, dtype="auto")
-        assert torch.equal(generate(model, inputs, cache, max_new_tokens=6), expected)
+        assert_same(generate(model, inputs, cache, max_new_tokens=6), expected)
 
 
 def test_guidance_uses_a_cache_of_its_own() -> None:
@@ -242,7 +243,7 @@ def test_guidance_uses_a_cache_of_its_own() -> None:
     options = {**GREEDY, "guidance_scale": 1.5}
     expected = stock.generate(**row, **options)
     got = model.generate(**row, past_key_values=new_cache(model, dtype="auto"), **options)
-    assert torch.equal(got, expected)
+    assert_same(got, expected)
 
 
 @pytest.mark.parametrize("name", ["sliding", "sliding_and_full"])
@@ -256,7 +257,7 @@ def test_skipped_layers_beside_paged_ones(
     if attention != "own":
         stock.set_attn_implementation(attention)
     cache = new_cache(stock, dtype="auto", skip_layers=skipped, max_cache_len=length)
-    assert torch.equal(generate(stock, inputs, cache, disable_compile=True), expected)
+    assert_same(generate(stock, inputs, cache, disable_compile=True), expected)
 
 
 def test_a_window_that_a_model_does_not_tell() -> None:
@@ -266,7 +267,7 @@ def test_a_window_that_a_model_does_not_tell() -> None:
     model.config.model_type = "a type that no table names"
     model.set_attn_implementation("fp8_paged")
     expected = generate(stock, inputs, DynamicCache(config=stock.config))
-    assert torch.equal(generate(model, inputs, new_cache(model, dtype="auto")), expected)
+    assert_same(generate(model, inputs, new_cache(model, dtype="auto")), expected)
 
 
 def test_a_mask_over_the_whole_text_on_a_sliding_layer() -> None:
@@ -290,7 +291,7 @@ def test_without_a_cache_of_ours_it_is_ordinary_attention() -> None:
     stock, _ = tiny("sliding", attn_implementation="sdpa")
     for keywords in ({}, {"use_cache": False}):
         expected = stock.generate(**inputs, **GREEDY, **keywords)
-        assert torch.equal(model.generate(**inputs, **GREEDY, **keywords), expected)
+        assert_same(model.generate(**inputs, **GREEDY, **keywords), expected)
     model.train()
     stock.train()
     losses = [m(**inputs, labels=inputs["input_ids"], use_cache=False).loss for m in (stock, model)]
@@ -335,7 +336,7 @@ def test_enable_and_disable() -> None:
     assert enable(model, dtype="fp8_e3m4") is model
     out = model.generate(**inputs, **options)
     assert isinstance(out.past_key_values, FP8PagedCache)
-    assert torch.equal(out.sequences, expected)
+    assert_same(out.sequences, expected)
     assert isinstance(
         model.generate(**inputs, past_key_values=DynamicCache(), **options).past_key_values,
         DynamicCache,
@@ -362,7 +363,7 @@ def test_an_enabled_model_can_be_copied() -> None:
             for weight in model.parameters():
                 assert not any(weight is other for other in twin.parameters())
         out = twin.generate(**inputs, **options)
-        assert torch.equal(out.sequences, expected)
+        assert_same(out.sequences, expected)
         assert out.past_key_values.options.key_format == "fp8_e3m4"
         assert twin._prepare_cache_for_generation._owner is twin
         disable(twin)
@@ -384,7 +385,7 @@ def test_enable_long_speech() -> None:
     options["attention_mask"] = torch.ones(1, 3 * 128, dtype=torch.long)
     expected = model.generate(sound, **options)
     enable(model, dtype="auto")
-    assert torch.equal(model.generate(sound, **options), expected)
+    assert_same(model.generate(sound, **options), expected)
     disable(model)
 
 
@@ -417,7 +418,7 @@ def test_autocast(dtype: str, attention: str) -> None:
         expected = generate(model, inputs, DynamicCache(config=model.config))
         got = generate(model, inputs, new_cache(model, dtype=dtype))
     if dtype == "auto" and attention == "own":
-        assert torch.equal(got, expected)
+        assert_same(got, expected)
     assert got.shape == expected.shape
 
 
@@ -428,7 +429,7 @@ def test_enable_an_encoder_decoder() -> None:
     expected = model.generate(**inputs, **GREEDY)
     enable(model, dtype="auto")
     out = model.generate(**inputs, return_dict_in_generate=True, **GREEDY)
-    assert torch.equal(out.sequences, expected)
+    assert_same(out.sequences, expected)
     assert isinstance(out.past_key_values.cross_attention_cache, FP8PagedCache)
     disable(model)
 

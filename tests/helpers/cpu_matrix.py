@@ -60,7 +60,7 @@ def environment(setting: Setting) -> dict[str, str]:
 
 
 def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
-    """Run pytest under a setting; return whether it passed, and its last line."""
+    """Run pytest under a setting; return whether it passed, and its closing line."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
         code = subprocess.run(
@@ -71,7 +71,8 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
     for line in lines:
         if re.match("(FAILED|ERROR) ", line):
             print("   ", line, flush=True)
-    return code == 0, lines[-1].strip("= ") if lines else f"no output, exit code {code}"
+    said = (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error)", line))
+    return code == 0, next(said, f"exit code {code}").strip("= ")
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
+from tests.helpers.assertions import assert_same
 from tests.ops.test_ops import (
     CASES,
     EDGES,
@@ -266,7 +267,7 @@ def test_any_split_gives_the_same_answer(processors, combine):
         plan.make_plan(table, ends, case.tokens, 0, 0, case.heads)
         for _ in range(2):
             again = run("decode", case, pages, query, plan=table, **kwargs)
-            assert torch.equal(again, found)
+            assert_same(again, found)
 
 
 @pytest.mark.parametrize("combine", ["kernel", "last"])
@@ -424,7 +425,7 @@ def test_nothing_but_the_output_is_written():
         run(kernel, case, pages, query, **kwargs)
     for x, y in zip(pages, before, strict=True):
         if isinstance(x, Tensor):
-            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+            assert_same(x.view(torch.uint8), y.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

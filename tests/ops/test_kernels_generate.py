@@ -10,6 +10,7 @@ import torch
 
 from hf_fp8kv import FP8PagedCache, ops
 from tests.cache.test_compile import compiled, graphs
+from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
@@ -48,7 +49,7 @@ CACHES = [
 def test_tokens(cache):
     model, inputs = setting("gqa")
     expected = tokens(model, inputs, "torch", cache)
-    assert torch.equal(tokens(model, inputs, "triton", cache), expected)
+    assert_same(tokens(model, inputs, "triton", cache), expected)
 
 
 @pytest.mark.parametrize("cache", [{}, {"max_cache_len": 40}], ids=str)
@@ -56,7 +57,7 @@ def test_tokens(cache):
 def test_tokens_of_other_architectures(name, cache):
     model, inputs = setting(name)
     expected = tokens(model, inputs, "torch", cache)
-    assert torch.equal(tokens(model, inputs, "triton", cache), expected)
+    assert_same(tokens(model, inputs, "triton", cache), expected)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_ways_to_generate(more):
         more = {key: x for key, x in more.items() if key != "only"}
     cache = {"prefill": "stored"}
     expected = tokens(model, inputs, "torch", cache, **more)
-    assert torch.equal(tokens(model, inputs, "triton", cache, **more), expected)
+    assert_same(tokens(model, inputs, "triton", cache, **more), expected)
 
 
 def test_a_compiled_step():
@@ -82,7 +83,7 @@ def test_a_compiled_step():
     expected = tokens(model, inputs, "torch", cache, disable_compile=True)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert torch.equal(tokens(model, inputs, "triton", cache, compile_config=compiled()), expected)
+    assert_same(tokens(model, inputs, "triton", cache, compile_config=compiled()), expected)
     assert graphs() == 1
     torch._dynamo.reset()
 

@@ -18,6 +18,7 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats import codec as quantize
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from tests.formats.test_search_scale import ordinary, special, ties
+from tests.helpers.assertions import assert_same
 from tests.ops.test_ops import map_pages, with_scales
 
 if ops.available_backends()["triton"] is not None:
@@ -326,7 +327,7 @@ def test_the_encoder_on_numbers_of_every_binade(name):
         x, found, encoder.encoder_for(name), 1 << 16, enable_fp_fusion=False, num_warps=8
     )
     right = quantize.encode(x.cpu(), FORMATS[name])
-    assert torch.equal(bits(found.cpu(), name), bits(right, name))
+    assert_same(bits(found.cpu(), name), bits(right, name))
 
 
 @triton.jit
@@ -352,7 +353,7 @@ def test_the_scales_that_are_tried():
     found = torch.empty(len(first), steps, device=DEVICE)
     _scales[(1,)](first, found, len(first), steps, enable_fp_fusion=False)
     tried = (first.cpu()[:, None] * quantize._octave(torch.device("cpu"))).view(torch.int32)
-    assert torch.equal(found.cpu().view(torch.int32), (tried + 0xFFFF) & -0x10000)
+    assert_same(found.cpu().view(torch.int32), (tried + 0xFFFF) & -0x10000)
 
 
 GATHERED = [
@@ -418,10 +419,10 @@ def test_addresses_past_four_gigabytes(tokens, tmp_path):
     )
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
     page = small.table[0, 0]
-    assert torch.equal(found.k.codes[-1].cpu(), right.k.codes[page])
-    assert torch.equal(found.v.codes[-1].cpu(), right.v.codes[page])
+    assert_same(found.k.codes[-1].cpu(), right.k.codes[page])
+    assert_same(found.v.codes[-1].cpu(), right.v.codes[page])
     stored = lengths_of(case) + tokens
     for side in ("k", "v"):
         there_too = reference.gather(right, stored.cpu(), side, 0, 40, torch.float32, True)
         dense = gather(found, stored, side, 0, 40, torch.float32, True)
-        assert torch.equal(dense.cpu(), there_too)
+        assert_same(dense.cpu(), there_too)

@@ -23,8 +23,9 @@ from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E4
 from hf_fp8kv.ops.numba import backend as cpu  # noqa: E402
 from hf_fp8kv.ops.numba import vectors as cpu_vectors  # noqa: E402
 from hf_fp8kv.ops.torch import backend as chunked  # noqa: E402
+from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
-from tests.ops.test_ops import copy, map_pages, same_bytes, with_scales  # noqa: E402
+from tests.ops.test_ops import copy, map_pages, with_scales  # noqa: E402
 
 pytestmark = pytest.mark.text
 
@@ -73,7 +74,7 @@ def test_threads_give_one_result():
     first = attend(pages, query, 700)
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
     for _ in range(50):
-        assert torch.equal(attend(pages, query, 700), first)
+        assert_same(attend(pages, query, 700), first)
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -84,10 +85,10 @@ def test_write_and_gather_on_many_threads():
     none = torch.zeros(1, dtype=torch.int32)
     cpu.write(pages, key, value, none)
     reference.write(other, key, value, none)
-    same_bytes(pages, other)
+    assert_same_pool(pages, other)
     for side in ("k", "v"):
         arguments = (none + 700, side, 5, 699, torch.bfloat16, False)
-        assert torch.equal(cpu.gather(pages, *arguments), reference.gather(pages, *arguments))
+        assert_same(cpu.gather(pages, *arguments), reference.gather(pages, *arguments))
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -151,22 +152,22 @@ def test_float64_is_handed_over(fmt):
     query = torch.randn(1, 6, 1, DIM, dtype=torch.float64)
     found = attend(pages, query, 40)
     assert found.dtype == torch.float64
-    assert torch.equal(found, attend(pages, query, 40, chunked))
+    assert_same(found, attend(pages, query, 40, chunked))
     key = torch.randn(1, HEADS, 2, DIM, dtype=torch.float64)
     at = torch.tensor([30], dtype=torch.int32)
     cpu.write(pages, key, key, at)
     reference.write(other, key, key, at)
-    assert torch.equal(pages.k.codes, other.k.codes)
-    assert torch.equal(pages.v.codes, other.v.codes)
+    assert_same(pages.k.codes, other.k.codes)
+    assert_same(pages.v.codes, other.v.codes)
     found = cpu.gather(pages, at, "v", 0, 32, torch.float64, False)
-    assert torch.equal(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
+    assert_same(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
 
 
 def test_a_cpu_without_float16_is_handed_over(monkeypatch):
     monkeypatch.setattr(cpu, "_READABLE", frozenset())
     monkeypatch.setattr(cpu, "_run", lambda *_: pytest.fail("a kernel ran"))
     pages, query = make(40), torch.randn(1, 6, 1, DIM)
-    assert torch.equal(attend(pages, query, 40), attend(pages, query, 40, chunked))
+    assert_same(attend(pages, query, 40), attend(pages, query, 40, chunked))
     key = torch.randn(1, HEADS, 2, DIM)
     cpu.write(pages, key, key, torch.zeros(1, dtype=torch.int32))
     cpu.gather(pages, torch.tensor([40], dtype=torch.int32), "k", 0, 40, torch.float32, False)

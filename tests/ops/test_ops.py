@@ -19,7 +19,8 @@ from hf_fp8kv.errors import OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
-from hf_fp8kv.ops.flattening import PAGE_FIELDS, flatten, unflatten
+from hf_fp8kv.ops.flattening import flatten, unflatten
+from tests.helpers.assertions import assert_same, assert_same_pool
 
 pytestmark = pytest.mark.text
 
@@ -431,21 +432,6 @@ SPECIAL = torch.tensor(
 )
 
 
-def same_bytes(found: Pages, expected: Pages) -> None:
-    """Asserts that two pools are equal, and names the first byte that is not."""
-    for name, x, y in zip(PAGE_FIELDS, flatten(found), flatten(expected), strict=True):
-        if not name.endswith(("codes", "token_scales")) or x is None:
-            continue
-        assert isinstance(x, Tensor)
-        assert isinstance(y, Tensor)
-        x, y = x.view(torch.uint8), y.view(torch.uint8)
-        wrong = (x != y).nonzero()
-        assert not len(wrong), (
-            f"{name}: {len(wrong)} of {x.numel()} bytes differ, first at {wrong[0].tolist()}: "
-            f"{x[tuple(wrong[0])]:#x} instead of {y[tuple(wrong[0])]:#x}"
-        )
-
-
 WRITES = [
     *(Case(name, key=name, value=name) for name in (*sorted(FORMATS), AUTO)),
     *(Case(f"{name}, static", key=name, value=name, dynamic=False) for name in sorted(FORMATS)),
@@ -473,7 +459,7 @@ def test_written_bytes_are_the_reference_s(case, backend):
         ops.write(pages, key, value, lengths, backend)
         ops.write(other, key, value, lengths, "reference")
         lengths += tokens
-        same_bytes(pages, other)
+        assert_same_pool(pages, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -498,8 +484,8 @@ def test_special_numbers(name, dynamic, backend):
     ):
         # NaN times a NaN scale: no rule says whose sign the product has.
         nan = table[expected.int()].isnan()
-        assert torch.equal(nan, table[found.int()].isnan())
-        assert torch.equal(found[~nan], expected[~nan])
+        assert_same(nan, table[found.int()].isnan())
+        assert_same(found[~nan], expected[~nan])
     if dynamic:
         assert pages.k.token_scales is not None
         torch.testing.assert_close(
@@ -524,7 +510,7 @@ def test_any_strides_and_dtypes(layout, backend):
     lengths = torch.zeros(1, dtype=torch.int32)
     ops.write(pages, key, value, lengths, backend)
     ops.write(other, key, value, lengths, "reference")
-    same_bytes(pages, other)
+    assert_same_pool(pages, other)
     query = torch.randn(1, 1, 6, 64)[..., ::2].transpose(1, 2)
     found = attend(case, pages, query, backend, **arguments(case, pages))
     expected = attend(case, pages, query, "reference", **arguments(case, pages))
@@ -543,7 +529,7 @@ def test_an_overrun_changes_nothing(hole, backend):
     lengths = torch.tensor([0, 30 if hole else 50], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="reserve pages"):
         ops.write(pages, key, key, lengths, backend)
-    same_bytes(pages, before)
+    assert_same_pool(pages, before)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -562,7 +548,7 @@ def test_gather_equals_the_reference_exactly(case, side, backend):
                 for name in (backend, "reference")
             )
             assert found.dtype == dtype
-            assert torch.equal(found, expected)
+            assert_same(found, expected)
             assert found.is_contiguous()
 
 

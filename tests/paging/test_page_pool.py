@@ -7,6 +7,7 @@ import torch
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.paging.page_pool import PagePool
+from tests.helpers.assertions import assert_same
 
 S, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
 EIGHT_BIT = list(FORMATS)
@@ -110,7 +111,7 @@ def test_growing_keeps_every_page_and_zeroes_the_new_ones(key, value, dynamic, n
     for name, tensor in pool.tensors().items():
         assert tensor.shape == (8, *before[name].shape[1:])
         assert tensor.dtype == before[name].dtype
-        assert torch.equal(tensor[:3], before[name]), name
+        assert_same(tensor[:3], before[name], name)
         assert not tensor[3:].any(), name
 
 
@@ -140,7 +141,7 @@ def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
     came_from = [0, 4, 4, 3, 4, 0]
     assert " ".join(before) == names
     for name, tensor in pool.tensors().items():
-        assert torch.equal(tensor, before[name][came_from]), name
+        assert_same(tensor, before[name][came_from], name)
 
 
 def test_copying_nothing_changes_nothing():

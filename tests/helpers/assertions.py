@@ -1,0 +1,97 @@
+"""Equality of tensors that says where the first difference is."""
+
+from typing import Any
+
+import torch
+
+Axes = tuple[str, ...]
+# Axes of a pool of pages, and of what is made of it.
+K: Axes = ("page", "head", "slot", "dim")
+V: Axes = ("page", "head", "dim", "slot")
+SCALES: Axes = ("page", "head", "slot")
+DENSE: Axes = ("sequence", "head", "token", "dim")
+TOKENS: Axes = ("sequence", "token")
+_BY_RANK = {2: TOKENS, 4: DENSE}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_same(
+    got: torch.Tensor, expected: torch.Tensor, what: Any = "", axes: Axes | None = None
+) -> None:
+    """Assert that two tensors hold equal numbers, as torch.equal does; a NaN equals nothing.
+
+    Args:
+        got: of any shape and dtype.
+        expected: the same shape and dtype.
+        what: what the tensors are, such as "layer 1, K"; begins the message.
+        axes: names of the axes; without: sequence and token, or sequence, head, token and dim.
+    """
+    _assert_none_differs(got, expected, got != expected if _alike(got, expected) else None,
+                         what, axes)  # fmt: skip
+
+
+def assert_same_bytes(
+    got: torch.Tensor, expected: torch.Tensor, what: Any = "", axes: Axes | None = None
+) -> None:
+    """Assert that two tensors are the same bit for bit: NaN too, and the sign of zero.
+
+    The arguments are those of `assert_same`.
+    """
+    differs = None
+    if _alike(got, expected):
+        bits = _BITS[got.element_size()]
+        differs = got.contiguous().view(bits) != expected.contiguous().view(bits)
+    _assert_none_differs(got, expected, differs, what, axes)
+
+
+def assert_same_pool(got: Any, expected: Any, what: Any = "") -> None:
+    """Assert that two `Pages` hold the same bytes: codes and dynamic scales of both sides."""
+    for side, codes in (("k", K), ("v", V)):
+        for part, axes in (("codes", codes), ("token_scales", SCALES)):
+            x, y = (getattr(getattr(pages, side), part) for pages in (got, expected))
+            name = f"{what} {side} {part}".strip()
+            assert (x is None) == (y is None), f"{name}: expected it in both pools or in none"
+            if x is not None:
+                assert_same_bytes(x, y, name, axes)
+
+
+def _alike(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return got.shape == expected.shape and got.dtype == expected.dtype
+
+
+def _assert_none_differs(
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    differs: torch.Tensor | None,
+    what: Any,
+    axes: Axes | None,
+) -> None:
+    start = f"{what}: " if what != "" else ""
+    assert differs is not None, (
+        f"{start}expected {expected.dtype} of shape {list(expected.shape)}, "
+        f"got {got.dtype} of shape {list(got.shape)}"
+    )
+    if not bool(differs.any()):
+        return
+    if axes is None:
+        axes = _BY_RANK.get(got.ndim, ())
+    if len(axes) != got.ndim:
+        axes = tuple(f"axis {i}" for i in range(got.ndim))
+    wrong = differs.nonzero()
+    place = tuple(wrong[0].tolist())
+    first = ", ".join(f"{name} {at}" for name, at in zip(axes, place, strict=True))
+    spread = "; ".join(
+        f"{name}s {_format_places(column)}"
+        for name, column in zip(axes, wrong.unbind(1), strict=True)
+    )
+    raise AssertionError(
+        f"{start}{len(wrong)} of {got.numel()} differ, first at {first or 'the only number'}: "
+        f"got {got[place].item()}, expected {expected[place].item()}"
+        + (f" (in {spread})" if spread else "")
+    )
+
+
+def _format_places(column: torch.Tensor) -> str:
+    """Return up to five of the places in a column, in order."""
+    places = column.unique().tolist()
+    return ", ".join(map(str, places[:5])) + (f" and {len(places) - 5} more" if places[5:] else "")

@@ -1,0 +1,90 @@
+"""The assertions that name the first difference."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers.assertions import K, V, assert_same, assert_same_bytes, assert_same_pool
+
+
+def pool(**changed: torch.Tensor) -> SimpleNamespace:
+    tensors = {
+        "k codes": torch.zeros(4, 2, 8, 16, dtype=torch.uint8),
+        "v codes": torch.zeros(4, 2, 16, 8, dtype=torch.uint8),
+        "k token_scales": torch.ones(4, 2, 8, dtype=torch.bfloat16),
+        "v token_scales": None,
+    } | changed
+    sides = {
+        side: SimpleNamespace(
+            codes=tensors[f"{side} codes"], token_scales=tensors[f"{side} token_scales"]
+        )
+        for side in "kv"
+    }
+    return SimpleNamespace(**sides)
+
+
+def test_equal_tensors_pass():
+    x = torch.randn(2, 3, 4, 5)
+    assert_same(x, x.clone())
+    assert_same_bytes(x.transpose(1, 2), x.transpose(1, 2).contiguous())
+    assert_same_bytes(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+    assert_same(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert_same_pool(pool(), pool())
+    assert_same(torch.zeros(0, 3), torch.zeros(0, 3))
+
+
+def test_the_first_of_several_is_named():
+    got, expected = (torch.zeros(2, 3, 9, 5) for _ in range(2))
+    got[1, 2, 7, 3], got[1, 2, 8, 0] = 4.5, 1
+    with pytest.raises(AssertionError) as caught:
+        assert_same(got, expected, "layer 1, K")
+    assert str(caught.value) == (
+        "layer 1, K: 2 of 270 differ, first at sequence 1, head 2, token 7, dim 3: "
+        "got 4.5, expected 0.0 (in sequences 1; heads 2; tokens 7, 8; dims 0, 3)"
+    )
+
+
+def test_tokens_have_a_sequence_and_a_place():
+    got, expected = torch.arange(14).view(2, 7), torch.arange(14).view(2, 7)
+    got[1, 4:] = 99
+    with pytest.raises(AssertionError, match=r"^3 of 14 .* sequence 1, token 4: got 99, exp.* 11 "):
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"), [("k codes", K), ("v codes", V), ("k token_scales", K[:3])]
+)
+def test_a_byte_of_a_pool_has_page_head_slot_and_dim(name, axes):
+    side, part = name.split()
+    wrong = getattr(getattr(pool(), side), part).clone()
+    place = {"page": 3, "head": 1, "slot": 6, "dim": 5}
+    wrong[tuple(place[axis] for axis in axes)] = 7
+    where = ", ".join(f"{axis} {place[axis]}" for axis in axes)
+    with pytest.raises(AssertionError, match=f"^layer 2 {name}: 1 of .* first at {where}: got 7"):
+        assert_same_pool(pool(**{name: wrong}), pool(), "layer 2")
+
+
+def test_bits_differ_where_numbers_do_not():
+    with pytest.raises(AssertionError, match=r"axis 0 0: got 0\.0, expected -0\.0"):
+        assert_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    with pytest.raises(AssertionError, match="got nan, expected nan"):
+        assert_same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+
+
+@pytest.mark.parametrize("compare", [assert_same, assert_same_bytes])
+def test_other_shapes_and_dtypes_differ(compare):
+    for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
+        with pytest.raises(AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3\]"):
+            compare(other, torch.zeros(2, 3), "x")
+    with pytest.raises(
+        AssertionError, match="v token_scales: expected it in both pools or in none"
+    ):
+        assert_same_pool(pool(), pool(**{"v token_scales": torch.ones(4, 2, 8)}))
+
+
+def test_a_scalar_and_many_places():
+    with pytest.raises(AssertionError, match="first at the only number: got 1, expected 2"):
+        assert_same(torch.tensor(1), torch.tensor(2))
+    with pytest.raises(AssertionError, match="axis 0s 0, 1, 2, 3, 4 and 95 more"):
+        assert_same(torch.zeros(100), torch.ones(100))
