@@ -1,8 +1,11 @@
 # Every target does its own set-up in .venv, on a machine that has Python 3.11 or newer and make.
 #
 #   make demo     a small real model answers from FP8 pages, beside the usual cache
-#   make test     the tests, two at a time; PYTEST_ARGS="-k pages -x" picks some
+#   make test     the tests, two at a time, and which took longest; PYTEST_ARGS="-k pages -x"
+#                 picks some, RUN_SLOW=1 adds those marked slow
 #   make check    ruff and mypy
+#   make cpu-matrix  the tests marked text under nine settings that change how a CPU rounds;
+#                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1" for all tests
 #   make oldest   some of the tests with the oldest transformers that is supported
 #   make gpu      the tests that need a GPU, and a benchmark, where there is one
 #   make clean    removes .venv and what was built
@@ -14,6 +17,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
+CPU_MATRIX_ARGS ?=
 
 OLDEST_TRANSFORMERS := 5.17.0
 OLDEST_TESTS ?= tests/cache tests/serving tests/distributed \
@@ -30,7 +34,7 @@ OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check oldest gpu clean
+.PHONY: help venv demo test check cpu-matrix oldest gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +76,9 @@ $(OLDEST)/ready: $(READY)
 	  { (cd $(abspath $(VENV))/lib/python3*/site-packages && pwd); echo $(CURDIR); } > first.pth
 	$(OLDEST)/bin/$(PIP) transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
+
+cpu-matrix: $(READY)
+	$(BIN)/python -m tests.helpers.cpu_matrix $(CPU_MATRIX_ARGS)
 
 oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'

@@ -9,6 +9,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.scales import LayerScales
+from tests.helpers.margins import wide_margins
 
 NEW = 24
 PAGE = 16
@@ -62,7 +63,9 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
 
 def prompts(vocab: int = 99) -> list[list[int]]:
     """Eight prompts of 3 to 64 tokens, three of which begin with the same 48."""
-    numbers = torch.Generator().manual_seed(0)
+    # Of the seeds from 0 the first with which the answers of every model that the tests take, with
+    # every kind of scale, have wide margins.
+    numbers = torch.Generator().manual_seed(6)
 
     def some(count: int) -> list[int]:
         return torch.randint(3, vocab, (count,), generator=numbers).tolist()
@@ -82,6 +85,7 @@ def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any)
         whole = model.generate(
             torch.tensor([text], device=model.device), past_key_values=pages, max_new_tokens=NEW,
             do_sample=False, eos_token_id=None, pad_token_id=0,
+            logits_processor=wide_margins(1e-4) if model.dtype == torch.float32 else None,
         )  # fmt: skip
         found.append(whole[0, len(text) :].tolist())
     return found

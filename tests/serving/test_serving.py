@@ -20,6 +20,7 @@ from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.engines import common, engine_module
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
+from tests.helpers.margins import greedy_deficit
 from tests.helpers.serving_tools import (
     NEW,
     PAGE,
@@ -116,13 +117,18 @@ class TestSameTokens:
         serving.enable(model, scales=scales, backend=backend)
         assert batched(model, texts, max_batch_tokens=32) == wanted
 
-    def test_bfloat16_unquantised_equals_transformers_own(self) -> None:
-        """Two engines, one cache each, the same numbers stored: no rounding hides a wrong page."""
+    def test_bfloat16_unquantised_is_greedy_to_within_its_rounding(self) -> None:
+        """In 16 bits a batch may choose between two tokens that are nearly equal; no further."""
         model = make("llama").to(torch.bfloat16)
-        model.set_attn_implementation("fp8_paged")
-        wanted = one_by_one(model, prompts(), dtype="auto")
+        exact = copy.deepcopy(model).float()
+        exact.set_attn_implementation("sdpa")
         serving.enable(model, dtype="auto")
-        assert batched(model, prompts()) == wanted
+        answers = batched(model, prompts())
+        for text, answer in zip(prompts(), answers, strict=True):
+            assert greedy_deficit(exact, text, answer) < 0.1
+        # Had a request read the pages of the next one, it would be seen.
+        for text, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
+            assert greedy_deficit(exact, text, answer) > 0.3
 
     @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no such")
     @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
