@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, ScaleError
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,15 +26,6 @@ __all__ = [
 ]
 
 DEMO = "SmolLM2-135M-Instruct (demo)"
-
-# Arguments in the library's messages, and the options of the command line.
-_OPTIONS = {
-    "overwrite=True": "--overwrite",
-    "strict=False": "--lenient",
-    "weights='copy'": "--weights copy",
-    "save_pretrained(checkpoint=)": "hf-fp8kv convert --checkpoint",
-    "pass checkpoint=": "pass --checkpoint",
-}
 
 
 def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any, Any]:
@@ -117,7 +108,7 @@ class _Warnings(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = _name_options(record.getMessage())
+        message = record.getMessage()
         if message not in self.messages:
             self.messages.append(message)
             print_note(f"warning: {message}")
@@ -125,7 +116,7 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def report_problems() -> Iterator[list[str]]:
-    """Print the library's warnings and word its errors for a command line; collect warnings."""
+    """Print and collect the library's warnings, and explain a lack of memory."""
     import torch
 
     library = logging.getLogger("hf_fp8kv")
@@ -133,8 +124,6 @@ def report_problems() -> Iterator[list[str]]:
     library.addHandler(handler)
     try:
         yield handler.messages
-    except (ScaleError, ConfigError) as error:
-        raise type(error)(_name_options(str(error))) from error
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"expected enough device memory, got: {error}; use a smaller --max-length or "
@@ -142,12 +131,6 @@ def report_problems() -> Iterator[list[str]]:
         ) from error
     finally:
         library.removeHandler(handler)
-
-
-def _name_options(message: str) -> str:
-    for argument, option in _OPTIONS.items():
-        message = message.replace(argument, option)
-    return message
 
 
 def describe_scales(scales: "KVScales") -> dict[str, Any]:

@@ -64,7 +64,7 @@ def copy_checkpoint(
     except OSError as error:
         raise ScaleError(
             f"{target}: expected a folder that can be written, got {error}; choose another"
-            + (", or weights='copy'" if weights == "link" else "")
+            + (", or weights='copy' (--weights copy)" if weights == "link" else "")
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)

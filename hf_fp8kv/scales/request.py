@@ -42,7 +42,7 @@ class Request:
         if self.tp_size > 1 and count > 1 and self.strict:
             raise ScaleError(
                 f"{origin}: expected the scales of {self.tp_size} ranks, got {count}; pass "
-                "strict=False to use the largest of all ranks"
+                "strict=False (--lenient) to use the largest of all ranks"
             )
         return range(count)
 
@@ -72,8 +72,8 @@ class Request:
         if not kept or (missing and self.strict):
             raise ScaleError(
                 f"{origin}: expected scales for {len(expected)} layers, got {len(kept)}: missing "
-                f"{missing}; use the scales of this very model, or pass strict=False to use those "
-                "that are there"
+                f"{missing}; use the scales of this very model, or pass strict=False (--lenient) "
+                "to use those that are there"
             )
         if missing:
             logger.warning("%s: layers without scales: %s", origin, missing)
@@ -85,5 +85,7 @@ class Request:
             return
         message = f"{origin}: expected scales of a {expected!r} model, got {model_type!r}"
         if self.strict:
-            raise ScaleError(f"{message}; use the scales of this very model, or pass strict=False")
+            raise ScaleError(
+                f"{message}; use the scales of this very model, or pass strict=False (--lenient)"
+            )
         logger.warning("%s", message)

@@ -38,7 +38,7 @@ def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> No
     if existing and not overwrite:
         raise ScaleError(
             f"{folder}: expected a folder without {format_list(existing)}, got one that has it; "
-            "choose another, or pass overwrite=True"
+            "choose another, or pass overwrite=True (--overwrite)"
         )
     if OWN_FILE not in files and (folder / OWN_FILE).exists():
         raise ScaleError(
@@ -49,5 +49,6 @@ def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> No
     if "config.json" in files and weights:
         raise ScaleError(
             f"{folder}: expected a folder without weights, got {format_list(weights)}; choose "
-            "another, and pass checkpoint= for a copy of the checkpoint with the scales"
+            "another, and pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
+            "scales"
         )

@@ -43,11 +43,12 @@ def _check_repository(repo_id: str, existing: list[str], files: list[str], overw
     if replaced and not overwrite:
         raise ScaleError(
             f"{repo_id}: expected a repository without {format_list(replaced)}, got one that has "
-            "it; choose another, or pass overwrite=True"
+            "it; choose another, or pass overwrite=True (--overwrite)"
         )
     weights = [n for n in existing if n.endswith(".safetensors") and n not in (*files, OWN_FILE)]
     if "config.json" in files and weights:
         raise ScaleError(
             f"{repo_id}: expected a repository without weights, got {format_list(weights)}; write "
-            "a copy of the checkpoint with save_pretrained(checkpoint=), and upload its folder"
+            "a copy of the checkpoint with save_pretrained(checkpoint=) (hf-fp8kv convert "
+            "--checkpoint), and upload its folder"
         )

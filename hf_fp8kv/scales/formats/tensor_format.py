@@ -61,7 +61,7 @@ class TensorFormat(ScaleFormat):
         if request.strict and checkpoint.folder.path("config.json") is None:
             raise ScaleError(
                 f"{checkpoint.origin}: expected a config.json beside the checkpoint, found none: "
-                "it says whether the scales are of FP8; add it, or pass strict=False"
+                "it says whether the scales are of FP8; add it, or pass strict=False (--lenient)"
             )
         return read_tensors(checkpoint, checkpoint.files, request)
 

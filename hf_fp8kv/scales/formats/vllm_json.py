@@ -96,7 +96,7 @@ class VllmJson(ScaleFormat):
         if not isinstance(model_type, str | None) or ("model_type" not in data and request.strict):
             raise ScaleError(
                 f"{path}: model_type: expected a string or null, got {format_value(model_type)}; "
-                "add it, or pass strict=False"
+                "add it, or pass strict=False (--lenient)"
             )
         request.check_model_type(path, model_type, request.model_type or config.get("model_type"))
         ranks = _parse_ranks(path, cache.get("scaling_factor"))
@@ -110,7 +110,7 @@ class VllmJson(ScaleFormat):
         if extra and request.strict:
             raise ScaleError(
                 f"{path}: expected {len(expected)} layers, got also layers {format_list(extra)}; "
-                "use the scales of this very model, or pass strict=False"
+                "use the scales of this very model, or pass strict=False (--lenient)"
             )
         layers = request.select_layers(layers, expected, str(path))
         return ScaleData(layers, self.name, model_type, str(path))
