@@ -72,7 +72,7 @@ def attend_layer(
     shape = (1, tokens, query.shape[1], layout.dim)
     # Padding is never computed, and must not carry NaN into what the model computes of it.
     out = query.new_empty(shape) if tokens == calls.count else query.new_zeros(shape)
-    for call in calls.attends:
+    for call in calls.batches:
         _attend(query, pages, call, out, layout, backend, run)
     for chunk in calls.chunks:
         _attend_chunk(query, key, value, pages, chunk, out, layout, backend, window, run)

@@ -1,9 +1,9 @@
-"""Whether a model gives, with requests packed into one row, what it gives for each alone.
+"""A probe of whether a model gives for packed requests what it gives for each alone.
 
 An engine hands the model all tokens of a step as one sequence, with positions that begin anew for
 each request, and a cache in the keyword arguments. A model that counts its positions itself, or
-does not pass the keywords on to its attention, takes no notice, and answers with nonsense. So a
-model is run on a few tokens both ways before it is used.
+does not pass the keywords on to its attention, ignores both and answers with nonsense. So a model
+is run on a few tokens both ways before it is used.
 """
 
 from typing import Any
@@ -18,16 +18,17 @@ from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
 from .config import ServingConfig
 from .engines.common import EngineCache, sizes
-from .layout import PageLayout, Stored
+from .layout import Stored
 from .step import LayerKind
 
 __all__ = ["check_kinds", "check_packing"]
 
 # Two texts; the last token of each comes in a step of its own.
 LENGTHS = (4, 3)
-# Relative RMS of the logits: in float32 no model that is packed rightly passes 1e-5, and none that
-# is not stays below 2e-3, of all that tests/tiny_models.py builds. In 16 bits the order of sums
-# counts: up to 0.03 there, and what is wrong in a model with real positions is far above 0.1.
+# Relative RMS of the logits: in float32 no model that takes packed requests exceeds 1e-5, and none
+# that does not stays below 2e-3, of all that tests/helpers/tiny_models.py builds. In 16 bits the
+# order of sums counts: up to 0.03 there, and what is wrong in a model with real positions is far
+# above 0.1.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
 TOLERANCE_16 = 0.1
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -35,7 +36,7 @@ _SLOTS = 8
 
 
 def check_kinds(config: Any) -> list[int | None]:
-    """Returns the window of each layer, None for full attention, as engines see a config.
+    """Return the window of each layer, None for full attention, as engines see a config.
 
     Raises:
         ConfigError: there are layers that no engine has a cache for.
@@ -54,8 +55,8 @@ def check_kinds(config: Any) -> list[int | None]:
     return [window if kind == _SLIDING else None for kind in kinds]
 
 
-def check_packing(model: PreTrainedModel, settings: ServingConfig) -> None:
-    """Runs the model on seven tokens, as an engine would and text by text; stores its own dtype.
+def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
+    """Run the model on seven tokens, as an engine would and text by text, in its own dtype.
 
     Raises:
         ConfigError: the results differ, or the model cannot be run in this way.
@@ -73,7 +74,7 @@ def check_packing(model: PreTrainedModel, settings: ServingConfig) -> None:
                 for text in ids.split(LENGTHS, 1)
             ]
             with engine_step():
-                found = _packed(model, ids, _PackedCache(model, settings))
+                packed = _run_packed(model, ids, _PackedCache(model, chosen))
     except Fp8KVError:
         raise
     except Exception as error:
@@ -83,22 +84,22 @@ def check_packing(model: PreTrainedModel, settings: ServingConfig) -> None:
         ) from error
     finally:
         set_implementations(model, before)
-    apart = _relative_error(torch.cat(found), torch.cat(wanted))
-    if not apart < TOLERANCES.get(model.dtype, TOLERANCE_16):
+    difference = _relative_error(torch.cat(packed), torch.cat(wanted))
+    if not difference < TOLERANCES.get(model.dtype, TOLERANCE_16):
         raise ConfigError(
-            f"expected a model that takes packed requests, got {name}, whose logits are then "
-            f"others (relative RMS {apart:.2g}): it counts positions by itself, or does not hand "
-            "the engine's cache to its attention, and transformers' own continuous batching of it "
-            "is wrong, too. Use generate() with FP8PagedCache; or pass probe=False if you know "
-            "better"
+            f"expected a model that takes packed requests, got {name}, whose logits differ with "
+            f"them (relative RMS {difference:.2g}): it counts positions by itself, or does not "
+            "hand the engine's cache to its attention, and transformers' own continuous batching "
+            "of it is wrong, too. Use generate() with FP8PagedCache; or pass probe=False if you "
+            "know better"
         )
 
 
-def _packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> list[torch.Tensor]:
-    """The logits of each text, all but the last token of each first."""
+def _run_packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> list[torch.Tensor]:
+    """Return the logits of each text, computed in two steps: the last token of each in its own."""
     texts = [text[0] for text in ids.split(LENGTHS, 1)]
     starts = [0] * len(texts)
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
+    parts: list[list[torch.Tensor]] = [[] for _ in texts]
     for counts in ([len(text) - 1 for text in texts], [1] * len(texts)):
         spans = [range(a, a + n) for a, n in zip(starts, counts, strict=True)]
         cache.begin(starts, counts)
@@ -108,59 +109,49 @@ def _packed(model: Any, ids: torch.Tensor, cache: "_PackedCache") -> list[torch.
             input_ids=tokens[None], position_ids=positions[None], attention_mask=None,
             use_cache=False, cache=cache,
         ).logits[0].float()  # fmt: skip
-        for rows, part in zip(found, logits.split(counts), strict=True):
+        for rows, part in zip(parts, logits.split(counts), strict=True):
             rows.append(part)
         starts = [span.stop for span in spans]
-    return [torch.cat(rows) for rows in found]
+    return [torch.cat(rows) for rows in parts]
 
 
-def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Of what a softmax sees: a number added to all logits of a row is none."""
-    found, wanted = (x - x.mean(-1, keepdim=True) for x in (found, wanted))
-    return float((found - wanted).norm() / wanted.norm().clamp(min=1e-30))
+def _relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the relative RMS error; ignores a constant added to all logits of a row."""
+    actual, wanted = (x - x.mean(-1, keepdim=True) for x in (actual, wanted))
+    return float((actual - wanted).norm() / wanted.norm().clamp(min=1e-30))
 
 
 class _PackedCache(EngineCache):
-    """A cache without an engine: one page for each text, and the model's own dtype in it."""
+    """A cache without an engine: one page for each text, in the model's own dtype."""
 
-    def __init__(self, model: PreTrainedModel, settings: ServingConfig) -> None:
-        config, chosen = model.config.get_text_config(), settings.options
-        settings = ServingConfig.parse(
-            dtype=AUTO, backend=chosen.backend, tp_rank=chosen.tp_rank, tp_size=chosen.tp_size
+    def __init__(self, model: PreTrainedModel, chosen: ServingConfig) -> None:
+        config, options = model.config.get_text_config(), chosen.options
+        unquantized = ServingConfig.parse(
+            dtype=AUTO, backend=options.backend, tp_rank=options.tp_rank, tp_size=options.tp_size
         )
-        heads, dim = sizes(config)
-        heads //= chosen.tp_size
-        self.page_layout = PageLayout.of(settings.options, heads, dim, _SLOTS, model.dtype)
-        self._prepare(settings, config.num_hidden_layers, heads, dim, model.device)
+        heads = sizes(config)[0] // options.tp_size
+        self._prepare(unquantized, config, heads, _SLOTS, model.dtype, model.device)
         self._windows = check_kinds(config)
-        chosen_ones = list(dict.fromkeys(self._windows))
-        self.kinds = [LayerKind(window, _SLOTS) for window in chosen_ones]
-        self._kind_of = [chosen_ones.index(window) for window in self._windows]
+        kinds = list(dict.fromkeys(self._windows))
+        self.kinds = [LayerKind(window, _SLOTS) for window in kinds]
+        self._kind_index = [kinds.index(window) for window in self._windows]
         self._stored: dict[int, Stored] = {}
         self._device = model.device
 
     def begin(self, starts: list[int], counts: list[int]) -> None:
-        """The next step has these tokens of each text."""
+        """Record the tokens of each text in the next step."""
         batch = object()
         for page, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.record(batch, start, count, [[page]] * len(self.kinds))
 
-    def kind_of(self, layer: int) -> int:
-        """The index into `kinds` of a layer."""
-        return self._kind_of[layer]
+    def kind_index(self, layer: int) -> int:
+        """Return the index into `kinds` of a layer."""
+        return self._kind_index[layer]
 
     def stored(self, layer: int) -> Stored:
-        """The pages of a layer, made when it asks."""
+        """Return the pages of a layer, made when they are first needed."""
         if layer not in self._stored:
             size = len(LENGTHS) * self.page_layout.bytes_per_page
             memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
             self._stored[layer] = self.page_layout.carve(memory)
         return self._stored[layer]
-
-    def fits_alone(self, tokens: int) -> bool:
-        """Nobody asks."""
-        raise NotImplementedError
-
-    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Nobody asks."""
-        raise NotImplementedError

@@ -1,12 +1,11 @@
-"""One step of an engine: which tokens of which requests, and the operations that they need.
+"""One step of an engine: the tokens of each request, and the operations that they need.
 
 An engine packs the tokens of all requests of a step into one row, `[1, H, N, D]`. The operations
-take sequences of one length, `[B, H, T, D]`. So a step becomes a few calls: one for all requests
+take sequences of one length, `[B, H, T, D]`. So a step becomes a few batches: one of all requests
 that decode, and one for each set of prompts of about the same length, padded in front (a query
 before the start of its sequence sees nothing, and its result is not used).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,17 +17,17 @@ from .. import ops
 
 __all__ = [
     "MAX_BATCH",
+    "MIN_LENGTH_RATIO",
     "AttendBatch",
     "EngineStep",
     "LayerKind",
     "LayerWork",
     "RingChunk",
     "decode_work",
-    "peak_elements",
-]  # fmt: skip
+]
 
 _Ints = npt.NDArray[np.int32]
-# Prompts share a call if the shortest has this much of the longest's tokens.
+# Prompts share a batch if the shortest has this much of the longest's tokens.
 MIN_LENGTH_RATIO = 0.7
 # CUDA has no more programs than this along the last axis of a grid.
 MAX_BATCH = 65_535
@@ -50,7 +49,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class AttendBatch:
-    """A set of requests that attend in one call.
+    """A set of requests that attend in one operation.
 
     Attributes:
         tokens: `[B * T]`, int64: which of the step's tokens are the queries; a request with fewer
@@ -75,7 +74,7 @@ class AttendBatch:
     _plans: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
 
     def plan(self, backend: str, heads: int) -> torch.Tensor | None:
-        """Returns the plan for `heads` KV heads, made once for all layers; None: no plans."""
+        """Return the plan for `heads` KV heads, made once for all layers; None: no plans."""
         key = (backend, heads)
         if key not in self._plans:
             device = self.lengths.device
@@ -90,7 +89,7 @@ class AttendBatch:
 
 @dataclass(frozen=True)
 class RingChunk:
-    """Several tokens of a request whose ring they overwrite while they still need it.
+    """Several tokens of a request that overwrite its ring while they still need it.
 
     Attributes:
         first: the first of the step's tokens.
@@ -109,27 +108,27 @@ class RingChunk:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What one layer of a kind has to do in a step.
+    """The operations of one layer of a kind in a step.
 
     Attributes:
         written: `[W]`, int64: which of the step's tokens are stored one by one; None: all.
         table: `[W, 1]`, int32, the page of each.
         slots: `[W]`, int32, its slot.
-        attends: the calls.
-        chunks: what goes through pages of its own.
+        batches: requests that attend to the stored pages.
+        chunks: requests that go through pages of their own.
         count: tokens of the step, N.
     """
 
     written: torch.Tensor | None
     table: torch.Tensor
     slots: torch.Tensor
-    attends: Sequence[AttendBatch]
+    batches: Sequence[AttendBatch]
     chunks: Sequence[RingChunk]
     count: int
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Entry:
     past: int
     tokens: int
     first: int  # of the step's tokens
@@ -141,17 +140,17 @@ class EngineStep:
 
     def __init__(self, kinds: Sequence[LayerKind]) -> None:
         self._kinds = kinds
-        self._rows: list[_Row] = []
-        self._made: dict[tuple[int, torch.device], LayerWork] = {}
+        self._entries: list[_Entry] = []
+        self._work: dict[tuple[int, torch.device], LayerWork] = {}
 
     @property
     def count(self) -> int:
         """Tokens of the step, N."""
-        last = self._rows[-1] if self._rows else None
+        last = self._entries[-1] if self._entries else None
         return last.first + last.tokens if last else 0
 
     def add(self, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """One more request.
+        """Add a request.
 
         Args:
             past: tokens stored before the step.
@@ -160,19 +159,20 @@ class EngineStep:
         """
         if not tokens:  # an empty prompt: the engine takes it, and there is nothing to attend to
             return
-        found = tuple(np.array(of_kind, np.int32) for of_kind in pages)
-        self._rows.append(_Row(past, tokens, self.count, found))
+        copies = tuple(np.array(of_kind, np.int32) for of_kind in pages)
+        self._entries.append(_Entry(past, tokens, self.count, copies))
 
-    def calls(self, kind: int, device: torch.device) -> LayerWork:
-        """Returns what a layer of this kind has to do; made once per step."""
-        made = self._made.get((kind, device))
-        if made is None:
-            made = self._made[kind, device] = _Maker(self, kind, device).calls()
-        return made
+    def work(self, kind: int, device: torch.device) -> LayerWork:
+        """Return the operations of a layer of this kind; made once per step."""
+        key = (kind, device)
+        if key not in self._work:
+            planner = _Planner(self._kinds[kind], kind, device)
+            self._work[key] = planner.plan(self._entries, self.count)
+        return self._work[key]
 
 
 def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
-    """Returns the calls of a step in which every request has one token, from tensors alone.
+    """Return the operations of a step in which every request has one token, from tensors alone.
 
     Args:
         table: `[B, M]`, int32, the pages of each request; those not in use are below 0.
@@ -182,18 +182,18 @@ def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> L
     before = (lengths - 1).clamp(min=0)
     page = table.gather(1, (before // page_size)[:, None].long())
     stop = table.shape[1] * page_size
-    attend = AttendBatch(None, None, None, 1, table, lengths, stop, causal=False)
-    return LayerWork(None, page, before % page_size, [attend], [], len(lengths))
+    batch = AttendBatch(None, None, None, 1, table, lengths, stop, causal=False)
+    return LayerWork(None, page, before % page_size, [batch], [], len(lengths))
 
 
-class _Maker:
-    """Makes the calls of one kind of layer."""
+class _Planner:
+    """Makes the operations of one kind of layer."""
 
-    def __init__(self, step: EngineStep, kind: int, device: torch.device) -> None:
-        self.rows, self.count, self.index, self.device = step._rows, step.count, kind, device
-        self.window, self.size = step._kinds[kind].window, step._kinds[kind].page_size
+    def __init__(self, kind: LayerKind, index: int, device: torch.device) -> None:
+        self.window, self.page_size = kind.window, kind.page_size
+        self.index, self.device = index, device
 
-    def on_device(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
+    def send(self, x: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
         host = torch.from_numpy(np.asarray(x, dtype))
         if self.device.type == "cuda" and host.numel():
             # A copy from other memory would wait for all that the stream still has to do: with
@@ -201,93 +201,85 @@ class _Maker:
             host = host.pin_memory()
         return host.to(self.device, non_blocking=True)
 
-    def calls(self) -> LayerWork:
-        split = [row for row in self.rows if self.wraps(row)]
-        plain = [row for row in self.rows if not self.wraps(row)]
-        places = [self.places(row, row.past, row.past + row.tokens) for row in plain]
-        page = np.concatenate([p for p, _ in places] or [np.empty(0, np.int32)])
-        slot = np.concatenate([s for _, s in places] or [np.empty(0, np.int32)])
+    def plan(self, entries: Sequence[_Entry], count: int) -> LayerWork:
+        chunks = [entry for entry in entries if self.wraps(entry)]
+        plain = [entry for entry in entries if not self.wraps(entry)]
+        places = [self.locate(entry, entry.past, entry.past + entry.tokens) for entry in plain]
+        page, slot = (np.concatenate(parts) for parts in zip((_NONE, _NONE), *places, strict=True))
         written = None
-        if split:
-            spans = [np.arange(row.first, row.first + row.tokens) for row in plain]
-            nothing = np.empty(0, np.int64)
-            written = self.on_device(np.concatenate([nothing, *spans]), np.int64)
+        if chunks:
+            spans = [np.arange(entry.first, entry.first + entry.tokens) for entry in plain]
+            written = self.send(np.concatenate([_NONE, *spans]), np.int64)
         return LayerWork(
             written,
-            self.on_device(page, np.int32)[:, None],
-            self.on_device(slot, np.int32),
-            [self.attend(group) for group in groups(plain)],
-            [self.chunk(row) for row in split],
-            self.count,
+            self.send(page, np.int32)[:, None],
+            self.send(slot, np.int32),
+            [self.batch(group, count) for group in group_by_length(plain)],
+            [self.chunk(entry) for entry in chunks],
+            count,
         )
 
-    def wraps(self, row: _Row) -> bool:
-        """Whether the row's tokens overwrite what the first of them sees."""
-        return self.window is not None and row.tokens > 1 and row.past + row.tokens > self.window
+    def wraps(self, entry: _Entry) -> bool:
+        """Return whether the tokens overwrite what the first of them sees."""
+        end = entry.past + entry.tokens
+        return self.window is not None and entry.tokens > 1 and end > self.window
 
-    def places(self, row: _Row, start: int, stop: int) -> tuple[_Ints, _Ints]:
-        """Page and slot of positions `start` to `stop - 1`."""
+    def locate(self, entry: _Entry, start: int, stop: int) -> tuple[_Ints, _Ints]:
+        """Return page and slot of positions `start` to `stop - 1`."""
         position = np.arange(start, stop)
         if self.window is not None:
             position %= self.window
-        page = row.pages[self.index][position // self.size]
-        return page, (position % self.size).astype(np.int32)
+        page = entry.pages[self.index][position // self.page_size]
+        return page, (position % self.page_size).astype(np.int32)
 
-    def attend(self, group: list[_Row]) -> AttendBatch:
-        count = max(row.tokens for row in group)
-        ends = [row.past + row.tokens for row in group]
+    def batch(self, group: list[_Entry], step_tokens: int) -> AttendBatch:
+        count = max(entry.tokens for entry in group)
+        ends = [entry.past + entry.tokens for entry in group]
         lengths = [end if self.window is None else min(end, self.window) for end in ends]
-        pages = [-(-length // self.size) for length in lengths]
+        pages = [-(-length // self.page_size) for length in lengths]
         table = np.full((len(group), max(pages)), -1, np.int32)
-        for line, row, number in zip(table, group, pages, strict=True):
-            line[:number] = row.pages[self.index][:number]
-        tokens = used_ones = targets = None
-        if count > 1 or len(group) < self.count:
-            at = np.arange(count) - count
-            after = np.array([row.first + row.tokens for row in group])[:, None]
-            missing = np.array([row.tokens for row in group])[:, None] + at < 0
-            chosen = np.where(missing, after - 1, after + at).reshape(-1)
-            tokens = targets = self.on_device(chosen, np.int64)
-            if missing.any():
-                real = np.flatnonzero(~missing)
-                used_ones = self.on_device(real, np.int64)
-                targets = self.on_device(chosen[real], np.int64)
+        for row, entry, number in zip(table, group, pages, strict=True):
+            row[:number] = entry.pages[self.index][:number]
+        tokens = used = targets = None
+        if count > 1 or len(group) < step_tokens:
+            offset = np.arange(count) - count
+            after = np.array([entry.first + entry.tokens for entry in group])[:, None]
+            padding = np.array([entry.tokens for entry in group])[:, None] + offset < 0
+            chosen = np.where(padding, after - 1, after + offset).reshape(-1)
+            tokens = targets = self.send(chosen, np.int64)
+            if padding.any():
+                real = np.flatnonzero(~padding)
+                used, targets = self.send(real, np.int64), self.send(chosen[real], np.int64)
         return AttendBatch(
-            tokens, used_ones, targets, count, self.on_device(table, np.int32),
-            self.on_device(lengths, np.int32), max(lengths), causal=count > 1,
+            tokens, used, targets, count, self.send(table, np.int32),
+            self.send(lengths, np.int32), max(lengths), causal=count > 1,
         )  # fmt: skip
 
-    def chunk(self, row: _Row) -> RingChunk:
+    def chunk(self, entry: _Entry) -> RingChunk:
         assert self.window is not None
-        end = row.past + row.tokens
-        old = self.places(row, max(row.past - self.window + 1, 0), row.past)
-        kept = self.places(row, max(end - self.window, row.past), end)
+        end = entry.past + entry.tokens
 
-        def both(places: tuple[_Ints, _Ints]) -> tuple[torch.Tensor, torch.Tensor]:
-            page, slot = places
-            return self.on_device(page, np.int64), self.on_device(slot, np.int64)
+        def send(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            page, slot = self.locate(entry, start, stop)
+            return self.send(page, np.int64), self.send(slot, np.int64)
 
-        before = self.on_device([len(old[0])], np.int32)
-        return RingChunk(row.first, row.tokens, before, both(old), both(kept))
-
-
-def peak_elements(hidden: int, queries: int, heads: int, dim: int) -> int:
-    """Returns how many numbers of the model's dtype a token of a step takes inside attention.
-
-    Beside the hidden states, the queries and the new keys and values: the states before the norm,
-    queries in the order of calls and their results in that order (both with padding), results in
-    the engine's order, and keys in float32 when they are centered.
-    """
-    return hidden + math.ceil((2 / MIN_LENGTH_RATIO + 1) * queries * dim) + 2 * heads * dim
+        old = send(max(entry.past - self.window + 1, 0), entry.past)
+        kept = send(max(end - self.window, entry.past), end)
+        before = self.send([len(old[0])], np.int32)
+        return RingChunk(entry.first, entry.tokens, before, old, kept)
 
 
-def groups(rows: Sequence[_Row]) -> list[list[_Row]]:
-    """Splits requests into sets of about the same number of tokens; those with one are a set."""
-    found: list[list[_Row]] = []
-    for row in sorted(rows, key=lambda row: -row.tokens):  # stable: equal ones stay in order
-        fits = found and row.tokens >= MIN_LENGTH_RATIO * found[-1][0].tokens
-        if fits and (row.tokens > 1) == (found[-1][0].tokens > 1) and len(found[-1]) < MAX_BATCH:
-            found[-1].append(row)
+_NONE = np.empty(0, np.int32)
+
+
+def group_by_length(entries: Sequence[_Entry]) -> list[list[_Entry]]:
+    """Split requests into sets of about the same number of tokens; those with one are a set."""
+    groups: list[list[_Entry]] = []
+    for entry in sorted(entries, key=lambda e: -e.tokens):  # stable: equal ones stay in order
+        longest = groups[-1][0].tokens if groups else 0
+        alike = longest and entry.tokens >= MIN_LENGTH_RATIO * longest
+        if alike and (entry.tokens > 1) == (longest > 1) and len(groups[-1]) < MAX_BATCH:
+            groups[-1].append(entry)
         else:
-            found.append([row])
-    return found
+            groups.append([entry])
+    return groups

@@ -56,7 +56,7 @@ def usage(of: Any) -> Usage | None:
     cache, scheduler = processor.cache, processor.scheduler
     active = list(scheduler.active_requests.values())
     lengths = {state.request_id: state.position_offset for state in active}
-    total, used, page, tokens = cache.held(lengths)
+    total, used, page, tokens = cache.memory_usage(lengths)
     return Usage(
         pages_total=total // page,
         pages_used=-(-used // page),

@@ -426,7 +426,7 @@ def layer(
         with waiting_is_an_error(), torch.no_grad():
             found.append(
                 attend_layer(
-                    query, key, value, step.calls(0, DEVICE), stored, NUMBERS, form, backend,
+                    query, key, value, step.work(0, DEVICE), stored, NUMBERS, form, backend,
                     window=window, scaling=DIM**-0.5,
                 )
             )  # fmt: skip

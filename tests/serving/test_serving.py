@@ -446,9 +446,9 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("name", "why"),
         [
-            ("diffllama", "logits are then others"),  # its attention never sees the engine's cache
-            ("bart", "logits are then others"),  # counts positions by what a cache holds
-            ("roberta", "logits are then others"),  # its positions do not begin at 0
+            ("diffllama", "logits differ"),  # its attention never sees the engine's cache
+            ("bart", "logits differ"),  # counts positions by what a cache holds
+            ("roberta", "logits differ"),  # its positions do not begin at 0
             ("deepseek_v3", "planned its pages"),  # keys are not of the size that engines plan for
             ("bamba", "linear_attention"),
             ("dots3_note_text", "expected layers"),  # of several sizes, and indexed
@@ -518,7 +518,7 @@ class TestLimits:
         manager = model.init_continuous_batching(greedy(), batching(pages=6))
         manager.warmup()
         cache = manager.batch_processor.cache
-        most = cache.request_tokens()
+        most = cache.max_request_tokens()
         if name == "mistral":  # windows in all layers
             assert most == 2**31 - 1
         else:
@@ -615,15 +615,15 @@ class TestRunning:
         made = EngineStep([LayerKind(None, 8)])
         for page, tokens in enumerate((10, 8, 1)):
             made.add(0, tokens, [[2 * page, 2 * page + 1]])
-        calls = made.calls(0, torch.device("cpu"))
-        targets = [t for call in calls.attends for t in call.targets.tolist()]
+        work = made.work(0, torch.device("cpu"))
+        targets = [t for batch in work.batches for t in batch.targets.tolist()]
         assert sorted(targets) == list(range(19))  # each once: CUDA keeps no order of writes
 
     def test_a_row_of_no_request_has_page_and_slot(self) -> None:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
-        calls = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
-        assert calls.table.tolist() == [[4], [7]]
-        assert calls.slots.tolist() == [0, 0]
+        work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
+        assert work.table.tolist() == [[4], [7]]
+        assert work.slots.tolist() == [0, 0]
 
     def test_plans_are_those_of_their_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_module.ops, "plan_rows", lambda *_: 1)
@@ -632,7 +632,7 @@ class TestRunning:
         made = EngineStep([LayerKind(None, 8)])
         made.add(7, 1, [[0]])
         made.add(0, 5, [[1]])
-        plans = [int(c.plan("torch", 2)[0, 0]) for c in made.calls(0, torch.device("cpu")).attends]
+        plans = [int(c.plan("torch", 2)[0, 0]) for c in made.work(0, torch.device("cpu")).batches]
         assert sorted(plans) == [5, 8]
 
     @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of 5.17 allocates otherwise")
@@ -645,4 +645,4 @@ class TestRunning:
         for name, tokens in (("a", 5), ("b", 70)):
             state = SimpleNamespace(request_id=name, current_len=lambda: 0)
             assert cache.can_store_request_tokens(state, tokens)
-        assert cache.held({"a": 5, "b": 70})[3] == 5 + 20
+        assert cache.memory_usage({"a": 5, "b": 70})[3] == 5 + 20

@@ -15,8 +15,8 @@ from transformers.generation.continuous_batching import continuous_api, offloadi
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.config import ServingConfig
+from hf_fp8kv.serving.engines.common import peak_elements
 from hf_fp8kv.serving.layout import BlockRows, PageLayout
-from hf_fp8kv.serving.step import peak_elements
 from tests.helpers.serving_tools import (
     PAGE,
     batched,
@@ -128,7 +128,7 @@ class TestGroups:
         places = [cache.layer_index_to_group_indices[layer] for layer in range(6)]
         assert len(set(places)) == 6
         for layer, (group, place) in enumerate(places):
-            assert cache.kind_of(layer) == group
+            assert cache.kind_index(layer) == group
             first = cache.stored(layer).k.data_ptr() - cache._stored.k.data_ptr()
             assert first == place * cache.stored(layer).k[0].numel()
 
@@ -139,7 +139,7 @@ class TestBytes:
             model = tiny("llama")[0].to(torch.bfloat16)
             serving.enable(model, **chosen)
             cache = a_cache(model, pages=5)
-            total, taken, page, tokens = cache.held({})
+            total, taken, page, tokens = cache.memory_usage({})
             layout = cache.page_layout
             assert (taken, tokens, page) == (0, 0, 2 * layout.bytes_per_page)
             assert total == 5 * page
@@ -198,7 +198,7 @@ class TestBytes:
         assert cost[1] - cost[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
         step = plan.compute_memory_footprint(tokens + 1, sectors) - cost[0]
         # Two bytes each: hidden states, 4 heads of queries, 2 of K and of V; and what is ours.
-        ours = peak_elements(64, 4, 2, 16)
+        ours = peak_elements(model.config)
         assert step >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + ours)
         assert ours > 3 * 4 * 16
 

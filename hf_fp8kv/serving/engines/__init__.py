@@ -32,7 +32,7 @@ StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin
 
-# A module of the engine that only one layout has, and the file here for it, with `make(config)`.
+# A module of the engine that only one layout has, and the file here for it, with a class `Cache`.
 _LAYOUTS = {"cache_allocators": "flat_tensor", "cache_manager": "layer_tensors"}
 
 
@@ -90,4 +90,4 @@ def engine_module() -> ModuleType:
 
 def cache_class(config: Any) -> Any:
     """Return the class of cache for an engine with this ServingConfig. Raises ConfigError."""
-    return engine_module().make(config)
+    return type("Cache", (engine_module().Cache,), {"chosen": config})

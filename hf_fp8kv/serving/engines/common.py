@@ -1,6 +1,6 @@
-"""What the caches of all engines share: they store pages of ours, and attend to them."""
+"""The part of an engine's cache that does not depend on the engine: pages, steps, attention."""
 
-from abc import abstractmethod
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -11,13 +11,13 @@ from ...errors import ConfigError
 from ..attend import attend_layer
 from ..config import LayerNumbers, ServingConfig
 from ..layout import PageLayout, Stored
-from ..step import EngineStep, LayerKind, LayerWork, decode_work
+from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
 
-__all__ = ["EngineCache", "sizes", "tokens_in"]
+__all__ = ["EngineCache", "count_tokens", "peak_elements", "sizes"]
 
 
 def sizes(config: Any) -> tuple[int, int]:
-    """Returns KV heads and head size of a model, as every engine finds them in the text's config.
+    """Return KV heads and head size of a model, as every engine finds them in the text's config.
 
     Raises:
         ConfigError: they are not in the config.
@@ -42,8 +42,21 @@ def sizes(config: Any) -> tuple[int, int]:
     return int(heads), int(dim)
 
 
-def tokens_in(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
-    """Returns the tokens in the blocks of one kind of layers; a block that is shared counts once.
+def peak_elements(config: Any) -> int:
+    """Return how many numbers of the model's dtype a token of a step takes inside attention.
+
+    Beside the hidden states, the queries and the new keys and values: the states before the norm,
+    queries in the order of batches and their results in that order (both with padding), results in
+    the engine's order, and keys in float32 when they are centered.
+    """
+    heads, dim = sizes(config)
+    hidden: int = config.hidden_size
+    queries: int = math.ceil((2 / MIN_LENGTH_RATIO + 1) * config.num_attention_heads * dim)
+    return hidden + queries + 2 * heads * dim
+
+
+def count_tokens(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
+    """Return the tokens in the blocks of one kind of layers; a shared block counts once.
 
     Args:
         kind: what has the block tables of these layers, and a window if they have one.
@@ -51,104 +64,119 @@ def tokens_in(kind: Any, kept: list[int], lengths: dict[str, int], size: int) ->
         lengths: tokens stored for each live request.
         size: tokens per page.
     """
-    held = dict.fromkeys(kept, size)
+    tokens = dict.fromkeys(kept, size)
     # Copies: the engine's thread goes on meanwhile.
     for request, blocks in list(kind.block_table.items()):
         left = min(lengths.get(request, 0), getattr(kind, "sliding_window", 2**62))
         for block in list(blocks):
-            held[block] = max(held.get(block, 0), min(left, size))
+            tokens[block] = max(tokens.get(block, 0), min(left, size))
             left = max(left - size, 0)
-    return sum(held.values())
+    return sum(tokens.values())
 
 
 class EngineCache:
-    """The part of an engine's cache that does not know the engine.
+    """The base of a cache for an engine, beside the engine's own class.
 
-    A class for an engine derives from this and from the engine's own cache. It says which kinds of
-    layers there are and where their pages, and tells `record` of every request of a step; the
-    attention function then calls `attend_stored` for each layer.
+    A class for an engine says which kinds of layers there are and where their pages are. Each
+    request of a step is recorded; the attention function then calls `attend_stored` for each layer.
 
     Attributes:
-        settings: what the user chose, for this rank.
+        chosen: what the user chose.
         page_layout: where the bytes of a page are.
         kinds: the kinds of attention layers, in the engine's order.
-        numbers: the static numbers of each layer.
+        numbers: the static numbers of each layer, for this rank.
         backend: a key of `ops.BACKENDS`.
         prefix_hits: how often a request found its beginning in the cache.
         prefix_tokens: tokens that these did not have to compute.
     """
 
-    settings: ServingConfig
+    chosen: ServingConfig
     page_layout: PageLayout
     kinds: list[LayerKind]
     numbers: list[LayerNumbers]
     backend: str
 
     def _prepare(
-        self, settings: ServingConfig, layers: int, heads: int, dim: int, device: torch.device | str
+        self,
+        chosen: ServingConfig,
+        config: Any,
+        heads: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
-        """To be called before the engine plans its memory. Raises ScaleError or BackendError."""
-        self.settings = settings
-        self.numbers = settings.layers(layers, heads, dim, device)
-        self.backend = ops.choose_backend(settings.options.backend, torch.device(device))
+        """Lay out the pages and look up static numbers, before the engine plans its memory.
+
+        Args:
+            chosen: what the user chose, for this rank.
+            config: of the model's text part.
+            heads: KV heads of this rank.
+            page_size: tokens per page.
+            dtype: of the model.
+            device: of the pages.
+
+        Raises:
+            ConfigError, ScaleError, BackendError: they do not fit the model.
+        """
+        dim = sizes(config)[1]
+        self.page_layout = PageLayout.of(chosen.options, heads, dim, page_size, dtype)
+        self.numbers = chosen.layers(config.num_hidden_layers, heads, dim, device)
+        self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self.prefix_hits = self.prefix_tokens = 0
         self._step = EngineStep([])
         self._batch: object = None
-        self._tables: dict[int, LayerWork] = {}
+        self._work: dict[int, LayerWork] = {}
         self._last_layer = -1
 
     @staticmethod
-    def check(model: Any, settings: ServingConfig) -> None:
-        """Raises ConfigError or ScaleError if no engine of this model can have these settings."""
+    def check(model: Any, chosen: ServingConfig) -> None:
+        """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
         heads, dim = sizes(config)
-        settings.layers(config.num_hidden_layers, heads // settings.options.tp_size, dim)
-        ops.choose_backend(settings.options.backend, model.device)
+        chosen.layers(config.num_hidden_layers, heads // chosen.options.tp_size, dim)
+        ops.choose_backend(chosen.options.backend, model.device)
 
     @staticmethod
     def has_block_table_steps(config: Any) -> bool:
-        """Whether an engine of this model can hand a step as a block table: `_by_block_table`."""
+        """Return whether an engine of this model can hand over a step as a block table."""
         return False
 
     @staticmethod
-    def bytes_per_token(config: Any, settings: ServingConfig, dtype: torch.dtype) -> float:
-        """Returns what a token takes in the pages of a process: `heads` is split over its ranks.
+    def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
+        """Return what a token takes in the pages of a process: `heads` is split over its ranks.
 
         Args:
             config: of the model's text part.
-            settings: what is stored.
-            dtype: the model's.
+            chosen: what is stored.
+            dtype: of the model.
         """
         heads, dim = sizes(config)
-        heads //= settings.options.tp_size
-        page = PageLayout.of(settings.options, heads, dim, 64, dtype)
+        heads //= chosen.options.tp_size
+        page = PageLayout.of(chosen.options, heads, dim, 64, dtype)
         return page.bytes_per_page / page.slots * float(config.num_hidden_layers)
 
-    def _settle(self) -> None:
-        """To be called when the pages are there: they are zero before anybody writes to them.
-
-        An engine has a stream of its own, which does not wait for that on which they were made.
-        """
+    def _wait_for_pages(self) -> None:
+        """Wait until the pages are zero; an engine has a stream of its own, which does not."""
         device = self.stored(0).k.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    @abstractmethod
-    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Returns bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
+    def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
 
         Args:
             lengths: tokens stored for each live request.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def fits_alone(self, tokens: int) -> bool:
-        """Whether one request may hold so many tokens, with all pages to itself."""
+        """Return whether one request may hold so many tokens, with all pages to itself."""
+        raise NotImplementedError
 
-    def request_tokens(self) -> int:
-        """Returns the most tokens that one request may hold; 0: not even one.
+    def max_request_tokens(self) -> int:
+        """Return the most tokens that one request may hold; 0: not even one.
 
-        One that outgrows all pages stops the engine: it has to be known before it is let in. With
+        One that outgrows all pages stops the engine: it has to be known before it is accepted. With
         windows in all layers there is no such number, and a very large one is returned.
         """
         low, high = 0, 2**31 - 1
@@ -157,16 +185,34 @@ class EngineCache:
             low, high = (middle, high) if self.fits_alone(middle) else (low, middle - 1)
         return low
 
-    @abstractmethod
-    def kind_of(self, layer: int) -> int:
-        """The index into `kinds` of a layer."""
+    def kind_index(self, layer: int) -> int:
+        """Return the index into `kinds` of a layer."""
+        raise NotImplementedError
 
-    @abstractmethod
     def stored(self, layer: int) -> Stored:
-        """The pages of a layer, as the block tables count them."""
+        """Return the pages of a layer, as the block tables count them."""
+        raise NotImplementedError
+
+    def _request_pages(self, request_id: str) -> Sequence[Sequence[int]]:
+        """Return the pages of a request, for each kind."""
+        raise NotImplementedError
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Record a request of the next step; the engine gets no indices.
+
+        The engine makes a new list for each step, and asks for its requests in order.
+        """
+        self.record(write_index, past_length, query_length, self._request_pages(request_id))
 
     def record(self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """One request of the next step.
+        """Record one request of the next step.
 
         Args:
             batch: an object that is the same for all requests of a step, and of no other.
@@ -193,50 +239,60 @@ class EngineCache:
         sinks: torch.Tensor | None,
         engine: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Stores one layer's new keys and values; returns the attention, `[1, N, Hq, D]`.
+        """Store one layer's new keys and values; return the attention, `[1, N, Hq, D]`.
 
         Args:
-            engine: what the engine tells every layer; a "block_table" if the step is one.
+            module: the layer's attention, with `layer_idx`.
+            query: `[1, Hq, N, D]`.
+            key: `[1, Hkv, N, D]`.
+            value: `[1, Hkv, N, D]`.
+            scaling: what `q k` is multiplied by.
+            softcap: of the logits; 0: none.
+            sinks: `[Hq]`, or None.
+            engine: what the engine passes to every layer; a "block_table" if the step is one.
+
+        Raises:
+            ConfigError: keys or values do not have the sizes of the pages.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
-        kind = self.kind_of(layer)
+        kind = self.kind_index(layer)
         if engine.get("block_table") is not None:
-            calls = self._by_block_table(layer, kind, engine)
+            work = self._decode_work(layer, kind, engine)
         else:
-            calls = self._step.calls(kind, query.device)
+            work = self._step.work(kind, query.device)
         return attend_layer(
-            query, key, value, calls, self.stored(layer), self.numbers[layer], self.page_layout,
+            query, key, value, work, self.stored(layer), self.numbers[layer], self.page_layout,
             self.backend,
             window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
 
-    def _by_block_table(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:
-        """The calls of a step in which every request decodes, from tensors of the engine alone.
+    def _decode_work(self, layer: int, kind: int, engine: Mapping[str, Any]) -> LayerWork:
+        """Return the work of a step in which every request decodes, from the engine's tensors.
 
         Nothing is read on the host, so that a CUDA graph can hold it. It is made once for the
         layers of a kind, and again in each run of the model: a graph must hold that, too.
         """
         if layer <= self._last_layer:
-            self._tables.clear()
+            self._work.clear()
         self._last_layer = layer
-        if kind not in self._tables:
+        if kind not in self._work:
             table = engine["block_table"][kind]
             ends = engine["cu_seq_lens_k"]
             ends = list(ends.values())[kind] if isinstance(ends, dict) else ends
             lengths = (ends[1:] - ends[:-1]).int()
-            self._tables[kind] = decode_work(table, lengths, self.page_layout.slots)
-        return self._tables[kind]
+            self._work[kind] = decode_work(table, lengths, self.page_layout.slots)
+        return self._work[kind]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """As the engine's own, and counted."""
+        """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
         engine: Any = super()
-        found = int(engine.search_prefix_match(request_id, prompt_ids))
-        self.prefix_hits += found > 0
-        self.prefix_tokens += found
-        return found
+        tokens = int(engine.search_prefix_match(request_id, prompt_ids))
+        self.prefix_hits += tokens > 0
+        self.prefix_tokens += tokens
+        return tokens
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Only for attention that wants dense keys and values: there are none."""
+        """Raise ConfigError: an attention that wants dense keys and values cannot have them."""
         raise ConfigError(
             "expected attn_implementation='fp8_paged', which reads the FP8 pages, got a model that "
             "runs another attention on them; do not change the attention while the engine runs"

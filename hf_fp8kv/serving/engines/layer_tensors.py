@@ -10,31 +10,19 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
-from ..config import ServingConfig
 from ..layout import BlockRows, PageLayout, Stored
-from ..step import LayerKind, peak_elements
+from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
-from .common import EngineCache, sizes, tokens_in
+from .common import EngineCache, count_tokens, peak_elements, sizes
 
-__all__ = ["make"]
+__all__ = ["Cache"]
 
 # What it has depends on the version of transformers; type checkers look at a newer one.
 stock: Any = cache
 
 
-def make(settings: ServingConfig) -> type:
-    """Returns a PagedAttentionCache class whose pages are as the settings say."""
-
-    class Cache(LayerTensorsCache):
-        chosen = settings
-
-    return Cache
-
-
-class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
+class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     """The engine's cache over pages of ours."""
-
-    chosen: ServingConfig
 
     def __init__(
         self,
@@ -47,14 +35,14 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
     ) -> None:
         def handler(**planned: Any) -> Any:
             # By now the engine has decided how many heads this process has; no memory is taken yet.
-            self._lay_out(distributed_helper, dtype)
+            self._prepare_rank(distributed_helper, dtype)
             return self.make_memory_handler(**{**planned, "dtype": dtype})
 
-        make = rebind_globals(
+        init = rebind_globals(
             stock.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler
         )
-        # What it allocates is at most as large as what it planned, and goes at once.
-        make(
+        # What it allocates is at most as large as what it planned, and is freed at once.
+        init(
             self, config, continuous_batching_config, device, distributed_helper, tp_plan,
             dtype=torch.uint8,
         )  # fmt: skip
@@ -64,28 +52,25 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
             LayerKind(getattr(group, "sliding_window", None), self.block_size)
             for group in self.group_cache_managers
         ]
-        self._settle()
+        self._wait_for_pages()
 
     def make_memory_handler(self, **planned: Any) -> Any:
         """Return what plans the engine's memory."""
         return _MemoryHandler(self.page_layout, **planned)
 
     def fits_alone(self, tokens: int) -> bool:
-        """Whether one request may hold so many tokens, with all pages to itself."""
+        """Return whether one request may hold so many tokens, with all pages to itself."""
         blocks = -(-tokens // self.block_size)
         return bool(self.blocks_needed(blocks, 0) <= self.num_blocks)
 
-    def _lay_out(self, helper: Any, dtype: torch.dtype) -> None:
-        heads, dim = sizes(self.config)
-        settings = self.chosen
-        if self.num_key_value_heads != heads:
-            settings = settings.for_ranks(helper.tp_local_rank, helper.tp_size)
-        heads = self.num_key_value_heads
-        self.page_layout = PageLayout.of(settings.options, heads, dim, self.block_size, dtype)
-        self._prepare(settings, self.config.num_hidden_layers, heads, dim, self.device)
+    def _prepare_rank(self, helper: Any, dtype: torch.dtype) -> None:
+        chosen, heads = self.chosen, self.num_key_value_heads
+        if heads != sizes(self.config)[0]:
+            chosen = chosen.for_ranks(helper.tp_local_rank, helper.tp_size)
+        self._prepare(chosen, self.config, heads, self.block_size, dtype, self.device)
 
     def _allocate(self) -> None:
-        """Puts one tensor of bytes for all pages in the place of the engine's tensors."""
+        """Replace the engine's tensors by one tensor of bytes for all pages."""
         self.key_cache.clear()
         self.value_cache.clear()
         size = self.num_blocks * self._pages_per_block * self.page_layout.bytes_per_page
@@ -100,60 +85,44 @@ class LayerTensorsCache(EngineCache, stock.PagedAttentionCache):  # type: ignore
         self.value_cache.append(_Half(self._rows.columns(half, 2 * half)))
         self.head_dim = half // (self.block_size * self.num_key_value_heads)
 
-    def kind_of(self, layer: int) -> int:
-        """The index into `kinds` of a layer."""
+    def kind_index(self, layer: int) -> int:
+        """Return the index into `kinds` of a layer."""
         return int(self.layer_index_to_group_indices[layer][0])
 
     def stored(self, layer: int) -> Stored:
-        """The pages of a layer: the page of a block is the block's first, and the layer's place."""
+        """Return the pages of a layer: that of a block is its first, and the layer's place."""
         return self._stored.from_page(self.layer_index_to_group_indices[layer][1])
 
-    def extend_read_and_write_indices(
-        self,
-        request_id: str,
-        past_length: int,
-        query_length: int,
-        read_index: list[list[int]] | None,
-        write_index: list[list[int]],
-    ) -> None:
-        """Keeps the block tables of one request of the next step, and gives the engine no indices.
-
-        The engine makes a new list for each step, and asks for its requests in order.
-        """
-        pages = [
+    def _request_pages(self, request_id: str) -> list[list[int]]:
+        return [
             [block * self._pages_per_block for block in group.block_table[request_id]]
             for group in self.group_cache_managers
         ]
-        self.record(write_index, past_length, query_length, pages)
 
     def copy_cache(self, list_source_blocks: list[int], list_forked_blocks: list[int]) -> None:
-        """Copies blocks, when a request is forked."""
+        """Copy blocks, when a request is forked."""
         source, target = (
             torch.tensor(blocks, device=self._rows.device)
             for blocks in (list_source_blocks, list_forked_blocks)
         )
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
-    def held(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Returns bytes planned, bytes taken, bytes of a page of all layers, and tokens held."""
+    def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
+        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held."""
         page = self.page_layout.bytes_per_page
         block = page * self._pages_per_block
         blocks = self._block_manager
         taken = self.num_blocks - len(blocks._uninit_block_ids)
         groups = self.group_cache_managers
-        full = [group for group in groups if not hasattr(group, "sliding_window")]
-        group = (full or groups)[0]
-        size = int(self.block_size)
+        group = next((g for g in groups if not hasattr(g, "sliding_window")), groups[0])
         # Kept for reuse, of this group: each is full.
-        kept = [b for b in list(blocks._init_block_ids) if _group(blocks, b) == group._index]
-        all_layers = page * self.config.num_hidden_layers
-        tokens = tokens_in(group, kept, lengths, size)
-        return self.num_blocks * block, taken * block, all_layers, tokens
-
-
-def _group(blocks: Any, number: int) -> int | None:
-    block = blocks._id_to_block.get(number)
-    return None if block is None else block.group_id
+        kept = [
+            number
+            for number in list(blocks._init_block_ids)
+            if getattr(blocks._id_to_block.get(number), "group_id", None) == group._index
+        ]
+        tokens = count_tokens(group, kept, lengths, int(self.block_size))
+        return self.num_blocks * block, taken * block, page * self.config.num_hidden_layers, tokens
 
 
 class _Half:
@@ -164,17 +133,17 @@ class _Half:
         self._shape: tuple[int, ...] = (rows.width,)
 
     def view(self, _blocks: int, *shape: int) -> "_Half":
-        """The same bytes; a block then looks like a tensor of this shape."""
+        """Return the same bytes, with blocks of this shape."""
         half = _Half(self._rows)
         half._shape = shape
         return half
 
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of blocks, `[n, *shape]`, uint8."""
+        """Return a copy of blocks, `[n, *shape]`, uint8."""
         return self._rows.index_select(dim, index).view(-1, *self._shape)
 
     def index_copy_(self, dim: int, index: torch.Tensor, blocks: torch.Tensor) -> "_Half":
-        """The blocks `index` are then `blocks`, `[n, *shape]`, uint8."""
+        """Copy `blocks`, `[n, *shape]`, uint8, to the blocks `index`."""
         self._rows.index_copy_(dim, index, blocks.reshape(len(blocks), -1))
         return self
 
@@ -196,10 +165,8 @@ class _MemoryHandler(stock.PagedAttentionMemoryHandler):  # type: ignore[misc]
         peaks = dict(super().activation_peak)
         if "attention" not in peaks:
             raise unsupported_engine("plans its memory without a peak for attention")
-        heads, dim = sizes(self.config)
-        beside = peak_elements(self.config.hidden_size, self.config.num_attention_heads, heads, dim)
-        per_batch_token = peaks["attention"][0] + beside * self.activation_dtype.itemsize
-        peaks["attention"] = (per_batch_token, 0, 0, 0)
+        extra = peak_elements(self.config) * self.activation_dtype.itemsize
+        peaks["attention"] = (peaks["attention"][0] + extra, 0, 0, 0)
         return peaks
 
     def _equation_coefficients(self, peak_deltas: tuple[int, ...]) -> tuple[int, ...]:

@@ -88,7 +88,7 @@ class Engine(CBGenerateManager):
                     "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
                 ) from error
             time.sleep(0.01)
-        self.page_tokens = cb.batch_processor.cache.request_tokens()
+        self.page_tokens = cb.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
             self.stop()
             raise ConfigError(
