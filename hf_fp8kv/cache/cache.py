@@ -30,7 +30,7 @@ from .layer_factory import LayerFactory
 from .options import CacheOptions
 from .paged_tensor import densify
 from .preallocated_layer import FP8PagedPreallocatedLayer
-from .snapshot import CacheSnapshot
+from .snapshot import CacheSnapshot, LayerSnapshot
 
 __all__ = ["FP8PagedCache"]
 
@@ -396,20 +396,23 @@ class FP8PagedCache(DynamicCache):
         form and transformers' own layers are copied.) Pages are given back when the last cache
         that holds them is gone.
         """
-        stock = copy.deepcopy(self.stock_layers)
-        return self._restore(dataclasses.replace(self._snapshot(), stock_layers=stock))
+        snapshot = self._snapshot()
+        stock = copy.deepcopy(snapshot.stock_layers)
+        return self._restore(dataclasses.replace(snapshot, stock_layers=stock))
 
     def _snapshot(self) -> CacheSnapshot:
         groups = {window: group.snapshot() for window, group in self.groups.items()}
-        layers = [
-            layer.snapshot(groups[layer.sliding_window])
-            if isinstance(layer, PagedLayerBase)
-            else None
-            for layer in self.layers
-        ]
+        layers: list[LayerSnapshot | None] = []
+        stock = []
+        for layer in self.layers:
+            if isinstance(layer, PagedLayerBase):
+                layers.append(layer.snapshot(groups[layer.sliding_window]))
+            else:
+                layers.append(None)
+                stock.append(layer)
         return CacheSnapshot(
-            self.options, list(groups.values()), layers, self.stock_layers, self.open_ended,
-            self.budget, self.config,
+            self.options, list(groups.values()), layers, stock, self.open_ended, self.budget,
+            self.config,
         )  # fmt: skip
 
     @classmethod

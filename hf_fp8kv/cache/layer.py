@@ -17,7 +17,7 @@ from ..paging.layer_group import GroupSnapshot, LayerGroup
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
 from .paged_tensor import PagedKV, make_handle
-from .snapshot import LayerSnapshot, StaticScales
+from .snapshot import LayerSetup, LayerSnapshot
 
 __all__ = ["FP8PagedLayer", "PagedLayerBase", "parse_crop"]
 
@@ -43,12 +43,17 @@ class PagedLayerBase(CacheLayerMixin):
     v_dtype: torch.dtype
 
     def __init__(
-        self, index: int, options: CacheOptions, group: LayerGroup, whole_heads: int | None = None
+        self,
+        index: int,
+        options: CacheOptions,
+        group: LayerGroup,
+        whole_heads: int | None = None,
+        pool: PagePool | None = None,
     ) -> None:
         # The base class would assign `keys` and `values`, which are properties here.
         self.index, self.options, self.group = index, options, group
         self.whole_heads = whole_heads
-        self.pool = PagePool(
+        self.pool = pool or PagePool(
             options.page_size,
             options.key_format,
             options.value_format,
@@ -94,17 +99,15 @@ class PagedLayerBase(CacheLayerMixin):
         """Pages that fall out of the window then stay until `crop`, which can go back to them."""
         self.group.record_past = True
 
-    def _prepare_scales(
-        self, key: torch.Tensor, value: torch.Tensor, static_scales: StaticScales | None = None
-    ) -> None:
-        """Look up the static scales unless they are given, once the shapes are known.
+    def _prepare_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Look up the static scales, once the shapes are known.
 
         Raises:
             ScaleError: scales of other heads. ConfigError: a model that is not split.
         """
         heads, k_dim, v_dim = key.shape[1], key.shape[3], value.shape[3]
         check_split(self.index, heads, self.whole_heads, self.options.tp_size)
-        scales = static_scales or self.options.layer_scales(self.index, heads, k_dim, v_dim)
+        scales = self.options.layer_scales(self.index, heads, k_dim, v_dim)
         k, v, center = (None if t is None else t.to(key.device) for t in scales)
         self.k_static_scale, self.v_static_scale, self._scale_center = k, v, center
         self.backend = ops.choose_backend(self.options.backend, key.device)
@@ -199,8 +202,11 @@ class PagedLayerBase(CacheLayerMixin):
         length = self.get_seq_length()
         if not self.is_initialized:
             return LayerSnapshot(self.index, group, length)
-        scales = (self.k_static_scale, self.v_static_scale, self._scale_center)
-        return LayerSnapshot(self.index, group, length, self.pool, self.k_center, scales)
+        setup = LayerSetup(
+            self.dtype, self.v_dtype, self.device, self.backend,
+            self.k_static_scale, self.v_static_scale, self._scale_center,
+        )  # fmt: skip
+        return LayerSnapshot(self.index, group, length, self.pool, self.k_center, setup)
 
     @abstractmethod
     def restore(self, snapshot: LayerSnapshot) -> None:
@@ -386,13 +392,17 @@ class FP8PagedLayer(PagedLayerBase):
         self._clear_scales()
 
     def restore(self, snapshot: LayerSnapshot) -> None:
-        """Take what a layer held; the bytes are shared with it."""
+        """Take what a layer held; for a layer over the same pool."""
         self.group.lengths[self.member] = int(snapshot.length)
-        if snapshot.pool is not None:
-            self._prepare_scales(*snapshot.pool.empty_tokens(1), snapshot.static_scales)
-            self.pool = self.group.pools[self.member] = snapshot.pool
-            self.k_center = snapshot.k_center
-            self._ready = True
+        if snapshot.pool is None:
+            return
+        if snapshot.setup is None:
+            self._prepare_scales(*snapshot.pool.empty_tokens(1))
+        else:
+            self.dtype, self.v_dtype, self.device, self.backend, *scales = snapshot.setup
+            self.k_static_scale, self.v_static_scale, self._scale_center = scales
+        self.k_center = snapshot.k_center
+        self._ready = True
 
 
 _WHOLE_CACHE = (

@@ -17,6 +17,7 @@ from ..modeling.layer_specs import layers_named, layers_of
 from ..modeling.tensor_parallel import kv_heads
 from ..paging.block_table import PageBudget
 from ..paging.layer_group import LayerGroup
+from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from .layer import FP8PagedLayer, PagedLayerBase
 from .options import CacheOptions
@@ -45,16 +46,26 @@ class LayerFactory:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
 
-    def new_layer(self, index: int, window: int | None) -> PagedLayerBase:
-        """Return an empty paged layer, in the group of its window."""
+    def new_layer(
+        self, index: int, window: int | None, pool: PagePool | None = None
+    ) -> PagedLayerBase:
+        """Return a paged layer, in the group of its window.
+
+        Args:
+            index: its number in the model.
+            window: tokens that a query sees; None: all.
+            pool: the pages of a fork; None: the layer has its own.
+        """
         if window not in self.groups:
             self.groups[window] = LayerGroup(self.budget, window)
             self._link_groups()
         group = self.groups[window]
-        heads = None if self.config is None else kv_heads(self.config, index)
+        heads = None
+        if self.options.tp_size > 1 and self.config is not None:
+            heads = kv_heads(self.config, index)
         if self.options.is_preallocated:
             return FP8PagedPreallocatedLayer(index, self.options, group, heads, self.config)
-        return FP8PagedLayer(index, self.options, group, heads)
+        return FP8PagedLayer(index, self.options, group, heads, pool)
 
     def layers_for(self, config: PreTrainedConfig, skip_layers: Collection[int | str]) -> list[Any]:
         """Return the layers of a model: paged ones, and transformers' own where it needs others.
@@ -71,7 +82,8 @@ class LayerFactory:
             elif type(layer) is StaticSlidingWindowLayer and (room := self.options.max_cache_len):
                 # Masks are made once for all layers with a window: in the paged ones' width.
                 layers[index] = StaticLayer(room)
-        _match_widths(layers)
+        if self.options.is_preallocated:
+            _match_widths(layers)
         self._check_scales([x.index for x in layers if isinstance(x, PagedLayerBase)])
         return layers
 
@@ -80,26 +92,27 @@ class LayerFactory:
 
         Pages are shared; the preallocated form has copies of its own.
         """
-        shares = any(group.table.count for group in snapshot.groups)
-        shares = shares and not self.options.is_preallocated
-        for group in snapshot.groups:
+        copies = self.options.is_preallocated
+        shares = not copies and any(group.table.count for group in snapshot.groups)
+        for held in snapshot.groups:
             if shares:
-                self.groups[group.window] = LayerGroup.from_snapshot(group)
+                self.groups[held.window] = LayerGroup.from_snapshot(held)
             else:
-                self.groups[group.window] = LayerGroup(self.budget, group.window)
-                self.groups[group.window].record_past = group.record_past
+                self.groups[held.window] = LayerGroup(self.budget, held.window)
+                self.groups[held.window].record_past = held.record_past
         self._link_groups()
         stock = iter(snapshot.stock_layers)
         layers: list[Any] = []
-        for held in snapshot.layers:
-            if held is None:
+        for state in snapshot.layers:
+            if state is None:
                 layers.append(next(stock))
                 continue
-            layer = self.new_layer(held.index, held.group.window)
+            layer = self.new_layer(state.index, state.group.window, state.pool if shares else None)
+            if shares or copies:
+                layer.restore(state)
             layers.append(layer)
-            if shares or self.options.is_preallocated:
-                layer.restore(held)
-        _match_widths(layers)
+        if copies:
+            _match_widths(layers)
         return layers
 
     def _link_groups(self) -> None:

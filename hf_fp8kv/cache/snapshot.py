@@ -4,7 +4,7 @@ A snapshot shares the pages of its cache, which are copied on write, and is rest
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,13 +14,32 @@ from ..paging.layer_group import GroupSnapshot
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
 
-__all__ = ["CacheSnapshot", "LayerSnapshot", "StaticScales"]
-
-StaticScales = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]` and K's center `[Hkv, Dk]`, float32, of one layer."""
+__all__ = ["CacheSnapshot", "LayerSetup", "LayerSnapshot"]
 
 
-@dataclass(frozen=True, eq=False)
+class LayerSetup(NamedTuple):
+    """What a layer looked up for its first tokens.
+
+    Attributes:
+        dtype: of the keys of the model.
+        v_dtype: of the values.
+        device: where the layer computes.
+        backend: a key of `ops.BACKENDS`.
+        k_static_scale: `[Hkv, Dk]`, float32, or None.
+        v_static_scale: `[Hkv, Dv]`, float32, or None.
+        scale_center: K's center `[Hkv, Dk]` among the static scales, float32, or None.
+    """
+
+    dtype: torch.dtype
+    v_dtype: torch.dtype
+    device: torch.device
+    backend: str
+    k_static_scale: torch.Tensor | None
+    v_static_scale: torch.Tensor | None
+    scale_center: torch.Tensor | None
+
+
+@dataclass(slots=True, eq=False)
 class LayerSnapshot:
     """What one paged layer holds.
 
@@ -30,7 +49,7 @@ class LayerSnapshot:
         length: tokens stored; a tensor `[]` on the device in the preallocated form.
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
-        static_scales: on the pool's device; None: not looked up yet.
+        setup: None: to be looked up.
     """
 
     index: int
@@ -38,7 +57,7 @@ class LayerSnapshot:
     length: int | torch.Tensor
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
-    static_scales: StaticScales | None = None
+    setup: LayerSetup | None = None
 
 
 @dataclass(frozen=True, eq=False)
