@@ -7,6 +7,7 @@
 #   make cpu-matrix  the tests marked text under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1" for all tests
 #   make oldest   some of the tests with the oldest transformers that is supported
+#   make compare  the hot loops against those of another source tree, OLD=/tmp/before, in turns
 #   make gpu      the tests that need a GPU, and a benchmark, where there is one
 #   make clean    removes .venv and what was built
 #
@@ -34,7 +35,7 @@ OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check cpu-matrix oldest gpu clean
+.PHONY: help venv demo test check cpu-matrix oldest compare gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -83,6 +84,10 @@ cpu-matrix: $(READY)
 oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
+
+# git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
+compare: $(READY)
+	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
 
 # GPU_PYTHON=python3 takes an interpreter that has all of the packages, and sets nothing up.
 # GPU_ARGS=--dry goes through all of it on any machine, with tiny shapes, and measures nothing.

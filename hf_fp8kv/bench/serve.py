@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve` beside `transformers serve` under the same load: `hf-fp8kv bench --suite serve`.
+"""Serve suite: `hf-fp8kv serve` beside `transformers serve` under the same load.
 
 Both serve one model with continuous batching, and get the same bytes for their pages; with the FP8
 ones, twice as many tokens fit. Clients each send one request after another and read the answer as
@@ -8,13 +8,13 @@ the requests of all turns. Prompts begin differently, so that no prefix is found
 
 import contextlib
 import random
-import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..utils import demo_model as demo
 from ..utils.environment import describe_run
-from .serve_clients import Load, Server, served
+from .reporting import build_table, quartiles
+from .serve_clients import Load, Server, run_server
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +43,7 @@ def run_serve_suite(
     batch_tokens: int = 512,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Returns what was measured, ready for JSON.
+    """Return what was measured, ready for JSON.
 
     Args:
         model: a folder or a hub id; None: the demo's model.
@@ -63,7 +63,7 @@ def run_serve_suite(
     Raises:
         ConfigError: a server does not start, or answers nothing.
     """
-    say = progress or (lambda _message: None)
+    report = progress or (lambda _message: None)
     name = model or str(demo.model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
@@ -80,13 +80,13 @@ def run_serve_suite(
         with contextlib.ExitStack() as stack:
             servers = {}
             for which, command in both.items():
-                say(f"{load.name}: starting {which}")
-                servers[which] = stack.enter_context(served([*command, *alike], name))
+                report(f"{load.name}: starting {which}")
+                servers[which] = stack.enter_context(run_server([*command, *alike], name))
             for turn in range(turns + 1):
                 order = list(servers)
                 random.Random(turn).shuffle(order)
                 for which in order:
-                    say(f"{load.name}: turn {turn} of {turns}, {which}")
+                    report(f"{load.name}: turn {turn} of {turns}, {which}")
                     servers[which].take(load, counts=turn > 0, seed=turn)
             rows += _rows(load, servers)
             stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
@@ -98,12 +98,12 @@ def run_serve_suite(
 
 
 def _same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
-    """Returns how many of our pages take the bytes of so many of the stock server's."""
+    """Return how many of our pages take the bytes of so many of the stock server's."""
     return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
 
 
 def _page_bytes(name: str, page_size: int, dtype: str) -> int:
-    """Returns the bytes of a page of all layers; dynamic scales are in it."""
+    """Return the bytes of a page of all layers; dynamic scales are in it."""
     from transformers import AutoConfig
 
     from ..formats import AUTO, parse_dtype
@@ -123,14 +123,14 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
     rows = []
     for name, server in servers.items():
         rows.append(_row(load, "throughput", name, server.throughput, "tokens/s", server.failed))
-        for measure, unit, found in (
+        for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
             ("whole answer", "s", [answer.last for answer in server.answers]),
         ):
             for share in _PERCENTILES:
-                at = _percentile(found, share)
-                rows.append(_row(load, f"{measure}, p{share}", name, [at], unit))
+                value = _percentile(values, share)
+                rows.append(_row(load, f"{measure}, p{share}", name, [value], unit))
         rows.append(_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
         if server.pages is not None:
             used, total, size = server.pages
@@ -150,45 +150,34 @@ def _row(
     unit: str,
     failed: int | None = None,
 ) -> dict[str, Any]:
-    low, high = None, None
-    if len(values) > 1:
-        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    value, low, high = quartiles(values)
     return {
         "load": load.name, "measure": measure, "server": server, "against": None,
-        "value": statistics.median(values), "unit": unit, "low": low, "high": high,
+        "value": value, "unit": unit, "low": low, "high": high,
         "failed": failed,
     }  # fmt: skip
 
 
 def _percentile(values: Sequence[float], share: int) -> float:
-    """Returns the smallest value that so many percent of the values do not pass."""
+    """Return the smallest value that so many percent of the values do not pass."""
     ordered = sorted(values)
     return ordered[max(-(-share * len(ordered) // 100) - 1, 0)]
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Returns the rows of `run_serve_suite` as a table for a terminal, the servers side by side."""
-    from rich.table import Table
-
+    """Return the rows of `run_serve_suite` as a table for a terminal, the servers side by side."""
     settings, hardware = result["settings"], result["hardware"]
-    table = Table(
-        title=f"{settings['model']}, pages of {settings['page_size']} tokens, {settings['device']}",
-        caption=f"{hardware['cpu']}, {hardware['cores']} cores, {settings['turns']} turns, medians "
-        f"(quartiles), {result['date']}",
-    )
-    for name in ("load", "measure", "unit", STOCK, OURS):
-        table.add_column(name, justify="right" if name in (STOCK, OURS) else "left")
     cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for row in result["rows"]:
         spread = "" if row["low"] is None else f" ({row['low']:.3g} - {row['high']:.3g})"
         failed = f", {row['failed']} failed" if row["failed"] else ""
         key = (row["load"], row["measure"], row["unit"])
         cells.setdefault(key, {})[row["server"]] = f"{row['value']:.4g}{spread}{failed}"
-    before = ""
-    for (load, measure, unit), values in cells.items():
-        if load != before and before:
-            table.add_section()
-        table.add_row("" if load == before else load, measure, unit,
-                      values.get(STOCK, ""), values.get(OURS, ""))  # fmt: skip
-        before = load
-    return table
+    return build_table(
+        {"load": "left", "measure": "left", "unit": "left", STOCK: "right", OURS: "right"},
+        [(*key, by.get(STOCK, ""), by.get(OURS, "")) for key, by in cells.items()],
+        grouped=True,
+        title=f"{settings['model']}, pages of {settings['page_size']} tokens, {settings['device']}",
+        caption=f"{hardware['cpu']}, {hardware['cores']} cores, {settings['turns']} turns, medians "
+        f"(quartiles), {result['date']}",
+    )

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that put a load on them; for `bench_serve`."""
+"""Servers in processes of their own, and clients that put a load on them."""
 
 import contextlib
 import http.client
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
-__all__ = ["Answer", "Load", "Server", "served"]
+__all__ = ["Answer", "Load", "Server", "run_server"]
 
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
 _WORDS = [
@@ -78,7 +78,7 @@ class Server:
         self.pages: list[float] | None = None
 
     def take(self, load: Load, *, counts: bool, seed: int) -> None:
-        """Puts the load on it once."""
+        """Put the load on it once."""
         done = threading.Event()
         watch = threading.Thread(target=self._watch, args=(done,))
         watch.start()
@@ -86,21 +86,21 @@ class Server:
         try:
             with ThreadPoolExecutor(load.clients) as pool:
                 ask = [pool.submit(self._ask, load, 1000 * seed + n) for n in range(load.requests)]
-                found = [one.result() for one in ask]
+                replies = [request.result() for request in ask]
         finally:
             seconds = time.perf_counter() - began
             done.set()
             watch.join()
-        answers = [answer for answer in found if answer is not None]
+        answers = [answer for answer in replies if answer is not None]
         if not answers:
             raise ConfigError(f"the server of {self.model} answers nothing; start it by hand")
         if counts:
-            self.failed += len(found) - len(answers)
+            self.failed += len(replies) - len(answers)
             self.answers += answers
             self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
 
     def _ask(self, load: Load, number: int) -> Answer | None:
-        """Sends one request and reads its answer as it comes."""
+        """Send one request and reads its answer as it comes."""
         words = random.Random(number).choices(_WORDS, k=load.words)
         text = f"{number}: {' '.join(words)}. Tell me more."
         body = {
@@ -127,7 +127,7 @@ class Server:
         return Answer(times[0], times[-1], tokens) if times and tokens else None
 
     def _watch(self, done: threading.Event) -> None:
-        """Looks at its memory and its pages until the turn is over."""
+        """Look at its memory and its pages until the turn is over."""
         import psutil
 
         process = psutil.Process(self.process.pid)
@@ -136,9 +136,11 @@ class Server:
             over = done.wait(0.2)
             with contextlib.suppress(psutil.Error):
                 self.peak = max(self.peak, process.memory_info().rss)
-            found = self._numbers()
-            if "pages_used" in found:
-                used, total, size = (found[k] for k in ("pages_used", "pages_total", "bytes_total"))
+            numbers = self._numbers()
+            if "pages_used" in numbers:
+                used, total, size = (
+                    numbers[k] for k in ("pages_used", "pages_total", "bytes_total")
+                )
                 self.pages = [max(used, self.pages[0] if self.pages else 0), total, size]
 
     def _numbers(self) -> dict[str, float]:
@@ -146,14 +148,14 @@ class Server:
         with contextlib.closing(connection), contextlib.suppress(OSError):
             connection.request("GET", "/metrics")
             text = connection.getresponse().read().decode()
-            found = re.findall(r"^hf_fp8kv_(\w+) (\S+)$", text, re.MULTILINE)
-            return {name: float(value) for name, value in found}
+            pairs = re.findall(r"^hf_fp8kv_(\w+) (\S+)$", text, re.MULTILINE)
+            return {name: float(value) for name, value in pairs}
         return {}
 
 
 @contextlib.contextmanager
-def served(arguments: list[str], model: str) -> Iterator[Server]:
-    """Inside, a server runs; its log is read, and shown if it does not start."""
+def run_server(arguments: list[str], model: str) -> Iterator[Server]:
+    """Run a server inside the context; its log is read, and shown if it does not start."""
     # Threads that wait by spinning are slow where something else runs, such as the clients here.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
@@ -169,9 +171,9 @@ def served(arguments: list[str], model: str) -> Iterator[Server]:
             if ready.is_set():
                 continue
             lines.append(line)
-            found = re.search(r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)", line)
-            if found:
-                port.append(int(found[1]))
+            match = re.search(r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)", line)
+            if match:
+                port.append(int(match[1]))
                 ready.set()
         ready.set()
 

@@ -19,7 +19,7 @@ from ..formats import AUTO, FORMATS, Format, parse_dtype
 from ..modeling.model_support import config_field
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
-from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
+from ..scales.report import CalibrationReport, QualityRow
 from ..scales.resolve import resolve
 from ..utils.environment import hardware, utc_now, version, versions
 from ..utils.text import format_list, format_value
@@ -27,7 +27,7 @@ from . import scoring, stages
 from .corpus import Corpus, read_corpus
 from .divergence import UNQUANTISED, Quality
 from .job import CalibrationOptions, Job, make_batches
-from .observe import Batch, paged_layers
+from .observe import Batch, TensorDict, paged_layers
 from .pairs import Partners
 from .state import State, digest_of
 from .statistics import head_amax, measure_statistics
@@ -102,12 +102,11 @@ def calibrate(
     _check_tokens(model, corpus)
     facts = (granularity, center, options.fmt.name, margin, batch_size)
     path = None if state is None else Path(state)
-    identity = "" if path is None else _identity(model, corpus, facts)
-    done = State(path, identity)
+    state_file = State(path, "" if path is None else _identity(model, corpus, facts))
     batches = make_batches(corpus.windows, batch_size)
     held = make_batches(corpus.held_out, 1)
     total = corpus.tokens + scoring.estimate_other_tokens(corpus, len(_CACHES), options)
-    with _run_in_eval_mode(model, layers, done, total, progress) as job:
+    with _run_in_eval_mode(model, layers, state_file, total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
         ranges = stages.collect_ranges(job, "text", batches, partners)
         _check_reached(layers, ranges)
@@ -121,13 +120,10 @@ def calibrate(
 
         scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales, options)
         gains = {index: choice.gain for index, choice in choices.items()}
-        amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
-        statistics = measure_statistics(job, held, scales.layers, amax, gains, options.fmt)
-        rows = _score_quality(job, held, scales, options.fmt)
-    report = _make_report(
-        model, scales, options.fmt, margin, done.seconds, statistics, rows, centers,
-        texts=corpus.texts, tokens=corpus.tokens, held_out=sum(b.tokens for b in held),
-    )  # fmt: skip
+        report = _make_report(
+            job, scales, options, ranges, gains, centers, held, held,
+            texts=corpus.texts, tokens=corpus.tokens,
+        )  # fmt: skip
     return scales.with_report(report)
 
 
@@ -180,15 +176,8 @@ def measure(
     with _run_in_eval_mode(model, layers, State(None, ""), total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
         ranges = stages.collect_ranges(job, "text", batches, partners)
-        amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
-        layer_scales = {i: layer for i, layer in scales.layers.items() if i in ranges}
-        statistics = measure_statistics(job, batches, layer_scales, amax, {}, options.fmt)
-        rows = _score_quality(job, scored, scales, options.fmt)
-    return _make_report(
-        model, scales, options.fmt, 1.0, job.state.seconds, statistics, rows,
-        "Centers were not tried: the scales were given.", texts=0, tokens=0,
-        held_out=corpus.tokens,
-    )  # fmt: skip
+        centers = "Centers were not tried: the scales were given."
+        return _make_report(job, scales, options, ranges, {}, centers, batches, scored)
 
 
 def _options(granularity: object, center: object, dtype: Any, margin: object) -> CalibrationOptions:
@@ -337,38 +326,38 @@ def _score_quality(
 
 
 def _make_report(
-    model: PreTrainedModel,
+    job: Job,
     scales: KVScales,
-    fmt: Format,
-    margin: float,
-    seconds: float,
-    layers: dict[int, LayerStatistics],
-    rows: dict[str, Quality],
+    options: CalibrationOptions,
+    ranges: Mapping[int, TensorDict],
+    gains: Mapping[int, float | None],
     centers: str,
+    batches: list[Batch],
+    scored: list[Batch],
     *,
-    texts: int,
-    tokens: int,
-    held_out: int,
+    texts: int = 0,
+    tokens: int = 0,
 ) -> CalibrationReport:
-    kinds = dict.fromkeys(layer.granularity for layer in scales.layers.values())
-    name = getattr(model, "name_or_path", "") or type(model).__name__
+    """Measure the scales on `batches`, and the model's predictions on `scored`."""
+    model = job.model
+    layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
+    amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
+    statistics = measure_statistics(job, batches, layers, amax, gains, options.fmt)
+    rows = _score_quality(job, scored, scales, options.fmt)
     return CalibrationReport(
-        model=name,
-        dtype=fmt.name,
-        granularity="/".join(kinds),
-        margin=margin,
+        model=getattr(model, "name_or_path", "") or type(model).__name__,
+        dtype=options.fmt.name,
+        granularity="/".join(dict.fromkeys(s.granularity for s in scales.layers.values())),
+        margin=options.margin,
         texts=texts,
         tokens=tokens,
-        held_out_tokens=held_out,
-        seconds=seconds,
+        held_out_tokens=sum(batch.tokens for batch in batches),
+        seconds=job.state.seconds,
         date=utc_now(),
         versions=versions(),
         hardware=hardware() | {"device": str(model.device)},
         scales_digest=scales.digest,
         centers=centers,
-        layers=layers,
-        quality=tuple(
-            QualityRow(name, q.kl, q.kl_max, q.top1, q.perplexity, q.tokens)
-            for name, q in rows.items()
-        ),
+        layers=statistics,
+        quality=tuple(QualityRow(name, **vars(quality)) for name, quality in rows.items()),
     )

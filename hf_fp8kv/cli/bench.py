@@ -117,7 +117,7 @@ def bench(
 
 
 def _stored(path: str) -> dict[str, Any]:
-    """Returns what `bench --suite gpu --json` wrote."""
+    """Return what `bench --suite gpu --json` wrote."""
     try:
         result: Any = json.loads(Path(path).read_text())
         if result["suite"] == "gpu" and "targets" in result:
@@ -129,7 +129,7 @@ def _stored(path: str) -> dict[str, Any]:
 
 
 def _gpu_arguments(device: str, dry: bool) -> dict[str, Any]:
-    """Returns the device and backend to measure: a GPU, or in a dry run what there is."""
+    """Return the device and backend to measure: a GPU, or in a dry run what there is."""
     import torch
 
     from ..ops import choose_backend

@@ -26,11 +26,21 @@ from typer.testing import CliRunner
 
 from hf_fp8kv import ConfigError, cli, ops
 from hf_fp8kv.bench import gpu as bench_gpu
-from hf_fp8kv.bench.gpu import baselines, decode, experiments, serving, suite, timing, write
+from hf_fp8kv.bench.gpu import (
+    baselines,
+    decode,
+    experiments,
+    roofline,
+    serving,
+    suite,
+    timing,
+    write,
+)
 from hf_fp8kv.bench.gpu.record import DeviceLost, Record
 from hf_fp8kv.bench.gpu.results import complete
 from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case
 from hf_fp8kv.bench.gpu.timing import Stage
+from hf_fp8kv.formats import DISTINCT
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
@@ -272,7 +282,7 @@ def test_another_process_goes_on_after_a_lost_device(monkeypatch, tmp_path):
     assert found["sections"][1]["error"].startswith("lost the device")
     assert found["sections"][2]["error"] is None
     names = {row["name"] for row in found["rows"] if row["section"] == "write"}
-    assert names == {"e4m3", "e4m3 static", "bf16 pages"}
+    assert names == OURS - {"e3m4"}
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == found["rows"]
 
 
@@ -687,3 +697,9 @@ def test_the_exit_code_and_the_last_line(
     assert last["tests_exit_code"] == (failing == "tests")
     assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
     assert last["targets"]
+
+
+def test_every_format_is_measured_and_every_contender_has_a_color():
+    assert {kind.format for kind in KINDS} == {"auto", *(fmt.name for fmt in DISTINCT)}
+    assert {kind.name for kind in KINDS} <= roofline._LOOKS.keys()
+    assert roofline._looks([{"name": "e2m5"}]) == [("e2m5", *roofline._OTHER)]

@@ -1,4 +1,4 @@
-"""Speed and memory on a GPU: `hf-fp8kv bench --suite gpu`, and `make gpu`.
+"""GPU suite: speed and memory, by `hf-fp8kv bench --suite gpu` and `make gpu`.
 
 Every contender is first compared with the reference on the bytes that it reads. Then it is replayed
 from a CUDA graph, over so many buffers in turns that none of them is in a cache. Ceilings are

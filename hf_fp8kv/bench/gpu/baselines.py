@@ -1,4 +1,4 @@
-"""What others do with the same shapes: torch's own attention on dense bf16, and FlashInfer."""
+"""Baselines on the same shapes: torch's own attention on dense bf16, and FlashInfer."""
 
 import functools
 import importlib
@@ -39,7 +39,7 @@ def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def measure_decode(record: Record, section: str, case: Case) -> None:
-    """Adds rows for one new token: each backend of torch, and FlashInfer where there is one."""
+    """Add rows for one new token: each backend of torch, and FlashInfer where there is one."""
     forms = (
         {"": _grouped} if case.heads.query == case.heads.kv else {"": _grouped, " folded": _folded}
     )
@@ -50,7 +50,7 @@ def measure_decode(record: Record, section: str, case: Case) -> None:
 
 
 def measure_extend(record: Record, case: Case) -> None:
-    """Adds rows for many new tokens: each backend of torch."""
+    """Add rows for many new tokens: each backend of torch."""
     causal = causal_lower_right(case.tokens, case.lengths[0])
 
     def square(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -85,26 +85,26 @@ def _sdpa(
         shape = (len(case.lengths), heads.query, case.tokens, heads.dim)
         query = torch.randn(shape, dtype=torch.bfloat16, device=stage.device)
         queries = query.split(1) if case.is_ragged else (query,)
-        more = {}
+        note = {}
         try:
-            found = _run(backend, form, queries[-1], *pairs[-1])
+            output = _run(backend, form, queries[-1], *pairs[-1])
         except RuntimeError:
             # A backend that does not take fewer KV heads gets each as often as it is needed.
             if form is _folded or heads.query == heads.kv or case.is_ragged:
                 raise
             pairs = [_expanded(pair, heads.query // heads.kv) for pair in pairs]
-            found = _run(backend, form, queries[-1], *pairs[-1])
-            more["note"] = "KV heads repeated"
+            output = _run(backend, form, queries[-1], *pairs[-1])
+            note["note"] = "KV heads repeated"
         expanded = pairs[-1][0].shape[1] != heads.kv
         stored = [x[:, :: heads.query // heads.kv] if expanded else x for x in pairs[-1]]
-        error = check_dense(found, queries[-1], stored[0], stored[1], case)
+        error = check_dense(output, queries[-1], stored[0], stored[1], case)
         steps: list[Step] = [
             functools.partial(_all, backend, form, queries, pairs[i * rows : (i + 1) * rows])
             for i in range(layers)
         ]
         return {
             "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops,
-            "batch": len(case.lengths), "read": case.read, **more
+            "batch": len(case.lengths), "read": case.read, **note
         }  # fmt: skip
 
     record.measure(section, str(case), name, work)
@@ -168,13 +168,13 @@ def _flashinfer_work(record: Record, case: Case, dtype: torch.dtype) -> dict[str
         for _ in range(stage.copies(size))
     ]
     steps = [functools.partial(wrapper.run, query, pool) for pool in pools]
-    found = steps[-1]()
+    output = steps[-1]()
     numbers = order[starts[-2] : starts[-1]].to(device).long()
     k, v = (
         pool[numbers].to(torch.bfloat16).transpose(0, 1).flatten(1, 2)[None, :, : case.lengths[-1]]
         for pool in pools[-1]
     )
-    error = check_dense(found[-1:, :, None], query[-1:, :, None], k, v, case)
+    error = check_dense(output[-1:, :, None], query[-1:, :, None], k, v, case)
     return {
         "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops,
         "batch": len(case.lengths), "read": case.read,

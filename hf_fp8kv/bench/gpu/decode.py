@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ... import ops
+from ...formats import AUTO
 from ...ops import Pages
 from . import baselines
 from .pools import check, pages_for, poisoned
@@ -17,7 +18,7 @@ __all__ = ["measure", "measure_extend", "measure_others", "paged"]
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Adds a row for each case of a decode step and each contender."""
+    """Add a row for each case of a decode step and each contender."""
     for case in sizes.decode:
         _plan(record, sizes, backend, "decode", case)
         for kind in KINDS:
@@ -36,12 +37,12 @@ def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
-    """Adds a row for each number of new tokens, over each number of stored ones."""
+    """Add a row for each number of new tokens, over each number of stored ones."""
     for stored, new in sizes.extend:
         label = f"{new} over {stored}"
         case = Case((stored + new,), sizes.heads, tokens=new, label=label)
         for kind in KINDS:
-            if kind.name in ("e4m3", "e4m3 static", "bf16 pages"):
+            if kind.format in ("fp8_e4m3", AUTO):
                 paged(record, sizes, backend, "extend", case, kind)
         baselines.measure_extend(record, case)
 
@@ -55,7 +56,7 @@ def paged(
     kind: Kind,
     name: str | None = None,
 ) -> dict[str, Any] | None:
-    """Adds a row for attention over pages, checked first; returns it."""
+    """Add a row for attention over pages, checked first; returns it."""
     name = name or kind.name
     stage, size = record.stage, case.moved(kind)
     layers = stage.copies(int(size))
@@ -72,8 +73,8 @@ def paged(
         steps = [functools.partial(_attend, query, p, lengths, case, plan, backend) for p in made]
         with poisoned():
             before()
-            found = steps[-1]()
-        error = check(found, query, made[-1], case)
+            output = steps[-1]()
+        error = check(output, query, made[-1], case)
         return {
             "timed": stage.time(steps, before), "error": error, "moved": size,
             "flops": case.flops, "batch": len(case.lengths), "read": case.read, "layers": layers,
@@ -111,7 +112,7 @@ def _attend(
 
 
 def _plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) -> None:
-    """Adds a row for the plan alone, which is made once per step."""
+    """Add a row for the plan alone, which is made once per step."""
     if ops.plan_rows(backend, record.stage.device, len(case.lengths), case.heads.kv) is None:
         return
 

@@ -1,4 +1,4 @@
-"""Tokens per second of `generate()` on a random model, with each cache.
+"""End-to-end section: tokens per second of `generate()` on a random model, with each cache.
 
 The text before the new tokens is not computed: random keys and values are written into the cache.
 What a decode step does, and how long it takes, does not depend on them.
@@ -84,7 +84,7 @@ CONTENDERS = {
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Adds a row for each batch and context and each cache."""
+    """Add a row for each batch and context and each cache."""
     record.tell("making a random model")
     model = _model(sizes, record.stage)
     took: dict[bool, float] = {}
@@ -143,7 +143,7 @@ def _model(sizes: Sizes, stage: Stage) -> Any:
 
 
 class _Marks(LogitsProcessor):
-    """Notes the time of each token; changes nothing."""
+    """Note the time of each token; changes nothing."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -160,7 +160,7 @@ class _Marks(LogitsProcessor):
         return scores
 
     def steps(self) -> list[float]:
-        """Returns the seconds from each token to the next."""
+        """Return the seconds from each token to the next."""
         self.stage.wait()
         pairs = zip(self.marks, self.marks[1:], strict=False)
         if self.stage.is_gpu:

@@ -1,4 +1,4 @@
-"""Which launch parameters of the decode kernel are fastest: a search, one parameter at a time."""
+"""Search for the fastest launch parameters of the decode kernel, one parameter at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ GRID: dict[str, tuple[Any, ...]] = {
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Adds a row for each attempt; `kind` and `parameters` say what it was."""
+    """Add a row for each attempt; `kind` and `parameters` say what it was."""
     cases: Sequence[Case] = [Case((32768,) * 16), Case((32768,)), Case((1024,))]
     kinds: Sequence[Kind] = KINDS
     if record.stage.dry:
@@ -58,7 +58,7 @@ def _attempt(
     kind: Kind,
     parameters: dict[str, Any],
 ) -> float:
-    """Returns the microseconds with these parameters; infinite if it failed or was not tried."""
+    """Return the microseconds with these parameters; infinite if it failed or was not tried."""
     text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "as it is"
     name = f"{kind.name}: {text}"
     # Many launch parameters cannot work (too much shared memory): that is one failed row.

@@ -59,7 +59,7 @@ def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[t
 
 
 def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> list[Pages]:
-    """Returns the pages of so many layers, which share one block table, as in a model.
+    """Return the pages of so many layers, which share one block table, as in a model.
 
     Pages of a sequence lie scattered over the pool.
 
@@ -95,7 +95,7 @@ def _select(side: StoredSide, pages: torch.Tensor) -> StoredSide:
 
 
 def dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
+    """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
     Where lengths differ, each sequence of each layer has its own, `[1, Hkv, N, D]`.
     """
@@ -113,27 +113,27 @@ def dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, tor
 # -- checks --------------------------------------------------------------------------------------
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest relative RMS of a sequence; infinite where something is not finite."""
-    axes = tuple(range(1, found.ndim))
-    found, expected = found.double(), expected.double()
-    error = ((found - expected).square().mean(axes) / expected.square().mean(axes)).sqrt().max()
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative RMS of a sequence; infinite where something is not finite."""
+    axes = tuple(range(1, output.ndim))
+    output, expected = output.double(), expected.double()
+    error = ((output - expected).square().mean(axes) / expected.square().mean(axes)).sqrt().max()
     return float(error) if bool(error.isfinite()) else float("inf")
 
 
-def check(found: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -> float:
-    """Returns the error of `found`, against the reference on the same bytes.
+def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -> float:
+    """Return the error of `output`, against the reference on the same bytes.
 
     The first, the last, the longest and a random sequence are looked at, each in one KV head: the
     reference would not fit for all. Elsewhere the numbers must be finite.
 
     Args:
-        found: `[B, T, Hq, D]`.
+        output: `[B, T, Hq, D]`.
         query: `[B, Hq, T, D]`.
         pages: what was read.
         case: how.
     """
-    if not bool(found.isfinite().all()):
+    if not bool(output.isfinite().all()):
         return float("inf")
     batch, heads = len(case.lengths), case.heads
     longest = max(range(batch), key=lambda b: case.lengths[b])
@@ -151,7 +151,7 @@ def check(found: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) ->
                 torch.tensor([length], dtype=torch.int32, device=query.device),
                 0, length, case.attention_spec(),
             )  # fmt: skip
-            worst = max(worst, relative_error(found[b : b + 1, first:last, rows], expected))
+            worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
     return worst
 
 
@@ -177,10 +177,10 @@ def _one_head(pages: Pages, sequence: int, head: int) -> Pages:
 
 
 def check_dense(
-    found: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
+    output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
 ) -> float:
-    """The same for dense K and V, `[B, Hkv, N, D]`; `found` and `query` are `[B, Hq, T, D]`."""
-    if not bool(found.isfinite().all()):
+    """The same for dense K and V, `[B, Hkv, N, D]`; `output` and `query` are `[B, Hq, T, D]`."""
+    if not bool(output.isfinite().all()):
         return float("inf")
     groups, tokens, stored = case.heads.query // case.heads.kv, query.shape[2], k.shape[2]
     worst = 0.0
@@ -189,11 +189,11 @@ def check_dense(
         for first, last in _parts(tokens):
             length = stored - tokens + last
             ends = torch.tensor([length], device=k.device)
-            seen = reference.visible(ends, last - first, 0, length, True, 0)
+            visible = reference.visible(ends, last - first, 0, length, True, 0)
             keys, values = k[b, h, :length].float(), v[b, h, :length].float()
             logits = query[b, rows, first:last].float() @ keys.T * case.heads.dim**-0.5
-            expected = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-            worst = max(worst, relative_error(found[b, rows, first:last], expected))
+            expected = logits.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+            worst = max(worst, relative_error(output[b, rows, first:last], expected))
     return worst
 
 

@@ -1,4 +1,4 @@
-"""What was measured so far: rows, what failed, what there was no time for."""
+"""Record of a run: rows, what failed, what there was no time for."""
 
 import time
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .results import find_rows
 from .timing import Stage, Timed
 
 __all__ = ["DeviceLost", "Record", "Work"]
@@ -52,32 +53,32 @@ class Record:
         self._ends = float("inf")
 
     def begin(self, seconds: float) -> None:
-        """A section then has so many seconds."""
+        """Begin a section that has so many seconds."""
         self._ends = time.perf_counter() + seconds
         self.skipped = []
 
     def left(self) -> float:
-        """Returns the seconds that the section still has."""
+        """Return the seconds that the section still has."""
         return self._ends - time.perf_counter()
 
     def tell(self, message: str) -> None:
-        """Tells who watches what is done next."""
+        """Report what is done next."""
         self._progress(message)
 
     def skip(self, what: str) -> None:
-        """Notes that something was not measured, and why."""
+        """Note that something was not measured, and why."""
         self.skipped.append(what)
         self._progress(f"skipped: {what}")
 
     def fits(self, what: str, size: float) -> bool:
-        """Returns whether `size` bytes can be had, and notes `what` as skipped if not."""
+        """Return whether `size` bytes can be had, and notes `what` as skipped if not."""
         free = self.stage.free()
         if size > free:
             self.skip(f"{what}: needs {size / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
         return size <= free
 
     def is_wanted(self, section: str, case: str, name: str, seconds: float = 0.0) -> bool:
-        """Returns whether to measure this now: it was not yet, may be, and there is time.
+        """Return whether to measure this now: it was not yet, may be, and there is time.
 
         Args:
             section, case, name: which.
@@ -91,7 +92,7 @@ class Record:
         return True
 
     def measure(self, section: str, case: str, name: str, work: Work) -> Row | None:
-        """Adds a row with what `work` returns, or with its error.
+        """Add a row with what `work` returns, or with its error.
 
         Raises:
             DeviceLost: `work` left the device unusable.
@@ -100,7 +101,7 @@ class Record:
             return None
         began = time.perf_counter()
         try:
-            found = work()
+            fields = work()
         except Exception as error:
             row = self._add(section, case, name, failed=_first_lines(error))
             if self.stage.is_lost():
@@ -110,7 +111,7 @@ class Record:
             return row
         finally:
             self._progress(f"{section}, {case}, {name}: {time.perf_counter() - began:.1f} s")
-        return self._add(section, case, name, **found)
+        return self._add(section, case, name, **fields)
 
     def _add(self, section: str, case: str, name: str, **fields: Any) -> Row:
         row: Row = {"section": section, "case": case, "name": name}
@@ -130,12 +131,8 @@ class Record:
         return row
 
     def find(self, section: str, **fields: Any) -> list[Row]:
-        """Returns the rows of a section with these fields that did not fail."""
-        return [
-            row for row in self.rows
-            if row["section"] == section and "failed" not in row
-            and all(row.get(key) == value for key, value in fields.items())
-        ]  # fmt: skip
+        """Return the rows of a section with these fields that did not fail."""
+        return find_rows(self.rows, section, **fields)
 
 
 def _key(row: Row) -> tuple[str, str, str]:

@@ -1,9 +1,9 @@
-"""From times to bandwidths, and how they compare with what this project wants to reach."""
+"""Results: bandwidths and rates from times, and how they compare with the targets."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["complete", "line"]
+__all__ = ["complete", "find_rows", "line"]
 
 Row = dict[str, Any]
 # Tokens of all sequences from which on a decode step is a matter of bandwidth.
@@ -11,7 +11,7 @@ LARGE = 2**18
 
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy with `ceilings`, the bandwidth and rate of each row, and `targets`."""
+    """Return a copy with `ceilings`, the bandwidth and rate of each row, and `targets`."""
     rows = [dict(row) for row in result["rows"]]
     for row in rows:
         us = row.get("us")
@@ -21,7 +21,7 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
             row["tflops"] = row["flops"] / us / 1e6
     ceilings = {
         name: max(
-            (r[field] for r in _good(rows, "ceilings", case=case) if field in r), default=None
+            (r[field] for r in find_rows(rows, "ceilings", case=case) if field in r), default=None
         )
         for name, case, field in (
             ("copy_gb_per_s", "copy", "gb_per_s"),
@@ -38,15 +38,15 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
             top = ceilings[ceiling]
             if row["section"] != "ceilings" and field in row and top:
                 row[name] = row[field] / top
-    found = {**result, "ceilings": ceilings, "rows": rows}
+    completed = {**result, "ceilings": ceilings, "rows": rows}
     targets = list(_targets(rows))
     if result["settings"]["dry"]:
         targets = [target | {"met": None} for target in targets]
-    return found | {"targets": targets}
+    return completed | {"targets": targets}
 
 
 def line(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns what one line can say of a result."""
+    """Return what one line can say of a result."""
     return {
         "gpu": result["hardware"].get("gpu"),
         "dry": result["settings"]["dry"],
@@ -58,7 +58,8 @@ def line(result: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _good(rows: list[Row], section: str, **fields: Any) -> list[Row]:
+def find_rows(rows: list[Row], section: str, **fields: Any) -> list[Row]:
+    """Return the rows of a section with these fields that did not fail."""
     return [
         row for row in rows
         if row["section"] == section and "failed" not in row
@@ -71,23 +72,23 @@ def _ratios(
     least: int = 0,
 ) -> list[float]:  # fmt: skip
     """`field` of a contender, over the smallest (`us`) or largest of others, for each case."""
-    found = []
-    for row in _good(rows, section, name=name):
+    ratios = []
+    for row in find_rows(rows, section, name=name):
         against = [
-            r[field] for r in _good(rows, section, case=row["case"])
+            r[field] for r in find_rows(rows, section, case=row["case"])
             if others(r["name"]) and field in r
         ]  # fmt: skip
         if against and row.get("read", LARGE) >= least and field in row:
             best = min(against) if field in ("us", "cache_bytes") else max(against)
-            found.append(row[field] / best)
-    return found
+            ratios.append(row[field] / best)
+    return ratios
 
 
 def _targets(rows: list[Row]) -> Iterator[dict[str, Any]]:
     large = [
         row["of_read"]
         for name in ("e4m3", "e4m3 static")
-        for row in _good(rows, "decode", name=name)
+        for row in find_rows(rows, "decode", name=name)
         if row.get("read", 0) >= LARGE and "of_read" in row
     ]
     yield _target("decode e4m3, share of read bandwidth, 256k tokens on", ">=", 0.85, large)
@@ -95,9 +96,9 @@ def _targets(rows: list[Row]) -> Iterator[dict[str, Any]]:
     for name, most in (("e4m3", 0.60), ("e4m3 static", 0.60), ("e3m4", 0.75)):
         ratios = _ratios(rows, "decode", name, pages, "us", LARGE)
         yield _target(f"decode {name}, time over bf16 pages, 256k tokens on", "<=", most, ratios)
-    short = [row["us"] for row in _good(rows, "decode", name="e4m3", case="1 x 1k")]
+    short = [row["us"] for row in find_rows(rows, "decode", name="e4m3", case="1 x 1k")]
     yield _target("decode e4m3, us, batch 1, 1k", "<=", 12, short)
-    writes = [row["us"] for row in _good(rows, "write") if row["case"].endswith("1 token")]
+    writes = [row["us"] for row in find_rows(rows, "write") if row["case"].endswith("1 token")]
     yield _target("write one token, us", "<=", 6, writes)
     flash = _ratios(rows, "extend", "e4m3", "sdpa flash".__eq__, "tflops")
     yield _target("extend e4m3, rate over SDPA flash", ">=", 0.8, flash)

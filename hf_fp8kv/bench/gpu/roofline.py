@@ -1,11 +1,12 @@
-"""A picture of what was measured below what the device can do."""
+"""Roofline plot: what was measured, below what the device can do."""
 
 from pathlib import Path
 from typing import Any
 
 __all__ = ["plot"]
 
-# name -> colour and marker
+# name -> color and marker; of any other contender, `_OTHER`
+_OTHER = ("#d2691e", "*")
 _LOOKS = {
     "e4m3": ("#0b6e4f", "o"),
     "e4m3 static": ("#5cb85c", "^"),
@@ -23,7 +24,7 @@ _LOOKS = {
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
-    """Writes a PNG: bandwidth by bytes read, and the roofline.
+    """Write a PNG: bandwidth by bytes read, and the roofline.
 
     Args:
         result: what `run_gpu_suite` returned.
@@ -47,16 +48,23 @@ def plot(result: dict[str, Any], path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _looks(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return the name, color and marker of every contender that has rows."""
+    names = {row["name"] for row in rows}
+    ordered = [*(name for name in _LOOKS if name in names), *sorted(names - _LOOKS.keys())]
+    return [(name, *_LOOKS.get(name, _OTHER)) for name in ordered]
+
+
 def _bandwidth(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
-    for name, (colour, marker) in _LOOKS.items():
+    decode = [row for row in rows if row["section"] == "decode"]
+    for name, color, marker in _looks(decode):
         points = sorted(
-            (row["moved"] / 2**20, row["gb_per_s"])
-            for row in rows if row["section"] == "decode" and row["name"] == name
-        )  # fmt: skip
+            (row["moved"] / 2**20, row["gb_per_s"]) for row in decode if row["name"] == name
+        )
         if points:
             style = "-" if not name.startswith("sdpa") else ":"
             axes.plot(
-                *zip(*points, strict=True), style, color=colour, marker=marker, label=name,
+                *zip(*points, strict=True), style, color=color, marker=marker, label=name,
                 linewidth=1, markersize=6, alpha=0.9,
             )  # fmt: skip
     for name, label, style in (
@@ -82,14 +90,14 @@ def _roofline(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -
     sections = {"decode": 22, "others": 60, "extend": 60}
     drawn = [row for row in rows if row["section"] in sections and "tflops" in row]
     xs = [row["flops"] / row["moved"] for row in drawn]
-    for name, (colour, marker) in _LOOKS.items():
+    for name, color, marker in _looks(drawn):
         points = [
             (row["flops"] / row["moved"], row["tflops"], sections[row["section"]])
             for row in drawn if row["name"] == name
         ]  # fmt: skip
         if points:
             x, y, sizes = zip(*points, strict=True)
-            axes.scatter(x, y, s=sizes, color=colour, marker=marker, label=name, alpha=0.8)
+            axes.scatter(x, y, s=sizes, color=color, marker=marker, label=name, alpha=0.8)
     read, peak = ceilings["read_gb_per_s"], ceilings["matmul_tflops"]
     if xs and read and peak:
         low, high = min(xs) / 2, max(*xs, 4e3 * peak / read) * 2

@@ -1,4 +1,4 @@
-"""Requests per engine: transformers' continuous batching as it is, and over FP8 pages.
+"""Serving section: transformers' continuous batching as it is, and over FP8 pages.
 
 All requests come at once, with prompts of mixed lengths, and all get equally many new tokens. Each
 contender has pages for all of them, so that none waits and memory can be compared.
@@ -53,26 +53,26 @@ def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contend
     # Also the others run with what the engine itself chooses for them: flash with graphs.
     older = "auto_switch_to_flash" not in _FIELDS
     stay = {} if older else {"auto_switch_to_flash": False}
-    found = {
+    contenders = {
         "fp8 static": _Contender(None, SCALE, {}),
         "bf16 sdpa": _Contender("paged|sdpa" if older else "sdpa", None, stay),
         "fp8 dynamic": _Contender(None, None, {}),
     }
     if is_flash_attn_2_available():
-        found["bf16 flash"] = _Contender("flash_attention_2", None, {})
+        contenders["bf16 flash"] = _Contender("flash_attention_2", None, {})
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     graphs = {"use_cuda_graph": True}
     kind = cache_class(_settings(SCALE, backend))
     on_gpu = record.stage.device.type == "cuda"
     if on_gpu and backend == "triton" and kind.has_block_table_steps(config):
-        found["fp8 static, graphs"] = _Contender(None, SCALE, graphs)
-        found["fp8 dynamic, graphs"] = _Contender(None, None, graphs)
+        contenders["fp8 static, graphs"] = _Contender(None, SCALE, graphs)
+        contenders["fp8 dynamic, graphs"] = _Contender(None, None, graphs)
     else:
         record.skip("graphs of steps over FP8 pages: need a GPU and transformers 5.18 or later")
     if on_gpu:
-        found["fp8 static, async"] = _Contender(None, SCALE, {"use_async_batching": True})
-    return found
+        contenders["fp8 static, async"] = _Contender(None, SCALE, {"use_async_batching": True})
+    return contenders
 
 
 def _settings(scales: float | None, backend: str) -> ServingConfig:
@@ -83,7 +83,7 @@ def _settings(scales: float | None, backend: str) -> ServingConfig:
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Adds a row for each number of requests and each engine."""
+    """Add a row for each number of requests and each engine."""
     served, stage = sizes.served, record.stage
     record.tell("making a random model")
     model = _model(
@@ -114,7 +114,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def _prompts(served: Served, requests: int) -> list[list[int]]:
-    """Random prompts, whose lengths are spread evenly and come in no order."""
+    """Return random prompts, whose lengths are spread evenly and come in no order."""
     numbers = torch.Generator().manual_seed(0)
     low, high = served.prompts
     lengths = torch.linspace(low, high, requests).int()[torch.randperm(requests, generator=numbers)]
@@ -168,7 +168,7 @@ def _work(
 def _run(
     record: Record, model: Any, config: Any, served: Served, prompts: list[list[int]]
 ) -> float:
-    """Returns the seconds from the first request to the last answer."""
+    """Return the seconds from the first request to the last answer."""
     generation = GenerationConfig(
         max_new_tokens=served.new, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -185,7 +185,7 @@ def _run(
 
 
 def _answers(record: Record, manager: Any, prompts: list[list[int]], new: int) -> None:
-    """Returns when all are there. Raises RuntimeError if one fails, or if there is no time left."""
+    """Wait for all answers. Raises RuntimeError if one fails, or if there is no time left."""
     manager.add_requests(prompts, max_new_tokens=new)
     missing = len(prompts)
     while missing:
@@ -209,7 +209,7 @@ LATE = 10
 
 
 def _planned(model: Any, contender: _Contender, backend: str) -> int:
-    """Tokens that the engine's own planner makes room for."""
+    """Return the tokens that the engine's own planner makes room for."""
     attention = contender.attention
     plan: Callable[..., int] = functools.partial(
         planned_tokens, deepcopy(model.config.get_text_config()), PLANNED * GIB

@@ -1,7 +1,8 @@
-"""What is measured: heads, formats, cases; at full size, and tiny for a dry run."""
+"""Cases of the GPU suite: heads, formats, lengths; at full size, and tiny for a dry run."""
 
 from dataclasses import dataclass, replace
 
+from ...formats import AUTO, DISTINCT
 from ...ops import AttentionSpec
 
 __all__ = ["BF16", "FULL", "KINDS", "TINY", "Case", "Heads", "Kind", "Served", "Sizes"]
@@ -35,17 +36,20 @@ class Kind:
 
     def bytes_per_number(self, dim: int) -> float:
         """Bytes that are read for a stored number of K or V, its share of a scale among them."""
-        if self.format == "auto":
+        if self.format == AUTO:
             return 2.0
         return 1.0 if self.static else 1.0 + 2.0 / dim
 
 
-BF16 = Kind("bf16 pages", "auto")
+BF16 = Kind("bf16 pages", AUTO)
+# A format is measured with dynamic scales, unless this says otherwise: whether they are static.
+_STATIC = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 KINDS = (
-    Kind("e4m3", "fp8_e4m3"),
-    Kind("e4m3 static", "fp8_e4m3", static=True),
-    Kind("e3m4", "fp8_e3m4"),
-    Kind("e5m2 static", "fp8_e5m2", static=True),
+    *(
+        Kind(fmt.name.removeprefix("fp8_") + " static" * static, fmt.name, static)
+        for fmt in DISTINCT
+        for static in _STATIC.get(fmt.name, (False,))
+    ),
     BF16,
 )
 
@@ -102,13 +106,13 @@ class Case:
     @property
     def flops(self) -> int:
         """Multiplications and additions of the two products, of what is visible only."""
-        seen = 0
+        visible = 0
         for n in self.lengths:
             if self.window:
-                seen += self.tokens * min(n, self.window)
+                visible += self.tokens * min(n, self.window)
             else:
-                seen += self.tokens * n - self.tokens * (self.tokens - 1) // 2
-        return 4 * self.heads.query * self.heads.dim * seen
+                visible += self.tokens * n - self.tokens * (self.tokens - 1) // 2
+        return 4 * self.heads.query * self.heads.dim * visible
 
 
 def _short(tokens: int) -> str:
@@ -181,10 +185,10 @@ def _cases() -> tuple[Case, ...]:
     """Those that targets are about first: time may run out."""
     first = [Case((32768,) * 16), Case((1024,)), Case((32768,)), Case((32768,) * 64)]
     first.append(Case(RAGGED, label="ragged"))
-    rest = [
+    others = [
         Case((1024 * n,) * batch) for batch in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)
     ]  # fmt: skip
-    return (*first, *(case for case in rest if case not in first))
+    return (*first, *(case for case in others if case not in first))
 
 
 _LONG = (32768,) * 4

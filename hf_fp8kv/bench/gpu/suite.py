@@ -1,4 +1,4 @@
-"""`run_gpu_suite`: the sections, each with its share of the time, and what they found."""
+"""GPU suite: the sections, each with its share of the time."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ def run_gpu_suite(
     seconds: float = 310.0,
     save: Path | None = None,
 ) -> dict[str, Any]:
-    """Returns what was measured, ready for JSON.
+    """Return what was measured, ready for JSON.
 
     Args:
         progress: called with what is measured next.
@@ -93,7 +93,7 @@ def continue_suite(
     progress: Callable[[str], None],
     save: Path | None,
 ) -> dict[str, Any]:
-    """Adds sections to `result`, and returns it."""
+    """Add sections to `result`, and returns it."""
     settings = result["settings"]
     stage = Stage(settings["device"], dry=settings["dry"])
     sizes, known = TINY if stage.dry else FULL, {**SECTIONS, **MORE}
@@ -129,8 +129,8 @@ def continue_suite(
         if again or stage.is_lost():
             # A new process gets the device back. It repeats the section without the contender that
             # lost the device, if it is known which.
-            rest = chosen[index if again else index + 1 :]
-            return _elsewhere(result, rest, ends - time.perf_counter(), progress, save)
+            remaining = chosen[index if again else index + 1 :]
+            return _elsewhere(result, remaining, ends - time.perf_counter(), progress, save)
         stage.clean()
         keep(0.0)
     return complete(result)
@@ -154,8 +154,8 @@ def _elsewhere(
             capture_output=True, timeout=max(seconds, 1.0) + 60,
         )  # fmt: skip
         if run.returncode == 0:
-            found: dict[str, Any] = json.loads(after.read_text())
-            return found
+            resumed: dict[str, Any] = json.loads(after.read_text())
+            return resumed
     result["sections"].append({
         "name": "another process", "seconds": 0.0, "share": 0.0, "skipped": list(chosen),
         "error": f"it ended with {run.returncode}: {run.stderr[-2000:]}",
@@ -164,25 +164,25 @@ def _elsewhere(
 
 
 def _go_on(before: str, after: str) -> None:
-    """What the other process runs."""
+    """Continue in another process: read the task, and write the result."""
     given = json.loads(Path(before).read_text())
     task = given["task"]
-    say = functools.partial(_say, sys.stderr)
+    report = functools.partial(_write_line, sys.stderr)
     save = None if task["save"] is None else Path(task["save"])
-    result = continue_suite(given["result"], task["chosen"], task["seconds"], say, save)
+    result = continue_suite(given["result"], task["chosen"], task["seconds"], report, save)
     Path(after).write_text(json.dumps(result))
 
 
-def _say(stream: Any, message: str) -> None:
+def _write_line(stream: Any, message: str) -> None:
     stream.write(message + "\n")
 
 
 def _gpu(stage: Stage) -> dict[str, object]:
     if not stage.is_gpu:
         return {}
-    found = torch.cuda.get_device_properties(stage.device)
+    properties = torch.cuda.get_device_properties(stage.device)
     return {
-        "gpu": found.name, "capability": f"{found.major}.{found.minor}",
-        "processors": found.multi_processor_count, "memory_bytes": found.total_memory,
+        "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count, "memory_bytes": properties.total_memory,
         "cache_bytes": stage.cache_bytes, "cuda": torch.version.cuda or torch.version.hip,
     }  # fmt: skip

@@ -1,7 +1,10 @@
-"""What was measured, as tables that fit a terminal."""
+"""Tables of the GPU suite for a terminal."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from ..reporting import build_table
+from ..reporting import format_number as number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -12,7 +15,7 @@ Row = dict[str, Any]
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Returns what `run_gpu_suite` found: a table for each section, and the targets last."""
+    """Return what `run_gpu_suite` found: a table for each section, and the targets last."""
     from rich.console import Group
     from rich.text import Text
 
@@ -27,8 +30,8 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     top = result["ceilings"]
     text = (
         f"{result['hardware'].get('gpu', result['settings']['device'])}: reads "
-        f"{_number(top['read_gb_per_s'])} GB/s, copies {_number(top['copy_gb_per_s'])} GB/s (read "
-        f"and written), bf16 matmul {_number(top['matmul_tflops'])} TFLOP/s; all measured in this "
+        f"{number(top['read_gb_per_s'])} GB/s, copies {number(top['copy_gb_per_s'])} GB/s (read "
+        f"and written), bf16 matmul {number(top['matmul_tflops'])} TFLOP/s; all measured in this "
         f"run, {result['date']}"
     )
     if result["settings"]["dry"]:
@@ -39,33 +42,29 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 def _attention(row: Row) -> str:
     """Microseconds, and the share of the read bandwidth."""
     share = f" {100 * row['of_read']:.0f}%" if "of_read" in row else ""
-    return _number(row["us"]) + share
+    return number(row["us"]) + share
 
 
 def _rate(row: Row) -> str:
-    return f"{_number(row['us'])} {_number(row.get('tflops'))}"
+    return f"{number(row['us'])} {number(row.get('tflops'))}"
 
 
 def _write(row: Row) -> str:
     return (
-        f"{_number(row['us'])} {_number(row.get('gb_per_s'))}"
+        f"{number(row['us'])} {number(row.get('gb_per_s'))}"
         if row["us"] > 50
-        else _number(row["us"])
+        else number(row["us"])
     )
 
 
 def _end(row: Row) -> str:
     peak = row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None
-    return f"{_number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {_number(peak)}"
+    return f"{number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {number(peak)}"
 
 
 def _served(row: Row) -> str:
     peak = row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None
-    return f"{_number(row['tokens_per_s'])} {_number(peak)} {row['planned_tokens'] // 1000}k"
-
-
-def _ceiling(row: Row) -> str:
-    return f"{_number(row.get('gb_per_s', row.get('tflops')))}"
+    return f"{number(row['tokens_per_s'])} {number(peak)} {row['planned_tokens'] // 1000}k"
 
 
 # section -> what a cell shows
@@ -84,55 +83,48 @@ _TITLES = {
 
 
 def _pivot(section: str, rows: list[Row], cell: Callable[[Row], str]) -> "RenderableType":
-    """A row for each case, a column for each contender."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
+    """Return a table with a row for each case and a column for each contender."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
-    table = Table(
-        title="\n" + _TITLES[section],
-        title_justify="left",
-        pad_edge=False,
-        box=SIMPLE_HEAD,
-        show_edge=False,
-    )
-    table.add_column("")
-    for name in names:
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
     size: dict[str, tuple[int, int]] = {}
     for row in rows:
         own = row.get("batch", 0), row.get("read", 0)
         size[row["case"]] = max(own, size.get(row["case"], own))
-    for case in sorted(size, key=size.__getitem__):
-        found = [cells.get((case, name)) for name in names]
-        table.add_row(
-            case, *("" if r is None else "failed" if "failed" in r else cell(r) for r in found)
-        )
-    return table
+
+    def format_cell(row: Row | None) -> str:
+        return "" if row is None else "failed" if "failed" in row else cell(row)
+
+    return build_table(
+        {"": "left", **{name.replace(" ", "\n", 1): "right" for name in names}},
+        [
+            [case, *(format_cell(cells.get((case, name))) for name in names)]
+            for case in sorted(size, key=size.__getitem__)
+        ],
+        title="\n" + _TITLES[section], **_style(),
+    )  # fmt: skip
 
 
 def _experiments(rows: list[Row]) -> "RenderableType":
-    """What the table of launch parameters gives, and the best that was found."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        title="\nlaunch parameters of decode: us", title_justify="left", pad_edge=False,
-        box=SIMPLE_HEAD, show_edge=False,
-    )  # fmt: skip
-    for name in ("", "stored as", "as it is", "best", "with", "attempts"):
-        table.add_column(name)
+    """Return what the table of launch parameters gives, and the best that was found."""
+    cells = []
     for key in dict.fromkeys((row["case"], row["kind"]) for row in rows):
-        found = [row for row in rows if (row["case"], row["kind"]) == key and "failed" not in row]
-        if found:
-            usual = [row for row in found if not row["parameters"]]
-            best = min(found, key=lambda row: float(row["us"]))
-            table.add_row(
+        good = [row for row in rows if (row["case"], row["kind"]) == key and "failed" not in row]
+        if good:
+            usual = [row for row in good if not row["parameters"]]
+            best = min(good, key=lambda row: float(row["us"]))
+            cells.append([
                 *key, _attention(usual[0]) if usual else "-", _attention(best),
-                best["name"].split(": ")[1], str(len(found)),
-            )  # fmt: skip
-    return table
+                best["name"].split(": ")[1], str(len(good)),
+            ])  # fmt: skip
+    columns = ("", "stored as", "as it is", "best", "with", "attempts")
+    title = "\nlaunch parameters of decode: us"
+    return build_table(dict.fromkeys(columns, "left"), cells, title=title, **_style())
+
+
+def _style() -> dict[str, Any]:
+    from rich.box import SIMPLE_HEAD
+
+    return {"title_justify": "left", "pad_edge": False, "box": SIMPLE_HEAD, "show_edge": False}
 
 
 def _failures(result: dict[str, Any]) -> "RenderableType":
@@ -155,23 +147,15 @@ def _failures(result: dict[str, Any]) -> "RenderableType":
 
 
 def _targets(result: dict[str, Any]) -> "RenderableType":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        title="\ntargets, worst case of each", title_justify="left", pad_edge=False, box=SIMPLE_HEAD
-    )
-    for name in ("", "target", "worst", "best", "cases", "met"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    for row in result["targets"]:
-        met = "not measured" if row["met"] is None else "yes" if row["met"] else "NO"
-        best, cases = row.get("best"), str(row.get("cases", 0))
-        table.add_row(row["what"], row["target"], _number(row["value"]), _number(best), cases, met)
-    return table
-
-
-def _number(value: float | None) -> str:
-    """Three digits, and no exponent."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    met = {None: "not measured", True: "yes", False: "NO"}
+    return build_table(
+        {"": "left", **dict.fromkeys(("target", "worst", "best", "cases", "met"), "right")},
+        [
+            [
+                row["what"], row["target"], number(row["value"]),
+                number(row.get("best")), str(row.get("cases", 0)), met[row["met"]],
+            ]
+            for row in result["targets"]
+        ],
+        title="\ntargets, worst case of each", **_style(),
+    )  # fmt: skip

@@ -1,12 +1,13 @@
-"""How long work takes on a device: replayed CUDA graphs there, a clock elsewhere."""
+"""Timing of work on a device: replayed CUDA graphs there, a clock elsewhere."""
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ..reporting import quartiles
 
 __all__ = ["Stage", "Step", "Timed", "best_of"]
 
@@ -67,7 +68,7 @@ class Stage:
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def free(self) -> int:
-        """Returns the bytes that may still be taken."""
+        """Return the bytes that may still be taken."""
         if not self.is_gpu:
             return 2**50
         # What torch holds and does not use counts as free: it gives it back before it gives up.
@@ -75,13 +76,13 @@ class Stage:
         return max(torch.cuda.mem_get_info(self.device)[0] + held - RESERVE, 0)
 
     def clean(self) -> None:
-        """What nothing refers to is given back to the device."""
+        """Give back to the device what nothing refers to."""
         gc.collect()
         if self.is_gpu:
             torch.cuda.empty_cache()
 
     def wait(self) -> None:
-        """Returns when the device has done all it was given; raises what went wrong there."""
+        """Wait until the device has done all it was given; raise what went wrong there."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
@@ -94,13 +95,13 @@ class Stage:
         return False
 
     def copies(self, size: int, least: int = 1) -> int:
-        """Returns over how many buffers of `size` bytes to rotate, so that none is in a cache."""
+        """Return over how many buffers of `size` bytes to rotate, so that none is in a cache."""
         if self.dry:
             return 2
         return max(least, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
 
     def time(self, steps: Sequence[Step], before: Step | None = None) -> Timed:
-        """Returns the time of one of `steps`, which run in turns.
+        """Return the time of one of `steps`, which run in turns.
 
         Args:
             steps: calls that do the same to different buffers.
@@ -175,7 +176,7 @@ def _between(run: Step) -> float:
 
 
 def _events(run: Step, count: int) -> list[float]:
-    """Returns the microseconds of each of `count` runs."""
+    """Return the microseconds of each of `count` runs."""
     marks = [
         (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         for _ in range(count)
@@ -189,13 +190,10 @@ def _events(run: Step, count: int) -> list[float]:
 
 
 def _timed(totals: list[float], calls: int, note: str | None = None) -> Timed:
-    each = [total / calls for total in totals]
-    low, high = each[0], each[0]
-    if len(each) > 1:
-        low, _, high = statistics.quantiles(each, n=4, method="inclusive")
-    return Timed(statistics.median(each), low, high, calls, note)
+    us, low, high = quartiles([total / calls for total in totals])
+    return Timed(us, us if low is None else low, us if high is None else high, calls, note)
 
 
 def best_of(found: Sequence[tuple[str, Timed]]) -> tuple[str, Timed]:
-    """Returns the name and time of the fastest."""
+    """Return the name and time of the fastest."""
     return min(found, key=lambda pair: pair[1].us)

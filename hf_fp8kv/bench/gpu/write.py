@@ -1,4 +1,4 @@
-"""Storing new tokens: one per sequence, and a whole prompt."""
+"""Write section: one new token per sequence, and a whole prompt."""
 
 import functools
 from typing import Any
@@ -19,10 +19,9 @@ STORED = 1000
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Adds rows for K and V of one layer, as the model hands them over."""
+    """Add rows for K and V of one layer, as the model hands them over."""
     layers = 2 if record.stage.dry else LAYERS
-    kinds = [kind for kind in KINDS if kind.name in ("e4m3", "e4m3 static", "e3m4", "bf16 pages")]
-    for kind in kinds:
+    for kind in KINDS:
         for batch in sizes.writes:
             case = Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
             _one(record, sizes, backend, case, kind, layers)
@@ -62,7 +61,7 @@ def _one(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, lay
 def _check(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, backend: str
 ) -> None:
-    """Raises RuntimeError unless every stored byte is the one that the reference stores."""
+    """Raise RuntimeError unless every stored byte is the one that the reference stores."""
     found, expected = _copy(pages), _copy(pages)
     ops.write(found, key, value, before, backend)
     reference.write(expected, key, value, before)
