@@ -1,4 +1,4 @@
-"""What the docs refer to exists: links, files, folders, modules, keywords of a cache."""
+"""What the docs refer to exists: links, files, folders, modules, functions, keywords of a cache."""
 
 import inspect
 import pydoc
@@ -56,6 +56,12 @@ def test_modules_exist(page: Path):
     names |= set(re.findall(r"python -m (tests[\w.]*)", text))
     missing = [name for name in sorted(names) if pydoc.locate(name) is None]
     assert not missing
+
+
+@on_every_page
+def test_functions_exist(page: Path):
+    for path, name in re.findall(r"`(\w+/[\w/]+\.py)`, `([\w.]+)`", page.read_text()):
+        assert f"def {name.rpartition('.')[2]}(" in (ROOT / "hf_fp8kv" / path).read_text(), name
 
 
 @on_every_page
