@@ -424,7 +424,7 @@ def test_flashinfer_where_there_is_one(record, monkeypatch):
 
 
 def test_the_kernel_that_only_reads(triton_record):
-    from hf_fp8kv.ops.triton.reading import read_all
+    from hf_fp8kv.bench.gpu.read_kernel import read_all
 
     source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
     found = read_all(source.to(triton_record.stage.device), 4, 64, 2)

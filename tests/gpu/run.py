@@ -20,12 +20,10 @@ ROOT = Path(__file__).parents[2]
 # Seconds for the tests of the kernels, for other tests marked gpu, and for a benchmark to end after
 # its own time is up.
 KERNELS, OTHERS, GRACE = 100, 115, 35
-# Compiles for GPUs that are not there: CI does that.
-LEFT_OUT = {"test_kernels_compile.py"}
 
 
 def main() -> int:
-    options = parse()
+    options = parse_arguments()
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -39,19 +37,18 @@ def main() -> int:
     logs = ("kernels.log", "gpu.log", "benchmark.log", "table.log")
     for name in (*logs, "gpu.json", "roofline.png"):
         (out / name).unlink(missing_ok=True)
-    kernels = sorted(ROOT.glob("tests/test_kernels_*.py"))
-    kernels = [str(path) for path in kernels if path.name not in LEFT_OUT]
+    kernels = sorted(str(path) for path in ROOT.glob("tests/ops/test_kernels_*.py"))
     codes = [
-        tested("kernels", options.tests or kernels, out, KERNELS),
-        tested("gpu", ["-m", "gpu", *(f"--ignore={path}" for path in kernels)], out, OTHERS),
+        run_tests("kernels", options.tests or kernels, out, KERNELS),
+        run_tests("gpu", ["-m", "gpu", *(f"--ignore={path}" for path in kernels)], out, OTHERS),
     ]
-    measured = benchmark(options, out)
-    last = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": measured}
-    say(json.dumps(facts(out / "gpu.json") | last))
-    return max(codes) or measured
+    benchmark_code = run_benchmark(options, out)
+    last = {"gpu": gpu, "tests_exit_code": max(codes), "benchmark_exit_code": benchmark_code}
+    say(json.dumps(read_summary(out / "gpu.json") | last))
+    return max(codes) or benchmark_code
 
 
-def parse() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
     parser.add_argument("--seconds", type=float, default=250, help="of the benchmark")
@@ -67,7 +64,7 @@ def say(text: str) -> None:
 
 
 def run(command: list[str], log: Path, seconds: float) -> int:
-    """Runs Python with the repository on its path; 124 if it was ended when its time was up."""
+    """Run Python with the repository on its path; 124 if it was ended when its time was up."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # cuBLAS asks for its workspace where a test asks for deterministic algorithms.
     more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
@@ -97,8 +94,8 @@ def run(command: list[str], log: Path, seconds: float) -> int:
     return code
 
 
-def tested(name: str, arguments: list[str], out: Path, seconds: float) -> int:
-    """Returns pytest's exit code; a selection without tests is no failure."""
+def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
+    """Return pytest's exit code; a selection without tests is no failure."""
     say(f"== tests: {name}")
     options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("xdist"):
@@ -116,23 +113,23 @@ def tested(name: str, arguments: list[str], out: Path, seconds: float) -> int:
     return 0 if code == 5 else abs(code)
 
 
-def benchmark(options: argparse.Namespace, out: Path) -> int:
+def run_benchmark(options: argparse.Namespace, out: Path) -> int:
     say("== benchmark")
     command = ["-m", "hf_fp8kv.cli", "bench", "--suite", "gpu"]
-    found, log = out / "gpu.json", out / "benchmark.log"
-    more = ["--seconds", str(options.seconds), "--json", str(found)]
+    results, log = out / "gpu.json", out / "benchmark.log"
+    more = ["--seconds", str(options.seconds), "--json", str(results)]
     more += ["--dry"] * options.dry + ["--experiments"] * options.experiments
     code = run([*command, *more], log, options.seconds + GRACE)
     if code:
         say(tail(log))
-    if found.exists():
+    if results.exists():
         # From the file, which is there even if the benchmark was ended.
-        shown = out / "table.log"
-        drawn = importlib.util.find_spec("matplotlib") is not None
-        picture = ["--plot", str(out / "roofline.png")] if drawn else []
-        if run([*command, "--from", str(found), *picture], shown, 30):
+        table = out / "table.log"
+        can_plot = importlib.util.find_spec("matplotlib") is not None
+        picture = ["--plot", str(out / "roofline.png")] if can_plot else []
+        if run([*command, "--from", str(results), *picture], table, 30):
             code = code or 1
-        say(shown.read_text())
+        say(table.read_text())
     return abs(code)
 
 
@@ -140,14 +137,14 @@ def tail(log: Path, lines: int = 14) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def facts(found: Path) -> dict[str, object]:
-    """Returns what one line can say of the benchmark."""
-    if not found.exists():
+def read_summary(results: Path) -> dict[str, object]:
+    """Return what one line can say of the benchmark."""
+    if not results.exists():
         return {}
     sys.path.insert(0, str(ROOT))
     from hf_fp8kv.bench.gpu import line
 
-    return line(json.loads(found.read_text()))
+    return line(json.loads(results.read_text()))
 
 
 if __name__ == "__main__":

@@ -249,28 +249,28 @@ def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
 
 @only_gpu
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_no_step_compiles_a_kernel_again(static, monkeypatch):
+def test_no_step_compiles_a_kernel_again(static):
     """Triton makes another kernel for a number that is 1 or a multiple of 16, if it is let."""
-    import triton
-
     from hf_fp8kv.ops.triton import decode, plan, write
 
+    kernels = (decode._decode, decode._combine, plan._plan, write._write)
+
+    # Triton's hooks cannot be used: they want constants that JSON holds.
+    def count_compiled() -> int:
+        return sum(len(caches[0]) for x in kernels for caches in x.device_caches.values())
+
     # What tests before this one compiled in this process would not be compiled now.
-    for kernel in (decode._decode, decode._combine, plan._plan, write._write):
+    for kernel in kernels:
         kernel.device_caches.clear()
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda **more: compiled.append(more["repr"])
-    )
     cache = filled(70, **({"max_cache_len": 500} if static else {}))
     step = layer_step(cache)
     for _ in range(3):
         step()
-    assert compiled, "the hook saw nothing"
-    del compiled[:]
+    compiled = count_compiled()
+    assert compiled, "no kernel was compiled"
     for _ in range(300):
         step()
-    assert not compiled
+    assert count_compiled() == compiled
 
 
 @only_gpu
