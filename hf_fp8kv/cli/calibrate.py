@@ -217,10 +217,12 @@ def _resumable(state: Path) -> Iterator[Path]:
 
 def _save(scales: "KVScales", folder: Path, format: str, overwrite: bool) -> list[Path]:
     """Save the scales and return the paths; if the format cannot hold them, save as hf_fp8kv."""
+    from ..scales import SCALE_FORMATS
+
     try:
         return scales.save_pretrained(folder, format=format, overwrite=overwrite)
     except ScaleError as error:
-        if format == "hf_fp8kv":
+        if SCALE_FORMATS[format].holds_centers:
             raise
         scales.save_pretrained(folder, overwrite=overwrite)
         raise ScaleError(f"{error}; the scales are in {folder}, as hf_fp8kv") from error

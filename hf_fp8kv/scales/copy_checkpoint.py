@@ -158,8 +158,8 @@ def _check_copy(
         if None in pair or not _equal(*pair):  # type: ignore[arg-type]
             raise ScaleError(
                 f"{target}: expected to read back what was written for layer {index}, got "
-                f"{format_value([s and (s.k.tolist(), s.v.tolist()) for s in pair])}; config.json "
-                "says something else of the KV cache, remove that entry"
+                f"{format_value([s and (s.k.tolist(), s.v.tolist()) for s in pair])}; remove what "
+                "config.json says of the KV cache"
             )
 
 

@@ -154,8 +154,7 @@ class KVScales(ScaleData):
         if index not in self.layers:
             raise ScaleError(
                 f"scales ({self.origin}): expected layer {index}, got layers "
-                f"{format_list(self.layers)}; use the scales of this very model, or keep the layer "
-                "out with skip_layers"
+                f"{format_list(self.layers)}; use this model's scales, or pass skip_layers"
             )
         return self.layers[index].spread(
             f"of layer {index}",
@@ -234,13 +233,7 @@ class KVScales(ScaleData):
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, format=format, tp_size=tp_size)
             return upload_files(
-                Path(folder),
-                repo_id,
-                private=private,
-                token=token,
-                revision=revision,
-                commit_message=commit_message,
-                overwrite=overwrite,
+                Path(folder), repo_id, private, token, revision, commit_message, overwrite
             )
 
 

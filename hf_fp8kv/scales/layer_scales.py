@@ -98,8 +98,8 @@ class LayerScales:
                 tensor = tensor[_heads_of(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)]
                 if tensor.shape[1] not in (1, dim):
                     raise ScaleError(
-                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; "
-                        "use the scales of this very model"
+                        f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; use "
+                        "this model's scales"
                     )
             return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
 
@@ -123,6 +123,6 @@ def _heads_of(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) ->
         return slice(tp_rank * heads // tp_size, tp_rank * heads // tp_size + 1)
     total = "" if tp_size == 1 else f" (or {wanted * tp_size} of all {tp_size} ranks)"
     raise ScaleError(
-        f"{what}: expected {wanted} heads{total}, got {heads}; use the scales of this very model, "
+        f"{what}: expected {wanted} heads{total}, got {heads}; use this model's scales, "
         "and its tp_rank and tp_size (hf_fp8kv.tensor_parallel(model) gives both)"
     )

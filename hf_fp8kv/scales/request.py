@@ -72,8 +72,7 @@ class Request:
         if not kept or (missing and self.strict):
             raise ScaleError(
                 f"{origin}: expected scales for {len(expected)} layers, got {len(kept)}: missing "
-                f"{missing}; use the scales of this very model, or pass strict=False (--lenient) "
-                "to use those that are there"
+                f"{missing}; use this model's scales, or pass strict=False (--lenient)"
             )
         if missing:
             logger.warning("%s: layers without scales: %s", origin, missing)
@@ -86,6 +85,6 @@ class Request:
         message = f"{origin}: expected scales of a {expected!r} model, got {model_type!r}"
         if self.strict:
             raise ScaleError(
-                f"{message}; use the scales of this very model, or pass strict=False (--lenient)"
+                f"{message}; use this model's scales, or pass strict=False (--lenient)"
             )
         logger.warning("%s", message)

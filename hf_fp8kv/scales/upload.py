@@ -15,7 +15,6 @@ __all__ = ["upload_files"]
 def upload_files(
     folder: Path,
     repo_id: str,
-    *,
     private: bool | None,
     token: str | bool | None,
     revision: str | None,

@@ -43,9 +43,8 @@ def check_constant(value: object, what: str) -> float:
     if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
         return float(value)  # type: ignore[arg-type]
     raise ScaleError(
-        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), "
-        f"got {format_value(value)}; "
-        "calibrate again, or leave the scales out (scales=None is dynamic)"
+        f"{what}: expected a finite number above 0 (from 2^-100 to 2^100), got "
+        f"{format_value(value)}; calibrate again, or use dynamic scales (scales=None)"
     )
 
 
@@ -55,8 +54,7 @@ def _check_tensor(tensor: object, what: str) -> torch.Tensor:
         raise ScaleError(f"{what}: expected a tensor with data, got {got}")
     if tensor.dtype not in _DTYPES:
         raise ScaleError(
-            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
-            "convert it"
+            f"{what}: expected one of float32, bfloat16, float16, float64, got {tensor.dtype}"
         )
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
@@ -75,8 +73,7 @@ def check_scale(tensor: object, what: str) -> torch.Tensor:
     if bad.any():
         raise ScaleError(
             f"{what}: expected finite numbers above 0 (from 2^-100 to 2^100), got "
-            f"{scale[bad][0].item()!r}; calibrate again, or leave the scales out (scales=None is "
-            "dynamic)"
+            f"{scale[bad][0].item()!r}; calibrate again, or use dynamic scales (scales=None)"
         )
     return scale
 

@@ -100,9 +100,9 @@ def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
         for scale in (layer.k, layer.v):
             if scale.ndim and heads and scale.shape[0] not in heads:
                 raise ScaleError(
-                    f"{layer.source}: expected one scale, or one for each of the heads that "
-                    f"config.json names ({sorted(heads)}), got {scale.shape[0]} in layer {index}; "
-                    "use the scales of this very model"
+                    f"{layer.source}: expected one scale, or one for each of the heads that config"
+                    f".json names ({sorted(heads)}), got {scale.shape[0]} in layer {index}; use "
+                    "this model's scales"
                 )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ..checkpoint.config import Config
 from ..checkpoint.tensor_names import OUTPUTS, PAIR, SHARED, TensorName
+from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat
 
 __all__ = ["AutoFP8"]
@@ -22,6 +23,6 @@ class AutoFP8(QuantizationFormat):
         SHARED,
     )
 
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         new: Config = {"activation_scheme": "static", "ignored_layers": list(excluded)}
         self.quantization_block(config, new)["kv_cache_scheme"] = "static"

@@ -57,13 +57,13 @@ class ScaleFormat(ABC):
         """Return the scales of one file; None if it is no file of this format's own."""
         return None
 
-    @abstractmethod
     def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
         """Return the scales of a checkpoint; None if it has none in this format.
 
         Raises:
             ScaleError: it has some, and they cannot be used.
         """
+        return None
 
     @abstractmethod
     def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
@@ -74,11 +74,11 @@ class ScaleFormat(ABC):
             tp_size: how many ranks they are for.
         """
 
-    @abstractmethod
     def checkpoint_files(
         self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
     ) -> dict[str, bytes]:
         """Return the files that a copy of a checkpoint has instead of its own, or beside them."""
+        return self.files(scales, tp_size)
 
     def missing_facts(self, scales: ScaleData) -> list[str]:
         """Return what readers of the scales alone will miss, for people."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from ..checkpoint.config import Config, as_mapping
 from ..checkpoint.declaration import Declaration, parse_entry
 from ..checkpoint.tensor_names import OUTPUTS, PAIR
+from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat
 
 __all__ = ["CompressedTensors"]
@@ -22,7 +23,10 @@ class CompressedTensors(QuantizationFormat):
     tensor_names = (replace(PAIR, shape=(1,)), OUTPUTS)
 
     def recognizes(self, entry: str, method: str) -> bool:
-        return self.accepts(method) or entry == "compression_config"
+        return method == self.quant_method or entry == "compression_config"
+
+    def accepts(self, entry: str, method: str) -> bool:
+        return method == self.quant_method or (entry == "compression_config" and not method)
 
     def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
         """Parse the outputs of named projections, which were the cache before `kv_cache_scheme`."""
@@ -37,7 +41,8 @@ class CompressedTensors(QuantizationFormat):
                 )
         return declarations
 
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
+        per_head = any(layer.k.ndim for layer in scales.layers.values())
         status = {"format": "dense", "quantization_status": "compressed"}
         block = self.quantization_block(config, {**status, "config_groups": {}, "ignore": []})
         block["kv_cache_scheme"] = {"strategy": "attn_head" if per_head else "tensor", **_SCHEME}

@@ -18,7 +18,6 @@ from safetensors.torch import save as to_safetensors
 from ...errors import ScaleError
 from ...utils.files import convert_read_errors, read_header, read_json
 from ...utils.text import format_list
-from ..checkpoint.checkpoint import Checkpoint
 from ..layer_scales import LayerScales
 from ..report import REPORT_FILE, CalibrationReport
 from ..request import Request
@@ -32,11 +31,12 @@ logger = logging.getLogger(__name__)
 
 OWN_FILE, _SUMMARY = "kv_scales.safetensors", "kv_scales.json"
 _METADATA, _VERSION, _DTYPE = "hf_fp8kv", 1, "float8_e4m3fn"
+_SAVE_AGAIN = "write the file again with save_pretrained"
 _TENSOR = re.compile(r"layers\.([0-9]{1,9})\.(k_scale|v_scale|k_center)")
 
 
 class HfFp8kv(ScaleFormat):
-    """The library's own format, which is read before all others."""
+    """The library's own format. A folder with its file is never read as a checkpoint."""
 
     name = "hf_fp8kv"
     own_files = (REPORT_FILE, _SUMMARY, OWN_FILE)
@@ -55,10 +55,6 @@ class HfFp8kv(ScaleFormat):
         expected = range(request.num_layers) if request.num_layers else sorted(layers)
         layers = request.select_layers(layers, expected, str(path))
         return _add_report(ScaleData(layers, self.name, model_type, str(path)), path.parent)
-
-    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
-        """Return None: a folder with the file is never opened as a checkpoint."""
-        return None
 
     def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
         about = {
@@ -84,22 +80,11 @@ class HfFp8kv(ScaleFormat):
             OWN_FILE: to_safetensors(tensors, {_METADATA: json.dumps(about)}),
         }
 
-    def checkpoint_files(
-        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
-    ) -> dict[str, bytes]:
-        return self.files(scales, tp_size)
-
 
 def _read_layers(
     path: Path, names: Iterable[str], about: str
 ) -> tuple[dict[int, LayerScales], str | None]:
-    """Return the layers of the file, and its model type where it says one.
-
-    Args:
-        path: the file.
-        names: its tensors.
-        about: our entry of its metadata.
-    """
+    """Return the layers of a file, and its model type; `about` is our entry of its metadata."""
     with convert_read_errors(path, f"JSON in the metadata entry {_METADATA!r}"):
         header = json.loads(about)
     if not isinstance(header, dict):
@@ -116,20 +101,19 @@ def _read_layers(
             if match is None or file.get_slice(name).get_dtype() != "F32":
                 raise ScaleError(
                     f"{path}: expected layers.N.k_scale, v_scale and k_center in F32, got {name}; "
-                    "write the file again with save_pretrained"
+                    f"{_SAVE_AGAIN}"
                 )
             tensors[int(match[1])][match[2]] = file.get_tensor(name)
     if header.get("layers") != sorted(tensors):
         raise ScaleError(
             f"{path}: expected the layers of its metadata, {header.get('layers')}, got "
-            f"{format_list(sorted(tensors))}; write the file again"
+            f"{format_list(sorted(tensors))}; {_SAVE_AGAIN}"
         )
     layers = {}
     for index, part in tensors.items():
         if not {"k_scale", "v_scale"} <= set(part):
             raise ScaleError(
-                f"{path}: layer {index}: expected k_scale and v_scale, got one; write the file "
-                "again with save_pretrained"
+                f"{path}: layer {index}: expected k_scale and v_scale, got one; {_SAVE_AGAIN}"
             )
         source = f"{path}: layers.{index}"
         layers[index] = LayerScales(part["k_scale"], part["v_scale"], part.get("k_center"), source)

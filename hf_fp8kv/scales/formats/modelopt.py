@@ -28,13 +28,12 @@ class ModelOpt(QuantizationFormat):
         TensorName(r"qk(?:qk)?v_proj\.(?P<side>[kv])_scale", "self_attn.qkv_proj.{side}_scale", 1),
     )
 
-    def accepts(self, method: str) -> bool:
+    def accepts(self, entry: str, method: str) -> bool:
         return method.startswith("modelopt")
 
-    def recognizes(self, entry: str, method: str) -> bool:
-        return self.accepts(method)
+    recognizes = accepts
 
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         # Its readers know no algorithm for "none": this one is for no module at all.
         algorithm = {"quant_algo": "FP8", "ignore": ["*"], "config_groups": {}}
         block = self.quantization_block(config, {**algorithm, "producer": _PRODUCER})
@@ -58,8 +57,8 @@ def _declare_in_second(second: Config) -> bytes:
     inner = second.setdefault("quantization", {})
     if not isinstance(inner, dict):
         raise ScaleError(
-            f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}; "
-            "fetch the file again"
+            f"{HF_QUANT_CONFIG}: quantization: expected an object, got {format_value(inner)}; fix "
+            "the file"
         )
     inner["kv_cache_quant_algo"] = "FP8"
     return to_json(second)

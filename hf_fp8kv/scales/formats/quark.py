@@ -9,6 +9,7 @@ from ...utils.text import format_value
 from ..checkpoint.config import Config, as_mapping
 from ..checkpoint.declaration import Declaration
 from ..checkpoint.tensor_names import OUTPUTS, PAIR
+from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat
 
 __all__ = ["Quark"]
@@ -36,7 +37,7 @@ class Quark(QuantizationFormat):
     tensor_names = (PAIR, replace(OUTPUTS, shape=()))
 
     def recognizes(self, entry: str, method: str) -> bool:
-        return self.accepts(method)
+        return method == self.quant_method
 
     def parse_block(self, where: str, block: Mapping[str, object]) -> list[Declaration]:
         """Parse the list of the projections whose outputs are the cache."""
@@ -64,7 +65,7 @@ class Quark(QuantizationFormat):
                 dynamic = dynamic or bool(output.get("is_dynamic"))
         return [Declaration("dynamic" if dynamic else "static", f"{where} = {patterns!r}")]
 
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         """Declare the outputs of two projections; what is said of their weights stays."""
         block = self.quantization_block(
             config,

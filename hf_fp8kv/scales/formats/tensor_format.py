@@ -42,12 +42,12 @@ class TensorFormat(ScaleFormat):
     layers_path: ClassVar[str] = "model.layers"
 
     @abstractmethod
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         """Add the entries that declare the scales to a config; the other entries stay.
 
         Args:
             config: a `config.json`.
-            per_head: whether the scales are per head.
+            scales: the scales.
             excluded: the modules of a checkpoint whose weights are not quantized.
 
         Raises:
@@ -79,8 +79,7 @@ class TensorFormat(ScaleFormat):
         folder, files = checkpoint.folder, checkpoint.files
         if not files:
             raise ScaleError(
-                f"{checkpoint.origin}: expected weights in safetensors, got none; convert them "
-                "first"
+                f"{checkpoint.origin}: expected weights in safetensors, got none; convert them"
             )
         tensors = self.tensors(scales.layers, _attention_modules(checkpoint, scales.layers))
         index, second = folder.path(INDEX_FILE), folder.path(HF_QUANT_CONFIG)
@@ -102,16 +101,8 @@ class TensorFormat(ScaleFormat):
     def config_files(
         self, config: Config, second: Config | None, scales: ScaleData, excluded: Sequence[str]
     ) -> dict[str, bytes]:
-        """Return the configs that declare the scales.
-
-        Args:
-            config: the `config.json`; it is changed.
-            second: the `hf_quant_config.json` beside it, or None.
-            scales: the scales.
-            excluded: as in `declare`.
-        """
-        per_head = any(layer.k.ndim for layer in scales.layers.values())
-        self.declare(config, per_head=per_head, excluded=excluded)
+        """Return the configs that declare the scales; `second` is a `hf_quant_config.json`."""
+        self.declare(config, scales, excluded)
         return {"config.json": to_json(config)}
 
     def tensors(
@@ -147,8 +138,8 @@ class QuantizationFormat(TensorFormat):
 
     quant_method: ClassVar[str]
 
-    def accepts(self, method: str) -> bool:
-        """Return whether a `quant_method`, in lower case, is that of the tool."""
+    def accepts(self, entry: str, method: str) -> bool:
+        """Return whether a quantization entry may get the scales; arguments of `recognizes`."""
         return method == self.quant_method
 
     def config_files(
@@ -159,7 +150,7 @@ class QuantizationFormat(TensorFormat):
             # would say something else of them.
             raise ScaleError(
                 f"format {self.name!r}: expected weights that are not quantized, got "
-                f"{HF_QUANT_CONFIG}; choose modelopt, tgi, vllm-json or hf_fp8kv"
+                f"{HF_QUANT_CONFIG}; choose modelopt, or a format that declares none, such as tgi"
             )
         return super().config_files(config, second, scales, excluded)
 
@@ -180,13 +171,11 @@ class QuantizationFormat(TensorFormat):
                 if not isinstance(block, dict) or not block:
                     continue
                 method = str(block.get("quant_method") or "").lower()
-                if entry == "compression_config":
-                    method = method or "compressed-tensors"
-                if not self.accepts(method):
+                if not self.accepts(entry, method):
                     raise ScaleError(
-                        f"format {self.name!r}: expected weights that are not quantized, or with "
-                        f"the quant_method {self.quant_method!r}, got {method!r}, and a checkpoint "
-                        "has one; choose tgi, vllm-json or hf_fp8kv, which need none"
+                        f"format {self.name!r}: expected weights that are not quantized, or by "
+                        f"{self.quant_method!r}, got {method or entry!r}, and a checkpoint has one "
+                        "quantization; choose a format that declares none, such as tgi"
                     )
                 return block
         block = {"quant_method": self.quant_method, **new}
@@ -230,8 +219,7 @@ def _attention_modules(checkpoint: Checkpoint, layers: Collection[int]) -> dict[
         if len(paths.get(index, ())) != 1:
             raise ScaleError(
                 f"{checkpoint.origin}: expected one attention module in layer {index}, got "
-                f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use the scales of this "
-                "very model"
+                f"{format_list(sorted(paths.get(index, ()))) or 'none'}; use this model's scales"
             )
     return {index: paths[index].pop() for index in layers}
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ..checkpoint.config import Config
 from ..checkpoint.tensor_names import PAIR, SHARED
+from ..scale_data import ScaleData
 from .tensor_format import TensorFormat
 
 __all__ = ["Tgi"]
@@ -19,5 +20,5 @@ class Tgi(TensorFormat):
         replace(SHARED, own_dialect=False),
     )
 
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         config["kv_cache_torch_dtype"] = "float8_e4m3fn"

@@ -63,7 +63,7 @@ class TensorRT(TensorFormat):
             "write the scales alone"
         )
 
-    def declare(self, config: Config, *, per_head: bool, excluded: Sequence[str]) -> None:
+    def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         config["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
 
     def _find_rank_files(self, checkpoint: Checkpoint) -> dict[int, str]:

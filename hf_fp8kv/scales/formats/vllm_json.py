@@ -10,6 +10,7 @@ from ...errors import ScaleError
 from ...utils.files import convert_read_errors, read_json
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.config import Config
 from ..layer_scales import LayerScales
 from ..request import Request
 from ..scale_data import ScaleData, take_rank
@@ -50,8 +51,7 @@ class VllmJson(ScaleFormat):
         if sorted(layers) != list(range(len(layers))):
             raise ScaleError(
                 f"format {self.name!r}: expected the layers 0 to {len(layers) - 1}, got "
-                f"{format_list(sorted(layers))}; its readers refuse a file with gaps, choose "
-                "another"
+                f"{format_list(sorted(layers))}; its readers refuse a file with gaps"
             )
         ranks = {
             str(rank): {str(i): s.k.item() for i, s in take_rank(layers, rank, tp_size).items()}
@@ -74,13 +74,7 @@ class VllmJson(ScaleFormat):
             return []
         return ["model_type is not known and null, which vLLM and SGLang refuse"]
 
-    def _parse(
-        self,
-        path: Path,
-        data: Mapping[str, object],
-        request: Request,
-        config: Mapping[str, object],
-    ) -> ScaleData:
+    def _parse(self, path: Path, data: Config, request: Request, config: Config) -> ScaleData:
         cache = data.get("kv_cache")
         if not isinstance(cache, dict):
             raise ScaleError(
@@ -110,7 +104,7 @@ class VllmJson(ScaleFormat):
         if extra and request.strict:
             raise ScaleError(
                 f"{path}: expected {len(expected)} layers, got also layers {format_list(extra)}; "
-                "use the scales of this very model, or pass strict=False (--lenient)"
+                "use this model's scales, or pass strict=False (--lenient)"
             )
         layers = request.select_layers(layers, expected, str(path))
         return ScaleData(layers, self.name, model_type, str(path))
