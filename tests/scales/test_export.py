@@ -530,7 +530,7 @@ def test_weights_that_only_the_second_config_declares(tmp_path, model):
     source = Path(shutil.copytree(model, tmp_path / "source"))
     second = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
     (source / "hf_quant_config.json").write_text(json.dumps(second))
-    with pytest.raises(ScaleError, match="expected weights that are not quantized"):
+    with pytest.raises(ScaleError, match="expected unquantized weights"):
         patched(source, tmp_path / "copy", "autofp8")
     copy = patched(source, tmp_path / "copy", "modelopt")
     read = json.loads((copy / "hf_quant_config.json").read_text())
@@ -599,7 +599,7 @@ BAD_SOURCES = {
     "a-cache-of-latents": (set_config(kv_lora_rank=512), "they cache the latent"),
     "weights-of-another-tool": (
         set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        "'gptq', and a checkpoint has one",
+        "the quant_method 'fp8', got 'gptq'",
     ),
 }
 

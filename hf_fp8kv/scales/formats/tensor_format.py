@@ -149,7 +149,7 @@ class QuantizationFormat(TensorFormat):
             # The weights are quantized by this second config alone: another in the first one
             # would say something else of them.
             raise ScaleError(
-                f"format {self.name!r}: expected weights that are not quantized, got "
+                f"format {self.name!r}: expected unquantized weights, got "
                 f"{HF_QUANT_CONFIG}; choose modelopt, or a format that declares none, such as tgi"
             )
         return super().config_files(config, second, scales, excluded)
@@ -173,9 +173,9 @@ class QuantizationFormat(TensorFormat):
                 method = str(block.get("quant_method") or "").lower()
                 if not self.accepts(entry, method):
                     raise ScaleError(
-                        f"format {self.name!r}: expected weights that are not quantized, or by "
-                        f"{self.quant_method!r}, got {method or entry!r}, and a checkpoint has one "
-                        "quantization; choose a format that declares none, such as tgi"
+                        f"format {self.name!r}: expected unquantized weights, or the quant_method "
+                        f"{self.quant_method!r}, got {method or entry!r}; a config has one, choose "
+                        "a format that needs none, such as tgi"
                     )
                 return block
         block = {"quant_method": self.quant_method, **new}
