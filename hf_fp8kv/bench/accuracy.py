@@ -103,12 +103,12 @@ def run_accuracy_suite(
             cache.
     """
     length = prefill + score
-    scored, others = _topics(tokenizer, texts, length)
+    scored, others = _split_topics(tokenizer, texts, length)
     layers = paged_layers(model)
     corpus = read_corpus(
         list(others.values()), tokenizer, max_tokens=calibrated, max_length=length, held_out=0
     )
-    calls = 1 + 2 * sum(len(_kinds(fmt)) for fmt in MEASURED) + len(_last_rows(model))
+    calls = 1 + 2 * sum(len(_scale_kinds(fmt)) for fmt in MEASURED) + len(_last_rows(model))
     report = _PercentReporter(progress, corpus.tokens + texts * length * calls)
 
     def on_calibration(stage: str, tokens: int, resumed: bool) -> None:
@@ -116,7 +116,7 @@ def run_accuracy_suite(
         report("calibrating", tokens if stage == "text" else 0)
 
     ranges, choices = _calibrate(Job(model, layers, State(None, ""), on_calibration), corpus)
-    rows = [*_rows(model, choices), *_last_rows(model)]
+    rows = [*_make_rows(model, choices), *_last_rows(model)]
     makers = {row.name: row.make for row in rows}
     by_text: list[dict[str, Scores]] = []
     with paged_attention(model):
@@ -135,7 +135,9 @@ def run_accuracy_suite(
             "calibrated_on": list(others)[: corpus.texts],
             # False: it is not known what RoPE rotates, and K has a scale for each head instead.
             "k_per_channel": all(per_channel),
-            "unquantised_bytes_per_token": sum(2 * sum(_sizes(part)) for part in ranges.values()),
+            "unquantised_bytes_per_token": 2 * sum(
+                sum(_numbers_per_token(of_layer)) for of_layer in ranges.values()
+            ),
         },
         "rows": [
             {
@@ -190,7 +192,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     )  # fmt: skip
 
 
-def _topics(
+def _split_topics(
     tokenizer: Any, count: int, length: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the first tokens of the topics to score, `[1, length]`, and texts to calibrate on.
@@ -199,7 +201,7 @@ def _topics(
     first, then the shortest ones that are long enough, which leaves the most for the calibration.
     """
     topics: dict[str, str] = pydoc_data.topics.topics
-    paragraphs = {name: _paragraphs(text) for name, text in topics.items()}
+    paragraphs = {name: _find_paragraphs(text) for name, text in topics.items()}
     shortest = sorted(topics.keys() - set(TEXTS), key=lambda name: (len(topics[name]), name))
     scored: dict[str, torch.Tensor] = {}
     used: set[str] = set()
@@ -225,7 +227,7 @@ def _topics(
     return scored, others
 
 
-def _paragraphs(text: str) -> set[str]:
+def _find_paragraphs(text: str) -> set[str]:
     parts = (" ".join(part.split()) for part in text.split("\n\n"))
     return {part for part in parts if len(part) >= _PARAGRAPH}
 
@@ -240,11 +242,13 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choice
         # A state keeps the first choice that it is asked for.
         fresh = replace(job, state=State(None, ""))
         choices[fmt, name] = stages.choose_scales(fresh, corpus.windows, ranges, partners, options)
-    choices[MEASURED[0], AMAX] = {index: _smallest(of_layer) for index, of_layer in ranges.items()}
+    choices[MEASURED[0], AMAX] = {
+        index: _smallest_scales(of_layer) for index, of_layer in ranges.items()
+    }
     return ranges, choices
 
 
-def _smallest(ranges: TensorDict) -> Choice:
+def _smallest_scales(ranges: TensorDict) -> Choice:
     """Return the smallest scales per head under which nothing saturates."""
     mean = (ranges["k_sum"] / ranges["count"]).float()
 
@@ -256,20 +260,20 @@ def _smallest(ranges: TensorDict) -> Choice:
     return Choice(scale("k"), scale("v"), scale("k", mean), mean.cpu())
 
 
-def _kinds(fmt: str) -> tuple[str, ...]:
+def _scale_kinds(fmt: str) -> tuple[str, ...]:
     """Return the kinds of scales to measure a format with."""
     amax = (AMAX,) if fmt == MEASURED[0] else ()
     return (CONSTANT, *amax, *STATIC, DYNAMIC)
 
 
-def _rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
+def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     """Return a row for every format and kind of scales, without a center and with one."""
     rows = []
     for fmt in MEASURED:
-        for scales, centered in product(_kinds(fmt), (False, True)):
+        for scales, centered in product(_scale_kinds(fmt), (False, True)):
             options: dict[str, Any] = {"dtype": fmt}
             if (fmt, scales) in choices:
-                options["scales"] = _static(choices[fmt, scales], centered)
+                options["scales"] = _static_scales(choices[fmt, scales], centered)
             else:
                 options["scales"] = 1.0 if scales == CONSTANT else None
                 options["center_keys"] = centered
@@ -278,7 +282,7 @@ def _rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     return rows
 
 
-def _static(layers: Mapping[int, Choice], centered: bool) -> KVScales:
+def _static_scales(layers: Mapping[int, Choice], centered: bool) -> KVScales:
     def make(choice: Choice) -> LayerScales:
         if not centered:
             return LayerScales(choice.k, choice.v, source="calibrated")
@@ -309,7 +313,7 @@ def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
     }
 
 
-def _sizes(part: TensorDict) -> tuple[int, int]:
+def _numbers_per_token(part: TensorDict) -> tuple[int, int]:
     """Return how many numbers of K and of V a token has in one layer."""
     return part["k_max"].numel(), part["v_max"].numel()
 

@@ -65,8 +65,8 @@ def run_quality_suite(
     Raises:
         ConfigError: there are not that many texts of that many tokens.
     """
-    topics, ids = _texts(tokenizer, texts, prefill + score)
-    caches = _caches(model)
+    topics, ids = _select_texts(tokenizer, texts, prefill + score)
+    caches = _cache_makers(model)
     total, done = ids.numel() * (len(caches) + 1), 0
 
     def on_call(cache: str, tokens: int) -> None:
@@ -111,7 +111,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     )  # fmt: skip
 
 
-def _texts(tokenizer: Any, count: int, length: int) -> tuple[list[str], torch.Tensor]:
+def _select_texts(tokenizer: Any, count: int, length: int) -> tuple[list[str], torch.Tensor]:
     """Return the names of the topics, and their first tokens, `[count, length]`, int64."""
     topics: dict[str, str] = pydoc_data.topics.topics
     others = sorted(topics.keys() - set(TEXTS), key=lambda name: (-len(topics[name]), name))
@@ -130,7 +130,7 @@ def _texts(tokenizer: Any, count: int, length: int) -> tuple[list[str], torch.Te
     return list(tokens), torch.cat(list(tokens.values()))
 
 
-def _caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
+def _cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     """Return what makes each cache; transformers' own where this version and model have it."""
     caches: dict[str, Callable[[], Any]] = {
         name: partial(FP8PagedCache, model.config, **options) for name, options in CACHES.items()

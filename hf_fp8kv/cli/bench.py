@@ -102,10 +102,10 @@ def bench(
         require_server()
         arguments = {"model": model, "device": device}
     if shown is not None:
-        result = _stored(shown)
+        result = _load_result(shown)
     else:
-        with show_progress() as say:
-            result = getattr(measures, function)(**arguments, progress=say)
+        with show_progress() as report:
+            result = getattr(measures, function)(**arguments, progress=report)
     if plot_path is not None:
         measures.plot(result, plot_path)
     if json_path == "-":
@@ -116,7 +116,7 @@ def bench(
     print_parts([measures.format_table(result)], piped_width=140)
 
 
-def _stored(path: str) -> dict[str, Any]:
+def _load_result(path: str) -> dict[str, Any]:
     """Return what `bench --suite gpu --json` wrote."""
     try:
         result: Any = json.loads(Path(path).read_text())

@@ -180,7 +180,7 @@ def _one_not_written(right):
 def test_a_wrong_kernel_fails(record, monkeypatch, broken):
     monkeypatch.setattr(ops, "attend", broken(ops.attend))
     for case in TINY.decode:
-        row = decode.paged(record, TINY, "torch", "decode", case, E4M3)
+        row = decode.measure_pages(record, TINY, "torch", "decode", case, E4M3)
         assert "relative error" in row["failed"], row
     assert not record.find("decode")
 
@@ -191,12 +191,12 @@ def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
         return query.new_empty(shape)
 
     monkeypatch.setattr(ops, "attend", lazy)
-    row = decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
+    row = decode.measure_pages(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
     assert "relative error inf" in row["failed"]
 
 
 def test_wrong_attention_of_others_fails(record, monkeypatch):
-    monkeypatch.setattr(baselines, "_grouped", _five_percent_more(baselines._grouped))
+    monkeypatch.setattr(baselines, "_attend_grouped", _five_percent_more(baselines._attend_grouped))
     baselines.measure_decode(record, "decode", TINY.decode[0])
     failed = {row["name"]: "failed" in row for row in record.rows}
     assert failed == {"sdpa math": True, "sdpa math folded": False}
@@ -225,10 +225,10 @@ def test_a_contender_that_fails(record, monkeypatch):
 
     right = ops.attend
     monkeypatch.setattr(ops, "attend", fails)
-    row = decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
+    row = decode.measure_pages(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
     assert row["failed"] == "out of memory"
     monkeypatch.setattr(ops, "attend", right)
-    assert "us" in decode.paged(record, TINY, "torch", "decode", TINY.decode[0], BF16)
+    assert "us" in decode.measure_pages(record, TINY, "torch", "decode", TINY.decode[0], BF16)
 
 
 def test_a_section_that_fails(monkeypatch):
@@ -252,7 +252,7 @@ def test_what_there_is_no_time_for_is_named():
 
 def test_what_does_not_fit_is_named(record, monkeypatch):
     monkeypatch.setattr(record.stage, "free", lambda: 1000)
-    assert decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3) is None
+    assert decode.measure_pages(record, TINY, "torch", "decode", TINY.decode[0], E4M3) is None
     assert "GiB are free" in record.skipped[0]
 
 
@@ -263,7 +263,7 @@ def test_a_lost_device_ends_the_process_s_part_and_the_contender(record, monkeyp
     monkeypatch.setattr(ops, "attend", fails)
     monkeypatch.setattr(record.stage, "is_lost", lambda: True)
     with pytest.raises(DeviceLost):
-        decode.paged(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
+        decode.measure_pages(record, TINY, "torch", "decode", TINY.decode[0], E4M3)
     assert record.banned == ["e4m3"]
     assert not record.is_wanted("decode", "another", "e4m3")
 
@@ -308,11 +308,11 @@ def test_engines_that_fail_end_neither_the_section_nor_the_others(record, monkey
 
 
 def test_requests_of_engines():
-    prompts = serving._prompts(FULL.served, 32)
+    prompts = serving._make_prompts(FULL.served, 32)
     lengths = sorted(map(len, prompts))
     assert (lengths[0], lengths[-1], len(lengths)) == (200, 2000, 32)
     assert lengths != list(map(len, prompts))
-    assert prompts == serving._prompts(FULL.served, 32), "every contender gets the same"
+    assert prompts == serving._make_prompts(FULL.served, 32), "every contender gets the same"
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -372,14 +372,14 @@ def test_targets_take_the_worst_case():
 
 
 def test_a_backend_that_takes_equally_many_heads_only(record, monkeypatch):
-    right = baselines._grouped
+    right = baselines._attend_grouped
 
     def refuses(q, k, v):
         if q.shape[1] != k.shape[1]:
             raise RuntimeError("No available kernel. Aborting execution.")
         return right(q, k, v)
 
-    monkeypatch.setattr(baselines, "_grouped", refuses)
+    monkeypatch.setattr(baselines, "_attend_grouped", refuses)
     baselines.measure_decode(record, "decode", TINY.decode[0])
     [row] = record.find("decode", name="sdpa math")
     assert row["note"] == "KV heads repeated"
@@ -415,7 +415,7 @@ def test_flashinfer_where_there_is_one(record, monkeypatch):
     stand_in.BatchDecodeWithPagedKVCacheWrapper = _Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     for case in TINY.decode:
-        baselines._flashinfer(record, "decode", case)
+        baselines._measure_flashinfer(record, "decode", case)
     assert len(record.find("decode", name="flashinfer bf16")) == len(TINY.decode), record.rows
     assert len(record.find("decode", name="flashinfer e4m3")) == len(TINY.decode), record.rows
 

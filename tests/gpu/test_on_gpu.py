@@ -16,8 +16,8 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.gpu.decode import _attend, _planned, _query
-from hf_fp8kv.bench.gpu.pools import check, pages_for, poisoned, relative_error
+from hf_fp8kv.bench.gpu.decode import attend, make_plan_step, make_query
+from hf_fp8kv.bench.gpu.pools import check, pages_for, poison_memory, relative_error
 from hf_fp8kv.bench.gpu.record import TOLERANCE, Record
 from hf_fp8kv.bench.gpu.shapes import BF16, KINDS, TINY, Case, Heads
 from hf_fp8kv.bench.gpu.timing import Stage
@@ -316,16 +316,16 @@ def test_many_repeats_give_the_same_bits(kind, combine):
     case, here = Case(lengths, HEADS, label="repeats"), record()
     with tuning.override(combine=combine), torch.no_grad():
         pages = pages_for(here.stage, kind, case, 1, 16)[0]
-        query = _query(here, case)
-        before, plan, ends = _planned(here, case, "triton")
+        query = make_query(here, case)
+        before, plan, ends = make_plan_step(here, case, "triton")
         before()
-        with poisoned():
-            first = _attend(query, pages, ends, case, plan, "triton")
+        with poison_memory():
+            first = attend(query, pages, ends, case, plan, "triton")
         assert check(first, query, pages, case) < TOLERANCE
         for number in range(200 if ON_GPU else 2):
             before()
-            found = _attend(query, pages, ends, case, plan, "triton")
-            again = _attend(query, pages, ends, case, plan, "triton")
+            found = attend(query, pages, ends, case, plan, "triton")
+            again = attend(query, pages, ends, case, plan, "triton")
             assert torch.equal(found, first), f"repeat {number}"
             assert torch.equal(again, first), f"repeat {number}, the same plan once more"
 
@@ -355,11 +355,11 @@ def test_attention_over_many_pages(kind, case):
             case = replace(case, lengths=tuple(n + case.tokens for n in case.lengths))
     here = record()
     pages = pages_for(here.stage, kind, case, 1, 16)[0]
-    query = _query(here, case)
-    before, plan, ends = _planned(here, case, "triton")
+    query = make_query(here, case)
+    before, plan, ends = make_plan_step(here, case, "triton")
     before()
-    with torch.no_grad(), poisoned():
-        found = _attend(query, pages, ends, case, plan, "triton")
+    with torch.no_grad(), poison_memory():
+        found = attend(query, pages, ends, case, plan, "triton")
     assert check(found, query, pages, case) < TOLERANCE
 
 
@@ -388,12 +388,12 @@ def test_addresses_past_two_gigabytes():
     far = Pages(k, v, near.table + (many - count))
     if ON_GPU:
         assert far.k.codes.numel() > 2**31
-    query = _query(here, case)
+    query = make_query(here, case)
     for stored in (near, far):
         begin = torch.tensor([length - 10], dtype=torch.int32, device=DEVICE)
         ops.write(stored, key, value, begin, "triton")
     ends = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-    found = [_attend(query, stored, ends, case, None, "triton") for stored in (near, far)]
+    found = [attend(query, stored, ends, case, None, "triton") for stored in (near, far)]
     assert torch.equal(*found)
     assert check(found[1], query, far, case) < TOLERANCE
     for side in ("k", "v"):
@@ -411,14 +411,14 @@ def test_addresses_past_two_gigabytes():
 def test_no_dense_copy_is_made(tokens):
     case, here = Case((60_000,), HEADS, tokens=tokens, label="memory"), record()
     pages = pages_for(here.stage, E4M3, case, 1, 16)[0]
-    query = _query(here, case)
-    before, plan, ends = _planned(here, case, "triton")
+    query = make_query(here, case)
+    before, plan, ends = make_plan_step(here, case, "triton")
     before()
-    _attend(query, pages, ends, case, plan, "triton")
+    attend(query, pages, ends, case, plan, "triton")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    out = _attend(query, pages, ends, case, plan, "triton")
+    out = attend(query, pages, ends, case, plan, "triton")
     grown = torch.cuda.max_memory_allocated() - held
     # Partial sums of a split sequence are what it may need; K and V in bf16 are 246 MB.
     assert grown < out.numel() * out.element_size() + (2**23 if tokens == 1 else 2**27)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from .pools import PAGE_SIZE, check_dense, dense
+from .pools import PAGE_SIZE, check_dense, make_dense
 from .record import Record
 from .shapes import BF16, Case
 from .timing import Stage, Step
@@ -28,11 +28,11 @@ def _backends(stage: Stage) -> dict[str, SDPBackend]:
     return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend_grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """One new token: the query heads of a KV head as its queries, so that K is read once."""
     out = F.scaled_dot_product_attention(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v)
     return out.reshape(q.shape)
@@ -41,12 +41,14 @@ def _folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def measure_decode(record: Record, section: str, case: Case) -> None:
     """Add rows for one new token: each backend of torch, and FlashInfer where there is one."""
     forms = (
-        {"": _grouped} if case.heads.query == case.heads.kv else {"": _grouped, " folded": _folded}
+        {"": _attend_grouped}
+        if case.heads.query == case.heads.kv
+        else {"": _attend_grouped, " folded": _attend_folded}
     )
     for name, backend in _backends(record.stage).items():
         for suffix, form in forms.items():
-            _sdpa(record, section, case, f"sdpa {name}{suffix}", backend, form)
-    _flashinfer(record, section, case)
+            _measure_sdpa(record, section, case, f"sdpa {name}{suffix}", backend, form)
+    _measure_flashinfer(record, section, case)
 
 
 def measure_extend(record: Record, case: Case) -> None:
@@ -63,12 +65,12 @@ def measure_extend(record: Record, case: Case) -> None:
 
     for name, backend in _backends(record.stage).items():
         if case.tokens == case.lengths[0]:
-            _sdpa(record, "extend", case, f"sdpa {name}", backend, square)
+            _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, square)
         elif name != "cudnn":
-            _sdpa(record, "extend", case, f"sdpa {name}", backend, lower_right)
+            _measure_sdpa(record, "extend", case, f"sdpa {name}", backend, lower_right)
 
 
-def _sdpa(
+def _measure_sdpa(
     record: Record, section: str, case: Case, name: str, backend: SDPBackend, form: Attention
 ) -> None:
     stage, size = record.stage, case.moved(BF16)
@@ -79,7 +81,7 @@ def _sdpa(
         return
 
     def work() -> dict[str, Any]:
-        pairs = dense(stage, case, layers)
+        pairs = make_dense(stage, case, layers)
         rows = len(case.lengths) if case.is_ragged else 1
         heads = case.heads
         shape = (len(case.lengths), heads.query, case.tokens, heads.dim)
@@ -90,16 +92,16 @@ def _sdpa(
             output = _run(backend, form, queries[-1], *pairs[-1])
         except RuntimeError:
             # A backend that does not take fewer KV heads gets each as often as it is needed.
-            if form is _folded or heads.query == heads.kv or case.is_ragged:
+            if form is _attend_folded or heads.query == heads.kv or case.is_ragged:
                 raise
-            pairs = [_expanded(pair, heads.query // heads.kv) for pair in pairs]
+            pairs = [_repeat_heads(pair, heads.query // heads.kv) for pair in pairs]
             output = _run(backend, form, queries[-1], *pairs[-1])
             note["note"] = "KV heads repeated"
         expanded = pairs[-1][0].shape[1] != heads.kv
         stored = [x[:, :: heads.query // heads.kv] if expanded else x for x in pairs[-1]]
         error = check_dense(output, queries[-1], stored[0], stored[1], case)
         steps: list[Step] = [
-            functools.partial(_all, backend, form, queries, pairs[i * rows : (i + 1) * rows])
+            functools.partial(_run_all, backend, form, queries, pairs[i * rows : (i + 1) * rows])
             for i in range(layers)
         ]
         return {
@@ -117,21 +119,21 @@ def _run(
         return form(q, k, v)
 
 
-def _all(
+def _run_all(
     backend: SDPBackend, form: Attention, queries: Sequence[torch.Tensor], pairs: Sequence[Pair]
 ) -> None:
     for query, pair in zip(queries, pairs, strict=True):
         _run(backend, form, query, *pair)
 
 
-def _expanded(pair: Pair, groups: int) -> Pair:
+def _repeat_heads(pair: Pair, groups: int) -> Pair:
     return pair[0].repeat_interleave(groups, 1), pair[1].repeat_interleave(groups, 1)
 
 
 # -- FlashInfer ----------------------------------------------------------------------------------
 
 
-def _flashinfer(record: Record, section: str, case: Case) -> None:
+def _measure_flashinfer(record: Record, section: str, case: Case) -> None:
     if importlib.util.find_spec("flashinfer") is None:
         if "FlashInfer is not installed" not in record.skipped:
             record.skip("FlashInfer is not installed")
@@ -139,11 +141,11 @@ def _flashinfer(record: Record, section: str, case: Case) -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("e4m3", torch.float8_e4m3fn)):
         row = f"flashinfer {name}"
         if record.is_wanted(section, str(case), row):
-            work = functools.partial(_flashinfer_work, record, case, dtype)
+            work = functools.partial(_run_flashinfer, record, case, dtype)
             record.measure(section, str(case), row, work)
 
 
-def _flashinfer_work(record: Record, case: Case, dtype: torch.dtype) -> dict[str, Any]:
+def _run_flashinfer(record: Record, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     flashinfer = importlib.import_module("flashinfer")
 
     stage, heads, device = record.stage, case.heads, record.stage.device

@@ -9,20 +9,28 @@ from ... import ops
 from ...formats import AUTO
 from ...ops import Pages
 from . import baselines
-from .pools import check, pages_for, poisoned
+from .pools import check, pages_for, poison_memory
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 from .timing import Step
 
-__all__ = ["measure", "measure_extend", "measure_others", "paged"]
+__all__ = [
+    "attend",
+    "make_plan_step",
+    "make_query",
+    "measure",
+    "measure_extend",
+    "measure_others",
+    "measure_pages",
+]
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each case of a decode step and each contender."""
     for case in sizes.decode:
-        _plan(record, sizes, backend, "decode", case)
+        _measure_plan(record, sizes, backend, "decode", case)
         for kind in KINDS:
-            paged(record, sizes, backend, "decode", case, kind)
+            measure_pages(record, sizes, backend, "decode", case, kind)
         baselines.measure_decode(record, "decode", case)
 
 
@@ -31,7 +39,7 @@ def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
     for case in sizes.others:
         for kind in KINDS:
             if not kind.static:
-                paged(record, sizes, backend, "others", case, kind)
+                measure_pages(record, sizes, backend, "others", case, kind)
         if not (case.window or case.softcap or case.tokens > 1):
             baselines.measure_decode(record, "others", case)
 
@@ -43,11 +51,11 @@ def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
         case = Case((stored + new,), sizes.heads, tokens=new, label=label)
         for kind in KINDS:
             if kind.format in ("fp8_e4m3", AUTO):
-                paged(record, sizes, backend, "extend", case, kind)
+                measure_pages(record, sizes, backend, "extend", case, kind)
         baselines.measure_extend(record, case)
 
 
-def paged(
+def measure_pages(
     record: Record,
     sizes: Sizes,
     backend: str,
@@ -67,14 +75,14 @@ def paged(
         return None
 
     def work() -> dict[str, Any]:
-        made = pages_for(stage, kind, case, layers, sizes.pages)
-        query = _query(record, case)
-        before, plan, lengths = _planned(record, case, backend)
-        steps = [functools.partial(_attend, query, p, lengths, case, plan, backend) for p in made]
-        with poisoned():
+        pools = pages_for(stage, kind, case, layers, sizes.pages)
+        query = make_query(record, case)
+        before, plan, lengths = make_plan_step(record, case, backend)
+        steps = [functools.partial(attend, query, p, lengths, case, plan, backend) for p in pools]
+        with poison_memory():
             before()
             output = steps[-1]()
-        error = check(output, query, made[-1], case)
+        error = check(output, query, pools[-1], case)
         return {
             "timed": stage.time(steps, before), "error": error, "moved": size,
             "flops": case.flops, "batch": len(case.lengths), "read": case.read, "layers": layers,
@@ -83,14 +91,14 @@ def paged(
     return record.measure(section, str(case), name, work)
 
 
-def _query(record: Record, case: Case) -> torch.Tensor:
+def make_query(record: Record, case: Case) -> torch.Tensor:
     heads = case.heads
     shape = (len(case.lengths), case.tokens, heads.query, heads.dim)
     # As a model hands it over: heads and tokens have changed places.
     return torch.randn(shape, dtype=torch.bfloat16, device=record.stage.device).transpose(1, 2)
 
 
-def _planned(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
+def make_plan_step(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
     """What makes the plan of a step, the plan (None: there is none) and the lengths."""
     device = record.stage.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
@@ -104,20 +112,20 @@ def _planned(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch
     return step, plan, lengths
 
 
-def _attend(
+def attend(
     query: torch.Tensor, pages: Pages, lengths: torch.Tensor, case: Case, plan: Any, backend: str
 ) -> torch.Tensor:
     spec = case.attention_spec()
     return ops.attend(query, pages, lengths, 0, max(case.lengths), spec, plan=plan, backend=backend)
 
 
-def _plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) -> None:
+def _measure_plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) -> None:
     """Add a row for the plan alone, which is made once per step."""
     if ops.plan_rows(backend, record.stage.device, len(case.lengths), case.heads.kv) is None:
         return
 
     def work() -> dict[str, Any]:
-        timed = record.stage.time([_planned(record, case, backend)[0]] * 8)
+        timed = record.stage.time([make_plan_step(record, case, backend)[0]] * 8)
         return {"timed": timed, "batch": len(case.lengths), "read": case.read}
 
     record.measure(section, str(case), "split plan", work)

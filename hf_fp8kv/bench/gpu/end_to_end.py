@@ -85,7 +85,7 @@ CONTENDERS = {
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each batch and context and each cache."""
-    record.tell("making a random model")
+    record.report("making a random model")
     model = _model(sizes, record.stage)
     took: dict[bool, float] = {}
     contenders = dict(CONTENDERS)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...ops.triton import tuning
-from .decode import paged
+from .decode import measure_pages
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
@@ -63,7 +63,7 @@ def _attempt(
     name = f"{kind.name}: {text}"
     # Many launch parameters cannot work (too much shared memory): that is one failed row.
     with tuning.override(**parameters):
-        paged(record, sizes, backend, SECTION, case, kind, name)
+        measure_pages(record, sizes, backend, SECTION, case, kind, name)
     for row in record.find(SECTION, case=str(case), name=name):
         row["parameters"], row["kind"] = parameters, kind.name
         return float(row["us"])

@@ -14,7 +14,8 @@ from .shapes import Case, Heads, Kind
 from .timing import Stage
 
 __all__ = [
-    "PAGE_SIZE", "check", "check_dense", "dense", "pages_for", "poisoned", "relative_error",
+    "PAGE_SIZE", "check", "check_dense", "make_dense", "pages_for", "poison_memory",
+    "relative_error",
 ]  # fmt: skip
 
 PAGE_SIZE = 64
@@ -23,17 +24,17 @@ CHECKED = 128
 
 
 @functools.lru_cache(maxsize=4)
-def _sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
+def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
     """A few pages that the reference wrote: normal random numbers."""
     shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     table = torch.arange(count, dtype=torch.int32, device=device)[None]
-    pages = _empty(kind, heads, count, table)
+    pages = _make_empty(kind, heads, count, table)
     reference.write(pages, k, v, torch.zeros(1, dtype=torch.int32, device=device))
     return pages
 
 
-def _empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pages:
+def _make_empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pages:
     device = table.device
     dtype = torch.bfloat16 if kind.format == AUTO else torch.uint8
     dynamic = kind.format != AUTO and not kind.static
@@ -70,7 +71,7 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
         layers: how many.
         count: different random pages.
     """
-    sample = _sample(kind, case.heads, count, stage.device)
+    sample = _make_sample(kind, case.heads, count, stage.device)
     each = [-(-length // PAGE_SIZE) for length in case.lengths]
     total = sum(each)
     order = torch.randperm(total, device=stage.device).int()
@@ -94,7 +95,7 @@ def _select(side: StoredSide, pages: torch.Tensor) -> StoredSide:
     )
 
 
-def dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
     Where lengths differ, each sequence of each layer has its own, `[1, Hkv, N, D]`.
@@ -142,8 +143,8 @@ def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -
     groups = heads.query // heads.kv
     worst = 0.0
     for b, h in places:
-        rows, one = slice(h * groups, (h + 1) * groups), _one_head(pages, b, h)
-        for first, last in _parts(case.tokens):
+        rows, one = slice(h * groups, (h + 1) * groups), _select_head(pages, b, h)
+        for first, last in _split_queries(case.tokens):
             # Queries are the last of what is stored: earlier ones see a shorter text.
             length = case.lengths[b] - case.tokens + last
             expected = reference.attend(
@@ -155,14 +156,14 @@ def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -
     return worst
 
 
-def _parts(tokens: int) -> list[tuple[int, int]]:
+def _split_queries(tokens: int) -> list[tuple[int, int]]:
     """The queries that are checked: all of a few, the first and the last of many."""
     if tokens <= 2 * CHECKED:
         return [(0, tokens)]
     return [(0, CHECKED), (tokens - CHECKED, tokens)]
 
 
-def _one_head(pages: Pages, sequence: int, head: int) -> Pages:
+def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     one = slice(head, head + 1)
 
     def cut(side: StoredSide) -> StoredSide:
@@ -186,7 +187,7 @@ def check_dense(
     worst = 0.0
     for b, h in ((0, 0), (k.shape[0] - 1, case.heads.kv - 1)):
         rows = slice(h * groups, (h + 1) * groups)
-        for first, last in _parts(tokens):
+        for first, last in _split_queries(tokens):
             length = stored - tokens + last
             ends = torch.tensor([length], device=k.device)
             visible = reference.visible(ends, last - first, 0, length, True, 0)
@@ -198,7 +199,7 @@ def check_dense(
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
+def poison_memory() -> Iterator[None]:
     """Inside, memory that nothing was written to yet is NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     # torch fills new memory with NaN while it is asked for deterministic algorithms.

@@ -57,11 +57,11 @@ class Record:
         self._ends = time.perf_counter() + seconds
         self.skipped = []
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return the seconds that the section still has."""
         return self._ends - time.perf_counter()
 
-    def tell(self, message: str) -> None:
+    def report(self, message: str) -> None:
         """Report what is done next."""
         self._progress(message)
 
@@ -86,7 +86,7 @@ class Record:
         """
         if (section, case, name) in self._done or name in self.banned:
             return False
-        if self.left() < seconds or self.left() <= 0:
+        if self.seconds_left() < seconds or self.seconds_left() <= 0:
             self.skip(f"{section}, {case}, {name}: no time left")
             return False
         return True

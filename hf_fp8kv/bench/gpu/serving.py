@@ -85,7 +85,7 @@ def _settings(scales: float | None, backend: str) -> ServingConfig:
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each number of requests and each engine."""
     served, stage = sizes.served, record.stage
-    record.tell("making a random model")
+    record.report("making a random model")
     model = _model(
         replace(
             sizes, layers=served.layers, hidden=served.hidden, heads=served.heads,
@@ -97,7 +97,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     took: dict[str, float] = {}
     for requests in served.requests:
         case = f"{requests} requests"
-        prompts = _prompts(served, requests)
+        prompts = _make_prompts(served, requests)
         tokens = sum(map(len, prompts)) + requests * served.new
         numbers = 2 * served.layers * served.heads.kv * served.heads.dim
         for name, contender in contenders.items():
@@ -113,7 +113,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
             took[name] = time.perf_counter() - began
 
 
-def _prompts(served: Served, requests: int) -> list[list[int]]:
+def _make_prompts(served: Served, requests: int) -> list[list[int]]:
     """Return random prompts, whose lengths are spread evenly and come in no order."""
     numbers = torch.Generator().manual_seed(0)
     low, high = served.prompts
@@ -156,7 +156,7 @@ def _work(
             "tokens_per_s": len(prompts) * served.new / seconds, "seconds": seconds,
             "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * served.new,
             "batch": len(prompts), "peak_bytes": peak,
-            "planned_tokens": _planned(model, contender, backend),
+            "planned_tokens": _plan_tokens(model, contender, backend),
         }  # fmt: skip
     finally:
         serving.disable(model)
@@ -177,21 +177,21 @@ def _run(
     ) as manager:
         # As many requests as then, short ones: kernels are compiled for them.
         first = [prompt[: served.prompts[0]] for prompt in prompts]
-        _answers(record, manager, first, served.warm)
+        _wait_for_answers(record, manager, first, served.warm)
         began = time.perf_counter()
-        _answers(record, manager, prompts, served.new)
+        _wait_for_answers(record, manager, prompts, served.new)
         record.stage.wait()
         return time.perf_counter() - began
 
 
-def _answers(record: Record, manager: Any, prompts: list[list[int]], new: int) -> None:
+def _wait_for_answers(record: Record, manager: Any, prompts: list[list[int]], new: int) -> None:
     """Wait for all answers. Raises RuntimeError if one fails, or if there is no time left."""
     manager.add_requests(prompts, max_new_tokens=new)
     missing = len(prompts)
     while missing:
         out = manager.get_result(timeout=1)
         if out is None:
-            late = record.left() < -LATE
+            late = record.seconds_left() < -LATE
             if late or not manager.is_running():
                 manager.stop(block=True, timeout=10, hard_stop=True)
                 raise RuntimeError("no time left" if late else "the engine ended by itself")
@@ -208,7 +208,7 @@ def _answers(record: Record, manager: Any, prompts: list[list[int]], new: int) -
 LATE = 10
 
 
-def _planned(model: Any, contender: _Contender, backend: str) -> int:
+def _plan_tokens(model: Any, contender: _Contender, backend: str) -> int:
     """Return the tokens that the engine's own planner makes room for."""
     attention = contender.attention
     plan: Callable[..., int] = functools.partial(

@@ -75,7 +75,7 @@ def run_gpu_suite(
             f"{'finds one' if torch.cuda.is_available() else 'finds none'}"
         )
     result: dict[str, Any] = {
-        **describe_run("gpu", **_gpu(stage)),
+        **describe_run("gpu", **_describe_gpu(stage)),
         "settings": {
             "device": str(stage.device), "backend": backend, "dry": dry, "seconds": seconds
         },
@@ -130,13 +130,15 @@ def continue_suite(
             # A new process gets the device back. It repeats the section without the contender that
             # lost the device, if it is known which.
             remaining = chosen[index if again else index + 1 :]
-            return _elsewhere(result, remaining, ends - time.perf_counter(), progress, save)
+            return _continue_elsewhere(
+                result, remaining, ends - time.perf_counter(), progress, save
+            )
         stage.clean()
         keep(0.0)
     return complete(result)
 
 
-def _elsewhere(
+def _continue_elsewhere(
     result: dict[str, Any],
     chosen: Sequence[str],
     seconds: float,
@@ -148,7 +150,7 @@ def _elsewhere(
         before, after = Path(folder, "before.json"), Path(folder, "after.json")
         task = {"chosen": list(chosen), "seconds": seconds, "save": save and str(save)}
         before.write_text(json.dumps({"result": result, "task": task}))
-        script = f"import sys; from {__name__} import _go_on; _go_on(*sys.argv[1:])"
+        script = f"import sys; from {__name__} import _resume; _resume(*sys.argv[1:])"
         run = subprocess.run(
             [sys.executable, "-c", script, str(before), str(after)], check=False, text=True,
             capture_output=True, timeout=max(seconds, 1.0) + 60,
@@ -163,7 +165,7 @@ def _elsewhere(
     return complete(result)
 
 
-def _go_on(before: str, after: str) -> None:
+def _resume(before: str, after: str) -> None:
     """Continue in another process: read the task, and write the result."""
     given = json.loads(Path(before).read_text())
     task = given["task"]
@@ -177,7 +179,7 @@ def _write_line(stream: Any, message: str) -> None:
     stream.write(message + "\n")
 
 
-def _gpu(stage: Stage) -> dict[str, object]:
+def _describe_gpu(stage: Stage) -> dict[str, object]:
     if not stage.is_gpu:
         return {}
     properties = torch.cuda.get_device_properties(stage.device)

@@ -9,7 +9,7 @@ import torch
 
 from ..reporting import quartiles
 
-__all__ = ["Stage", "Step", "Timed", "best_of"]
+__all__ = ["Stage", "Step", "Timed"]
 
 Step = Callable[[], object]
 
@@ -109,16 +109,16 @@ class Stage:
         """
         first: Step = before or (lambda: None)
         if not self.is_gpu:
-            return _clocked(steps, first)
+            return _time_by_clock(steps, first)
         try:
-            return _replayed(steps, first)
+            return _time_by_graph(steps, first)
         except RuntimeError as error:
             # What cannot be captured is timed as it is: its launches show.
             self.wait()
-            return _by_events(steps, first, f"no graph: {str(error).splitlines()[0]}")
+            return _time_by_events(steps, first, f"no graph: {str(error).splitlines()[0]}")
 
 
-def _clocked(steps: Sequence[Step], first: Step) -> Timed:
+def _time_by_clock(steps: Sequence[Step], first: Step) -> Timed:
     def run() -> float:
         began = time.perf_counter()
         first()
@@ -127,10 +127,10 @@ def _clocked(steps: Sequence[Step], first: Step) -> Timed:
         return 1e6 * (time.perf_counter() - began)
 
     run()
-    return _timed([run() for _ in range(3)], len(steps))
+    return _summarize([run() for _ in range(3)], len(steps))
 
 
-def _replayed(steps: Sequence[Step], first: Step) -> Timed:
+def _time_by_graph(steps: Sequence[Step], first: Step) -> Timed:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -149,29 +149,29 @@ def _replayed(steps: Sequence[Step], first: Step) -> Timed:
                 for step in steps:
                     step()
         graph.replay()
-        took = _between(graph.replay)
+        took = _run_once(graph.replay)
         calls = rounds * len(steps)
         wanted = min(int(GRAPH / took) + 1, LARGEST_GRAPH // len(steps))
         if took >= GRAPH / 2 or wanted <= 1 or rounds > 1:
             break
         rounds = wanted
     count = max(FEWEST, min(int(REPLAYED / took), MOST))
-    return _timed(_events(graph.replay, count), calls)
+    return _summarize(_events(graph.replay, count), calls)
 
 
-def _by_events(steps: Sequence[Step], first: Step, note: str) -> Timed:
+def _time_by_events(steps: Sequence[Step], first: Step, note: str) -> Timed:
     def run() -> None:
         first()
         for step in steps:
             step()
 
     run()
-    took = _between(run)
+    took = _run_once(run)
     count = max(FEWEST, min(int(REPLAYED / took), MOST))
-    return _timed(_events(run, count), len(steps), note)
+    return _summarize(_events(run, count), len(steps), note)
 
 
-def _between(run: Step) -> float:
+def _run_once(run: Step) -> float:
     return _events(run, 1)[0] / 1e3
 
 
@@ -189,11 +189,6 @@ def _events(run: Step, count: int) -> list[float]:
     return [1e3 * max(start.elapsed_time(end), 1e-3) for start, end in marks]
 
 
-def _timed(totals: list[float], calls: int, note: str | None = None) -> Timed:
+def _summarize(totals: list[float], calls: int, note: str | None = None) -> Timed:
     us, low, high = quartiles([total / calls for total in totals])
     return Timed(us, us if low is None else low, us if high is None else high, calls, note)
-
-
-def best_of(found: Sequence[tuple[str, Timed]]) -> tuple[str, Timed]:
-    """Return the name and time of the fastest."""
-    return min(found, key=lambda pair: pair[1].us)

@@ -24,19 +24,21 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     for kind in KINDS:
         for batch in sizes.writes:
             case = Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
-            _one(record, sizes, backend, case, kind, layers)
+            _measure_case(record, sizes, backend, case, kind, layers)
         case = Case(
             (sizes.prefill,), sizes.heads, tokens=sizes.prefill, label=f"1 x {sizes.prefill}"
         )
-        _one(record, sizes, backend, case, kind, min(layers, 4))
+        _measure_case(record, sizes, backend, case, kind, min(layers, 4))
 
 
-def _one(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, layers: int) -> None:
+def _measure_case(
+    record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, layers: int
+) -> None:
     stage, heads = record.stage, case.heads
     new = len(case.lengths) * case.tokens * 2 * heads.kv * heads.dim
 
     def work() -> dict[str, Any]:
-        made = pages_for(stage, kind, case, layers, sizes.pages)
+        pools = pages_for(stage, kind, case, layers, sizes.pages)
         before = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device) - case.tokens
         shape = (len(case.lengths), case.tokens, heads.kv, heads.dim)
         pairs = [
@@ -47,10 +49,10 @@ def _one(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, lay
             functools.partial(
                 ops.write, pages, k.transpose(1, 2), v.transpose(1, 2), before, backend
             )
-            for pages, (k, v) in zip(made, pairs, strict=True)
+            for pages, (k, v) in zip(pools, pairs, strict=True)
         ]
         k, v = pairs[-1]
-        _check(made[-1], k.transpose(1, 2), v.transpose(1, 2), before, backend)
+        _check(pools[-1], k.transpose(1, 2), v.transpose(1, 2), before, backend)
         # Read: the numbers; written: what is stored.
         moved = new * (2.0 + kind.bytes_per_number(heads.dim))
         return {"timed": stage.time(steps), "moved": moved, "layers": layers}
