@@ -28,7 +28,7 @@ __all__ = [
     "NO_MASK",
     "attend_rows",
     "finish",
-    "window_start",
+    "last_before_window",
 ]
 
 # What a mask is (`Features.mask`).
@@ -51,9 +51,9 @@ SCAN = tl.constexpr(1024)
 
 
 @triton.jit
-def window_start(position, window):
-    """Return the first position that a query at `position` sees through a sliding window."""
-    return position - window + 1
+def last_before_window(q_position, window):
+    """Return the last position that is too old for a query's sliding window."""
+    return q_position - window
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def attend_rows(
         end = tl.minimum(end, last_q + 1)
     begin = tl.maximum(low, start)
     if FEATURES.windowed:
-        begin = tl.maximum(begin, window_start(first_q, window))
+        begin = tl.maximum(begin, last_before_window(first_q, window) + 1)
     begin = tl.maximum(begin, 0)
 
     # Positions that every row sees: `full` to `full_end - 1`.
@@ -101,7 +101,7 @@ def attend_rows(
     if FEATURES.causal:
         full_end = tl.minimum(full_end, first_q + 1)
     if FEATURES.windowed:
-        full = tl.maximum(full, window_start(last_q, window))
+        full = tl.maximum(full, last_before_window(last_q, window) + 1)
     mask_ptr = tensors.mask
     if FEATURES.mask == COMPACT:
         mask_ptr += b.to(tl.int64) * mask_strides[0]
@@ -345,7 +345,7 @@ def _find_visible(
     if FEATURES.causal:
         visible &= position[None, :] <= q_position[:, None]
     if FEATURES.windowed:
-        visible &= position[None, :] >= window_start(q_position, window)[:, None]
+        visible &= position[None, :] > last_before_window(q_position, window)[:, None]
     if FEATURES.mask == COMPLETE:
         column = (position - start)[None, :]
         visible &= tl.load(mask_ptr[:, None] + column, mask=visible, other=0) != 0

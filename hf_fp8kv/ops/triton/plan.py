@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import window_start
+from .attention import last_before_window
 from .target import Target, launch, next_power_of_2, target_of
 from .tuning import programs_per_processor
 
@@ -92,7 +92,7 @@ def _plan(
     ends = tl.load(lengths_ptr + b, mask=b < batch, other=0)
     low = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
-        low = tl.maximum(low, window_start(ends - tokens, window))
+        low = tl.maximum(low, last_before_window(ends - tokens, window) + 1)
     low = tl.maximum(low, 0) // UNIT
     units = tl.maximum(tl.cdiv(ends, UNIT) - low, 0)
     units = tl.where(b < batch, units, 0)
