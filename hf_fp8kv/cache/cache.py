@@ -1,15 +1,13 @@
-"""`FP8PagedCache`: all that knows transformers' cache classes."""
+"""`FP8PagedCache`: the cache that `generate()` is given."""
 
 import copy
 import dataclasses
 import logging
 import os
-from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
@@ -17,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 from ..errors import ConfigError, Fp8KVError
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
-from ..modeling.tensor_parallel import check_divides
 from ..paging.block_table import PageBudget
 from ..paging.layer_group import LayerGroup
 from ..scales import KVScales, declared_kv_scales
@@ -25,12 +22,11 @@ from ..scales.resolve import resolve
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization
-from .layer import FP8PagedLayer, PagedLayerBase, parse_crop
-from .layer_factory import LayerFactory
+from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
+from .paged_layers import PagedLayers
 from .paged_tensor import densify
-from .preallocated_layer import FP8PagedPreallocatedLayer
-from .snapshot import CacheSnapshot, LayerSnapshot
+from .snapshot import CacheSnapshot
 
 __all__ = ["FP8PagedCache"]
 
@@ -121,21 +117,8 @@ class FP8PagedCache(DynamicCache):
         self.layer_class_to_replicate = None
         decoder = None if config is None else config.get_text_config(decoder=True)
         self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
-        if decoder is None:
-            if skip_layers:
-                raise ConfigError(
-                    "skip_layers expected a config to look the layers up in, got None"
-                )
-            if options.is_preallocated:
-                raise ConfigError(
-                    "max_cache_len expected a config, got None: preallocated layers are made "
-                    "before the model asks for layers"
-                )
-            return
-        if options.tp_size > 1:
-            check_divides(decoder, options.tp_size)
-        self.layers = self._factory.layers_for(decoder, skip_layers)
-        if options.scales is None and (declared := declared_kv_scales(config)):
+        self.layers = self._paged.layers_for(skip_layers)
+        if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,
                 f"this checkpoint declares static KV scales ({declared}) that this cache does not "
@@ -147,8 +130,8 @@ class FP8PagedCache(DynamicCache):
         self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
     ) -> None:
         self.options, self.config, self.budget = options, config, budget
-        self._factory = LayerFactory(options, config, budget)
-        self.groups: dict[int | None, LayerGroup] = self._factory.groups
+        self._paged = PagedLayers(options, config, budget)
+        self.groups: dict[int | None, LayerGroup] = self._paged.groups
         # Without a config layers are added as the model asks.
         self.open_ended = config is None
         # The layer that was written last, and the tokens it was given.
@@ -172,7 +155,7 @@ class FP8PagedCache(DynamicCache):
         strict: bool = True,
         **cache_keywords: Any,
     ) -> "FP8PagedCache":
-        """Returns a cache with the static scales of a checkpoint.
+        """Return a cache with the static scales of a checkpoint.
 
         Args:
             repo_or_dir: a local folder, or a repository of the Hub.
@@ -206,17 +189,12 @@ class FP8PagedCache(DynamicCache):
     @property
     def paged_layers(self) -> list[PagedLayerBase]:
         """The layers that are stored in pages."""
-        return [layer for layer in self.layers if isinstance(layer, PagedLayerBase)]
+        return self._paged.layers
 
     @property
     def stock_layers(self) -> list[Any]:
         """The layers that are transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
-
-    @property
-    def is_preallocated(self) -> bool:
-        """Whether all memory is taken at the first call (`max_cache_len`)."""
-        return self.options.is_preallocated
 
     # -- what transformers calls -------------------------------------------------------------
 
@@ -228,10 +206,23 @@ class FP8PagedCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new tokens of a layer, and returns the keys and values to attend to."""
+        """Store new tokens of a layer, and return the keys and values to attend to.
+
+        Args:
+            key_states: `[B, Hkv, T, Dk]`, of the model's dtype.
+            value_states: `[B, Hkv, T, Dv]`.
+            layer_idx: the layer's number in the model.
+
+        Returns:
+            As `update` of the layer; dense tensors under flex attention.
+
+        Raises:
+            ConfigError, ScaleError, OutOfPagesError: as `update` of the layer. What earlier layers
+                stored in this step is removed: the cache is as it was before the step.
+        """
         if self.open_ended:
             while len(self.layers) <= layer_idx:
-                self.layers.append(self._factory.new_layer(len(self.layers), None))
+                self.layers.append(self._paged.new_layer(len(self.layers), None))
         try:
             if layer_idx >= len(self.layers):
                 raise ConfigError(
@@ -240,7 +231,10 @@ class FP8PagedCache(DynamicCache):
                 )
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except Fp8KVError:
-            self._undo_step(layer_idx, key_states)
+            last, tokens = self._last_update
+            if last < layer_idx and tokens == key_states.shape[-2]:
+                self._paged.undo_step(layer_idx, tokens)
+                self._last_update = (len(self.layers), 0)
             raise
         if not torch.compiler.is_compiling():
             self._last_update = (layer_idx, key_states.shape[2])
@@ -249,24 +243,12 @@ class FP8PagedCache(DynamicCache):
             return densify(keys), densify(values)
         return keys, values
 
-    def _undo_step(self, layer_idx: int, key_states: torch.Tensor) -> None:
-        """Takes back what earlier layers stored in a step that failed at `layer_idx`."""
-        last, tokens = self._last_update
-        if self.is_preallocated or last >= layer_idx or tokens != key_states.shape[-2]:
-            return
-        layers = self.paged_layers
-        start = next(
-            (int(x.get_seq_length()) for x in layers if x.index == layer_idx),
-            self.host_length() - tokens,
-        )
-        for layer in layers:
-            if layer.index < layer_idx and layer.get_seq_length() == start + tokens:
-                layer.group.crop(tokens, [layer.member])
-        self._last_update = (len(self.layers), 0)
-        self._forget_empty()
-
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns of the mask, and the position of the first, for a call of `query_length`."""
+        """Return the columns of the mask, and the position of the first.
+
+        Raises:
+            ConfigError: a call without tokens.
+        """
         if isinstance(query_length, int) and query_length == 0:
             raise ConfigError(
                 "expected at least one token that the cache does not hold yet, got none; the cache "
@@ -277,114 +259,65 @@ class FP8PagedCache(DynamicCache):
 
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
-        return max((layer.host_length() for layer in self.paged_layers), default=0)
+        return self._paged.host_length()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` tokens are gone; pages behind the window are given back.
+        """Remove the last `-tokens_to_remove` tokens, and give pages behind the window back.
 
         Raises:
             ConfigError: a positive number, or tokens that a window no longer holds. The cache is
                 as it was.
         """
         tokens = parse_crop(tokens_to_remove)
-        for group in self.groups.values():
-            group.check_crop(tokens)
+        self._paged.check_crop(tokens)
         for layer in self.stock_layers:
             layer.crop(tokens_to_remove)
-        if not self.is_preallocated:
-            for group in self.groups.values():
-                group.crop(tokens)
-            self._forget_empty()
-            return
-        for layer in self.paged_layers:
-            layer.crop(tokens_to_remove)
-        if tokens:
-            self._unshare(self.host_length())
+        self._paged.crop(tokens)
 
     def reset(self) -> None:
-        """The cache is empty; the layers stay, and so do the addresses of the preallocated form."""
+        """Remove all tokens; the layers stay, and so do addresses of the preallocated form."""
         for layer in self.stock_layers:
             layer.reset()
-        if self.is_preallocated:
-            for layer in self.paged_layers:
-                layer.reset()
-            if any(group.table.is_shared for group in self.groups.values()):
-                # Sequences that came from one beam: each gets pages of its own again.
-                for group in self.groups.values():
-                    group.table.truncate(0)
-                self._unshare(0)
-            return
-        for group in self.groups.values():
-            group.clear()
-        self._forget_empty()
-
-    def _forget_empty(self) -> None:
-        """After tokens went: an empty layer has no center, and a pool without pages no memory."""
-        for layer in self.paged_layers:
-            assert isinstance(layer, FP8PagedLayer)
-            if not layer.get_seq_length():
-                layer.k_center = None
-            if layer.pool.is_allocated and not layer.group.table.allocator.held:
-                layer.release_memory()
-        for group in self.groups.values():
-            if not group.table.allocator.held:
-                group.table.allocator.forget()
+        self._paged.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence `i` is then what sequence `beam_idx[i]` was; moves page numbers, not bytes."""
+        """Make sequence `i` what sequence `beam_idx[i]` was; moves page numbers, not bytes.
+
+        Args:
+            beam_idx: `[B]`, integers on any device.
+
+        Raises:
+            ConfigError: numbers of sequences that do not exist.
+        """
         for layer in self.stock_layers:
             layer.reorder_cache(beam_idx)
-        self._select(beam_idx)
+        self._paged.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence is then there `repeats` times, side by side; no bytes are copied."""
+        """Repeat each sequence `repeats` times, side by side; no bytes are copied.
+
+        Raises:
+            ConfigError: `repeats` is below 1.
+        """
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
         for layer in self.stock_layers:
             layer.batch_repeat_interleave(repeats)
-        if batch := self._batch():
-            self._select(torch.arange(batch).repeat_interleave(repeats))
+        self._paged.select(torch.arange(self._paged.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the sequences `indices` are left, in that order; no bytes are copied."""
+        """Keep only the sequences `indices`, in that order; no bytes are copied.
+
+        Args:
+            indices: `[B]`, integers, or bool, on any device.
+
+        Raises:
+            ConfigError: no sequence is left.
+        """
         for layer in self.stock_layers:
             layer.batch_select_indices(indices)
-        if batch := self._batch():
-            self._select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
-
-    def _batch(self) -> int:
-        return max((group.table.batch for group in self.groups.values()), default=0)
-
-    def _select(self, sequences: torch.Tensor) -> None:
-        batch = self._batch()
-        if not batch:
-            return
-        rows = sequences.cpu().numpy().astype(np.int64)
-        if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
-            raise ConfigError(
-                f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
-            )
-        length = self.host_length() if self.is_preallocated else 0
-        for group in self.groups.values():
-            if self.is_preallocated:
-                # Pages that hold nothing yet are not shared: each sequence gets its own again.
-                group.table.truncate(length)
-            group.select(rows)
-        for layer in self.paged_layers:
-            layer.select_rows(sequences)
-        if self.is_preallocated:
-            self._unshare(length)
-
-    def _unshare(self, length: int) -> None:
-        """Give each sequence of the preallocated form pages of its own from `length` on."""
-        assert self.options.max_cache_len is not None
-        batch = self._batch()
-        for group in self.groups.values():
-            if batch:
-                group.apply(group.table.reserve(length, self.options.max_cache_len, batch))
-        for layer in self.paged_layers:
-            assert isinstance(layer, FP8PagedPreallocatedLayer)
-            layer.refresh(batch)
+        if batch := self._paged.batch:
+            self._paged.select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
 
     # -- forks, files, sizes -----------------------------------------------------------------
 
@@ -401,19 +334,7 @@ class FP8PagedCache(DynamicCache):
         return self._restore(dataclasses.replace(snapshot, stock_layers=stock))
 
     def _snapshot(self) -> CacheSnapshot:
-        groups = {window: group.snapshot() for window, group in self.groups.items()}
-        layers: list[LayerSnapshot | None] = []
-        stock = []
-        for layer in self.layers:
-            if isinstance(layer, PagedLayerBase):
-                layers.append(layer.snapshot(groups[layer.sliding_window]))
-            else:
-                layers.append(None)
-                stock.append(layer)
-        return CacheSnapshot(
-            self.options, list(groups.values()), layers, stock, self.open_ended, self.budget,
-            self.config,
-        )  # fmt: skip
+        return self._paged.snapshot(self.layers, open_ended=self.open_ended)
 
     @classmethod
     def _restore(cls, snapshot: CacheSnapshot) -> "FP8PagedCache":
@@ -421,7 +342,7 @@ class FP8PagedCache(DynamicCache):
         if options.is_preallocated:
             budget = PageBudget(options.page_size, options.max_pages)
         cache._set_up(options, snapshot.config, budget)
-        cache.layers = cache._factory.restore_layers(snapshot)
+        cache.layers = cache._paged.restore_layers(snapshot)
         cache.open_ended = snapshot.open_ended
         return cache
 
@@ -433,14 +354,13 @@ class FP8PagedCache(DynamicCache):
         return self.fork()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        snapshot = self._snapshot()
-        packed = serialization.pack(snapshot)
-        return _unpickle, (type(self), *packed, snapshot.options, snapshot.stock_layers)
+        packed = serialization.pack(self._snapshot())
+        return _unpickle, (type(self), *packed, self.options, self.stock_layers)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes what the cache holds to a safetensors file, whole or not at all.
+        """Write what the cache holds to a safetensors file, whole or not at all.
 
-        Only pages in use are written. Returns the path.
+        Only pages in use are written. The path is returned.
 
         Raises:
             ConfigError: a layer that is not attention (linear, convolution, hybrid) holds a state.
@@ -451,7 +371,7 @@ class FP8PagedCache(DynamicCache):
     def load(
         cls, path: str | os.PathLike[str], *, device: str | torch.device | None = None
     ) -> "FP8PagedCache":
-        """Returns the cache that `save` wrote, on `device` (None: the CPU).
+        """Return the cache that `save` wrote, on `device` (None: the CPU).
 
         Each layer goes to the device of the model's layer with the first tokens that it is given.
 
@@ -461,7 +381,7 @@ class FP8PagedCache(DynamicCache):
         return cls._restore(serialization.load(path, device))
 
     def memory_footprint(self) -> dict[str, int]:
-        """Returns what the cache takes, in bytes (but for `tokens`).
+        """Return what the cache takes, in bytes (but for `tokens`).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
         scales, centers), `tables` (block tables and lengths), `other` (transformers' own layers),
@@ -469,15 +389,11 @@ class FP8PagedCache(DynamicCache):
         this cache), and `tokens` (tokens held, over all sequences). Forks share pages: each
         reports all of them under `pages`.
         """
-        sizes = Counter(dict.fromkeys(("pages", "scales", "tables", "other", "used"), 0))
-        for layer in self.paged_layers:
-            sizes.update(layer.memory_footprint())
-        for group in self.groups.values():
-            sizes.update(group.memory_footprint())
+        sizes = self._paged.memory_footprint()
+        used = sizes.pop("used")
         sizes["other"] = sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
-        total = sum(sizes[kind] for kind in ("pages", "scales", "tables", "other"))
-        tokens = self._batch() * self.host_length()
-        return {**sizes, "total": total, "tokens": tokens}
+        tokens = self._paged.batch * self.host_length()
+        return {**sizes, "total": sizes.total(), "used": used, "tokens": tokens}
 
 
 def _unpickle(kind: type[FP8PagedCache], *packed: Any) -> FP8PagedCache:

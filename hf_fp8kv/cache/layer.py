@@ -1,10 +1,8 @@
-"""One layer of the cache, as transformers' `Cache` expects it: the dynamic form."""
+"""`PagedLayerBase`: a layer stored in pages, as transformers' `Cache` expects it."""
 
 import operator
 from abc import abstractmethod
-from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -19,7 +17,7 @@ from .options import CacheOptions
 from .paged_tensor import PagedKV, make_handle
 from .snapshot import LayerSetup, LayerSnapshot
 
-__all__ = ["FP8PagedLayer", "PagedLayerBase", "parse_crop"]
+__all__ = ["PagedLayerBase", "parse_crop"]
 
 
 class PagedLayerBase(CacheLayerMixin):
@@ -269,140 +267,6 @@ class PagedLayerBase(CacheLayerMixin):
             for name in ("k_static_scale", "v_static_scale", "k_center", "_scale_center"):
                 tensor = getattr(self, name)
                 setattr(self, name, None if tensor is None else tensor.to(device))
-
-
-class FP8PagedLayer(PagedLayerBase):
-    """A layer whose pages are taken as tokens come.
-
-    With a window, pages that fall out of it are given back.
-    """
-
-    is_compileable = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The layer then has scales, and a pool for tokens like these."""
-        self._prepare_scales(key_states, value_states)
-        if not self.pool.is_allocated:
-            self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
-        self._ready = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new tokens, and returns the keys and values to attend to.
-
-        Args:
-            key_states: `[B, Hkv, T, Dk]`, of the model's dtype.
-            value_states: `[B, Hkv, T, Dv]`.
-
-        Returns:
-            Handles on stored keys and values; on an empty layer with prefill="exact", the
-            arguments themselves.
-
-        Raises:
-            ConfigError: tokens of another model or batch.
-            ScaleError: static scales that do not fit.
-            OutOfPagesError: the budget would be passed. The cache is as it was in each case.
-        """
-        self._check_tokens(key_states, value_states)
-        key, value = key_states.detach(), value_states.detach()
-        group = self.group
-        batch, tokens = key.shape[0], key.shape[2]
-        start = group.lengths[self.member]
-        stop = start + tokens
-        if not self.is_initialized:
-            self._prepare_scales(key, value)
-        elif key.device != self.device:
-            self.follow(key.device)
-        group.prepare(start, stop, batch)
-        if not self.is_initialized:
-            self.lazy_initialization(key, value)
-        self._bring_back()
-        self.pool.grow(group.table.allocator.capacity)
-        if start == 0:
-            self.k_center = self._first_center(key)
-        pages = self._pages(group.table_on(self.device))
-        ops.write(pages, key, value, group.lengths_on(self.device, start), self.backend)
-        group.lengths[self.member] = stop
-        if start == 0 and self.options.prefill == "exact":
-            return key_states, value_states
-        return self._view(pages, group.visible_from(start), stop)
-
-    def _view(self, pages: Pages, start: int, stop: int) -> tuple[PagedKV, PagedKV]:
-        ends = self.group.lengths_on(self.device, stop)
-        plan = self.group.plan_on(self.device, start, stop, self.pool.heads, self.backend)
-        return self._handles(pages, ends, plan, start, stop, ragged=False)
-
-    def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Returns handles on all that is stored and not yet behind the window, or None."""
-        length = self.get_seq_length()
-        if not length:
-            return None
-        self._bring_back()
-        pages = self._pages(self.group.table_on(self.device))
-        return self._view(pages, self.group.visible_from(length), length)
-
-    def get_seq_length(self) -> int:
-        """Tokens seen, those behind the window among them."""
-        return self.group.lengths[self.member]
-
-    def host_length(self) -> int:
-        """Return the tokens stored, those behind the window among them."""
-        return self.get_seq_length()
-
-    def pages_in_use(self) -> int:
-        """Return how many pages the block table lists."""
-        return len(np.unique(self.group.table.used()))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of the mask, and the position of the first, for a call of `query_length`."""
-        length = self.get_seq_length()
-        start = self.group.visible_from(length)
-        return length + query_length - start, start
-
-    def get_max_length(self) -> int:
-        """-1: no maximum; the window for a sliding layer (as transformers' own layers say)."""
-        return -1 if self.group.window is None else self.group.window
-
-    def reset(self) -> None:
-        """The layer is empty; its memory is given back once no layer and no fork holds pages."""
-        self.crop_member(self.get_seq_length())
-
-    def crop_member(self, tokens: int) -> None:
-        """The last `tokens` tokens of this layer are gone."""
-        self.group.crop(tokens, [self.member])
-        if not self.get_seq_length():
-            self.k_center = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` tokens of this layer are gone."""
-        tokens = parse_crop(tokens_to_remove)
-        self.group.check_crop(tokens)
-        self.crop_member(tokens)
-
-    def select_rows(self, sequences: torch.Tensor) -> None:
-        """The part of `select` that concerns this layer alone: its per-sequence center."""
-        if self.k_center is not None:
-            self.k_center = self.k_center[sequences.to(self.k_center.device)]
-
-    def release_memory(self) -> None:
-        """The pool's bytes are given back; only for a layer without tokens and forks."""
-        self.pool.free()
-        self._ready = False
-        self._clear_scales()
-
-    def restore(self, snapshot: LayerSnapshot) -> None:
-        """Take what a layer held; for a layer over the same pool."""
-        self.group.lengths[self.member] = int(snapshot.length)
-        if snapshot.pool is None:
-            return
-        if snapshot.setup is None:
-            self._prepare_scales(*snapshot.pool.empty_tokens(1))
-        else:
-            self.dtype, self.v_dtype, self.device, self.backend, *scales = snapshot.setup
-            self.k_static_scale, self.v_static_scale, self._scale_center = scales
-        self.k_center = snapshot.k_center
-        self._ready = True
 
 
 _WHOLE_CACHE = (

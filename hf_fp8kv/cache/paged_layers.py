@@ -1,0 +1,301 @@
+"""The paged layers of a cache: how they are made, and what is done to all of them at once."""
+
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ..errors import ConfigError, ScaleError
+from ..modeling.layer_specs import layers_named, layers_of
+from ..modeling.tensor_parallel import check_divides, kv_heads
+from ..paging.block_table import PageBudget
+from ..paging.layer_group import LayerGroup
+from ..paging.page_pool import PagePool
+from ..scales import KVScales
+from .dynamic_layer import FP8PagedLayer
+from .layer import PagedLayerBase
+from .options import CacheOptions
+from .preallocated_layer import FP8PagedPreallocatedLayer
+from .snapshot import CacheSnapshot, LayerSnapshot
+
+__all__ = ["PagedLayers"]
+
+# Exactly these kinds are replaced by paged layers: a subclass keeps more than K and V.
+_REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+class PagedLayers:
+    """The paged layers of one cache, and the groups that share a block table.
+
+    Attributes:
+        options: what the user chose.
+        config: the decoder's config, or None.
+        budget: what the pages of all groups count against.
+        groups: one group of layers, with one block table, for each window; None: no window.
+        layers: the paged layers, in the order of the model.
+    """
+
+    def __init__(
+        self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
+    ) -> None:
+        self.options, self.config, self.budget = options, config, budget
+        self.groups: dict[int | None, LayerGroup] = {}
+        self.layers: list[PagedLayerBase] = []
+
+    # -- making layers -----------------------------------------------------------------------
+
+    def new_layer(
+        self, index: int, window: int | None, pool: PagePool | None = None
+    ) -> PagedLayerBase:
+        """Add a paged layer to the group of its window, and return it.
+
+        Args:
+            index: its number in the model.
+            window: tokens that a query sees; None: all.
+            pool: the pages of a fork; None: the layer has its own.
+        """
+        if window not in self.groups:
+            self.groups[window] = LayerGroup(self.budget, window)
+            self._link_groups()
+        group = self.groups[window]
+        heads = None
+        if self.options.tp_size > 1 and self.config is not None:
+            heads = kv_heads(self.config, index)
+        layer: PagedLayerBase
+        if self.options.is_preallocated:
+            layer = FP8PagedPreallocatedLayer(index, self.options, group, heads, self.config)
+        else:
+            layer = FP8PagedLayer(index, self.options, group, heads, pool)
+        self.layers.append(layer)
+        return layer
+
+    def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
+        """Return the layers that the config describes: paged ones, and transformers' own.
+
+        Without a config there are none yet.
+
+        Raises:
+            ConfigError: `skip_layers` names layers that the model does not have; layers are needed
+                but there is no config; `tp_size` does not divide the KV heads.
+            ScaleError: there are static scales, but not for every paged layer.
+        """
+        config = self.config
+        if config is None:
+            if skip_layers:
+                raise ConfigError(
+                    "skip_layers expected a config to look the layers up in, got None"
+                )
+            if self.options.is_preallocated:
+                raise ConfigError(
+                    "max_cache_len expected a config, got None: preallocated layers are made "
+                    "before the model asks for layers"
+                )
+            return []
+        if self.options.tp_size > 1:
+            check_divides(config, self.options.tp_size)
+        layers, windows = layers_of(config, self.options.max_cache_len)
+        skipped = layers_named(skip_layers, config, layers)
+        for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
+            if index not in skipped and type(layer) in _REPLACED:
+                layers[index] = self.new_layer(index, window)
+            elif type(layer) is StaticSlidingWindowLayer and (room := self.options.max_cache_len):
+                # Masks are made once for all layers with a window: in the paged ones' width.
+                layers[index] = StaticLayer(room)
+        if self.options.is_preallocated:
+            _match_widths(layers)
+        self._check_scales()
+        return layers
+
+    def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
+        """Return what the layers of the cache hold, transformers' own among them."""
+        groups = {window: group.snapshot() for window, group in self.groups.items()}
+        states: list[LayerSnapshot | None] = []
+        stock = []
+        for layer in layers:
+            if isinstance(layer, PagedLayerBase):
+                states.append(layer.snapshot(groups[layer.sliding_window]))
+            else:
+                states.append(None)
+                stock.append(layer)
+        return CacheSnapshot(
+            self.options, list(groups.values()), states, stock, open_ended, self.budget, self.config
+        )
+
+    def restore_layers(self, snapshot: CacheSnapshot) -> list[Any]:
+        """Return layers that hold what `snapshot` does.
+
+        Pages are shared; the preallocated form has copies of its own.
+        """
+        copies = self.options.is_preallocated
+        shares = not copies and any(group.table.count for group in snapshot.groups)
+        for held in snapshot.groups:
+            if shares:
+                self.groups[held.window] = LayerGroup.from_snapshot(held)
+            else:
+                self.groups[held.window] = LayerGroup(self.budget, held.window)
+                self.groups[held.window].record_past = held.record_past
+        self._link_groups()
+        stock = iter(snapshot.stock_layers)
+        layers: list[Any] = []
+        for state in snapshot.layers:
+            if state is None:
+                layers.append(next(stock))
+                continue
+            layer = self.new_layer(state.index, state.group.window, state.pool if shares else None)
+            if shares or copies:
+                layer.restore(state)
+            layers.append(layer)
+        if copies:
+            _match_widths(layers)
+        return layers
+
+    def _link_groups(self) -> None:
+        siblings = [weakref.ref(group) for group in self.groups.values()]
+        for group in self.groups.values():
+            group.siblings = siblings
+
+    def _check_scales(self) -> None:
+        scales = self.options.scales
+        if isinstance(scales, KVScales):
+            missing = [layer.index for layer in self.layers if layer.index not in scales.layers]
+            if missing:
+                raise ScaleError(
+                    f"scales ({scales.origin}): expected scales for every paged layer, got none "
+                    f"for layers {missing}; use the scales of this very model, or keep these "
+                    "layers out with skip_layers"
+                )
+
+    # -- all layers at once ------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first token."""
+        return max((group.table.batch for group in self.groups.values()), default=0)
+
+    def host_length(self) -> int:
+        """Return the tokens stored as a number; waits for the device in the preallocated form."""
+        return max((layer.host_length() for layer in self.layers), default=0)
+
+    def check_crop(self, tokens: int) -> None:
+        """Raise ConfigError if a window no longer holds what `crop` would go back to."""
+        for group in self.groups.values():
+            group.check_crop(tokens)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last `tokens` tokens, and give pages behind the window back."""
+        if not self.options.is_preallocated:
+            for group in self.groups.values():
+                group.crop(tokens)
+            self._free_empty()
+            return
+        for layer in self.layers:
+            layer.crop(-tokens)
+        if tokens:
+            self._unshare(self.host_length())
+
+    def undo_step(self, index: int, tokens: int) -> None:
+        """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
+        if self.options.is_preallocated:
+            return
+        lengths = [layer.host_length() for layer in self.layers if layer.index == index]
+        start = lengths[0] if lengths else self.host_length() - tokens
+        for layer in self.layers:
+            if layer.index < index and layer.host_length() == start + tokens:
+                layer.group.crop(tokens, [layer.member])
+        self._free_empty()
+
+    def reset(self) -> None:
+        """Remove all tokens; the addresses of the preallocated form stay."""
+        if not self.options.is_preallocated:
+            for group in self.groups.values():
+                group.clear()
+            self._free_empty()
+            return
+        for layer in self.layers:
+            layer.reset()
+        if any(group.table.is_shared for group in self.groups.values()):
+            # Sequences that came from one beam: each gets pages of its own again.
+            for group in self.groups.values():
+                group.table.truncate(0)
+            self._unshare(0)
+
+    def select(self, sequences: torch.Tensor) -> None:
+        """Make sequence `i` what sequence `sequences[i]` was; moves page numbers, not bytes.
+
+        Args:
+            sequences: `[B']`, integers on any device.
+
+        Raises:
+            ConfigError: numbers of sequences that do not exist; nothing was changed.
+        """
+        batch = self.batch
+        if not batch:
+            return
+        rows = sequences.cpu().numpy().astype(np.int64)
+        if rows.ndim != 1 or not len(rows) or rows.min() < 0 or rows.max() >= batch:
+            raise ConfigError(
+                f"expected numbers of sequences from 0 to {batch - 1}, got {rows.tolist()}"
+            )
+        length = self.host_length() if self.options.is_preallocated else 0
+        for group in self.groups.values():
+            if self.options.is_preallocated:
+                # Pages that hold nothing yet are not shared: each sequence gets its own again.
+                group.table.truncate(length)
+            group.select(rows)
+        for layer in self.layers:
+            layer.select_rows(sequences)
+        if self.options.is_preallocated:
+            self._unshare(length)
+
+    def memory_footprint(self) -> Counter[str]:
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
+        sizes = Counter(pages=0, scales=0, tables=0, used=0)
+        for layer in self.layers:
+            sizes.update(layer.memory_footprint())
+        for group in self.groups.values():
+            sizes.update(group.memory_footprint())
+        return sizes
+
+    def _unshare(self, length: int) -> None:
+        """Give each sequence of the preallocated form pages of its own from `length` on."""
+        assert self.options.max_cache_len is not None
+        batch = self.batch
+        for group in self.groups.values():
+            if batch:
+                group.apply(group.table.reserve(length, self.options.max_cache_len, batch))
+        for layer in self.layers:
+            assert isinstance(layer, FP8PagedPreallocatedLayer)
+            layer.refresh(batch)
+
+    def _free_empty(self) -> None:
+        """Free the centers of layers without tokens, and the memory of pools without pages."""
+        for layer in self.layers:
+            assert isinstance(layer, FP8PagedLayer)
+            if not layer.get_seq_length():
+                layer.k_center = None
+            if layer.pool.is_allocated and not layer.group.table.allocator.held:
+                layer.release_memory()
+        for group in self.groups.values():
+            if not group.table.allocator.held:
+                group.table.allocator.forget()
+
+
+def _match_widths(layers: list[Any]) -> None:
+    """Make the prefill of preallocated layers as wide as that of transformers' static layers.
+
+    Those are as wide at the prefill as later, and all layers share their masks.
+    """
+    if any(isinstance(layer, StaticLayer) for layer in layers):
+        for layer in layers:
+            if isinstance(layer, FP8PagedPreallocatedLayer):
+                layer.config = None
