@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import Format
-from ..formats.codec import SEARCH_STEPS, rounded
+from ..formats.codec import SEARCH_STEPS, round_to_format
 from ..scales.layer_scales import Granularity
 from .observe import TensorDict
 from .pairs import Partners
@@ -219,7 +219,7 @@ def measure_costs(
 
 
 def _error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    return rounded(x / scale, fmt) * scale - x
+    return round_to_format(x / scale, fmt) * scale - x
 
 
 def _squared_error(

@@ -8,7 +8,7 @@ import torch
 
 from ..errors import ConfigError
 from ..formats import DISTINCT, Format
-from ..formats.codec import dynamic_scale, rounded, search_scale
+from ..formats.codec import dynamic_scale, round_to_format, search_scale
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
 from .job import Job
@@ -110,7 +110,7 @@ def _count(
         torch.tensor(x.numel(), device=x.device),
         (scaled.abs() > _largest(fmt)).sum(),
         (~zero).sum(),
-        ((rounded(scaled, fmt) == 0) & ~zero).sum(),
+        ((round_to_format(scaled, fmt) == 0) & ~zero).sum(),
     ]
     x, stored = x[sample], stored[sample]
     counts.append(x.square().sum(dtype=torch.float64))
@@ -128,7 +128,7 @@ def _largest(fmt: Format) -> float:
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the squared error of `x` under a scale in the unit of `fmt`, float64."""
-    return (rounded(x / scale, fmt) * scale - x).square().sum(dtype=torch.float64)
+    return (round_to_format(x / scale, fmt) * scale - x).square().sum(dtype=torch.float64)
 
 
 def _one_sided(scales: LayerScales, side: str) -> LayerScales:

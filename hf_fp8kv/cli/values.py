@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import ConfigError
-from ..formats import AUTO, FORMATS
+from ..formats import ALIASES, AUTO, FORMATS
 
 __all__ = [
     "CacheDtype",
@@ -45,7 +45,7 @@ __all__ = [
 
 
 def dtypes() -> Iterable[str]:
-    return ("fp8", *FORMATS, "fp8_e4m3fn")
+    return (*ALIASES, *FORMATS)
 
 
 def cache_dtypes() -> Iterable[str]:
@@ -114,7 +114,8 @@ _cache_dtypes = complete_from(cache_dtypes)
 CacheDtype = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join((*FORMATS, AUTO))}; fp8 and fp8_e4m3fn mean fp8_e4m3.",
+        help=f"{', '.join((*FORMATS, AUTO))}; "
+        f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}.",
         autocompletion=_cache_dtypes,
     ),
 ]

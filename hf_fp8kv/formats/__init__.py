@@ -1,5 +1,5 @@
 """Formats: what one stored byte means."""
 
-from .formats import AUTO, DISTINCT, FORMATS, MIN_SCALE, Format, parse_dtype
+from .formats import ALIASES, AUTO, DISTINCT, FORMATS, MIN_SCALE, Format, parse_dtype
 
-__all__ = ["AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
+__all__ = ["ALIASES", "AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]

@@ -1,12 +1,12 @@
-"""Encode and decode: the specification of what a byte means, in integer arithmetic.
+"""Codec: encode and decode, the specification of a byte, in integer arithmetic.
 
-`encode` rounds to nearest, ties to even, saturates, and keeps NaN; the same bits on every device
-and under every torch, which the casts of torch do not promise (over 448 torch 2.11 gives NaN where
-2.13 saturates, and an E5M2 cast gives infinity).
+`encode` rounds to nearest, ties to even, saturates, and keeps NaN. It gives the same bits on every
+device and with every torch, which torch's casts do not (past 448 torch 2.11 gives NaN where 2.13
+saturates, and an E5M2 cast gives infinity).
 
 A dynamic scale is `max |x| / format.max`, rounded up to bfloat16, so that the largest number never
-saturates; numbers are multiplied by its fp32 reciprocal before `encode`. A token that holds NaN or
-infinity gets the scale NaN: it reads back as NaN under every format and is not hidden.
+saturates; numbers are multiplied by its fp32 reciprocal before `encode`. A token with NaN or
+infinity gets the scale NaN: it reads back as NaN in every format.
 """
 
 import functools
@@ -17,20 +17,20 @@ import torch
 from . import MIN_SCALE, Format
 
 __all__ = [
-    "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit", "rounded",
-    "search_scale",
+    "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit",
+    "round_to_format", "search_scale",
 ]  # fmt: skip
 
-# Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. With
-# 32 there is little more to gain.
+# Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. 32 would
+# gain little more.
 SEARCH_STEPS = 16
 BFLOAT16_NAN = 0x7FC0
-# Vectors that `search_scale` handles at a time: what it needs besides is 16 times their size.
+# Vectors that `search_scale` handles at a time: it needs 16 times their size as temporary memory.
 SEARCH_CHUNK = 64
 
 
 def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Returns the uint8 codes of `x`, in its shape.
+    """Return the uint8 codes of `x`, in its shape.
 
     Args:
         x: any shape, float32 (16-bit floats are widened first, which is exact).
@@ -69,15 +69,15 @@ def encode(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Returns the numbers that `codes` (uint8, any shape) stand for, float32, exact."""
+    """Return the numbers that `codes` (uint8, any shape) encode, float32, exact."""
     table = code_table(fmt, codes.device)
     return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
 @functools.cache
 def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
-    """Returns what each of the 256 codes stands for: `[256]`, float32, on `device`."""
-    # A table made inside inference mode would refuse to take part in anything outside of it.
+    """Return the number that each of the 256 codes encodes: `[256]`, float32, on `device`."""
+    # A table made in inference mode could not be used outside of it.
     with torch.inference_mode(False), torch.no_grad():
         code = torch.arange(256, dtype=torch.int32)
         magnitude = code & 0x7F
@@ -101,7 +101,7 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
 
 
 def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Returns the scale of each vector of the last axis of `x`: `x.shape[:-1]`, bfloat16."""
+    """Return the scale of each vector along the last axis of `x`: `x.shape[:-1]`, bfloat16."""
     amax = x.float().abs().amax(-1)
     scale = (amax / fmt.max).clamp(min=MIN_SCALE)
     # bfloat16 is the upper half of fp32: adding 0xFFFF before cutting rounds up.
@@ -110,29 +110,29 @@ def dynamic_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def _bfloat16(upper: torch.Tensor) -> torch.Tensor:
-    """The bfloat16 with these bits; torch's own cast of NaN gives one of several NaNs."""
+    """Return the bfloat16 with these bits; torch's own cast of NaN gives one of several NaNs."""
     return upper.to(torch.int16).view(torch.bfloat16)
 
 
 def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Returns the scale of each vector that loses least when it is rounded.
+    """Return the scale of each vector with the least rounding error.
 
-    A float format rounds a number by a share that depends on where in its binade the number falls,
-    so of all scales in an octave some suit a vector better than others. Of `SEARCH_STEPS` scales
+    The relative error of a float format depends on where in its binade a number falls, so some
+    scales within an octave suit a vector better than others. Of `SEARCH_STEPS` scales
     `dynamic_scale(x) * 2 ** (j / SEARCH_STEPS)`, each rounded up to bfloat16, this is the one with
-    the smallest sum of squared errors (the first of equals). Reading costs the same as with any
-    other scale. K is stored with it; V's errors hardly matter.
+    the smallest sum of squared errors (the first if several are equal). Reading costs the same as
+    with any other scale. It is used for K; V's errors hardly matter.
 
-    So that every backend chooses the same scale, the sum is one of integers: an error is taken in
-    units of `1 / error_unit(fmt)`, rounded half up. A backend must not fuse the product with the
-    sum and the differences that follow it.
+    Errors are summed as integers, in units of `1 / error_unit(fmt)` and rounded half up, so that
+    every backend chooses the same scale. A backend must not fuse the product with the sum and the
+    differences that follow it.
 
     Args:
         x: `[..., D]`, float32; D is at most 4096.
         fmt: the format.
 
     Returns:
-        `x.shape[:-1]`, bfloat16; NaN for a vector that holds NaN or infinity.
+        `x.shape[:-1]`, bfloat16; NaN for a vector that contains NaN or infinity.
     """
     vectors = x.float().reshape(-1, x.shape[-1])
     parts = [_search(part, fmt) for part in vectors.split(SEARCH_CHUNK)]
@@ -140,21 +140,21 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def error_unit(fmt: Format) -> float:
-    """512 divided by the largest rounding error in the format's top binade: a power of two."""
+    """Return 512 over the largest rounding error in the format's top binade: a power of two."""
     top = math.floor(math.log2(fmt.max))
     return float(2.0 ** (9 - (top - fmt.mantissa_bits - 1)))
 
 
-def rounded(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Returns `decode(encode(x, fmt), fmt)` for finite float32 `x`, much faster."""
-    # Clamped first, since a number that is far too large would not round to a finite one.
-    return _nearest(x.clamp(-fmt.max, fmt.max), fmt)
+def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `decode(encode(x, fmt), fmt)` for finite float32 `x` of any shape, much faster."""
+    # Clamp first: a number that is far too large would not round to a finite one.
+    return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 
 
-def _nearest(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Each number of `x`, float32, rounded to the format's step in its binade."""
+def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return `x`, float32, with each number rounded to the format's step in its binade."""
     drop = 23 - fmt.mantissa_bits
-    # Added to 1.5 times a power of two whose last bit is worth a step, a number is rounded to it.
+    # Adding 1.5 times a power of two whose last bit is one step rounds a number to that step.
     binade = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - fmt.bias) << 23)
     large = (binade + (drop << 23 | 0x400000)).view(torch.float32)
     return (x + large) - large
@@ -166,11 +166,11 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     tried = (first[:, None] * steps).view(torch.int32)
     scales = ((tried + 0xFFFF) & -0x10000).view(torch.float32)
     scaled = x[:, None] * scales.reciprocal()[..., None]
-    error = ((_nearest(scaled, fmt) - scaled) * error_unit(fmt) + 0.5).floor_().int()
+    error = ((_round_to_step(scaled, fmt) - scaled) * error_unit(fmt) + 0.5).floor_().int()
     # Relative to the first, since the square of a tiny scale would be zero.
     relative = scales * first.reciprocal()[:, None]
     cost = (error * error).sum(-1, dtype=torch.int32).float() * (relative * relative)
-    # A NaN scale has NaN costs throughout, and any of the scales, all NaN, will do.
+    # A NaN scale has only NaN costs; it does not matter which of them is chosen.
     best = cost.argmin(-1, keepdim=True)
     chosen = scales.gather(-1, best)[:, 0]
     return _bfloat16(torch.where(first.isnan(), BFLOAT16_NAN, chosen.view(torch.int32) >> 16))
@@ -178,7 +178,7 @@ def _search(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 @functools.cache
 def _octave(device: torch.device) -> torch.Tensor:
-    """`2 ** (j / SEARCH_STEPS)`, float32, on `device`."""
+    """Return `2 ** (j / SEARCH_STEPS)`, float32, on `device`."""
     with torch.inference_mode(False), torch.no_grad():
         steps = [2.0 ** (j / SEARCH_STEPS) for j in range(SEARCH_STEPS)]
         return torch.tensor(steps, dtype=torch.float32, device=device)

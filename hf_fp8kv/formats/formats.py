@@ -1,4 +1,4 @@
-"""The 8-bit formats, as values: every constant such as 448 lives here and nowhere else.
+"""The 8-bit formats as values: constants such as 448 are defined here and nowhere else.
 
 A format is one sign bit, `exponent_bits` and `mantissa_bits`; a code is one byte. Sources: E4M3 and
 E5M2 are those of "FP8 Formats for Deep Learning" (arXiv 2209.05433); the FNUZ variant is that of
@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
+__all__ = ["ALIASES", "AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
 
 AUTO = "auto"
 
@@ -69,27 +69,28 @@ FORMATS: dict[str, Format] = {
     )
 }  # fmt: skip
 
-# The formats that round differently, the first of equals: FNUZ has the errors of E4M3.
-_first: dict[int, Format] = {}
-for _fmt in FORMATS.values():
-    _first.setdefault(_fmt.mantissa_bits, _fmt)
-DISTINCT: tuple[Format, ...] = tuple(_first.values())
+# The first format of each precision: FNUZ has the errors of E4M3.
+DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
 
-_ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
+ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
 
 def parse_dtype(name: object, argument: str = "dtype") -> str:
-    """Returns the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
+    """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
+
+    Args:
+        name: a name, an alias, or a torch dtype.
+        argument: its name in the error.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: `name` is not a storage dtype.
     """
     if isinstance(name, str):
-        name = _ALIASES.get(name, name)
+        name = ALIASES.get(name, name)
         if name == AUTO or name in FORMATS:
             return name
     for fmt in FORMATS.values():
         if name is fmt.torch_dtype and name is not None:
             return fmt.name
-    known = ", ".join(repr(n) for n in (AUTO, *_ALIASES, *FORMATS))
+    known = ", ".join(repr(n) for n in (AUTO, *ALIASES, *FORMATS))
     raise ConfigError(f"{argument}: expected one of {known}, got {name!r}")
