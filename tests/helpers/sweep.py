@@ -1,11 +1,11 @@
 """Which model types run with `FP8PagedCache`: every type that transformers builds here, measured.
 
-    python -m tests.sweep [--types llama,t5] [--out docs/architectures.md] [--json rows.json]
+    python -m tests.helpers.sweep [--types llama,t5] [--out docs/architectures.md] [--json FILE]
 
-Each type is a tiny random model (`tests/tiny_models.py`) that generates eight tokens greedily, for
-a batch of two with padding. The answer with transformers' own `DynamicCache` is what every other
-answer is compared with: `dtype="auto"` must give the same tokens, under the model's own attention
-and under "fp8_paged".
+Each type is a tiny random model (`tests/helpers/tiny_models.py`) that generates eight tokens
+greedily, for a batch of two with padding. Every answer is compared with that of transformers' own
+`DynamicCache`: `dtype="auto"` must give the same tokens, under the model's own attention and under
+"fp8_paged".
 """
 
 from __future__ import annotations
@@ -480,7 +480,9 @@ def _processor() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command; 1 if a type that runs under DynamicCache is neither equal nor refused."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description="Sweep model types.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.helpers.sweep", description="Sweep model types."
+    )
     parser.add_argument("--types", help="comma-separated names; all if not given")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
@@ -499,7 +501,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     for label, number in counts(rows).items():
         sys.stdout.write(f"{number:5d}  {label}\n")
-    command = " ".join(["python -m tests.sweep", *(arguments or sys.argv[1:])])
+    command = " ".join(["python -m tests.helpers.sweep", *(arguments or sys.argv[1:])])
     if options.out:
         options.out.write_text(markdown(rows, command), encoding="utf-8")
     if options.json:

@@ -220,7 +220,7 @@ def test_freed_bytes_are_gone_and_can_be_taken_again():
 def test_a_pool_checks_shape_and_dtype_but_not_batch_and_length():
     pool = new_pool()
     pool.check(*tokens())
-    pool.check(*(t.to("meta") for t in tokens()))  # the layer follows: tests/test_devices.py
+    pool.check(*(t.to("meta") for t in tokens()))  # the layer follows: tests/cache/test_devices.py
     pool.check(torch.ones(9, HEADS, 4, K_DIM).bfloat16(), torch.ones(9, HEADS, 4, V_DIM).bfloat16())
 
 
