@@ -1,4 +1,6 @@
-"""Repairs of Triton's interpreter (3.6 to 3.9), so that it computes what a GPU computes.
+"""Repairs of Triton's interpreter (3.6 to 3.9): it then computes what a GPU computes.
+
+They replace private functions of `triton.runtime.interpreter`: another Triton may need others.
 
 Left alone it cuts float32 to bfloat16 without rounding, rounds float32 to an 8-bit float wrongly,
 reads the NaN codes of 8-bit floats as numbers, computes with the bit patterns of bfloat16, lets a
@@ -39,7 +41,7 @@ Handle = interpreter.TensorHandle
 
 @functools.cache
 def repair() -> None:
-    """Repairs the interpreter of this process, once."""
+    """Repair the interpreter of this process, once."""
     interpreter._convert_float = _convert
     _repair_casts()
     _repair_arithmetic()
@@ -50,9 +52,10 @@ def repair() -> None:
 
 
 def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """The bits of `data`, numbers of type `source`, as `target`: rounded to nearest, ties to even.
+    """Return the bits of `data`, numbers of type `source`, as `target`.
 
-    8-bit floats saturate, as `cvt.rn.satfinite` of PTX does; NaN stays NaN.
+    They are rounded to nearest, ties to even. 8-bit floats saturate, as `cvt.rn.satfinite` of PTX
+    does; NaN stays NaN.
     """
     bits = np.ascontiguousarray(data).view(_SIGNED[data.dtype.itemsize])
     x = torch.from_numpy(bits.reshape(-1).copy()).view(_FLOATS[source])
@@ -69,7 +72,7 @@ def _convert(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.nd
 
 
 def _widened(handle: Any) -> Any:
-    """`handle` as float32 if its numbers are kept as bit patterns."""
+    """Return `handle` as float32 if its numbers are kept as bit patterns."""
     kind = handle.dtype.scalar
     if kind not in _AS_BITS or handle.data.dtype.kind != "u":
         return handle
@@ -77,7 +80,7 @@ def _widened(handle: Any) -> Any:
 
 
 def _narrowed(handle: Any) -> Any:
-    """A float32 result as bfloat16; the outcome of a comparison as it is."""
+    """Return a float32 result as bfloat16, the outcome of a comparison as it is."""
     if handle.data.dtype.kind != "f":
         return handle
     data = handle.data.astype(np.float32)
@@ -126,7 +129,7 @@ def _repair_arithmetic() -> None:
 
 
 def _repair_maximum() -> None:
-    """Of a number and NaN the GPU takes the number, unless told to pass NaN on."""
+    """Take the number of a number and NaN, as the GPU does unless told to pass NaN on."""
     Builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     Builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -175,7 +178,7 @@ def _repair_reductions() -> None:
 
 
 def _repair_language() -> None:
-    """The FNUZ types; and the bound of a loop, which is an array of one element."""
+    """Add the FNUZ types, and take an array of one element as a loop's bound."""
     patch_core, patch_tensor = interpreter._patch_lang_core, interpreter._patch_lang_tensor
 
     def patch_lang_core(lang: Any, scope: Any) -> None:
@@ -198,7 +201,7 @@ def _repair_language() -> None:
 
 
 def _silence() -> None:
-    """A GPU does not warn of overflow, of division by zero, nor of NaN."""
+    """Silence warnings of overflow, division by zero and NaN: a GPU gives none."""
     run = interpreter.GridExecutor.__call__
 
     @functools.wraps(run)

@@ -24,7 +24,7 @@ class Made(NamedTuple):
 
 
 def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[Made]:
-    """Then backend="triton" is the reference with plans; returns the list of those made.
+    """Make backend="triton" the reference with plans, and return the list of plans made.
 
     Its plan holds the lengths that it was made for, one per row.
 

@@ -51,7 +51,7 @@ def _compute(X, Y, MIXED, LARGEST, PRODUCT, COUNT, N: tl.constexpr):
 
 
 def interesting() -> torch.Tensor:
-    """Numbers of every binade, ties, both zeros, subnormal numbers, infinities and NaN."""
+    """Return numbers of every binade, ties, both zeros, subnormal numbers, infinities and NaN."""
     every = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
     return torch.cat([every, every | 0x8000, every | 0x7FFF, every | 0x8001]).view(torch.float32)
 

@@ -174,7 +174,7 @@ class AttentionArgs:
         return (self.shape.k_width, self.shape.v_width) != (self.shape.k_dim, self.shape.v_dim)
 
     @property
-    def bias(self) -> bool:
+    def biased(self) -> bool:
         """Whether something is added to logits, one number for each."""
         return self.tensors.bias is not None or self.features.mask == attention.ADDITIVE.value
 

@@ -33,9 +33,7 @@ def attend(
 ) -> torch.Tensor:
     """Return what `reference.attend` returns, up to rounding; at most DECODE_ROWS query rows.
 
-    Args:
-        query, pages, lengths, start, stop, spec: as there.
-        plan: what `make_plan` wrote for these lengths, query tokens and start; None: made here.
+    The arguments are those of `backend.attend`.
     """
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS
@@ -45,7 +43,7 @@ def attend(
         args.rows,
         exact=args.exact,
         wide=args.wide,
-        bias=args.bias,
+        biased=args.biased,
         padded=args.padded,
     )
     # A plan is made for one block of rows.

@@ -28,7 +28,7 @@ def attend(
     stop: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Return what `reference.attend` returns, up to rounding; the same arguments."""
+    """Return what `reference.attend` returns, up to rounding; arguments as in `backend.attend`."""
     args = prepare(query, pages, lengths, start, stop, spec)
     config = extend_config(args.target, args.width, exact=args.exact, wide=args.wide)
     batch, q_heads, tokens, _ = query.shape

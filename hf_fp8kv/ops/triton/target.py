@@ -19,7 +19,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU, as far as kernels care.
+    """A GPU, as kernels see it.
 
     Attributes:
         vendor: "cuda" or "hip", as Triton calls them.
@@ -113,7 +113,7 @@ def target_of(device: torch.device) -> Target:
 
 @contextmanager
 def assuming(target: Target) -> Iterator[None]:
-    """Inside, kernels are made for `target`, whatever the device; for tests and checks."""
+    """Make kernels for `target` inside the `with` block, on any device; for tests and checks."""
     global _assumed
     before, _assumed = _assumed, target
     try:
@@ -124,7 +124,7 @@ def assuming(target: Target) -> Iterator[None]:
 
 @contextmanager
 def compiling(take: Callable[..., None]) -> Iterator[None]:
-    """Inside, `launch` hands its arguments to `take` and runs nothing."""
+    """Make `launch` hand its arguments to `take`, and run nothing, inside the `with` block."""
     global _compile
     before, _compile = _compile, take
     try:

@@ -124,7 +124,7 @@ def decode_config(
     *,
     exact: bool,
     wide: bool,
-    bias: bool = False,
+    biased: bool = False,
     padded: bool = False,
 ) -> LaunchConfig:
     """Return the launch parameters of the decode kernel.
@@ -135,7 +135,7 @@ def decode_config(
         rows: query rows per KV head. A program may take fewer: there are then more than one block.
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
-        bias: whether something is added to logits.
+        biased: whether something is added to logits.
         padded: whether a head size is not a power of two.
     """
     table = _DECODE if target.is_nvidia else _DECODE_HIP
@@ -145,7 +145,7 @@ def decode_config(
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
     rows = min(16 if rows <= 16 else 32 if rows <= 32 else 64, most)
-    if rows > 16 or bias:
+    if rows > 16 or biased:
         registers = None
     elif registers is not None and programs_per_processor(target) < 3:
         # Said, since compilers do not always take what there is.
