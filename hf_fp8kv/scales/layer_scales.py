@@ -1,8 +1,8 @@
-"""The static scales of one layer's keys and values.
+"""LayerScales: the static scales of one layer's keys and values.
 
 There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
-the largest code). What was made for another format is converted when it is read
-(`sources`), and converted again when it is used (`LayerScales.converted`).
+the largest code). What was made for another format is converted when it is read, and converted
+again when it is used.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class LayerScales:
         if self.k_center is not None:
             what = f"center of K ({self.source})"
             object.__setattr__(self, "k_center", check_center(self.k_center, what))
-        sided = {"K": self.k, "V": self.v, "the center": self.k_center}
-        heads = {n: t.shape[0] for n, t in sided.items() if t is not None and t.ndim and len(t) > 1}
+        named = {"K": self.k, "V": self.v, "the center": self.k_center}
+        heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
             raise ScaleError(
                 f"scales ({self.source}): expected one number of heads, got {heads}; "
@@ -52,13 +52,13 @@ class LayerScales:
 
     @property
     def granularity(self) -> Granularity:
-        """The finer one of the two sides."""
+        """The finer granularity of the two sides."""
         if any(t.ndim and t.shape[1] > 1 for t in (self.k, self.v)):
             return "channel"
         return "head" if any(t.numel() > 1 for t in (self.k, self.v)) else "tensor"
 
-    def converted(self, k_format: Format, v_format: Format | None = None) -> "LayerScales":
-        """The scales that let `k_format` (and `v_format`; None: the same) hold the same numbers.
+    def convert(self, k_format: Format, v_format: Format | None = None) -> "LayerScales":
+        """Return the scales that let `k_format` (and `v_format`; None: the same) hold as much.
 
         Only ever call this on scales in the unit of E4M3FN, and once: it is the last step before
         an operation. Centers are real numbers and stay.
@@ -81,21 +81,18 @@ class LayerScales:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> "LayerScales":
-        """The same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, contiguous; see `KVScales.for_layer`.
+        """Return the same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, float32, contiguous.
 
-        Args:
-            of: which layer this is, for messages.
-            num_kv_heads: the heads of K and V in this process.
-            k_head_dim: Dk.
-            v_head_dim: Dv.
-            tp_rank: with scales of all ranks' heads, which rank's heads to take.
-            tp_size: over how many ranks the model's heads are spread.
+        `of` says in messages which layer this is; the others are those of `KVScales.for_layer`.
+
+        Raises:
+            ScaleError: the scales are of another number of heads or another head size.
         """
 
         def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
             what = f"{what} {of} ({self.source})"
             if tensor.ndim:
-                tensor = tensor[_heads_of(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)]
+                tensor = tensor[_select_heads(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)]
                 if tensor.shape[1] not in (1, dim):
                     raise ScaleError(
                         f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; use "
@@ -112,8 +109,8 @@ class LayerScales:
         )
 
 
-def _heads_of(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
-    """Which rows of `[heads, ...]` are those of this rank, which has `wanted` heads."""
+def _select_heads(heads: int, wanted: int, tp_rank: int, tp_size: int, what: str) -> slice:
+    """Return which of the heads of scales are those of this rank, which has `wanted` heads."""
     if heads in (1, wanted):
         return slice(0, heads)
     if heads == wanted * tp_size:

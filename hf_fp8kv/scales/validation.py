@@ -1,4 +1,4 @@
-"""What a scale, a center and a rank can be, with the error that says so."""
+"""Checks of scales, centers and ranks, with the errors that say what they can be."""
 
 import torch
 
@@ -20,7 +20,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_ranks(tp_rank: int, tp_size: int) -> None:
-    """Raises ScaleError unless `0 <= tp_rank < tp_size`."""
+    """Raise ScaleError unless `0 <= tp_rank < tp_size`."""
     for value in (tp_rank, tp_size):
         if isinstance(value, bool) or not isinstance(value, int):
             raise ScaleError(f"tp_rank, tp_size: expected integers, got {value!r}; pass int")
@@ -32,12 +32,12 @@ def check_ranks(tp_rank: int, tp_size: int) -> None:
 
 
 def scalar(value: float) -> torch.Tensor:
-    """The number as float32 on the CPU, whatever torch's default dtype and device are."""
+    """Return a number as float32 on the CPU, whatever torch's default dtype and device are."""
     return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def check_constant(value: object, what: str) -> float:
-    """The number as a float; ScaleError unless it can be a scale."""
+    """Return a number as a float; raise ScaleError unless it can be a scale."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     # Compared before it is converted: an integer may be too large for a float.
     if number and _LOWEST <= value <= _HIGHEST:  # type: ignore[operator]
@@ -60,7 +60,7 @@ def _check_tensor(tensor: object, what: str) -> torch.Tensor:
 
 
 def check_scale(tensor: object, what: str) -> torch.Tensor:
-    """The scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`; ScaleError if it is none."""
+    """Return a scale as float32 on the CPU, `[]` or `[heads or 1, D or 1]`, or raise ScaleError."""
     scale = _check_tensor(tensor, what)
     if scale.numel() == 1:
         scale = scale.reshape(())
@@ -79,7 +79,7 @@ def check_scale(tensor: object, what: str) -> torch.Tensor:
 
 
 def check_center(tensor: object, what: str) -> torch.Tensor:
-    """The center as float32 on the CPU, `[heads, D]`; ScaleError if it is none."""
+    """Return a center as float32 on the CPU, `[heads, D]`, or raise ScaleError."""
     center = _check_tensor(tensor, what)
     if center.ndim != 2 or center.numel() == 0:
         raise ScaleError(

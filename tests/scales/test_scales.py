@@ -141,7 +141,7 @@ def test_sides_with_other_heads_are_refused(k, v, center):
 )
 def test_conversion_multiplies_the_scales_and_leaves_the_centers(name, factor):
     layer = two_layers().layers[1]
-    converted = layer.converted(FORMATS[name])
+    converted = layer.convert(FORMATS[name])
     torch.testing.assert_close(converted.k, layer.k * factor, rtol=1e-7, atol=0)
     torch.testing.assert_close(converted.v, layer.v * factor, rtol=1e-7, atol=0)
     assert torch.equal(converted.k_center, layer.k_center)
@@ -149,7 +149,7 @@ def test_conversion_multiplies_the_scales_and_leaves_the_centers(name, factor):
 
 def test_conversion_with_another_format_for_each_side():
     layer = LayerScales(torch.tensor(3.0), torch.tensor(5.0))
-    converted = layer.converted(FORMATS["fp8_e4m3fnuz"], FORMATS["fp8_e5m2"])
+    converted = layer.convert(FORMATS["fp8_e4m3fnuz"], FORMATS["fp8_e5m2"])
     assert (converted.k.item(), converted.v.item()) == (6.0, 5 / 128)
 
 
@@ -158,7 +158,7 @@ def test_the_largest_number_stays_representable(name):
     """real = stored * scale: amax / 448 in E4M3FN, and no more than max in the other formats."""
     fmt = FORMATS[name]
     amax = 100.0
-    scale = LayerScales(torch.tensor(amax / 448), ONE).converted(fmt).k.item()
+    scale = LayerScales(torch.tensor(amax / 448), ONE).convert(fmt).k.item()
     assert amax / scale <= fmt.max * (1 + 1e-6)
     # FNUZ keeps half a binade free, since doubling makes the same bits mean the same number.
     assert amax / scale >= fmt.max * 0.9

@@ -1,4 +1,4 @@
-"""Writes the golden checkpoints beside this file: python tests/data/scales/make.py
+"""Write the golden checkpoints beside this file: python tests/data/scales/make.py
 
 Each folder is what one tool leaves behind: its names, shapes, dtypes and config entries, and next
 to nothing else. The numbers of K and V are the first ones of the two files that vLLM tests with
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensors:
-    """One scale a side for each layer, under these names."""
+    """Return one scale a side for each layer, under these names."""
     tensors = {}
     for layer, (k, v) in enumerate(zip(K, V, strict=True)):
         tensors[f"model.layers.{layer}.{k_name}"] = torch.full(shape, k, dtype=dtype)
@@ -33,13 +33,13 @@ def pairs(k_name: str, v_name: str, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def shared(prefix: str, tail: str, shape: tuple[int, ...]) -> Tensors:
-    """One scale for both sides of each layer: the larger one."""
+    """Return one scale for both sides of each layer: the larger one."""
     both = [max(pair) for pair in zip(K, V, strict=True)]
     return {f"{prefix}.{i}.{tail}": torch.full(shape, s) for i, s in enumerate(both)}
 
 
 def write(name: str, config: dict[str, object], *shards: Tensors) -> None:
-    """A folder with a config and one file, or several files and their index."""
+    """Write a folder with a config and one file, or several files and their index."""
     folder = HERE / name
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA | config, indent=1) + "\n")
@@ -57,7 +57,7 @@ def write(name: str, config: dict[str, object], *shards: Tensors) -> None:
 
 
 def write_json(name: str, model_type: str | None, ranks: dict[str, tuple[float, ...]]) -> None:
-    """A kv_cache_scales.json."""
+    """Write a kv_cache_scales.json."""
     folder = HERE / name
     folder.mkdir(exist_ok=True)
     factors = {rank: {str(i): s for i, s in enumerate(values)} for rank, values in ranks.items()}
@@ -67,7 +67,7 @@ def write_json(name: str, model_type: str | None, ranks: dict[str, tuple[float, 
 
 
 def main() -> None:
-    """Writes every folder."""
+    """Write every folder."""
     f32, bf16 = torch.float32, torch.bfloat16
     attention = ("self_attn.k_scale", "self_attn.v_scale")
     outputs = ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale")
