@@ -12,8 +12,7 @@ from ..errors import ScaleError
 from ..utils.files import PICKLES, read_header, read_json, write_all
 from ..utils.text import format_list, format_value
 from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
-from .checkpoint.config import text_config
-from .checkpoint.declaration import Declaration
+from .checkpoint.config import Declaration, text_config
 from .checkpoint.folder import LocalFolder
 from .checkpoint.tensor_names import FOREIGN, ZERO_POINT
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat

@@ -5,8 +5,14 @@ from dataclasses import replace
 
 from ..utils.files import read_json
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.config import HF_QUANT_CONFIG, as_mapping, get_entry, nested_configs
-from .checkpoint.declaration import Declaration, parse_entry
+from .checkpoint.config import (
+    HF_QUANT_CONFIG,
+    Declaration,
+    as_mapping,
+    get_entry,
+    nested_configs,
+    parse_entry,
+)
 from .checkpoint.folder import Folder
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES
 from .formats.autofp8 import AutoFP8

@@ -13,7 +13,7 @@ from typing import Unpack
 
 from ..errors import ScaleError
 from ..utils.text import format_list
-from .checkpoint.hub import HubOptions
+from .checkpoint.folder import HubOptions
 from .copy_checkpoint import Weights, copy_checkpoint
 from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
 from .layer_scales import LayerScales
@@ -21,9 +21,8 @@ from .load import read_checkpoint, read_file
 from .reduce import reduce_scales
 from .report import CalibrationReport
 from .request import Request
-from .save import write_files
+from .save import upload_files, write_files
 from .scale_data import ScaleData
-from .upload import upload_files
 from .validation import check_constant, check_ranks, scalar
 
 __all__ = ["KVScales"]

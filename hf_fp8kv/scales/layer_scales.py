@@ -92,7 +92,9 @@ class LayerScales:
         def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
             what = f"{what} {of} ({self.source})"
             if tensor.ndim:
-                tensor = tensor[_select_heads(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)]
+                tensor = tensor[
+                    _select_heads(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)
+                ]
                 if tensor.shape[1] not in (1, dim):
                     raise ScaleError(
                         f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; use "

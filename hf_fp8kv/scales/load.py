@@ -7,8 +7,7 @@ from typing import Unpack
 
 from ..errors import ScaleError
 from ..utils.files import PICKLES, read_header, read_weight_map
-from .checkpoint.folder import Folder, LocalFolder
-from .checkpoint.hub import HubFolder, HubOptions
+from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
 from .checkpoint.read_tensors import read_tensors
 from .declared import open_checkpoint
 from .formats import SCALE_FORMATS

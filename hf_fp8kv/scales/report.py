@@ -46,8 +46,7 @@ ErrorName = Annotated[
     str, matches(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", f"({DYNAMIC})?({_FORMATS})")
 ]
 Granularities = Annotated[
-    str,
-    matches("one of tensor, head, channel, or several with /", f"({_KINDS})(/({_KINDS}))*"),
+    str, matches("one of tensor, head, channel, or several with /", f"({_KINDS})(/({_KINDS}))*")
 ]
 LayerIndex = Annotated[int, matches("the indices of layers, from 0", "0|[1-9][0-9]{0,5}")]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ..errors import ScaleError
-from .checkpoint.hub import HubOptions
+from .checkpoint.folder import HubOptions
 from .kv_scales import KVScales
 from .validation import check_constant
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, upload
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, save
 from tests.helpers import command_line
 from tests.scales.test_export import expected, random_scales
 
@@ -208,7 +208,7 @@ def test_an_upload(run, tmp_path, monkeypatch):
             uploaded.extend(path.name for path in folder_path.iterdir())
             return SimpleNamespace(commit_url="https://hf.co/org/name/commit/1")
 
-    monkeypatch.setattr(upload, "HfApi", FakeApi)
+    monkeypatch.setattr(save, "HfApi", FakeApi)
     random_scales("tensor").save_pretrained(tmp_path / "own")
     arguments = ["convert", str(tmp_path / "own"), "--push-to-hub", "org/name", "--to", "vllm-json"]
     code, out, err = run(*arguments)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, copy_checkpoint, upload
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, copy_checkpoint, save
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_sources import assert_helpful, numbers
@@ -291,7 +291,7 @@ def test_the_files_of_a_checkpoint_are_never_replaced(tmp_path, model, format):
     before = content(folder)
     with pytest.raises(ScaleError, match=r"without weights|without config\.json"):
         random_scales("tensor").save_pretrained(folder, format=format)
-    with pytest.raises(ScaleError, match="expected a folder without weights") as error:
+    with pytest.raises(ScaleError, match="expected a place without weights") as error:
         random_scales("tensor").save_pretrained(folder, format=format, overwrite=True)
     assert_helpful(error)
     assert content(folder) == before
@@ -765,7 +765,7 @@ def hub(monkeypatch):
 
     def install(*there: str, **options: str) -> FakeApi:
         fake = FakeApi(*there, **options)
-        monkeypatch.setattr(upload, "HfApi", fake)
+        monkeypatch.setattr(save, "HfApi", fake)
         return fake
 
     return install
@@ -801,7 +801,7 @@ def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
 @pytest.mark.parametrize("format", ROW_FORMATS)
 def test_the_config_of_a_repository_is_never_replaced(hub, format):
     fake = hub("config.json", "model.safetensors")
-    with pytest.raises(ScaleError, match="expected a repository without weights") as error:
+    with pytest.raises(ScaleError, match="expected a place without weights") as error:
         random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert_helpful(error)
     assert not fake.uploaded

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from hf_fp8kv.scales.checkpoint import hub as hub_module
+from hf_fp8kv.scales.checkpoint import folder as hub_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY
 from hf_fp8kv.scales.formats import TENSOR_NAMES
 from hf_fp8kv.scales.resolve import resolve

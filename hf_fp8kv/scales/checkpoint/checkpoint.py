@@ -6,8 +6,7 @@ from functools import cached_property
 
 from ...errors import ScaleError
 from ...utils.files import read_weight_map
-from .config import Config
-from .declaration import Declaration
+from .config import Config, Declaration
 from .folder import Folder
 from .tensor_names import LIKELY, ScaleTensor, TensorName, match_tensors
 

@@ -1,16 +1,22 @@
-"""Configs of a checkpoint: the language model's part, its layers and its heads."""
+"""Configs of a checkpoint: its layers and heads, and the KV cache that they declare."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 __all__ = [
     "HF_QUANT_CONFIG",
     "Config",
+    "Declaration",
     "as_mapping",
     "get_entry",
     "head_counts",
     "layers_with_cache",
     "nested_configs",
+    "parse_entry",
     "text_config",
 ]
 
@@ -30,6 +36,11 @@ _LAYER_COUNTS = (
 # Entries of models in which not every layer has attention, and that do not say which.
 _HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
+
+# Words for a KV cache.
+_STATIC = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
+_FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
+_UNQUANTIZED = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
 
 
 def get_entry(config: object, name: str) -> object:
@@ -79,3 +90,59 @@ def head_counts(config: Mapping[str, object]) -> set[int]:
     """Return every number of heads that a `config.json` names."""
     text = text_config(config)
     return {n for name, n in text.items() if _HEADS.search(name) and isinstance(n, int)}
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a config says of the scales of its KV cache.
+
+    Attributes:
+        kind: "none": nothing; "static": FP8 scales in the checkpoint; "dynamic": FP8, and no
+            scales in the checkpoint; "refused": scales of another kind than FP8.
+        what: the entry and its value, for messages.
+        dialect: the format whose tensor names to expect.
+        fnuz: the scales are made for E4M3FNUZ: twice those for E4M3FN.
+    """
+
+    kind: Literal["none", "static", "dynamic", "refused"] = "none"
+    what: str = "nothing about a KV cache"
+    dialect: str = ""
+    fnuz: bool = False
+
+
+def parse_entry(where: str, value: object) -> list[Declaration]:
+    """Return what one entry declares, a scheme or a word for one; an empty list for nothing."""
+    value = getattr(value, "value", value)
+    scheme = as_mapping(value)
+    if scheme:
+        return [_parse_scheme(where, scheme)]
+    if value is None or value == {}:
+        return []
+    what = f"{where} = {value!r}"
+    if not isinstance(value, str | torch.dtype):
+        return [Declaration("refused", what)]
+    word = str(value).lower().removeprefix("torch.")
+    if word in _UNQUANTIZED:
+        return []
+    if word in _STATIC or word in _FNUZ:
+        return [Declaration("static", what, fnuz=word in _FNUZ)]
+    return [Declaration("dynamic" if word == "dynamic" else "refused", what)]
+
+
+def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
+    def entry(name: str, default: object = None) -> object:
+        value = scheme.get(name, default)
+        return getattr(value, "value", value)
+
+    # The defaults are those of compressed-tensors.
+    bits, number, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
+    symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
+    what = (
+        f"{where}: {bits}-bit {number}, strategy {strategy or 'tensor'}, "
+        f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
+    )
+    if (bits, number) != (8, "float") or not symmetric:
+        return Declaration("refused", what)
+    if strategy not in (None, "tensor", "attn_head"):
+        return Declaration("refused", what)
+    return Declaration("dynamic" if dynamic else "static", what)

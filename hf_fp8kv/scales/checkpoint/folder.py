@@ -1,28 +1,35 @@
-"""Folder: the files of a checkpoint, on this machine or elsewhere."""
+"""Folders of a checkpoint's files: on this machine, or a repository of the Hub."""
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypedDict, TypeVar
 
+from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
+
+from ...errors import ScaleError
 from ...utils.files import read_header
 
-__all__ = ["Folder", "LocalFolder"]
+__all__ = ["Folder", "HubFolder", "HubOptions", "LocalFolder", "translate_hub_errors"]
 
-
-class Folder(Protocol):
-    """The files of a checkpoint, on this machine or on the Hub."""
-
-    @property
-    def origin(self) -> str: ...
-
-    def path(self, name: str) -> Path | None:
-        """Return the file, fetched if it is remote, or None if there is none."""
-
-    def header(self, name: str) -> list[str] | None:
-        """Return the tensor names of a safetensors file, or None if there is no such file."""
-
-    def list_files(self, suffix: str) -> list[str]:
-        """Return the names with this suffix that are known without fetching anything."""
+T = TypeVar("T")
+# The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
+_HUB_ERRORS: tuple[type[Exception], ...] = (
+    *HfHubHTTPError.__bases__,
+    OSError,
+    ValueError,
+    NotASafetensorsRepoError,
+    SafetensorsParsingError,
+)
 
 
 @dataclass(frozen=True)
@@ -33,15 +40,125 @@ class LocalFolder:
 
     @property
     def origin(self) -> str:
+        """What messages call it."""
         return str(self.root)
 
     def path(self, name: str) -> Path | None:
+        """Return a file, fetched if it is remote, or None if there is none."""
         path = self.root / name
         return path if path.is_file() else None
 
     def header(self, name: str) -> list[str] | None:
+        """Return the tensor names of a safetensors file, or None if there is no such file."""
         path = self.path(name)
         return None if path is None else read_header(path)[0]
 
     def list_files(self, suffix: str) -> list[str]:
+        """Return the names with this suffix that are known without fetching anything."""
         return sorted(path.name for path in self.root.glob(f"*{suffix}"))
+
+
+class HubOptions(TypedDict, total=False):
+    """Which version of a repository to read and how to fetch it, as everywhere in transformers."""
+
+    revision: str | None
+    token: str | bool | None
+    cache_dir: str | os.PathLike[str] | None
+    local_files_only: bool
+    force_download: bool
+    subfolder: str | None
+
+
+@contextmanager
+def translate_hub_errors(repo: str, verb: str) -> Iterator[None]:
+    """Raise ScaleError for whatever the Hub's client raises; `verb` is "read" or "written"."""
+    try:
+        yield
+    except _HUB_ERRORS as error:
+        if isinstance(error, ScaleError):
+            raise
+        raise ScaleError(
+            f"{repo}: expected a repository that can be {verb}, got {type(error).__name__}: "
+            f"{error}; check the name, the revision and the token"
+        ) from error
+
+
+@dataclass
+class HubFolder:
+    """A repository of the Hub. Only small files, and those that hold scales, are ever fetched."""
+
+    repo: str
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+    subfolder: str | None = None
+    # Set when a request has failed: only cached files are read then, though others may exist.
+    trouble: str = field(default="", init=False)
+    paths: dict[str, Path | None] = field(default_factory=dict, init=False)
+
+    @property
+    def cache(self) -> Path | None:
+        return None if self.cache_dir is None else Path(self.cache_dir)
+
+    @property
+    def offline(self) -> bool:
+        return self.local_files_only or constants.HF_HUB_OFFLINE or bool(self.trouble)
+
+    @property
+    def origin(self) -> str:
+        return f"{self.repo} ({self.trouble})" if self.trouble else self.repo
+
+    def path(self, name: str) -> Path | None:
+        def fetch() -> Path:
+            return Path(
+                hf_hub_download(
+                    self.repo,
+                    name,
+                    subfolder=self.subfolder,
+                    revision=self.revision,
+                    token=self.token,
+                    cache_dir=self.cache,
+                    local_files_only=self.offline,
+                    force_download=self.force_download and not self.offline,
+                )
+            )
+
+        if name not in self.paths:
+            self.paths[name] = self._ask(fetch)
+        return self.paths[name]
+
+    def header(self, name: str) -> list[str] | None:
+        file = f"{self.subfolder}/{name}" if self.subfolder else name
+
+        def fetch() -> list[str]:
+            cached = try_to_load_from_cache(self.repo, file, self.cache, self.revision)
+            if isinstance(cached, str) and not self.force_download:
+                return read_header(Path(cached))[0]
+            if self.offline:
+                raise EntryNotFoundError(f"{file} is not cached")
+            # A request of some kilobytes instead of the whole file.
+            metadata = HfApi().parse_safetensors_file_metadata(
+                self.repo, file, revision=self.revision, token=self.token
+            )
+            return list(metadata.tensors)
+
+        return self._ask(fetch)
+
+    def list_files(self, suffix: str) -> list[str]:
+        return []
+
+    def _ask(self, fetch: Callable[[], T]) -> T | None:
+        with translate_hub_errors(self.repo, "read"):
+            try:
+                return fetch()
+            except EntryNotFoundError as error:
+                if isinstance(error, LocalEntryNotFoundError) and not self.trouble:
+                    self.trouble = (
+                        "offline: cached files only" if self.offline else "Hub out of reach"
+                    )
+        return None
+
+
+Folder = LocalFolder | HubFolder

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .declaration import Declaration
+from .config import Declaration
 
 __all__ = [
     "ATTENTION_MODULE",

@@ -1,4 +1,8 @@
-"""The formats that scales are read from and written in: one file each, and their registry."""
+"""The formats that scales are read from and written in: one file each, and their registry.
+
+A new format is a subclass of `ScaleFormat` in a file here, its line in the registry, and a folder
+of what its tool writes in tests/data/scales.
+"""
 
 from dataclasses import replace
 

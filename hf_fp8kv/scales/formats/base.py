@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.declaration import Declaration
+from ..checkpoint.config import Declaration
 from ..checkpoint.tensor_names import TensorName
 from ..layer_scales import Granularity
 from ..request import Request

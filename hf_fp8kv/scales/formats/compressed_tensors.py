@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..checkpoint.config import Config, as_mapping
-from ..checkpoint.declaration import Declaration, parse_entry
+from ..checkpoint.config import Config, Declaration, as_mapping, parse_entry
 from ..checkpoint.tensor_names import OUTPUTS, PAIR
 from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat

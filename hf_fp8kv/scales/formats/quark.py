@@ -6,8 +6,7 @@ from fnmatch import fnmatchcase
 
 from ...errors import ScaleError
 from ...utils.text import format_value
-from ..checkpoint.config import Config, as_mapping
-from ..checkpoint.declaration import Declaration
+from ..checkpoint.config import Config, Declaration, as_mapping
 from ..checkpoint.tensor_names import OUTPUTS, PAIR
 from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat

@@ -15,10 +15,7 @@ class Tgi(TensorFormat):
     """Text Generation Inference. Its names are also those of checkpoints that declare nothing."""
 
     name = "tgi"
-    tensor_names = (
-        replace(PAIR, own_dialect=False, shape=()),
-        replace(SHARED, own_dialect=False),
-    )
+    tensor_names = (replace(PAIR, own_dialect=False, shape=()), replace(SHARED, own_dialect=False))
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         config["kv_cache_torch_dtype"] = "float8_e4m3fn"
