@@ -23,7 +23,15 @@ class FP8PagedLayer(PagedLayerBase):
     is_compileable = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """The layer then has scales, and a pool for tokens like these."""
+        """Look up the static scales, and allocate the pool for tokens of these shapes.
+
+        Args:
+            key_states: `[B, Hkv, T, Dk]`, of the model's dtype; no number is read.
+            value_states: `[B, Hkv, T, Dv]`.
+
+        Raises:
+            ScaleError: static scales that do not fit. ConfigError: a model that is not split.
+        """
         self._prepare_scales(key_states, value_states)
         if not self.pool.is_allocated:
             self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
@@ -32,7 +40,7 @@ class FP8PagedLayer(PagedLayerBase):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new tokens, and returns the keys and values to attend to.
+        """Store new tokens, and return the keys and values to attend to.
 
         Args:
             key_states: `[B, Hkv, T, Dk]`, of the model's dtype.
@@ -56,11 +64,11 @@ class FP8PagedLayer(PagedLayerBase):
         if not self.is_initialized:
             self._prepare_scales(key, value)
         elif key.device != self.device:
-            self.follow(key.device)
+            self.move_to(key.device)
         group.prepare(start, stop, batch)
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        self._bring_back()
+        self._prefetch_if_offloaded()
         self.pool.grow(group.table.allocator.capacity)
         if start == 0:
             self.k_center = self._first_center(key)
@@ -77,16 +85,16 @@ class FP8PagedLayer(PagedLayerBase):
         return self._handles(pages, ends, plan, start, stop, ragged=False)
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Returns handles on all that is stored and not yet behind the window, or None."""
+        """Return handles on all that is stored and not yet behind the window, or None."""
         length = self.get_seq_length()
         if not length:
             return None
-        self._bring_back()
+        self._prefetch_if_offloaded()
         pages = self._pages(self.group.table_on(self.device))
         return self._view(pages, self.group.visible_from(length), length)
 
     def get_seq_length(self) -> int:
-        """Tokens seen, those behind the window among them."""
+        """Return the tokens seen, those behind the window among them."""
         return self.group.lengths[self.member]
 
     def host_length(self) -> int:
@@ -98,38 +106,42 @@ class FP8PagedLayer(PagedLayerBase):
         return len(np.unique(self.group.table.used()))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of the mask, and the position of the first, for a call of `query_length`."""
+        """Return the columns of the mask, and the position of the first."""
         length = self.get_seq_length()
         start = self.group.visible_from(length)
         return length + query_length - start, start
 
     def get_max_length(self) -> int:
-        """-1: no maximum; the window for a sliding layer (as transformers' own layers say)."""
+        """Return -1, no maximum, or the window of a sliding layer, as transformers' layers do."""
         return -1 if self.group.window is None else self.group.window
 
     def reset(self) -> None:
-        """The layer is empty; its memory is given back once no layer and no fork holds pages."""
+        """Remove all tokens; memory is given back once no layer and no fork holds pages."""
         self.crop_member(self.get_seq_length())
 
     def crop_member(self, tokens: int) -> None:
-        """The last `tokens` tokens of this layer are gone."""
+        """Remove the last `tokens` tokens of this layer."""
         self.group.crop(tokens, [self.member])
         if not self.get_seq_length():
             self.k_center = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` tokens of this layer are gone."""
+        """Remove the last `-tokens_to_remove` tokens of this layer.
+
+        Raises:
+            ConfigError: a positive number, or tokens that the window no longer holds.
+        """
         tokens = parse_crop(tokens_to_remove)
         self.group.check_crop(tokens)
         self.crop_member(tokens)
 
     def select_rows(self, sequences: torch.Tensor) -> None:
-        """The part of `select` that concerns this layer alone: its per-sequence center."""
+        """Select sequences `[B']` of what this layer alone holds: the center."""
         if self.k_center is not None:
             self.k_center = self.k_center[sequences.to(self.k_center.device)]
 
     def release_memory(self) -> None:
-        """The pool's bytes are given back; only for a layer without tokens and forks."""
+        """Give the pool's bytes back; only for a layer without tokens and forks."""
         self.pool.free()
         self._ready = False
         self._clear_scales()

@@ -94,7 +94,7 @@ class PagedLayerBase(CacheLayerMixin):
         self.group.record_past = value
 
     def activate_past_recording(self) -> None:
-        """Pages that fall out of the window then stay until `crop`, which can go back to them."""
+        """Keep pages that fall out of the window until `crop`, which can go back to them."""
         self.group.record_past = True
 
     def _prepare_scales(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ class PagedLayerBase(CacheLayerMixin):
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
 
     def _first_center(self, key: torch.Tensor) -> torch.Tensor | None:
-        """The center to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
+        """Return the center to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
         if self._scale_center is not None:
             return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
         if self.options.first_call_centers and self.options.key_format != AUTO:
@@ -120,7 +120,7 @@ class PagedLayerBase(CacheLayerMixin):
         return None
 
     def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises ConfigError for tokens that this layer cannot take; changes nothing."""
+        """Raise ConfigError for tokens that this layer cannot take; change nothing."""
         if key.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] == 0:
             raise ConfigError(
                 "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
@@ -181,15 +181,15 @@ class PagedLayerBase(CacheLayerMixin):
 
     @abstractmethod
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Returns handles on all that is stored and not yet behind the window, or None."""
+        """Return handles on all that is stored and not yet behind the window, or None."""
 
     @abstractmethod
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` tokens of this layer are gone."""
+        """Remove the last `-tokens_to_remove` tokens of this layer."""
 
     @abstractmethod
     def select_rows(self, sequences: torch.Tensor) -> None:
-        """The part of `select` that concerns this layer alone: what it holds per sequence."""
+        """Select sequences `[B']` of what this layer alone holds."""
 
     @abstractmethod
     def host_length(self) -> int:
@@ -229,33 +229,33 @@ class PagedLayerBase(CacheLayerMixin):
         }
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Not for one layer: sequences are reordered for the whole cache at once."""
+        """Raise ConfigError: sequences are reordered for the whole cache at once."""
         raise ConfigError(_WHOLE_CACHE.format("reorder_cache"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not for one layer: sequences are repeated for the whole cache at once."""
+        """Raise ConfigError: sequences are repeated for the whole cache at once."""
         raise ConfigError(_WHOLE_CACHE.format("batch_repeat_interleave"))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Not for one layer: sequences are selected for the whole cache at once."""
+        """Raise ConfigError: sequences are selected for the whole cache at once."""
         raise ConfigError(_WHOLE_CACHE.format("batch_select_indices"))
 
     def offload(self) -> None:
-        """The bytes are then in the CPU's memory."""
+        """Move the bytes to the CPU's memory."""
         if self.pool.is_allocated:
             self.pool.move(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        """The bytes are then on the layer's device again."""
+        """Move the bytes back to the layer's device."""
         if self.pool.is_allocated:
             self.pool.move(self.device)
 
-    def _bring_back(self) -> None:
+    def _prefetch_if_offloaded(self) -> None:
         if self.pool.is_allocated and self.pool.k.device != self.device:
             self.prefetch()
 
-    def follow(self, device: torch.device) -> None:
-        """What the layer holds is then on `device`, where the model computes this layer.
+    def move_to(self, device: torch.device) -> None:
+        """Move what the layer holds to `device`, where the model computes this layer.
 
         A cache from a file is on one device, and the model's layers may be on several.
         """

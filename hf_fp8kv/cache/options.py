@@ -1,4 +1,4 @@
-"""What a user chose, checked once: the options that all layers of a cache share."""
+"""Options: what a user chose, checked once, and shared by all layers of a cache."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -64,7 +64,11 @@ class CacheOptions:
         tp_rank: int,
         tp_size: int,
     ) -> "CacheOptions":
-        """Returns the options, or raises ConfigError (BackendError for the backend)."""
+        """Return the checked options.
+
+        Raises:
+            ConfigError: an argument cannot work. BackendError: the backend cannot run here.
+        """
         both = parse_dtype(dtype)
         if center_keys not in (None, True, False):
             raise ConfigError(f"center_keys: expected None, True or False, got {center_keys!r}")
@@ -77,7 +81,7 @@ class CacheOptions:
             )
         if not isinstance(backend, str):
             raise ConfigError(f"backend: expected a name, got {backend!r}")
-        ops.choose_backend(backend, _MEANT_FOR.get(backend, torch.device("cpu")))
+        ops.choose_backend(backend, _DEVICE_OF_BACKEND.get(backend, torch.device("cpu")))
         check_ranks(tp_rank, tp_size)
         options = cls(
             key_format=both if key_dtype is None else parse_dtype(key_dtype, "key_dtype"),
@@ -124,7 +128,7 @@ class CacheOptions:
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Returns K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]`, K's center `[Hkv, Dk]` of one layer.
+        """Return K's scale `[Hkv, Dk]`, V's `[Hkv, Dv]`, K's center `[Hkv, Dk]` of one layer.
 
         float32 on the CPU, already in the unit of the stored formats; None where there is none.
         """
@@ -135,21 +139,33 @@ class CacheOptions:
                 index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
                 tp_rank=self.tp_rank, tp_size=self.tp_size,
             )  # fmt: skip
-            k = layer.k * FORMATS[self.key_format].scale_from_e4m3 if self._eight("k") else None
-            v = layer.v * FORMATS[self.value_format].scale_from_e4m3 if self._eight("v") else None
-            center = layer.k_center if self.center_keys is not False and self._eight("k") else None
+            k = (
+                layer.k * FORMATS[self.key_format].scale_from_e4m3
+                if self._is_quantized("k")
+                else None
+            )
+            v = (
+                layer.v * FORMATS[self.value_format].scale_from_e4m3
+                if self._is_quantized("v")
+                else None
+            )
+            center = (
+                layer.k_center
+                if self.center_keys is not False and self._is_quantized("k")
+                else None
+            )
             return k, v, center
         constant = torch.tensor(self.scales, dtype=torch.float32)
-        k = constant.repeat(heads, k_dim) if self._eight("k") else None
-        v = constant.repeat(heads, v_dim) if self._eight("v") else None
+        k = constant.repeat(heads, k_dim) if self._is_quantized("k") else None
+        v = constant.repeat(heads, v_dim) if self._is_quantized("v") else None
         return k, v, None
 
-    def _eight(self, side: str) -> bool:
+    def _is_quantized(self, side: str) -> bool:
         return (self.key_format if side == "k" else self.value_format) != AUTO
 
 
 # The device is not known yet: a backend is asked whether it runs on one that it is made for.
-_MEANT_FOR = {"triton": torch.device("cuda")}
+_DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
 
 
 def _positive(value: object, argument: str) -> int:

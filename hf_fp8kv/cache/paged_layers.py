@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import ConfigError, ScaleError
-from ..modeling.layer_specs import layers_named, layers_of
+from ..modeling.layer_specs import build_stock_layers, find_layers
 from ..modeling.tensor_parallel import check_divides, kv_heads
 from ..paging.block_table import PageBudget
 from ..paging.layer_group import LayerGroup
@@ -103,8 +103,8 @@ class PagedLayers:
             return []
         if self.options.tp_size > 1:
             check_divides(config, self.options.tp_size)
-        layers, windows = layers_of(config, self.options.max_cache_len)
-        skipped = layers_named(skip_layers, config, layers)
+        layers, windows = build_stock_layers(config, self.options.max_cache_len)
+        skipped = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
             if index not in skipped and type(layer) in _REPLACED:
                 layers[index] = self.new_layer(index, window)
@@ -272,7 +272,7 @@ class PagedLayers:
         batch = self.batch
         for group in self.groups.values():
             if batch:
-                group.apply(group.table.reserve(length, self.options.max_cache_len, batch))
+                group.copy_pages(group.table.reserve(length, self.options.max_cache_len, batch))
         for layer in self.layers:
             assert isinstance(layer, FP8PagedPreallocatedLayer)
             layer.refresh(batch)
@@ -287,7 +287,7 @@ class PagedLayers:
                 layer.release_memory()
         for group in self.groups.values():
             if not group.table.allocator.held:
-                group.table.allocator.forget()
+                group.table.allocator.reset()
 
 
 def _match_widths(layers: list[Any]) -> None:

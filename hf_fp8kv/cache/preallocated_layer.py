@@ -62,7 +62,11 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self._max_written = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """All pages, the block table and the lengths then exist, at addresses that stay."""
+        """Allocate all pages, the block table and the lengths, at addresses that stay.
+
+        Args and errors as `FP8PagedLayer.lazy_initialization`; OutOfPagesError: `max_pages` would
+        be passed.
+        """
         self._prepare_scales(key_states, value_states)
         batch = key_states.shape[0]
         self.group.prepare(0, self.max_cache_len, batch)
@@ -73,11 +77,11 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             shape = (batch, *self.pool.k.shape[1::2])
             self.k_center = zeros(shape, torch.float32, self.device)
         self.batch_size = batch
-        self._take_plan()
+        self._share_plan()
         self._ready = True
         self._mark_addresses()
 
-    def _take_plan(self) -> None:
+    def _share_plan(self) -> None:
         self.plan, self.fills_plan = self.group.shared_plan(
             self.member, self.lengths, self.pool.heads, self.backend
         )
@@ -94,7 +98,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores new tokens, and returns the keys and values to attend to.
+        """Store new tokens, and return the keys and values to attend to.
 
         As `FP8PagedLayer.update`. Tokens past `max_cache_len` raise OutOfPagesError on a CPU, in a
         compiled step too; on other devices they are not stored, and the next step raises whose mask
@@ -105,8 +109,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             if self.is_empty and key_states.shape[2] > self.max_cache_len:
                 self._raise_overrun(0, key_states.shape[2])
             if self.is_initialized and key_states.device != self.device:
-                self.follow(key_states.device)
-            self._bring_back()
+                self.move_to(key_states.device)
+            self._prefetch_if_offloaded()
         key, value = key_states.detach(), value_states.detach()
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -130,7 +134,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         if was_empty and self.options.prefill == "exact":
             if self._attends_fresh():
                 return key_states, value_states
-            return self._padded(key_states), self._padded(value_states)
+            return self._pad(key_states), self._pad(value_states)
         return self._view(pages)
 
     def _view(self, pages: Pages) -> tuple[PagedKV, PagedKV]:
@@ -143,34 +147,34 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """
         return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
 
-    def _padded(self, fresh: torch.Tensor) -> torch.Tensor:
-        """Fresh keys or values in the width that every other call has: StaticCache's promise."""
+    def _pad(self, fresh: torch.Tensor) -> torch.Tensor:
+        """Return fresh keys or values in the width of every other call, as StaticCache does."""
         padding = self.max_cache_len - fresh.shape[2]
         return torch.nn.functional.pad(fresh, (0, 0, 0, padding))
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Returns handles on all positions, stored or not, or None before the first call."""
+        """Return handles on all positions, stored or not, or None before the first call."""
         if not self.is_initialized:
             return None
         return self._view(self._pages(self.table))
 
     def get_seq_length(self) -> Any:
-        """Tokens stored: a tensor `[]` once there are any (as StaticLayer's), else 0."""
+        """Return the tokens stored: a tensor `[]` once there are any (as StaticLayer), else 0."""
         return 0 if self.is_empty else self.lengths[0]
 
     def host_length(self) -> int:
-        """Tokens stored, as a number; waits for the device."""
+        """Return the tokens stored as a number; waits for the device."""
         return 0 if self.is_empty else int(self.lengths[0])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns of the mask, and the position of the first, for a call of `query_length`."""
+        """Return the columns of the mask, and the position of the first."""
         if self.is_empty and self.options.prefill == "exact" and self._attends_fresh():
             return query_length, 0
         self._check_room(query_length)
         return self.max_cache_len, 0
 
     def _check_room(self, tokens: int) -> None:
-        """Raises OutOfPagesError before a step that cannot be stored.
+        """Raise OutOfPagesError before a step that cannot be stored.
 
         On a CPU the write itself raises. Elsewhere it cannot, and reading the length waits for the
         device, so it is read only when an upper bound kept on the host says that it may matter.
@@ -194,18 +198,18 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         )
 
     def get_max_length(self) -> int:
-        """Tokens that there is room for."""
+        """Return how many tokens there is room for."""
         return self.max_cache_len
 
     def reset(self) -> None:
-        """The layer is empty; addresses stay."""
+        """Remove all tokens; addresses stay."""
         if self.is_initialized:
             self.lengths.zero_()
         self.is_empty = True
         self._max_written = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """The last `-tokens_to_remove` tokens are gone; in place.
+        """Remove the last `-tokens_to_remove` tokens, in place.
 
         After `reorder_cache`, crop the whole cache, not one layer: pages of sequences that then
         part ways must be copied for all layers at once.
@@ -217,7 +221,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
                 self.is_empty = True
 
     def refresh(self, batch: int) -> None:
-        """Follows a change of the group's block table, in place where the batch is the same."""
+        """Follow a change of the group's block table, in place where the batch is the same."""
         if not self.is_initialized:
             return
         self.pool.grow(self.group.table.allocator.capacity)
@@ -228,20 +232,20 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         else:
             self.table = table
             self.batch_size = batch
-            self._take_plan()
+            self._share_plan()
             self._mark_addresses()
 
-    def follow(self, device: torch.device) -> None:
-        """What the layer holds is then on `device`; at new addresses."""
-        super().follow(device)
+    def move_to(self, device: torch.device) -> None:
+        """Move what the layer holds to `device`, to new addresses."""
+        super().move_to(device)
         with torch.inference_mode(False), torch.no_grad():
             self.lengths = self.lengths.to(device)
         self.table = self.group.table_on(device)
-        self._take_plan()
+        self._share_plan()
         self._mark_addresses()
 
     def select_rows(self, sequences: torch.Tensor) -> None:
-        """The part of `select` that concerns this layer alone: centers and lengths."""
+        """Select sequences `[B']` of what this layer alone holds: centers and lengths."""
         if not self.is_initialized:
             return
         index = sequences.to(self.device)

@@ -9,13 +9,13 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from ..errors import ConfigError
 
-__all__ = ["layers_named", "layers_of", "read_config"]
+__all__ = ["build_stock_layers", "find_layers", "read_config"]
 
 
-def layers_of(
+def build_stock_layers(
     config: PreTrainedConfig, max_cache_len: int | None
 ) -> tuple[list[Any], list[int | None]]:
-    """Returns the layers that transformers itself would make, and the window of each."""
+    """Return the layers that transformers itself would make, and the window of each."""
     dynamic = list(DynamicCache(config=config).layers)
     # Asked of the dynamic ones: a static layer cuts its window down to the cache's length.
     windows = [getattr(layer, "sliding_window", None) for layer in dynamic]
@@ -24,10 +24,10 @@ def layers_of(
     return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
 
 
-def layers_named(
+def find_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:
-    """Returns the numbers of the layers that `skip_layers` names."""
+    """Return the numbers of the layers that `skip_layers` names."""
     if isinstance(skip_layers, str | int):
         skip_layers = (skip_layers,)
     types = getattr(config, "layer_types", None)
@@ -36,28 +36,32 @@ def layers_named(
             "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
             for layer in layers
         ]
-    found: set[int] = set()
+    numbers: set[int] = set()
     for name in skip_layers:
         if (
             isinstance(name, int)
             and not isinstance(name, bool)
             and -len(layers) <= name < len(layers)
         ):
-            found.add(name % len(layers))
+            numbers.add(name % len(layers))
         elif isinstance(name, str) and name in types:
-            found.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)
+            numbers.update(i for i, kind in enumerate(types[: len(layers)]) if kind == name)
         else:
             raise ConfigError(
                 f"skip_layers: expected layer numbers from 0 to {len(layers) - 1} or layer types "
                 f"among {sorted(set(types))}, got {name!r}"
             )
-    return found
+    return numbers
 
 
 def read_config(
     repo_or_dir: str | os.PathLike[str], hub: dict[str, Any], trust_remote_code: bool
 ) -> PreTrainedConfig:
-    """Returns the config of a checkpoint, or raises ConfigError."""
+    """Return the config of a checkpoint.
+
+    Raises:
+        ConfigError: there is none that transformers can read.
+    """
     from transformers import AutoConfig
 
     given = {name: value for name, value in hub.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What transformers' model classes can do, asked of the classes themselves."""
+"""Model support: what transformers' model classes can do, asked of the classes themselves."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ __all__ = ["config_field", "model_class", "refusal", "refuse_config", "uses_inte
 
 
 def config_field(config: Any, name: str) -> Any:
-    """Returns a field of a config, or None; any one value of a field that differs by layer."""
+    """Return a field of a config, or None; any one value of a field that differs by layer."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers refuses to name one value where layers have several
@@ -26,7 +26,7 @@ def config_field(config: Any, name: str) -> Any:
 
 @functools.cache
 def model_class(config_class: type) -> type[Any] | None:
-    """Returns the model class that a config belongs to, or None if transformers lists none."""
+    """Return the model class that a config belongs to, or None if transformers lists none."""
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -39,8 +39,8 @@ def model_class(config_class: type) -> type[Any] | None:
         MODEL_MAPPING,
     ):
         if config_class in mapping:
-            found = mapping[config_class]
-            return found[0] if isinstance(found, tuple) else found
+            model = mapping[config_class]
+            return model[0] if isinstance(model, tuple) else model
     return None
 
 
@@ -52,7 +52,7 @@ def uses_interface(config_class: type) -> bool:
 
 
 def refusal(kind: type[Any]) -> str:
-    """Returns why models of this class cannot use the cache; empty when they can."""
+    """Return why models of this class cannot use the cache; empty when they can."""
     if not getattr(kind, "_supports_default_dynamic_cache", lambda: True)():
         return "it needs a cache class of its own"
     if "past_key_values" not in inspect.signature(kind.forward).parameters:
@@ -61,7 +61,7 @@ def refusal(kind: type[Any]) -> str:
 
 
 def refuse_config(config: Any) -> None:
-    """Raises ConfigError for the config of a model that cannot use the cache."""
+    """Raise ConfigError for the config of a model that cannot use the cache."""
     config_class: type = type(config)
     kind = model_class(config_class)
     if kind is not None and (why := refusal(kind)):

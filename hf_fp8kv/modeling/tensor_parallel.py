@@ -1,4 +1,4 @@
-"""Which heads of a model are in this process: tensor parallelism, as transformers does it.
+"""Tensor parallelism as transformers does it: which heads of a model are in this process.
 
 It is asked of the model, never of torch.distributed: the processes there may as well be replicas of
 the whole model, stages of a pipeline, or all of these.
@@ -27,7 +27,7 @@ class Ranks(TypedDict):
 
 
 def tensor_parallel(model: PreTrainedModel) -> Ranks:
-    """Returns `{"tp_rank": r, "tp_size": n}`: which part of the model's KV heads is here.
+    """Return `{"tp_rank": r, "tp_size": n}`: which part of the model's KV heads is here.
 
     ```python
     model = AutoModelForCausalLM.from_pretrained(id, tp_plan="auto")
@@ -54,7 +54,7 @@ def tensor_parallel(model: PreTrainedModel) -> Ranks:
 
 
 def _mesh(model: Any) -> Any:
-    """The processes that share this model's heads, as a DeviceMesh with one dimension, or None."""
+    """Return the processes that share this model's heads: a one-dimensional mesh, or None."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -65,7 +65,7 @@ def _mesh(model: Any) -> Any:
 
 
 def _splits_heads(model: Any) -> bool:
-    """Whether the plan of the decoder (not that of an image encoder beside it) splits KV heads."""
+    """Return whether the decoder's plan (not that of an image encoder) splits KV heads."""
     decoder = model.get_decoder()
     path = next((f"{name}." for name, part in model.named_modules() if part is decoder), ".")
     return any(
@@ -76,19 +76,19 @@ def _splits_heads(model: Any) -> bool:
 
 
 def kv_heads(config: Any, layer: int) -> int | None:
-    """How many KV heads a layer of the whole model has, or None where the config does not say."""
+    """Return the KV heads of a layer of the whole model; None: the config does not say."""
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
-    found = config_field(config, "num_key_value_heads")
-    if found is None:
-        found = config_field(config, "num_attention_heads")
-    if isinstance(found, list | tuple):
-        found = found[layer] if layer < len(found) else None
-    return found if isinstance(found, int) else None
+    heads = config_field(config, "num_key_value_heads")
+    if heads is None:
+        heads = config_field(config, "num_attention_heads")
+    if isinstance(heads, list | tuple):
+        heads = heads[layer] if layer < len(heads) else None
+    return heads if isinstance(heads, int) else None
 
 
 def check_divides(config: Any, tp_size: int) -> None:
-    """Raises ConfigError unless the KV heads of every layer can be split over `tp_size`."""
+    """Raise ConfigError unless the KV heads of every layer can be split over `tp_size`."""
     layers = config_field(config, "num_hidden_layers")
     counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
     for heads in sorted(count for count in counts if count):
@@ -102,7 +102,7 @@ def check_divides(config: Any, tp_size: int) -> None:
 
 
 def check_split(layer: int, here: int, whole: int | None, tp_size: int) -> None:
-    """Raises ConfigError when all heads arrive where only a part of them was announced.
+    """Raise ConfigError when all heads arrive where only a part of them was announced.
 
     Args:
         layer: which layer.

@@ -1,4 +1,4 @@
-"""Which page holds which token: integers only, no bytes.
+"""Block table: which page holds which token. Integers only, no bytes.
 
 A `PageAllocator` hands out page numbers and counts who holds each. A `BlockTable` lists, for every
 sequence of a batch, its pages in order; all sequences of a batch hold the same number of tokens
@@ -47,7 +47,7 @@ class PageBudget:
         self.held = 0
 
     def require(self, pages: int) -> None:
-        """Raises OutOfPagesError if `pages` more would pass the budget; changes nothing."""
+        """Raise OutOfPagesError if `pages` more would pass the budget; change nothing."""
         if self.max_pages is not None and self.held + pages > self.max_pages:
             raise OutOfPagesError(
                 f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
@@ -59,7 +59,7 @@ class PageBudget:
 
 
 class PageAllocator:
-    """Hands out page numbers, and counts how many places of block tables hold each."""
+    """The page numbers that exist, and how many places of block tables hold each."""
 
     def __init__(self, budget: PageBudget) -> None:
         self.budget = budget
@@ -91,7 +91,7 @@ class PageAllocator:
         return self.capacity - self.free
 
     def take(self, pages: int) -> Ints:
-        """Returns `pages` page numbers, each held once; makes new ones in steps if needed."""
+        """Return `pages` page numbers, each held once; make new ones in steps if needed."""
         self.budget.require(pages)
         missing = pages - self.free
         if missing > 0:
@@ -104,8 +104,8 @@ class PageAllocator:
         self.budget.held += pages
         return numbers
 
-    def forget(self) -> None:
-        """No page exists; only while none is held."""
+    def reset(self) -> None:
+        """Remove every page; only while none is held."""
         assert self.held == 0, f"{self.held} pages are held"
         self.references, self._free = np.zeros(0, np.int32), []
 
@@ -118,11 +118,11 @@ class PageAllocator:
         self._free[:0] = range(first + pages - 1, first - 1, -1)
 
     def share(self, pages: Ints) -> None:
-        """Counts one more holder for each entry of `pages` (NO_PAGE entries are skipped)."""
+        """Count one more holder for each entry of `pages` (NO_PAGE entries are skipped)."""
         np.add.at(self.references, pages[pages != NO_PAGE], 1)
 
     def drop(self, pages: Ints) -> None:
-        """Counts one holder less for each entry; a page without a holder is free again."""
+        """Count one holder less for each entry; a page without a holder is free again."""
         with self.counting():
             held = pages[pages != NO_PAGE]
             np.subtract.at(self.references, held, 1)
@@ -131,7 +131,7 @@ class PageAllocator:
             self.budget.held -= len(freed)
 
     def abandon(self, pages: Ints) -> None:
-        """Drops the pages of a table that is gone: now, or after what is being counted.
+        """Drop the pages of a table that is gone: now, or after what is being counted.
 
         The garbage collector may find a table in the middle of another one's work.
         """
@@ -141,7 +141,7 @@ class PageAllocator:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, no table that goes away changes a count."""
+        """Keep tables that go away from changing a count within."""
         outer, self._counting = self._counting, True
         try:
             yield
@@ -193,16 +193,16 @@ class BlockTable:
         return bool((self.allocator.references[self.used()] > 1).any())
 
     def used(self) -> Ints:
-        """Returns the part of `rows` that is in use, a view: `[B, count - first]`."""
+        """Return the part of `rows` that is in use, a view: `[B, count - first]`."""
         return self.rows[:, self.first : self.count]
 
-    def missing(self, start: int, stop: int, batch: int) -> int:
-        """Returns how many free pages `reserve` would take; changes nothing."""
+    def pages_needed(self, start: int, stop: int, batch: int) -> int:
+        """Return how many free pages `reserve` would take; change nothing."""
         new = max(0, self._pages(stop) - self.count) * batch
         return new + len(self._shared(start, stop))
 
     def reserve(self, start: int, stop: int, batch: int) -> Copies:
-        """Every token of `start` to `stop - 1` then has a page that only its sequence holds.
+        """Give every token of `start` to `stop - 1` a page that only its sequence holds.
 
         Args:
             start: the first token about to be written; `start // page_size >= first`.
@@ -237,7 +237,7 @@ class BlockTable:
         return copies
 
     def truncate(self, length: int) -> None:
-        """Pages that hold no token below `length` are dropped."""
+        """Drop the pages that hold no token below `length`."""
         count = max(self._pages(length), self.first)
         if count < self.count:
             self.allocator.drop(self.rows[:, count : self.count].ravel())
@@ -245,14 +245,14 @@ class BlockTable:
             self.count = count
             self.version += 1
 
-    def releasable(self, token: int) -> int:
-        """Returns how many pages `release` would make free; changes nothing."""
+    def count_releasable(self, token: int) -> int:
+        """Return how many pages `release` would make free; change nothing."""
         first = min(token // self.page_size, self.count)
         numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
         return int((self.allocator.references[numbers] == listed).sum())
 
     def release(self, token: int) -> None:
-        """Pages that hold only tokens before `token` are dropped."""
+        """Drop the pages that hold only tokens before `token`."""
         first = min(token // self.page_size, self.count)
         if first > self.first:
             self.allocator.drop(self.rows[:, self.first : first].ravel())
@@ -261,7 +261,7 @@ class BlockTable:
             self.version += 1
 
     def select(self, sequences: npt.NDArray[np.integer]) -> None:
-        """Sequence `i` is then what sequence `sequences[i]` was; pages are shared, not copied."""
+        """Make sequence `i` what sequence `sequences[i]` was; pages are shared, not copied."""
         old = self.used().ravel().copy()
         self.rows = self.rows[sequences]
         self.allocator.share(self.used().ravel())
@@ -269,11 +269,11 @@ class BlockTable:
         self.version += 1
 
     def fork(self) -> "BlockTable":
-        """Returns a table with the same pages, each held once more."""
-        other = BlockTable(self.allocator)
-        other.rows, other.first, other.count = self.rows.copy(), self.first, self.count
-        self.allocator.share(other.used().ravel())
-        return other
+        """Return a table with the same pages, each held once more."""
+        fork = BlockTable(self.allocator)
+        fork.rows, fork.first, fork.count = self.rows.copy(), self.first, self.count
+        self.allocator.share(fork.used().ravel())
+        return fork
 
     @classmethod
     def from_rows(cls, budget: PageBudget, rows: Ints, first: int) -> "BlockTable":
@@ -298,14 +298,14 @@ class BlockTable:
         return table
 
     def clear(self) -> None:
-        """Every page is dropped; the batch size is free again."""
+        """Drop every page; the batch size is free again."""
         self.allocator.drop(self.used().ravel())
         self.rows = np.full((0, 0), NO_PAGE, np.int32)
         self.first = self.count = 0
         self.version += 1
 
     def check(self, *others: "BlockTable") -> None:
-        """Raises AssertionError with the counts unless allocator and tables agree.
+        """Raise AssertionError with the counts unless allocator and tables agree.
 
         Args:
             others: every other table that shares the allocator.
@@ -332,7 +332,7 @@ class BlockTable:
         return -(-length // self.page_size)
 
     def _shared(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Places `(sequence, logical page)` to be written whose page has another holder.
+        """Return the places `(sequence, logical page)` to write whose page has another holder.
 
         Of several sequences that hold a page and nobody else does, the last keeps it.
         """

@@ -1,4 +1,4 @@
-"""Layers that share one block table, and what a step of the model does to it."""
+"""Layer groups: layers that share one block table, and what a model step does to it."""
 
 import weakref
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from .page_pool import PagePool, zeros
 __all__ = ["GroupSnapshot", "LayerGroup"]
 
 
-# Of lengths a step needs two on each device: tokens before it, and after it. Of plans it needs
-# one, for each number of KV heads.
-_KEPT = 16
+# A step needs two tensors of lengths on each device, for before and after it, and one plan for
+# each number of KV heads.
+_MAX_CACHED = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class LayerGroup:
         window: tokens that a query sees, its own among them; None: all.
         pools: the pool of each member layer; shared with forks.
         lengths: tokens written, for each member layer (they advance one after the other).
-        record_past: pages that fell out of the window stay until `settle`.
+        record_past: pages that fell out of the window stay until the next crop.
         siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
     """
 
@@ -57,15 +57,15 @@ class LayerGroup:
         self.record_past = False
         self.siblings: list[weakref.ref[LayerGroup]] = []
         self._prepared: tuple[int, int, int] | None = None
-        self._mirrors: dict[torch.device, torch.Tensor] = {}
-        self._mirrored_version = -1
-        self._ends: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+        self._device_tables: dict[torch.device, torch.Tensor] = {}
+        self._device_tables_version = -1
+        self._device_lengths: dict[tuple[torch.device, int, int], torch.Tensor] = {}
         self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
         # The preallocated form's: the buffer, the batch it is for, and the member that fills it.
         self._shared_plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
 
     def add(self, pool: PagePool) -> int:
-        """Adds a layer; returns its place in `lengths`."""
+        """Add a layer; returns its place in `lengths`."""
         self.pools.append(pool)
         self.lengths.append(0)
         return len(self.lengths) - 1
@@ -81,11 +81,11 @@ class LayerGroup:
         return self.table.page_size
 
     def visible_from(self, length: int) -> int:
-        """The first position that a query at position `length` sees."""
+        """Return the first position that a query at position `length` sees."""
         return 0 if self.window is None else max(length - self.window + 1, 0)
 
     def prepare(self, start: int, stop: int, batch: int) -> None:
-        """Positions `start` to `stop - 1` can then be written, in this and in every other group.
+        """Reserve pages for positions `start` to `stop - 1`, in this and in every other group.
 
         All or nothing, and for all groups that stand at `start`: the first layer of a step asks
         on behalf of the others, so that a step either fits or changes nothing.
@@ -97,18 +97,20 @@ class LayerGroup:
             return
         others = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in others if group.length == start)]
-        needed = sum(g.table.missing(start, stop, batch) for g in groups)
+        needed = sum(g.table.pages_needed(start, stop, batch) for g in groups)
         if needed:
-            freed = sum(g.table.releasable(g.passed(keep_recorded=True)) for g in groups)
+            freed = sum(
+                g.table.count_releasable(g.first_needed(keep_recorded=True)) for g in groups
+            )
             self.table.allocator.budget.require(needed - freed)
         for group in groups:
-            group.settle(keep_recorded=True)
+            group.release_passed(keep_recorded=True)
         for group in groups:
-            group.apply(group.table.reserve(start, stop, batch))
+            group.copy_pages(group.table.reserve(start, stop, batch))
             group._prepared = (start, stop, group.table.version)
 
-    def apply(self, copies: Copies) -> None:
-        """Copies pages in every pool, and gives each pool room for every page that exists."""
+    def copy_pages(self, copies: Copies) -> None:
+        """Copy pages in every pool, and give each pool room for every page that exists."""
         if not len(copies[0]):
             return
         for pool in self.pools:
@@ -116,19 +118,19 @@ class LayerGroup:
                 pool.grow(self.table.allocator.capacity)
                 pool.copy(copies)
 
-    def settle(self, *, keep_recorded: bool = False) -> None:
-        """Pages behind the window of the next token are dropped."""
-        self.table.release(self.passed(keep_recorded=keep_recorded))
+    def release_passed(self, *, keep_recorded: bool = False) -> None:
+        """Drop the pages behind the window of the next token."""
+        self.table.release(self.first_needed(keep_recorded=keep_recorded))
 
-    def passed(self, *, keep_recorded: bool = False) -> int:
-        """Returns the first token that the next one sees: `settle` drops what is before it."""
+    def first_needed(self, *, keep_recorded: bool = False) -> int:
+        """Return the first token that the next one sees, or 0 if all are kept."""
         written = [n for n in self.lengths if n]
         if not written or (keep_recorded and self.record_past):
             return 0
         return self.visible_from(min(written))
 
     def check_crop(self, tokens: int) -> None:
-        """Raises ConfigError if `tokens` cannot be taken back; changes nothing."""
+        """Raise ConfigError if `tokens` cannot be removed; change nothing."""
         length = max(self.length - tokens, 0)
         lost = self.table.first * self.page_size
         if tokens and length and self.visible_from(length) < lost:
@@ -139,21 +141,21 @@ class LayerGroup:
             )
 
     def crop(self, tokens: int, members: list[int] | None = None) -> None:
-        """The last `tokens` tokens are gone, in every layer or in `members`."""
+        """Remove the last `tokens` tokens, in every layer or in `members`."""
         for i in range(len(self.lengths)) if members is None else members:
             self.lengths[i] = max(self.lengths[i] - tokens, 0)
         self.table.truncate(self.length)
         if not self.length:
             self.clear()
-        self.settle()
+        self.release_passed()
 
     def select(self, sequences: npt.NDArray[np.int64]) -> None:
-        """Sequence `i` is then what sequence `sequences[i]` was."""
+        """Make sequence `i` what sequence `sequences[i]` was."""
         if self.table.batch:
             self.table.select(sequences)
 
     def clear(self) -> None:
-        """No token is held, and the batch size is free again."""
+        """Drop all tokens; the batch size is free again."""
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
         self._prepared = None
@@ -173,41 +175,41 @@ class LayerGroup:
         return group
 
     def table_on(self, device: torch.device) -> torch.Tensor:
-        """Returns the pages in use, `[B, count]`, int32, on `device`; made once per change."""
-        if self._mirrored_version != self.table.version:
-            self._mirrors.clear()
-            self._mirrored_version = self.table.version
-        mirror = self._mirrors.get(device)
-        if mirror is None:
+        """Return the pages in use, `[B, count]`, int32, on `device`; made once per change."""
+        if self._device_tables_version != self.table.version:
+            self._device_tables.clear()
+            self._device_tables_version = self.table.version
+        table = self._device_tables.get(device)
+        if table is None:
             # A copy: the rows change in place later, and a handle may still read this. Preallocated
             # layers write into it, in inference mode or outside.
             with torch.inference_mode(False), torch.no_grad():
                 rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
-                mirror = self._mirrors[device] = rows.to(device)
-        return mirror
+                table = self._device_tables[device] = rows.to(device)
+        return table
 
     def lengths_on(self, device: torch.device, length: int) -> torch.Tensor:
-        """Returns `length` for each sequence, `[B]`, int32, on `device`; made once per step."""
+        """Return `length` for each sequence, `[B]`, int32, on `device`; made once per step."""
         key = (device, length, self.table.batch)
-        found = self._ends.get(key)
-        if found is None:
-            if len(self._ends) >= _KEPT:
-                self._ends.clear()
-            found = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)
-            self._ends[key] = found
-        return found
+        lengths = self._device_lengths.get(key)
+        if lengths is None:
+            if len(self._device_lengths) >= _MAX_CACHED:
+                self._device_lengths.clear()
+            lengths = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)
+            self._device_lengths[key] = lengths
+        return lengths
 
     def plan_on(
         self, device: torch.device, start: int, stop: int, heads: int, backend: str
     ) -> torch.Tensor | None:
-        """Returns the plan for `heads` KV heads and positions `start` to `stop - 1`, on `device`.
+        """Return the plan for `heads` KV heads and positions `start` to `stop - 1`, on `device`.
 
         None: the backend has no plans. Made once per step, and never changed: it holds for any
         number of query tokens, and for any window that leaves nothing before `start` visible.
         """
         key = (device, start, stop, self.table.batch, heads, backend)
         if key not in self._plans:
-            if len(self._plans) >= _KEPT:
+            if len(self._plans) >= _MAX_CACHED:
                 self._plans.clear()
             rows = ops.plan_rows(backend, device, self.table.batch, heads)
             plan = None
@@ -241,11 +243,11 @@ class LayerGroup:
 
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of the block table and its copies on devices, as `tables`."""
-        copies = sum(tensor.nbytes for tensor in self._mirrors.values())
+        copies = sum(tensor.nbytes for tensor in self._device_tables.values())
         return {"tables": self.table.rows.nbytes + copies}
 
     def check(self) -> None:
-        """Raises AssertionError unless the table covers what the layers say they hold."""
+        """Raise AssertionError unless the table covers what the layers say they hold."""
         covered = self.table.count * self.page_size
         assert self.length <= covered, f"{self.length} tokens in pages for {covered}"
         used = self.table.used()

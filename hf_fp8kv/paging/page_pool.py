@@ -1,4 +1,4 @@
-"""The bytes of one layer's pages: bytes only, no knowledge of who holds which page."""
+"""Page pool: the bytes of one layer's pages. It does not know who holds which page."""
 
 import torch
 
@@ -40,7 +40,7 @@ class PagePool:
         self.is_allocated = False
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
-        """The pool then has `pages` zeroed pages for tokens like these.
+        """Make `pages` zeroed pages for tokens like these.
 
         Args:
             key: `[B, Hkv, T, Dk]`, of the model's dtype and device; only the shape is read.
@@ -80,17 +80,17 @@ class PagePool:
         return len(self.k) if self.is_allocated else 0
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns every tensor of the pool by name; each has the pages as its first axis."""
-        found = {
+        """Return every tensor of the pool by name; each has the pages as its first axis."""
+        tensors = {
             "k": self.k,
             "v": self.v,
             "k_token_scales": self.k_token_scales,
             "v_token_scales": self.v_token_scales,
         }
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def grow(self, pages: int) -> None:
-        """There is then room for `pages` pages; the content stays, new pages are zero."""
+        """Make room for `pages` pages; the content stays, new pages are zero."""
         if pages <= self.pages:
             return
         # One tensor after the other: at most one of them exists twice at a time.
@@ -101,31 +101,31 @@ class PagePool:
             del old
 
     def copy(self, copies: Copies) -> None:
-        """Page `destinations[i]` then holds what page `sources[i]` holds."""
+        """Copy pages, given as `(sources, destinations)`."""
         sources, destinations = (torch.from_numpy(c).to(self.k.device).long() for c in copies)
         for tensor in self.tensors().values():
             tensor[destinations] = tensor[sources]
 
     def free(self) -> None:
-        """The bytes are given back; `allocate` brings new ones."""
+        """Give the bytes back; `allocate` brings new ones."""
         for name in self.tensors():
             delattr(self, name)
         self.k_token_scales = self.v_token_scales = None
         self.is_allocated = False
 
     def zero(self) -> None:
-        """Every page is zero, at the same address."""
+        """Set every page to zero, at the same address."""
         for tensor in self.tensors().values():
             tensor.zero_()
 
     def move(self, device: torch.device) -> None:
-        """The bytes are then on `device`; `self.device` still names where the layer computes."""
+        """Move the bytes to `device`; `self.device` still names where the layer computes."""
         for name, tensor in self.tensors().items():
             # Towards the CPU torch would return before the bytes are there.
             setattr(self, name, tensor.to(device, non_blocking=device.type != "cpu"))
 
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises ConfigError unless tokens like these fit the pool; changes nothing."""
+        """Raise ConfigError unless tokens like these fit the pool; change nothing."""
         expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.v_dtype)
         got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype)
         if got != expected:
@@ -136,7 +136,7 @@ class PagePool:
             )
 
     def bytes_per_page(self) -> int:
-        """Bytes of one page: K, V and dynamic scales."""
+        """Return the bytes of one page: K, V and dynamic scales."""
         return sum(t[0].numel() * t.element_size() for t in self.tensors().values() if len(t))
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -144,6 +144,6 @@ class PagePool:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns zeros that may be written in inference mode and outside of it alike."""
+    """Return zeros that may be written in inference mode and outside of it alike."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.zeros(shape, dtype=dtype, device=device)

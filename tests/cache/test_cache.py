@@ -75,9 +75,9 @@ def test_what_is_written_is_read(dtype: str, count: int) -> None:
     assert cache.get_seq_length() == count + 10
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_rows(static: bool) -> None:
-    cache = FP8PagedCache(config(), max_cache_len=40 if static else None, **EXACT)
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_rows(preallocated: bool) -> None:
+    cache = FP8PagedCache(config(), max_cache_len=40 if preallocated else None, **EXACT)
     k = feed(cache, 11)
 
     cache.reorder_cache(torch.tensor([1, 1]))
@@ -434,9 +434,9 @@ def test_scales_of_another_model() -> None:
         FP8PagedCache(config(), scales=KVScales({0: wide, 1: wide})).update(tokens(3), tokens(3), 0)
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_tokens_of_another_model(static: bool) -> None:
-    cache = FP8PagedCache(config(), max_cache_len=32 if static else None, **EXACT)
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_tokens_of_another_model(preallocated: bool) -> None:
+    cache = FP8PagedCache(config(), max_cache_len=32 if preallocated else None, **EXACT)
     k = feed(cache, 9)
     fine = tokens(1)
     bad: dict[str, tuple[torch.Tensor, torch.Tensor, int]] = {
@@ -589,16 +589,18 @@ def test_crop_takes_a_number_below_one(number: int) -> None:
 # -- files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("preallocated", [False, True])
 @pytest.mark.parametrize(
     "keywords",
     [{}, {"scales": 0.5}, {"center_keys": True}, {"dtype": "auto"}, {"scales": "per head"}],
     ids=str,
 )
-def test_save_and_load(static: bool, keywords: dict[str, Any], tmp_path: Path) -> None:
+def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: Path) -> None:
     if keywords.get("scales") == "per head":
         keywords = {"scales": scales_per_head()}
-    cache = FP8PagedCache(config(), page_size=8, max_cache_len=30 if static else None, **keywords)
+    cache = FP8PagedCache(
+        config(), page_size=8, max_cache_len=30 if preallocated else None, **keywords
+    )
     feed(cache, 13)
     cache.reorder_cache(torch.tensor([1, 1]))
     path = cache.save(tmp_path / "a" / "cache.safetensors")
@@ -606,7 +608,7 @@ def test_save_and_load(static: bool, keywords: dict[str, Any], tmp_path: Path) -
     for mine, other in zip(cache.layers, twin.layers, strict=True):
         assert_same(mine.keys.dense(), other.keys.dense())
         assert_same(mine.values.dense(), other.values.dense())
-    if not static:
+    if not preallocated:
         assert twin.budget.held == cache.budget.held, "shared pages stay shared"
     for one in (cache, twin):
         feed(one, 4, 1)

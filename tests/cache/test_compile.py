@@ -1,4 +1,4 @@
-"""The static form under torch.compile: one graph, for every step, cache object and reset.
+"""The preallocated form under torch.compile: one graph, for every step, cache object and reset.
 
 What only a CUDA graph would show is read from the graph that a backend is handed: on which device
 its tensors are, and that what it writes into stays at its address.
@@ -84,11 +84,11 @@ def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
     options = {"page_size": 16, "backend": backend}
     eager = FP8PagedCache(model.config, **options)
     expected = model.generate(**inputs, past_key_values=eager, **GREEDY)
-    static = FP8PagedCache(model.config, max_cache_len=50, **options)
+    cache = FP8PagedCache(model.config, max_cache_len=50, **options)
     config = compiled("inductor", CompileConfig().mode)
     assert config.mode == "reduce-overhead"
     with torch._dynamo.config.patch(error_on_recompile=True):
-        got = model.generate(**inputs, past_key_values=static, compile_config=config, **GREEDY)
+        got = model.generate(**inputs, past_key_values=cache, compile_config=config, **GREEDY)
     assert_same(got, expected)
     assert graphs() == 1
     assert not counters["graph_break"]
@@ -96,13 +96,12 @@ def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
 
 @pytest.mark.parametrize("on_cuda", [True, False])
 def test_what_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the static form is compiled without being asked, as transformers' own is."""
+    """On CUDA the preallocated form is compiled without being asked, as transformers' own is."""
     model, _ = tiny("gqa")
     device = torch.device("cuda" if on_cuda else "cpu")
     monkeypatch.setattr(type(model), "device", property(lambda _: device))
-    static = FP8PagedCache(model.config, max_cache_len=50)
     for cache, expected in (
-        (static, on_cuda),
+        (FP8PagedCache(model.config, max_cache_len=50), on_cuda),
         (StaticCache(model.config, max_cache_len=50), on_cuda),
         (FP8PagedCache(model.config), False),
     ):
@@ -114,13 +113,13 @@ def test_beams_change_places_between_compiled_steps() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     options = {**GREEDY, "num_beams": 3}
     expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **options)
-    static = FP8PagedCache(model.config, page_size=16, max_cache_len=50)
-    got = model.generate(**inputs, past_key_values=static, compile_config=compiled(), **options)
+    cache = FP8PagedCache(model.config, page_size=16, max_cache_len=50)
+    got = model.generate(**inputs, past_key_values=cache, compile_config=compiled(), **options)
     assert_same(got, expected)
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
-    """Every tensor of a static layer that a step reads or writes."""
+    """Every tensor of a preallocated layer that a step reads or writes."""
     more = (
         layer.table,
         layer.lengths,

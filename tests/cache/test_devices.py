@@ -123,7 +123,7 @@ def test_each_layer_is_where_its_keys_are(kind):
     both(1, 3)
 
 
-def test_the_static_form_is_where_its_keys_are(kind):
+def test_the_preallocated_form_is_where_its_keys_are(kind):
     cache, steps = new_cache(kind, max_cache_len=24), Steps(WHERE)
     alone, expected = new_cache(kind, max_cache_len=24), Steps((CPU,) * LAYERS)
     for batch, tokens in ((2, 9), (2, 1)):
@@ -131,7 +131,7 @@ def test_the_static_form_is_where_its_keys_are(kind):
     the_same(steps(cache.fork(), 2, 3), expected(alone.fork(), 2, 3))
 
 
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "static"])
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
     """The file is read to one device; each layer goes where its next tokens are."""
     cache, steps = new_cache(kind, **form), Steps((CPU,) * LAYERS)
@@ -168,7 +168,7 @@ def test_a_cache_has_no_method_to():
 # -- models --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "static"])
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_model_on_two_devices(form):
     """accelerate's hooks move what layers exchange, and leave the cache alone."""
     model, inputs = tiny("gqa", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
@@ -218,7 +218,7 @@ def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
 
 
 @pytest.mark.parametrize("attention", ["fp8_paged", "sdpa", "eager"])
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}], ids=["growing", "static"])
+@pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}], ids=["growing", "preallocated"])
 def test_a_model_with_layers_on_disk_says_the_same(checkpoint, tmp_path, attention, form):
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
     split = on_disk(checkpoint, tmp_path, attention)

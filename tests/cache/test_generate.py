@@ -93,7 +93,7 @@ class TestAuto:
             assert_same(generate(model, row, cache, **keywords), expected, list(keywords))
             assert cache.get_seq_length() >= expected.shape[1] - 1
 
-    def test_static_form(self, name: str, prefill: str, attention: str) -> None:
+    def test_preallocated_form(self, name: str, prefill: str, attention: str) -> None:
         stock, model, inputs = self.pair(name, attention)
         expected = generate(stock, inputs, DynamicCache(config=stock.config))
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)

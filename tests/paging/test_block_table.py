@@ -475,7 +475,7 @@ def test_pages_of_a_sequence_are_side_by_side_and_in_order():
 def test_reserve_takes_pages_at_page_boundaries_only(length, more, taken):
     table = written(length)
     held = table.allocator.held
-    assert table.missing(length, length + more, 1) == taken
+    assert table.pages_needed(length, length + more, 1) == taken
     copies = table.reserve(length, length + more, 1)
     assert table.allocator.held == held + taken
     assert pairs(copies) == []
@@ -487,7 +487,7 @@ def test_only_the_partly_filled_last_page_is_copied_and_only_when_written(length
     other = table.fork()
     before = table.used().copy()
     last = before[:, -1].tolist()
-    assert table.missing(length, length + 1, 2) == 2
+    assert table.pages_needed(length, length + 1, 2) == 2
     copies = other.reserve(length, length + 1, 2)
     assert copies[0].tolist() == last
     assert copies[1].tolist() == other.used()[:, -1].tolist()
@@ -502,7 +502,7 @@ def test_only_the_partly_filled_last_page_is_copied_and_only_when_written(length
 def test_a_full_last_page_is_not_copied(length):
     table = written(length, batch=2)
     other = table.fork()
-    assert table.missing(length, length + 1, 2) == 2
+    assert table.pages_needed(length, length + 1, 2) == 2
     assert pairs(other.reserve(length, length + 1, 2)) == []
     assert other.used()[:, :-1].tolist() == table.used().tolist()
 
@@ -510,7 +510,7 @@ def test_a_full_last_page_is_not_copied(length):
 def test_several_tokens_over_a_shared_page_copy_it_once():
     table = written(6)
     other = table.fork()
-    assert table.missing(6, 13, 1) == 3
+    assert table.pages_needed(6, 13, 1) == 3
     assert pairs(other.reserve(6, 13, 1)) == [(1, 4)]
     assert other.used().tolist() == [[0, 4, 2, 3]]
 
@@ -769,12 +769,12 @@ def test_a_fork_of_16k_tokens_takes_no_page():
     assert table.allocator.held == held + 2
 
 
-def test_forgetting_needs_an_empty_allocator():
+def test_a_reset_needs_an_empty_allocator():
     table = written(9)
     with pytest.raises(AssertionError, match="3 pages are held"):
-        table.allocator.forget()
+        table.allocator.reset()
     table.clear()
-    table.allocator.forget()
+    table.allocator.reset()
     assert (table.allocator.capacity, table.allocator.free) == (0, 0)
     table.reserve(0, 5, 1)
     table.check()
@@ -979,7 +979,7 @@ def test_a_copy_reaches_every_tensor_of_every_pool_of_the_group():
 def test_pages_behind_the_window_of_the_next_token_are_dropped(window, length, first):
     group = new_group(window)
     advance(group, length)
-    group.settle()
+    group.release_passed()
     assert group.table.first == first
     assert group.visible_from(length) == max(0, length - window + 1)
     group.table.check()
@@ -989,10 +989,10 @@ def test_pages_stay_until_the_slowest_layer_has_passed_them():
     group = new_group(window=4)
     advance(group, 8)
     group.lengths[1] = 5
-    group.settle()
+    group.release_passed()
     assert group.table.first == 0
     group.lengths[1] = 8
-    group.settle()
+    group.release_passed()
     assert group.table.first == 1
 
 
