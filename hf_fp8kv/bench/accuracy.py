@@ -51,7 +51,7 @@ _Choices = Mapping[tuple[str, str], Mapping[int, Choice]]
 
 @dataclass(frozen=True)
 class _Row:
-    """What a row measures, and what makes its cache."""
+    """A row: what it measures, and what makes its cache."""
 
     format: str
     scales: str

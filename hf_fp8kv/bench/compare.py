@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 from . import hot_loops
 from .reporting import build_table, format_number, quartiles
@@ -25,41 +25,9 @@ __all__ = ["compare_trees"]
 NEW = Path(__file__).parents[2]
 
 
-class _Tree:
-    """A process that runs the hot loops with the package of one source tree."""
-
-    def __init__(self, tree: Path, backend: str, prefix: str) -> None:
-        # -P: the folder of the script is no place to import from.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(hot_loops.__file__), backend, prefix], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(tree.resolve())},
-        )  # fmt: skip
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.communicate()
-
-    def read(self) -> str:
-        """Return the next line that the process writes."""
-        assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"a process ended with {self.process.wait()}: {self.process.args!r}")
-        return line
-
-    def measure(self, name: str) -> float:
-        """Return the microseconds per layer and step of one turn of a loop."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(name + "\n")
-        self.process.stdin.flush()
-        return float(self.read())
-
-
 def compare_trees(
     old: Path, new: Path = NEW, *, turns: int = 30, backend: str = "auto", loops: str = ""
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Return a row for each hot loop: `loop`, `old` and `new` in µs, `ratio`, `low` and `high`.
 
     Args:
@@ -71,25 +39,47 @@ def compare_trees(
     Raises:
         RuntimeError: a tree cannot run the loops.
     """
-    shuffle = random.Random(0).shuffle
-    order = [0, 1]
+    # -P: the folder of the script is no place to import from.
+    command = [sys.executable, "-P", str(hot_loops.__file__), backend, loops]
+    shuffle, order = random.Random(0).shuffle, [0, 1]
     with contextlib.ExitStack() as stack:
-        trees = [stack.enter_context(_Tree(tree, backend, loops)) for tree in (old, new)]
-        names, _ = [json.loads(tree.read()) for tree in trees]
+        processes = [
+            stack.enter_context(subprocess.Popen(
+                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(tree.resolve())},
+            ))
+            for tree in (old, new)
+        ]  # fmt: skip
+        names, _ = [json.loads(_read_line(process)) for process in processes]
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
             for name in names:
                 shuffle(order)
-                taken = {which: trees[which].measure(name) for which in order}
+                taken = {which: _measure(processes[which], name) for which in order}
                 if turn:
                     pairs[name].append((taken[0], taken[1]))
-    rows: list[dict[str, object]] = []
+    rows = []
     for name, measured in pairs.items():
         ratio, low, high = quartiles([after / before for before, after in measured])
-        before, after = (quartiles([pair[which] for pair in measured])[0] for which in (0, 1))
-        rows.append({"loop": name, "old": before, "new": after, "ratio": ratio,
-                     "low": low, "high": high})  # fmt: skip
+        before, after = (quartiles(values)[0] for values in zip(*measured, strict=True))
+        row = {"loop": name, "old": before, "new": after, "ratio": ratio, "low": low, "high": high}
+        rows.append(row)
     return rows
+
+
+def _measure(process: "subprocess.Popen[str]", name: str) -> float:
+    """Return the microseconds per layer and step of one turn of a loop."""
+    assert process.stdin is not None
+    process.stdin.write(name + "\n")
+    process.stdin.flush()
+    return float(_read_line(process))
+
+
+def _read_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        raise RuntimeError(f"a process ended with {process.wait()}: {process.args!r}")
+    return line
 
 
 def main() -> None:
@@ -102,14 +92,13 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--loops", default="", help="only those whose names begin so")
-    given = parser.parse_args()
-    rows = compare_trees(
-        given.old, given.new, turns=given.turns, backend=given.backend, loops=given.loops
-    )
     keys = ("old", "new", "ratio", "low", "high")
     table = build_table(
         {"µs per layer and step": "left", **dict.fromkeys(keys, "right")},
-        ([str(row["loop"]), *(format_number(row[key]) for key in keys)] for row in rows),  # type: ignore[arg-type]
+        [
+            [row["loop"], *(format_number(row[key]) for key in keys)]
+            for row in compare_trees(**vars(parser.parse_args()))
+        ],
     )
     Console().print(table)
 

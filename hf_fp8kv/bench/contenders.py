@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
+from transformers import Cache, DynamicCache, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
 from ..formats import DISTINCT
-from .hot_loops import AttentionLayer
+from .hot_loops import AttentionLayer, make_config
 from .reporting import quartiles
 
 __all__ = [
     "DYNAMIC", "E4M3", "FOLDED", "PAGED", "QUANTIZED", "Heads", "Step", "attend_step", "fill",
-    "make_config", "make_paged", "make_row", "make_steps", "random_states", "take_turns",
+    "make_paged", "make_row", "make_steps", "random_states", "take_turns",
 ]  # fmt: skip
 
 Step = Callable[[], object]
@@ -85,14 +85,6 @@ def fill(cache: _Cache, tokens: int, heads: Heads, layer: int = 0) -> _Cache:
         key, value = (random_states(heads[1], count, heads[2]) for _ in range(2))
         cache.update(key, value, layer)
     return cache
-
-
-def make_config(heads: Heads, layers: int = 1) -> LlamaConfig:
-    """Return the config of a model with such layers."""
-    return LlamaConfig(
-        num_hidden_layers=layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
-        head_dim=heads[2], hidden_size=heads[0] * heads[2], vocab_size=8, intermediate_size=8,
-    )  # fmt: skip
 
 
 def make_paged(heads: Heads, backend: str, name: str, layers: int = 1) -> FP8PagedCache:

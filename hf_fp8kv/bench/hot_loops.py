@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
 
-__all__ = ["LOOPS", "AttentionLayer", "Loop", "make_loops"]
+__all__ = ["LOOPS", "AttentionLayer", "Loop", "make_config", "make_loops"]
 
 PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
@@ -59,13 +59,21 @@ LOOPS = {
 
 
 class AttentionLayer(torch.nn.Module):
-    """What the attention functions ask of a layer."""
+    """A stand-in for a model's layer: what the attention functions ask of one."""
 
     is_causal = True
 
     def __init__(self, groups: int, layer: int = 0) -> None:
         super().__init__()
         self.layer_idx, self.num_key_value_groups = layer, groups
+
+
+def make_config(heads: tuple[int, int, int], layers: int = 1) -> LlamaConfig:
+    """Return the config of a model with layers of these query heads, KV heads and head size."""
+    return LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        head_dim=heads[2], hidden_size=heads[0] * heads[2], vocab_size=8, intermediate_size=8,
+    )  # fmt: skip
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
@@ -75,10 +83,7 @@ def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[]
 
 def _make(loop: Loop, backend: str) -> Callable[[], float]:
     queries, heads, dim = loop.heads
-    config = LlamaConfig(
-        num_hidden_layers=loop.layers, num_attention_heads=queries, num_key_value_heads=heads,
-        head_dim=dim, hidden_size=queries * dim, vocab_size=8, intermediate_size=8,
-    )  # fmt: skip
+    config = make_config(loop.heads, loop.layers)
     cache: Cache = DynamicCache(config=config)
     if loop.cache == PAGED:
         cache = FP8PagedCache(config, backend=backend, **dict(loop.options))

@@ -27,7 +27,7 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Load:
-    """What the clients do, and how much room there is.
+    """A load: what the clients do, and how much room there is.
 
     Attributes:
         name: of the rows.

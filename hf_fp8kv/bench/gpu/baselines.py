@@ -33,7 +33,7 @@ def _attend_grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
 
 
 def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One new token: the query heads of a KV head as its queries, so that K is read once."""
+    """Attend from one new token with a KV head's query heads as its queries: K is read once."""
     out = F.scaled_dot_product_attention(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v)
     return out.reshape(q.shape)
 

@@ -1,4 +1,4 @@
-"""Attention of one layer over stored tokens: decode steps, other shapes, and extending a text."""
+"""Attention sections, one layer over stored tokens: decode steps, other shapes, extending."""
 
 import functools
 from typing import Any
@@ -35,7 +35,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
-    """The same for other heads, windows, softcap and several new tokens."""
+    """Add rows for other heads, windows, softcap and several new tokens."""
     for case in sizes.others:
         for kind in KINDS:
             if not kind.static:
@@ -99,7 +99,7 @@ def make_query(record: Record, case: Case) -> torch.Tensor:
 
 
 def make_plan_step(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
-    """What makes the plan of a step, the plan (None: there is none) and the lengths."""
+    """Return what makes the plan of a step, the plan (None: there is none) and the lengths."""
     device = record.stage.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     rows = ops.plan_rows(backend, device, len(case.lengths), case.heads.kv)

@@ -44,7 +44,7 @@ class _Contender:
     Attributes:
         attention: the model's attention with it.
         compiled: whether generate() compiles the decode step.
-        make: a cache for so many tokens; `backend` is ours.
+        make: a cache for a config, so many tokens and a backend of ours.
         bytes_per_number: of K and V, to see whether it fits.
     """
 
@@ -54,31 +54,21 @@ class _Contender:
     bytes_per_number: float
 
 
-def _paged(config: Any, tokens: int, backend: str) -> Cache:
-    return FP8PagedCache(config, backend=backend)
-
-
-def _paged_static(config: Any, tokens: int, backend: str) -> Cache:
-    return FP8PagedCache(config, max_cache_len=tokens, backend=backend)
-
-
-def _dynamic(config: Any, tokens: int, backend: str) -> Cache:
-    return DynamicCache(config=config)
-
-
-def _static(config: Any, tokens: int, backend: str) -> Cache:
-    return StaticCache(config=config, max_cache_len=tokens)
-
-
 def _quantized(config: Any, tokens: int, backend: str) -> Cache:
     return QuantizedCache(backend="fp8", config=config)
 
 
 CONTENDERS = {
-    "FP8PagedCache compiled": _Contender("fp8_paged", True, _paged_static, 1.02),
-    "StaticCache compiled": _Contender("sdpa", True, _static, 2),
-    "DynamicCache eager": _Contender("sdpa", False, _dynamic, 2),
-    "FP8PagedCache eager": _Contender("fp8_paged", False, _paged, 1.1),
+    "FP8PagedCache compiled": _Contender(
+        "fp8_paged", True, lambda c, n, b: FP8PagedCache(c, max_cache_len=n, backend=b), 1.02
+    ),
+    "StaticCache compiled": _Contender(
+        "sdpa", True, lambda c, n, b: StaticCache(config=c, max_cache_len=n), 2
+    ),
+    "DynamicCache eager": _Contender("sdpa", False, lambda c, n, b: DynamicCache(config=c), 2),
+    "FP8PagedCache eager": _Contender(
+        "fp8_paged", False, lambda c, n, b: FP8PagedCache(c, backend=b), 1.1
+    ),
     "QuantizedCache fp8 eager": _Contender("sdpa", False, _quantized, 1.02),
 }
 
@@ -114,7 +104,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def _no_quantized(config: Any) -> str | None:
-    """Why this transformers cannot make one; None: it can."""
+    """Return why this transformers cannot make one; None: it can."""
     try:
         _quantized(config, 0, "")
     except (ImportError, ValueError) as error:
@@ -245,6 +235,6 @@ def _fill(cache: Cache, model: Any, batch: int, context: int, stage: Stage) -> N
 
 
 def _forget_graphs(model: Any) -> None:
-    """Compiled code and its graphs hold memory, and belong to one cache."""
+    """Drop compiled code and its graphs, which hold memory and belong to one cache."""
     vars(model).pop("_compiled_call", None)
     torch._dynamo.reset()

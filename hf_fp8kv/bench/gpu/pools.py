@@ -53,7 +53,7 @@ def _make_empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pa
 
 
 def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:
-    """Of K and V: normal random numbers reach about 5, and each head has its own scale."""
+    """Return scales of K and V, one per head; normal random numbers reach about 5."""
     top = 5.5 / FORMATS[kind.format].max
     head = torch.linspace(top, 1.5 * top, heads.kv, device=device)
     return [x[:, None].expand(-1, heads.dim).contiguous() for x in (head, head.flip(0))]
@@ -157,7 +157,7 @@ def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -
 
 
 def _split_queries(tokens: int) -> list[tuple[int, int]]:
-    """The queries that are checked: all of a few, the first and the last of many."""
+    """Return the ranges of queries to check: all of a few, the first and the last of many."""
     if tokens <= 2 * CHECKED:
         return [(0, tokens)]
     return [(0, CHECKED), (tokens - CHECKED, tokens)]
@@ -180,7 +180,7 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
 def check_dense(
     output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
 ) -> float:
-    """The same for dense K and V, `[B, Hkv, N, D]`; `output` and `query` are `[B, Hq, T, D]`."""
+    """Return the error for dense K and V, `[B, Hkv, N, D]`, of `output` `[B, Hq, T, D]`."""
     if not bool(output.isfinite().all()):
         return float("inf")
     groups, tokens, stored = case.heads.query // case.heads.kv, query.shape[2], k.shape[2]
@@ -200,7 +200,7 @@ def check_dense(
 
 @contextmanager
 def poison_memory() -> Iterator[None]:
-    """Inside, memory that nothing was written to yet is NaN."""
+    """Fill new memory with NaN inside the context."""
     before = torch.are_deterministic_algorithms_enabled()
     # torch fills new memory with NaN while it is asked for deterministic algorithms.
     torch.use_deterministic_algorithms(True, warn_only=True)

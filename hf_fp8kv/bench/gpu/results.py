@@ -116,7 +116,7 @@ def _ratios_end(rows: list[Row], other: str, field: str) -> list[float]:
 
 
 def _target(what: str, sign: str, bound: float, values: list[float]) -> dict[str, Any]:
-    """The worst of `values` counts; None where nothing was measured."""
+    """Return a target with the worst of `values`, or None where nothing was measured."""
     if not values:
         return {"what": what, "target": f"{sign} {bound:g}", "value": None, "met": None}
     value = min(values) if sign == ">=" else max(values)

@@ -36,7 +36,7 @@ _FIELDS = inspect.signature(ContinuousBatchingConfig).parameters
 
 @dataclass(frozen=True)
 class _Contender:
-    """An engine, and how it is set.
+    """An engine and its configuration.
 
     Attributes:
         attention: of transformers' own engine; None: FP8 pages.

@@ -182,7 +182,7 @@ class Sizes:
 
 
 def _cases() -> tuple[Case, ...]:
-    """Those that targets are about first: time may run out."""
+    """Return the decode cases, first those that targets are about: time may run out."""
     first = [Case((32768,) * 16), Case((1024,)), Case((32768,)), Case((32768,) * 64)]
     first.append(Case(RAGGED, label="ragged"))
     others = [
