@@ -4,39 +4,48 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import AUTO
+from ..ops import StoredSide
+from .config import StaticScales
 
-__all__ = ["BlockRows", "PageLayout", "Stored"]
+__all__ = ["BlockRows", "LayerPages", "PageLayout"]
 
 
-class Stored(NamedTuple):
-    """The stored keys and values of every page of an engine; each tensor has the pages first.
+class LayerPages(NamedTuple):
+    """The pages of a layer, or of all layers, without a block table.
 
     Attributes:
-        k: `[P, Hkv, S, D]`, uint8 codes, or the model's dtype for "auto".
-        v: `[P, Hkv, D, S]`, the same for V.
-        k_token_scales: `[P, Hkv, S]`, bfloat16, or None: dynamic scales of K.
-        v_token_scales: `[P, Hkv, S]`, bfloat16, or None: those of V.
+        k: the keys.
+        v: the values.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_token_scales: torch.Tensor | None
-    v_token_scales: torch.Tensor | None
+    k: StoredSide
+    v: StoredSide
 
-    def from_page(self, first: int) -> "Stored":
-        """The same pages without the first ones: page `n` is then what was page `n + first`."""
-        return Stored(*(None if x is None else x[first:] for x in self))  # type: ignore[arg-type]
+    def with_scales(self, scales: StaticScales) -> "LayerPages":
+        """Return the same pages with a layer's static scales."""
+        k, v = self.k._replace(static_scale=scales.k), self.v._replace(static_scale=scales.v)
+        return LayerPages(k, v)
+
+    def from_page(self, first: int) -> "LayerPages":
+        """Return the pages from `first` on: page `n` is then what was page `n + first`."""
+        return LayerPages(*(_skip_pages(side, first) for side in self))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are there."""
-        return [x for x in self if x is not None]
+        """Return the codes and dynamic scales, each with the pages first."""
+        found = (self.k.codes, self.v.codes, self.k.token_scales, self.v.token_scales)
+        return [x for x in found if x is not None]
+
+
+def _skip_pages(side: StoredSide, first: int) -> StoredSide:
+    scales = None if side.token_scales is None else side.token_scales[first:]
+    return side._replace(codes=side.codes[first:], token_scales=scales)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class PageLayout:
     def of(
         cls, options: CacheOptions, heads: int, dim: int, slots: int, dtype: torch.dtype
     ) -> "PageLayout":
-        """The layout for what a user chose, and an engine's sizes. Raises ConfigError."""
+        """Return the layout for what a user chose, and an engine's sizes. Raises ConfigError."""
         if slots & (slots - 1) or not 8 <= slots <= 1024:
             raise ConfigError(
                 "the engine's page size: expected a power of two from 8 to 1024 tokens, got "
@@ -77,7 +86,7 @@ class PageLayout:
         )  # fmt: skip
 
     def _parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
-        """Shape and dtype of a page's K, V, and their scales (None: there are none)."""
+        """Yield shape and dtype of a page's K, V, and their scales (None: there are none)."""
         heads, dim, slots = self.heads, self.dim, self.slots
         formats = (self.key_format, self.value_format)
         for name, shape in zip(formats, ((heads, slots, dim), (heads, dim, slots)), strict=True):
@@ -90,8 +99,8 @@ class PageLayout:
         """Bytes of a page, its dynamic scales among them."""
         return sum(prod(part[0]) * part[1].itemsize for part in self._parts() if part is not None)
 
-    def carve(self, memory: torch.Tensor) -> Stored:
-        """Returns the pages in `memory`.
+    def carve(self, memory: torch.Tensor) -> LayerPages:
+        """Return the pages in `memory`.
 
         All pages' K come first, then all V, then the scales: so each is a tensor without gaps, as
         the operations want it. The engine only ever counts in pages, and never looks inside.
@@ -100,17 +109,21 @@ class PageLayout:
             memory: `[bytes]`, uint8, contiguous.
         """
         pages = memory.numel() // self.bytes_per_page
-        found: list[torch.Tensor | None] = []
-        at = 0
+        tensors: list[Any] = []
+        start = 0
         for part in self._parts():
             if part is None:
-                found.append(None)
+                tensors.append(None)
                 continue
             shape, dtype = part
-            size = pages * prod(shape) * dtype.itemsize
-            found.append(memory[at : at + size].view(dtype).view(pages, *shape))
-            at += size
-        return Stored(*found)  # type: ignore[arg-type]
+            stop = start + pages * prod(shape) * dtype.itemsize
+            tensors.append(memory[start:stop].view(dtype).view(pages, *shape))
+            start = stop
+        k, v, k_scales, v_scales = tensors
+        return LayerPages(
+            StoredSide(k, k_scales, None, None, self.key_format, self.dim),
+            StoredSide(v, v_scales, None, None, self.value_format, self.dim),
+        )
 
 
 class BlockRows:
@@ -119,9 +132,11 @@ class BlockRows:
     It has the two methods of a `[blocks, bytes]` tensor that engines use for it.
     """
 
-    def __init__(self, stored: Stored, pages_per_block: int) -> None:
-        self._parts = [_bytes(x, pages_per_block) for x in stored.tensors()]
-        self.device = stored.k.device
+    def __init__(self, pages: LayerPages, pages_per_block: int) -> None:
+        self._parts = [
+            x.view(torch.uint8).view(len(x) // pages_per_block, -1) for x in pages.tensors()
+        ]
+        self.device = pages.k.codes.device
 
     @property
     def width(self) -> int:
@@ -129,29 +144,23 @@ class BlockRows:
         return sum(part.shape[1] for part in self._parts)
 
     def columns(self, start: int, stop: int) -> "BlockRows":
-        """The bytes `start` to `stop - 1` of every row."""
-        found = copy(self)
-        found._parts = []
-        at = 0
+        """Return the bytes `start` to `stop - 1` of every row."""
+        rows = copy(self)
+        rows._parts = []
         for part in self._parts:
-            first, last = max(start - at, 0), min(stop - at, part.shape[1])
-            if first < last:
-                found._parts.append(part[:, first:last])
-            at += part.shape[1]
-        return found
+            columns = part[:, max(start, 0) : max(stop, 0)]
+            if columns.shape[1]:
+                rows._parts.append(columns)
+            start, stop = start - part.shape[1], stop - part.shape[1]
+        return rows
 
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """Returns the rows `index`, `[n, bytes]`, uint8."""
+        """Return a copy of the rows `index`, `[n, bytes]`, uint8."""
         return torch.cat([part.index_select(dim, index) for part in self._parts], 1)
 
     def index_copy_(self, dim: int, index: torch.Tensor, rows: torch.Tensor) -> "BlockRows":
-        """The rows `index` are then `rows`, `[n, bytes]`, uint8."""
-        at = 0
-        for part in self._parts:
-            part.index_copy_(dim, index, rows[:, at : at + part.shape[1]])
-            at += part.shape[1]
+        """Copy `rows`, `[n, bytes]`, uint8, to the rows `index`."""
+        widths = [part.shape[1] for part in self._parts]
+        for part, columns in zip(self._parts, rows.split(widths, 1), strict=True):
+            part.index_copy_(dim, index, columns)
         return self
-
-
-def _bytes(x: torch.Tensor, pages_per_block: int) -> torch.Tensor:
-    return x.view(torch.uint8).view(len(x) // pages_per_block, -1)

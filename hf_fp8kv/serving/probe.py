@@ -18,7 +18,7 @@ from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
 from .config import ServingConfig
 from .engines.common import EngineCache, sizes
-from .layout import Stored
+from .layout import LayerPages
 from .step import LayerKind
 
 __all__ = ["check_kinds", "check_packing"]
@@ -135,7 +135,7 @@ class _PackedCache(EngineCache):
         kinds = list(dict.fromkeys(self._windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]
         self._kind_index = [kinds.index(window) for window in self._windows]
-        self._stored: dict[int, Stored] = {}
+        self._pages: dict[int, LayerPages] = {}
         self._device = model.device
 
     def begin(self, starts: list[int], counts: list[int]) -> None:
@@ -148,10 +148,10 @@ class _PackedCache(EngineCache):
         """Return the index into `kinds` of a layer."""
         return self._kind_index[layer]
 
-    def stored(self, layer: int) -> Stored:
+    def layer_pages(self, layer: int) -> LayerPages:
         """Return the pages of a layer, made when they are first needed."""
-        if layer not in self._stored:
+        if layer not in self._pages:
             size = len(LENGTHS) * self.page_layout.bytes_per_page
             memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
-            self._stored[layer] = self.page_layout.carve(memory)
-        return self._stored[layer]
+            self._pages[layer] = self.page_layout.carve(memory)
+        return self._pages[layer]

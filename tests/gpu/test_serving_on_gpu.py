@@ -17,9 +17,9 @@ from transformers.generation.continuous_batching import offloading_manager
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
 from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
-from hf_fp8kv.serving.config import LayerNumbers
+from hf_fp8kv.serving.config import StaticScales
 from hf_fp8kv.serving.engines import common, engine_module
-from hf_fp8kv.serving.layout import PageLayout, Stored
+from hf_fp8kv.serving.layout import LayerPages, PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
@@ -296,7 +296,7 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         # 3 and 5 requests make rows for 4 and 8.
         ids = manager.add_requests(texts(), max_new_tokens=serving_tools.NEW)
         found = answers(manager, len(ids))
-        codes = manager.batch_processor.cache.stored(0).k.flatten(1)
+        codes = manager.batch_processor.cache.layer_pages(0).k.codes.flatten(1)
         written = set(codes.any(1).nonzero().flatten().tolist())
     finally:
         manager.stop(block=True)
@@ -408,7 +408,11 @@ THEN = ((33 * LONGER, 1), (20 * LONGER, 1), (40 * LONGER, 30))
 
 
 def layer(
-    stored: Stored, form: PageLayout, window: int | None, first: int = 0, backend: str = "triton"
+    stored: LayerPages,
+    form: PageLayout,
+    window: int | None,
+    first: int = 0,
+    backend: str = "triton",
 ) -> list[torch.Tensor]:
     """The attention of two steps of three requests, whose pages begin at page `first`."""
     numbers = torch.Generator().manual_seed(0)
@@ -433,7 +437,7 @@ def layer(
     return found
 
 
-NUMBERS = LayerNumbers(None, None, None)
+NUMBERS = StaticScales(None, None, None)
 FORM = PageLayout(HEADS, DIM, SLOTS, "fp8_e4m3", "fp8_e4m3", torch.float32, dynamic=True)
 
 
@@ -451,7 +455,7 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def pages(count: int) -> Stored:
+def pages(count: int) -> LayerPages:
     memory = torch.zeros(count * FORM.bytes_per_page, dtype=torch.uint8, device=DEVICE)
     return FORM.carve(memory)
 
@@ -468,7 +472,7 @@ def test_a_step_does_not_wait_and_reaches_far_pages(window: int | None) -> None:
         for got, expected in zip(found, near, strict=True):
             assert torch.equal(got, expected)
     if ON_GPU:
-        assert many.k.numel() > 2**31
+        assert many.k.codes.numel() > 2**31
     for x in many.tensors():
         assert not x[: far - 1].any(), "somebody else's page was written to"
         assert x.data_ptr() % 16 == 0

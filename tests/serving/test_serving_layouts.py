@@ -129,8 +129,8 @@ class TestGroups:
         assert len(set(places)) == 6
         for layer, (group, place) in enumerate(places):
             assert cache.kind_index(layer) == group
-            first = cache.stored(layer).k.data_ptr() - cache._stored.k.data_ptr()
-            assert first == place * cache.stored(layer).k[0].numel()
+            first = cache.layer_pages(layer).k.codes.data_ptr() - cache._pages.k.codes.data_ptr()
+            assert first == place * cache.layer_pages(layer).k.codes[0].numel()
 
 
 class TestBytes:
@@ -143,7 +143,7 @@ class TestBytes:
             layout = cache.page_layout
             assert (taken, tokens, page) == (0, 0, 2 * layout.bytes_per_page)
             assert total == 5 * page
-            memory = {x.untyped_storage() for x in cache.stored(0).tensors()}
+            memory = {x.untyped_storage() for x in cache.layer_pages(0).tensors()}
             assert len({storage.data_ptr() for storage in memory}) == 1
             # Newer engines have two sectors more, where their own attention puts padding.
             assert memory.pop().nbytes() == total + (0 if OLDER else 2 * cache.bytes_per_sector)
@@ -218,10 +218,10 @@ class TestBytes:
             **({"tp_plan": dict.fromkeys(names, "colwise")} if OLDER else {}),
         )  # fmt: skip
         assert found.page_layout.heads == 1
-        assert found.stored(0).k.shape[1] == 1
+        assert found.layer_pages(0).k.codes.shape[1] == 1
         for layer in range(2):
             wanted = scales.layers[layer].k[1].expand(1, 16)
-            assert torch.equal(found.numbers[layer].k_static_scale, wanted)
+            assert torch.equal(found.scales[layer].k, wanted)
 
 
 class _Unpinned:
@@ -305,15 +305,15 @@ def test_copies_of_blocks() -> None:
     serving.enable(model)
     cache = a_cache(model, pages=8)
     numbers = torch.Generator().manual_seed(0)
-    for x in cache._stored.tensors():
+    for x in cache._pages.tensors():
         bits = x.view(torch.uint8)
         bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8, generator=numbers))
-    before = [x.view(torch.uint8).clone() for x in cache._stored.tensors()]
+    before = [x.view(torch.uint8).clone() for x in cache._pages.tensors()]
     cache.copy_cache([1, 6], [3, 0])
     source = [0, 1, 2, 1, 4, 5, 6, 7]
     source[0] = 6
     pages = [2 * block + layer for block in source for layer in range(2)]
-    for x, was in zip(cache._stored.tensors(), before, strict=True):
+    for x, was in zip(cache._pages.tensors(), before, strict=True):
         assert torch.equal(x.view(torch.uint8), was[pages])
 
 

@@ -9,8 +9,8 @@ import torch
 from ... import ops
 from ...errors import ConfigError
 from ..attend import attend_layer
-from ..config import LayerNumbers, ServingConfig
-from ..layout import PageLayout, Stored
+from ..config import ServingConfig, StaticScales
+from ..layout import LayerPages, PageLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
 
 __all__ = ["EngineCache", "count_tokens", "peak_elements", "sizes"]
@@ -84,7 +84,7 @@ class EngineCache:
         chosen: what the user chose.
         page_layout: where the bytes of a page are.
         kinds: the kinds of attention layers, in the engine's order.
-        numbers: the static numbers of each layer, for this rank.
+        scales: the static scales of each layer, for this rank.
         backend: a key of `ops.BACKENDS`.
         prefix_hits: how often a request found its beginning in the cache.
         prefix_tokens: tokens that these did not have to compute.
@@ -93,7 +93,7 @@ class EngineCache:
     chosen: ServingConfig
     page_layout: PageLayout
     kinds: list[LayerKind]
-    numbers: list[LayerNumbers]
+    scales: list[StaticScales]
     backend: str
 
     def _prepare(
@@ -120,7 +120,7 @@ class EngineCache:
         """
         dim = sizes(config)[1]
         self.page_layout = PageLayout.of(chosen.options, heads, dim, page_size, dtype)
-        self.numbers = chosen.layers(config.num_hidden_layers, heads, dim, device)
+        self.scales = chosen.layer_scales(config.num_hidden_layers, heads, dim, device)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self.prefix_hits = self.prefix_tokens = 0
         self._step = EngineStep([])
@@ -133,7 +133,7 @@ class EngineCache:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
         heads, dim = sizes(config)
-        chosen.layers(config.num_hidden_layers, heads // chosen.options.tp_size, dim)
+        chosen.layer_scales(config.num_hidden_layers, heads // chosen.options.tp_size, dim)
         ops.choose_backend(chosen.options.backend, model.device)
 
     @staticmethod
@@ -157,7 +157,7 @@ class EngineCache:
 
     def _wait_for_pages(self) -> None:
         """Wait until the pages are zero; an engine has a stream of its own, which does not."""
-        device = self.stored(0).k.device
+        device = self.layer_pages(0).k.codes.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
@@ -189,7 +189,7 @@ class EngineCache:
         """Return the index into `kinds` of a layer."""
         raise NotImplementedError
 
-    def stored(self, layer: int) -> Stored:
+    def layer_pages(self, layer: int) -> LayerPages:
         """Return the pages of a layer, as the block tables count them."""
         raise NotImplementedError
 
@@ -261,7 +261,7 @@ class EngineCache:
         else:
             work = self._step.work(kind, query.device)
         return attend_layer(
-            query, key, value, work, self.stored(layer), self.numbers[layer], self.page_layout,
+            query, key, value, work, self.layer_pages(layer), self.scales[layer], self.page_layout,
             self.backend,
             window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
-from ..layout import BlockRows, PageLayout, Stored
+from ..layout import BlockRows, LayerPages, PageLayout
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
@@ -41,7 +41,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     ) -> None:
         helper, chosen, heads = distributed_helper, self.chosen, sizes(config)[0]
         if helper.tp_size > 1 and helper.are_kv_heads_tp_ed():
-            chosen = chosen.for_ranks(helper.tp_local_rank, helper.tp_size)
+            chosen = chosen.for_rank(helper.tp_local_rank, helper.tp_size)
             # An uneven number is an error of the engine itself, before it allocates anything.
             heads = max(heads // helper.tp_size, 1)
         page_size = continuous_batching_config.page_size
@@ -63,8 +63,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             LayerKind(getattr(allocator, "sliding_window", None), page_size)
             for allocator in self.cache_allocators.values()
         ]
-        self._stored: dict[int, Stored] = {
-            layer: allocator.stored.from_page(place)
+        self._pages: dict[int, LayerPages] = {
+            layer: allocator.fp8_pages.from_page(place)
             for allocator in self.cache_allocators.values()
             for place, layer in enumerate(allocator.layer_indices)
         }
@@ -83,9 +83,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         """Return the index into `kinds` of a layer."""
         return int(self.layer_to_allocator[layer].index)
 
-    def stored(self, layer: int) -> Stored:
+    def layer_pages(self, layer: int) -> LayerPages:
         """Return the pages of a layer: that of a block is its first, and the layer's place."""
-        return self._stored[layer]
+        return self._pages[layer]
 
     def _request_pages(self, request_id: str) -> list[list[int]]:
         return [
@@ -109,7 +109,7 @@ class _FP8Pages:
     """The part of an allocator that knows the size of a page, and where its bytes are."""
 
     layout: PageLayout
-    stored: Stored
+    fp8_pages: LayerPages
     pages_per_block: int
     block_table: dict[str, list[int]]
 
@@ -123,8 +123,8 @@ class _FP8Pages:
     ) -> None:
         """Use the pages in `cache_tensor`."""
         self.bytes_per_sector = bytes_per_sector
-        self.stored = self.layout.carve(cache_tensor)
-        self._copy_view = BlockRows(self.stored, self.pages_per_block)
+        self.fp8_pages = self.layout.carve(cache_tensor)
+        self._copy_view = BlockRows(self.fp8_pages, self.pages_per_block)
         allocator: Any = self
         allocator._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 

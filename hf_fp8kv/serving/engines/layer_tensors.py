@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
-from ..layout import BlockRows, PageLayout, Stored
+from ..layout import BlockRows, LayerPages, PageLayout
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
@@ -66,7 +66,7 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     def _prepare_rank(self, helper: Any, dtype: torch.dtype) -> None:
         chosen, heads = self.chosen, self.num_key_value_heads
         if heads != sizes(self.config)[0]:
-            chosen = chosen.for_ranks(helper.tp_local_rank, helper.tp_size)
+            chosen = chosen.for_rank(helper.tp_local_rank, helper.tp_size)
         self._prepare(chosen, self.config, heads, self.block_size, dtype, self.device)
 
     def _allocate(self) -> None:
@@ -75,8 +75,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self.value_cache.clear()
         size = self.num_blocks * self._pages_per_block * self.page_layout.bytes_per_page
         memory = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        self._stored = self.page_layout.carve(memory)
-        self._rows = BlockRows(self._stored, self._pages_per_block)
+        self._pages = self.page_layout.carve(memory)
+        self._rows = BlockRows(self._pages, self._pages_per_block)
         # What offloads requests to the CPU copies one K and one V `[blocks, slots, heads, dim]`,
         # and cannot be told to copy anything else: to it they are the two halves of a block's
         # bytes. Nothing else looks at these three.
@@ -89,9 +89,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         """Return the index into `kinds` of a layer."""
         return int(self.layer_index_to_group_indices[layer][0])
 
-    def stored(self, layer: int) -> Stored:
+    def layer_pages(self, layer: int) -> LayerPages:
         """Return the pages of a layer: that of a block is its first, and the layer's place."""
-        return self._stored.from_page(self.layer_index_to_group_indices[layer][1])
+        return self._pages.from_page(self.layer_index_to_group_indices[layer][1])
 
     def _request_pages(self, request_id: str) -> list[list[int]]:
         return [

@@ -139,54 +139,40 @@ class Engine(CBGenerateManager):
     # -- what the handlers call, in a thread ------------------------------------------------------
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        """Return a queue of the texts of an answer, and what cancels it.
+    ) -> tuple[asyncio.Queue[Any], CBStreamer]:  # fmt: skip
+        """Return a queue of the texts of an answer, and what cancels it; see the base class.
 
-        Args:
-            model: the engine's.
-            processor: its tokenizer.
-            inputs: `input_ids`, a list of the prompt's tokens.
-            gen_config: the request's GenerationConfig; its `max_new_tokens` becomes what it gets.
-            request_id: the client's name of it; the engine has its own.
-            response_parser: see CBStreamer.
+        `gen_config.max_new_tokens` becomes what the request gets; `request_id` is not used, since
+        the engine has its own.
 
         Raises:
             APIError: the request is too long, or the engine does not run.
         """
-        request, prompt = _current_request(), inputs["input_ids"]
-
-        def stream() -> tuple[asyncio.Queue[Any], CBStreamer]:
-            return self._stream(request, processor, prompt, gen_config, response_parser)
-
-        return call_on_loop(request.loop, stream)
+        request = _current_request()
+        arguments = (processor, inputs["input_ids"], gen_config, response_parser)
+        return call_on_loop(request.loop, lambda: self._stream(request, *arguments))
 
     def _stream(
         self,
         request: ServerRequest,
         processor: Any,
         prompt: list[int],
-        gen_config: Any,
-        response_parser: Any,
+        config: Any,
+        parser: Any,
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
-        self._set_limit(request, prompt, gen_config)
+        self._set_limit(request, prompt, config)
         stops = self._stops(request, processor)
 
         def on_stop() -> None:
-            gen_config.max_new_tokens = None  # the handlers would take its last token for the end
+            config.max_new_tokens = None  # the handlers would take its last token for the end
             request.close()
 
         queue = StoppingQueue(stops, on_stop) if stops else asyncio.Queue()
-        streamer = CBStreamer(
-            self._cb, request.id, getattr(processor, "tokenizer", processor)._tokenizer,
-            asyncio.get_running_loop(), queue, response_parser=response_parser,
-        )  # fmt: skip
+        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        loop = asyncio.get_running_loop()
+        streamer = CBStreamer(self._cb, request.id, tokenizer, loop, queue, response_parser=parser)
 
         def on_error(error: APIError) -> None:
             request.error = error  # the handlers' own event for it is replaced by `adapt`
@@ -203,22 +189,20 @@ class Engine(CBGenerateManager):
                     request.finish()
                     on_error(self._output_error(output))
                 elif output.is_finished():
-                    _note_end(request, gen_config, output.generated_tokens)
+                    _note_end(request, config, output.generated_tokens)
                     request.finish()
                     streamer.end()
             except Exception as error:
                 logger.exception("an answer could not be turned into text")
                 request.fail(APIError(500, str(error)))
 
-        self._submit(request, prompt, gen_config, on_output, on_error, streaming=True)
+        self._submit(request, prompt, config, on_output, on_error, streaming=True)
         return queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """Return an answer's text, the number of its prompt's tokens, and its own tokens.
-
-        Args: see `generate_streaming`.
 
         Raises:
             APIError: the request is too long, or the engine does not run, or stopped meanwhile.
@@ -264,10 +248,8 @@ class Engine(CBGenerateManager):
 
     def _set_limit(self, request: ServerRequest, prompt: list[int], gen_config: Any) -> None:
         """Set `max_new_tokens`, or raise APIError if the request cannot be answered."""
-        if request.done:
-            raise APIError(503, STOPPING, code="stopping")
-        if self.stopping or not self.is_alive():
-            raise self._dead_error()
+        if request.done or self.stopping or not self.is_alive():
+            raise self._stopping_error()
         if not prompt:
             raise APIError(400, "expected a prompt of at least one token, got none")
         # The last token is part of the answer, and never stored.
@@ -300,7 +282,7 @@ class Engine(CBGenerateManager):
             )
         return stops
 
-    def _dead_error(self) -> APIError:
+    def _stopping_error(self) -> APIError:
         return APIError(503, self.why_dead() or STOPPING, code="stopping")
 
     def _output_error(self, output: Any) -> APIError:
@@ -337,7 +319,7 @@ class Engine(CBGenerateManager):
         )
         if added is None:
             request.close()
-            raise self._dead_error()
+            raise self._stopping_error()
         self.tracker.prompt_tokens += len(prompt)
 
 
