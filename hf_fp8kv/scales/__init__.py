@@ -1,6 +1,6 @@
 """Scales: static scales of K and V, and the files they come in."""
 
-from .declared import declared_kv_scales
+from .declarations import declared_kv_scales
 from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
 from .kv_scales import KVScales
 from .layer_scales import Granularity, LayerScales

@@ -9,7 +9,7 @@ from ..errors import ScaleError
 from ..utils.files import PICKLES, read_header, read_weight_map
 from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
 from .checkpoint.read_tensors import read_tensors
-from .declared import open_checkpoint
+from .declarations import open_checkpoint
 from .formats import SCALE_FORMATS
 from .formats.hf_fp8kv import OWN_FILE
 from .report import REPORT_FILE

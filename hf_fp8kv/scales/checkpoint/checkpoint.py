@@ -25,14 +25,14 @@ class Checkpoint:
     Attributes:
         folder: its files.
         config: its `config.json`; empty when there is none.
-        declared: what its configs declare of the KV cache.
+        declaration: what its configs declare of the KV cache.
         tensor_names: what the formats call the tensors of scales.
         own_files: the files that the formats keep scales in, apart from the weights.
     """
 
     folder: Folder
     config: Config
-    declared: Declaration
+    declaration: Declaration
     tensor_names: Sequence[TensorName]
     own_files: Sequence[str]
 
@@ -60,7 +60,7 @@ class Checkpoint:
     @cached_property
     def scale_tensors(self) -> list[ScaleTensor]:
         """The scales among its tensors, the best name first."""
-        return match_tensors(self.files, self.tensor_names, self.declared)[0]
+        return match_tensors(self.files, self.tensor_names, self.declaration)[0]
 
     def _unindexed_files(self) -> dict[str, str]:
         """Return the tensors of every file, when no index says which belong together."""

@@ -33,7 +33,7 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
         ScaleError: there are none, or they cannot be used.
     """
     origin, config = checkpoint.origin, checkpoint.config
-    scale_tensors, unknown = match_tensors(files, checkpoint.tensor_names, checkpoint.declared)
+    scale_tensors, unknown = match_tensors(files, checkpoint.tensor_names, checkpoint.declaration)
     if not scale_tensors:
         raise _no_scales(checkpoint, files)
     _check_declaration(checkpoint)
@@ -51,22 +51,22 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
     model_type = model_type if isinstance(model_type, str) else None
     request.check_model_type(origin, model_type, request.model_type)
     layers = request.select_layers(layers, request.expect_layers(layers, config), origin)
-    return ScaleData(layers, scale_tensors[0].known_as.format, model_type, origin)
+    return ScaleData(layers, scale_tensors[0].tensor_name.format, model_type, origin)
 
 
 def _check_declaration(checkpoint: Checkpoint) -> None:
-    origin, declared = checkpoint.origin, checkpoint.declared
-    if declared.kind == "refused":
+    origin, declaration = checkpoint.origin, checkpoint.declaration
+    if declaration.kind == "refused":
         raise ScaleError(
             f"{origin}: expected scales of an FP8 cache (static, symmetric, per tensor or "
-            f"per head), got {declared.what}; use scales=None, which is dynamic"
+            f"per head), got {declaration.what}; use scales=None, which is dynamic"
         )
-    if declared.kind == "dynamic":
+    if declaration.kind == "dynamic":
         raise ScaleError(
             f"{origin}: expected no scales in the checkpoint, as its config declares "
-            f"{declared.what}, got some; use scales=None, which is dynamic, or correct the config"
+            f"{declaration.what}, got some; use scales=None (dynamic), or correct the config"
         )
-    if declared.kind == "none":
+    if declaration.kind == "none":
         logger.warning(
             "%s: %s; its KV scales are taken to be of float8_e4m3fn",
             origin,
@@ -156,7 +156,7 @@ def _pair_sides(
     checkpoint: Checkpoint, files: Mapping[str, str], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
     """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file."""
-    unit = 0.5 if checkpoint.declared.fnuz else 1.0
+    unit = 0.5 if checkpoint.declaration.fnuz else 1.0
     values = {
         name: value * unit
         for file, names in _group_by_file([s.name for s in scale_tensors], files).items()
@@ -194,11 +194,11 @@ def _choose_pair(of_layer: list[ScaleTensor]) -> tuple[ScaleTensor | None, Scale
 
     def best(side: str, priority: int | None = None) -> ScaleTensor | None:
         return next(
-            (s for s in of_layer if side in s.side and priority in (None, s.known_as.priority)),
+            (s for s in of_layer if side in s.side and priority in (None, s.tensor_name.priority)),
             None,
         )
 
-    for priority in sorted({s.known_as.priority for s in of_layer}):
+    for priority in sorted({s.tensor_name.priority for s in of_layer}):
         k, v = best("k", priority), best("v", priority)
         if k is not None and v is not None:
             return k, v
@@ -211,7 +211,7 @@ def _check_duplicates(
     """Raise ScaleError for two names of one scale that differ: nothing says which one is meant."""
     first: dict[tuple[int, str], ScaleTensor] = {}
     for tensor in of_layer:
-        other = first.setdefault((tensor.known_as.priority, tensor.side), tensor)
+        other = first.setdefault((tensor.tensor_name.priority, tensor.side), tensor)
         if other is not tensor and not torch.equal(values[tensor.name], values[other.name]):
             raise ScaleError(
                 f"{checkpoint.origin}: expected one scale for {tensor.side.upper()} of layer "
@@ -230,5 +230,5 @@ def _no_scales(checkpoint: Checkpoint, files: Iterable[str]) -> ScaleError:
     return ScaleError(
         f"{checkpoint.origin}: expected {', '.join(checkpoint.own_files)}, or scale tensors such "
         f"as {', '.join(names)} under the layers of the language model, {got}; the config declares "
-        f"{checkpoint.declared.what}; use scales=None, which is dynamic, or calibrate"
+        f"{checkpoint.declaration.what}; use scales=None, which is dynamic, or calibrate"
     )

@@ -43,8 +43,8 @@ class TensorName:
             0 beside the attention, 1 of a projection, 2 of a cache, 3 of a projection's output,
             4 of both sides, 5 and 6 of TensorRT-LLM.
         own_dialect: valid only under a config of the format's own tool.
-        declared: other numbers have the name too, so that only a config that declares static FP8
-            scales makes it valid.
+        needs_declaration: other numbers have the name too, so that only a config that declares
+            static FP8 scales makes it valid.
         shape: the shape of one number in a file that a writer makes; None: the name is only read.
         format: the name of the format; the registry of formats fills it in.
     """
@@ -53,7 +53,7 @@ class TensorName:
     name: str
     priority: int
     own_dialect: bool = False
-    declared: bool = False
+    needs_declaration: bool = False
     shape: tuple[int, ...] | None = None
     format: str = ""
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
@@ -95,23 +95,23 @@ LIKELY = re.compile(
 class ScaleTensor:
     """A tensor of a checkpoint that is a scale by its name."""
 
-    known_as: TensorName
+    tensor_name: TensorName
     layer: int
     side: str
     name: str
 
 
 def match_tensors(
-    names: Iterable[str], table: Sequence[TensorName], declared: Declaration
+    names: Iterable[str], table: Sequence[TensorName], declaration: Declaration
 ) -> tuple[list[ScaleTensor], list[str]]:
     """Return the scales among the names, best first, and the names that only look like scales."""
     # A name of the declared tool's own comes before the same name of any tool.
     valid = [
         known
         for known in sorted(table, key=lambda known: not known.own_dialect)
-        if not (known.own_dialect and known.format != declared.dialect)
+        if not (known.own_dialect and known.format != declaration.dialect)
         # An INT8 cache has these names too: they are taken here, and refused with the reason.
-        and not (known.declared and declared.kind == "none")
+        and not (known.needs_declaration and declaration.kind == "none")
     ]
     scales, unknown = [], []
     for name in names:
@@ -123,4 +123,4 @@ def match_tensors(
         else:
             if LIKELY.search(name):
                 unknown.append(name)
-    return sorted(scales, key=lambda s: (s.known_as.priority, s.layer, s.name)), unknown
+    return sorted(scales, key=lambda s: (s.tensor_name.priority, s.layer, s.name)), unknown

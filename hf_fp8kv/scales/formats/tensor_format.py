@@ -56,7 +56,7 @@ class TensorFormat(ScaleFormat):
 
     def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
         scale_tensors = checkpoint.scale_tensors
-        if not scale_tensors or scale_tensors[0].known_as.format != self.name:
+        if not scale_tensors or scale_tensors[0].tensor_name.format != self.name:
             return None
         if request.strict and checkpoint.folder.path("config.json") is None:
             raise ScaleError(

@@ -36,7 +36,7 @@ class TensorRT(TensorFormat):
             rf"(?P<side>{sides})_cache_scaling_factor",
             f"attention.{name}_cache_scaling_factor",
             priority,
-            declared=True,
+            needs_declaration=True,
             shape=(1,),
         )
         for sides, name, priority in (("[kv]", "{side}", 5), ("kv", "kv", 6))
@@ -70,7 +70,7 @@ class TensorRT(TensorFormat):
         """Return the files of the ranks; of a repository only where its config declares them."""
         listed = checkpoint.folder.list_files(".safetensors")
         files = {int(match[1]): name for name in listed if (match := _RANK_FILE.fullmatch(name))}
-        while not listed and checkpoint.declared.dialect == self.name:
+        while not listed and checkpoint.declaration.dialect == self.name:
             name = f"rank{len(files)}.safetensors"
             if checkpoint.folder.header(name) is None:
                 break
