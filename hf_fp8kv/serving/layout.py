@@ -1,4 +1,4 @@
-"""Where the bytes of a page are, in memory that an engine planned and allocated."""
+"""Layout of a page: where its bytes are in memory that an engine planned and allocated."""
 
 from collections.abc import Iterator
 from copy import copy
@@ -39,8 +39,8 @@ class LayerPages(NamedTuple):
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the codes and dynamic scales, each with the pages first."""
-        found = (self.k.codes, self.v.codes, self.k.token_scales, self.v.token_scales)
-        return [x for x in found if x is not None]
+        tensors = (self.k.codes, self.v.codes, self.k.token_scales, self.v.token_scales)
+        return [x for x in tensors if x is not None]
 
 
 def _skip_pages(side: StoredSide, first: int) -> StoredSide:

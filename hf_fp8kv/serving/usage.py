@@ -1,4 +1,4 @@
-"""How full an engine's pages are."""
+"""Usage of an engine's pages."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,12 +14,12 @@ class Usage:
 
     Attributes:
         pages_total: what the engine has planned, in its blocks: `page_size` tokens of every layer.
-        pages_used: those that are taken, by live requests and by prefixes kept for reuse.
+        pages_used: pages that are taken, by live requests and by prefixes kept for reuse.
         tokens_held: tokens of live requests and of prefixes kept; what several share counts once.
         bytes_total: of `pages_total`.
         bytes_used: of `pages_used`.
-        prefix_hits: how often a request found its beginning in the cache, since it was made; one
-            that had to give up its pages may find it again.
+        prefix_hits: how often a request found its beginning in the cache, since the cache was
+            made; one that had to give up its pages may find it again.
         prefix_tokens: tokens that these did not have to compute.
         requests_active: requests that hold pages.
         requests_waiting: requests that wait for their first step.
@@ -36,12 +36,12 @@ class Usage:
     requests_waiting: int
 
     def to_dict(self) -> dict[str, int]:
-        """Returns the numbers by name, for JSON."""
+        """Return the numbers by name, for JSON."""
         return asdict(self)
 
 
 def usage(of: Any) -> Usage | None:
-    """Returns how full the pages are; None where no pages have been made yet.
+    """Return how full the pages are; None where no pages have been made yet.
 
     Args:
         of: a model that was enabled (the last of its managers counts), or a manager.

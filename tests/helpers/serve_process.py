@@ -29,7 +29,7 @@ WAIT = 120.0
 
 
 def save_chat_model(folder: Path) -> str:
-    """The folder then holds a tiny Llama whose tokens are characters; it never ends by itself."""
+    """Save a tiny Llama whose tokens are characters; it never ends by itself. Return the folder."""
     letters = [chr(code) for code in range(32, 127)]
     inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -79,7 +79,7 @@ class Server:
             self.lines.append(line)
 
     def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
-        """Returns where the log matches, once it does."""
+        """Return where the log matches, once it does."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if found := re.search(pattern, self.log):
@@ -100,7 +100,7 @@ class Server:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:
-        """Returns the status, the text and the headers of an answer; GET without a body."""
+        """Return the status, the text and the headers of an answer; GET without a body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -110,14 +110,14 @@ class Server:
             return answer.status, answer.read().decode(), dict(answer.getheaders())
 
     def metrics(self) -> dict[str, float]:
-        """Returns the numbers of /metrics by name."""
+        """Return the numbers of /metrics by name."""
         status, text, _ = self.ask("/metrics")
         assert status == 200
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("hf_fp8kv_"): float(value) for name, value in rows}
 
     def wait_until(self, seconds: float = WAIT, **wanted: float) -> dict[str, float]:
-        """Returns the numbers of /metrics, once some of them are as wanted."""
+        """Return the numbers of /metrics, once some of them are as wanted."""
         until = time.monotonic() + seconds
         while True:
             found = self.metrics()
@@ -128,7 +128,7 @@ class Server:
             time.sleep(0.05)
 
     def cpu_ticks(self) -> int:
-        """Returns the time that processors spent on the server, in ticks of 10 ms."""
+        """Return the time that processors spent on the server, in ticks of 10 ms."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
@@ -149,7 +149,7 @@ class Server:
 def serving(
     model: str, *options: str, environment: dict[str, str] | None = None
 ) -> Iterator[Server]:
-    """Inside, a server runs."""
+    """Run a server inside."""
     server = Server(model, *options, environment=environment)
     try:
         yield server

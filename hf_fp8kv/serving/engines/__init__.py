@@ -60,12 +60,9 @@ def rebind_globals(function: Callable[..., Any], **names: Any) -> Callable[..., 
     if missing:
         raise unsupported_engine(f"has no {', '.join(sorted(missing))} in {function.__qualname__}")
     copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+        function.__code__, {**function.__globals__, **names}, function.__name__,
+        function.__defaults__, function.__closure__,
+    )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

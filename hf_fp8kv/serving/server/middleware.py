@@ -185,9 +185,8 @@ class Middleware:
                     if not message.get("more_body", False):
                         return bytes(content)
         except TimeoutError:
-            raise APIError(
-                408, f"expected a body within {seconds:g} s", headers={"connection": "close"}
-            ) from None
+            text = f"expected a body within {seconds:g} s"
+            raise APIError(408, text, headers={"connection": "close"}) from None
 
     # -- answers ----------------------------------------------------------------------------------
 

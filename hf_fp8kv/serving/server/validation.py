@@ -29,8 +29,13 @@ Check = Callable[[str, Any], None]
 # Fields that other servers have, and transformers' does not.
 OWN_FIELDS = frozenset({"top_k"})
 _TEXT_PARTS = ("text", "input_text", "output_text")
-# Only these values mean what the server does anyway.
+# Fields that must be absent, and those of which only these values mean what the server does anyway.
+_ABSENT = (
+    "audio", "prediction", "previous_response_id", "conversation", "reasoning_effort",
+    "web_search_options",
+)  # fmt: skip
 _ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ABSENT, ()),
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
@@ -41,21 +46,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tool_choice": ("auto", "none"),
     "response_format": ({"type": "text"},),
-    "audio": (),
-    "prediction": (),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "previous_response_id": (),
     "background": (False,),
-    "conversation": (),
     "include": ([],),
     "reasoning": ({},),
-    "reasoning_effort": (),
     "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
-    "web_search_options": (),
 }
 _SEEDS = 2**63
 
