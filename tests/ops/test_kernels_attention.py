@@ -52,19 +52,19 @@ KERNELS = {"decode": decode.attend, "extend": extend.attend}
 Tensor = torch.Tensor
 
 
-def there(x: Any) -> Any:
-    """The same on the device."""
+def to_device(x: Any) -> Any:
+    """Return the same on the device."""
     return x.to(DEVICE) if isinstance(x, Tensor) else x
 
 
 def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> Tensor:
-    """A kernel's answer, on the CPU."""
+    """Return a kernel's answer, on the CPU."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     plans = {"plan": kwargs.pop("plan")} if "plan" in kwargs else {}
-    spec = AttentionSpec(**{name: there(x) for name, x in kwargs.items()})
-    there_pages = map_pages(there, pages)
+    spec = AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()})
+    device_pages = map_pages(to_device, pages)
     found = KERNELS[kernel](
-        there(query), there_pages, lengths, case.start, case.stop, spec, **plans
+        to_device(query), device_pages, lengths, case.start, case.stop, spec, **plans
     )
     return found.cpu()
 
@@ -73,8 +73,8 @@ def rows(case: Case) -> int:
     return case.q_heads // case.heads * case.tokens
 
 
-def plain(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """PyTorch's attention on dense K and V, all in the query's dtype: `[B, T, Hq, Dv]`."""
+def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """Return PyTorch's attention on dense K and V, all in the query's dtype: `[B, T, Hq, Dv]`."""
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     dense = [
         reference.gather(pages, lengths, side, 0, case.stop, case.dtype, ragged=True)
@@ -139,7 +139,7 @@ def test_16_bits_are_within_twice_pytorch_s_error(case, kernel):
     expected = attend(case, pages, query.float(), "reference", **kwargs)
     found = run(kernel, case, pages, query, **kwargs)
     assert found.dtype == case.dtype
-    yardstick = errors(plain(case, pages, query, kwargs), expected)
+    yardstick = errors(torch_attention(case, pages, query, kwargs), expected)
     error = errors(found, expected)
     assert (error <= 2 * yardstick).all(), f"{error.tolist()} > 2 * {yardstick.tolist()}"
 
@@ -172,7 +172,7 @@ def test_every_way_to_read_a_format(name, dynamic, target, dtype):
     factor = 4 if target.startswith("gfx") else 2
     limit = bound(case)
     if dtype != torch.float32:
-        limit = factor * errors(plain(case, pages, query, kwargs), expected).max().item()
+        limit = factor * errors(torch_attention(case, pages, query, kwargs), expected).max().item()
     with assuming(dataclasses.replace(Target.parse(target), processors=4, interpreted=True)):
         for kernel in KERNELS:
             worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
@@ -218,20 +218,20 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         target = target_of(DEVICE)
     batch = len(lengths)
     with assuming(target):
-        slots = plan.max_splits(batch, heads, target)
+        max_splits = plan.max_splits(batch, heads, target)
         table = torch.full(
             (plan.plan_rows(batch, heads, target), 4), -77, dtype=torch.int32, device=DEVICE
         )
         ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         plan.make_plan(table, ends, tokens, window, start, heads)
     table = table.cpu()
-    parts = [row for row in table[:slots].tolist() if row[0] >= 0]
-    assert all(row[0] == -1 for row in table[len(parts) : slots].tolist())
-    assert (table[slots + batch :].flatten()[: batch * heads] == 0).all(), "counters"
+    splits = [row for row in table[:max_splits].tolist() if row[0] >= 0]
+    assert all(row[0] == -1 for row in table[len(splits) : max_splits].tolist())
+    assert (table[max_splits + batch :].flatten()[: batch * heads] == 0).all(), "counters"
     for b, length in enumerate(lengths):
-        own = [row for row in parts if row[0] == b]
-        first, count = table[slots + b, :2].tolist()
-        assert own == parts[first : first + count]
+        own = [row for row in splits if row[0] == b]
+        first, count = table[max_splits + b, :2].tolist()
+        assert own == splits[first : first + count]
         assert own, "a sequence without a program would have no output"
         assert all(row[3] == count for row in own)
         low = max(start, length - tokens - window + 1 if window else 0, 0)
@@ -240,12 +240,12 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert own[-1][2] == 2**31 - 1
         # All but the first begin where something is to be read.
         assert all(low < row[1] < length for row in own[1:])
-    # No part is much longer than it must be: with parts of half the length there were too many.
+    # No split is much longer than it must be: with splits of half the length there were too many.
     spans = [max(0, n - max(start, n - tokens - window + 1 if window else 0)) for n in lengths]
-    longest = max((row[2] - row[1] for row in parts if row[1] and row[2] < 2**31 - 1), default=0)
+    longest = max((row[2] - row[1] for row in splits if row[1] and row[2] < 2**31 - 1), default=0)
     if longest > 2 * plan.UNIT:
         half = longest // plan.UNIT // 2 * plan.UNIT
-        assert sum(max(1, -(-(span + plan.UNIT) // half)) for span in spans) > slots
+        assert sum(max(1, -(-(span + plan.UNIT) // half)) for span in spans) > max_splits
 
 
 @pytest.mark.parametrize("combine", ["kernel", "last"])
@@ -384,8 +384,8 @@ def test_many_zeros_before_the_first_value():
     query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **kwargs)
     one = dataclasses.replace(target_of(DEVICE), processors=1)
-    cut = {"rows": 32, "tile": 1024} if INTERPRETED else {"rows": 32}
-    with assuming(one), tuning.override(programs=1, **cut):
+    config = {"rows": 32, "tile": 1024} if INTERPRETED else {"rows": 32}
+    with assuming(one), tuning.override(programs=1, **config):
         for kernel in KERNELS:
             found = run(kernel, case, pages, query, **kwargs)
             assert errors(found, expected).max() <= bound(case)
@@ -429,10 +429,10 @@ def test_nothing_but_the_output_is_written():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "tokens", "cut"),
+    ("kernel", "tokens", "config"),
     [("decode", 60, {"tile": 16}), ("extend", 128, {"tile": 32, "rows": 128})],
 )
-def test_a_part_that_ends_before_every_row_s_window(kernel, tokens, cut):
+def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     """A complete mask and a window besides, as static sliding layers have them."""
     case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
     pages, query, kwargs = prepare(case)
@@ -440,7 +440,7 @@ def test_a_part_that_ends_before_every_row_s_window(kernel, tokens, cut):
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=40)
-    with assuming(target), tuning.override(**cut):
+    with assuming(target), tuning.override(**config):
         found = run(kernel, case, pages, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)
 

@@ -110,7 +110,7 @@ def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
     return (3 * key).to(case.dtype).transpose(1, 2), value.to(case.dtype).transpose(1, 2)
 
 
-def there(pages: Pages) -> Pages:
+def to_device(pages: Pages) -> Pages:
     """A copy on the device."""
     return map_pages(lambda x: x.to(DEVICE, copy=True), pages)
 
@@ -163,7 +163,7 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     made = tokens_of(case)
     key, value = made[0] if key is None else key, made[1] if value is None else value
     pages = pages_of(case)
-    found = there(pages)
+    found = to_device(pages)
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case), case.limit)
     assert_equal(found, expected(case, pages, key, value))
 
@@ -250,7 +250,7 @@ def test_a_table_may_be_a_part_of_a_larger_one(tokens):
     wide = torch.full((2, 9), 1 << 30, dtype=torch.int32)
     wide[:, : pages.table.shape[1]] = pages.table
     key, value = tokens_of(case)
-    found = there(pages)._replace(table=wide.to(DEVICE)[:, : pages.table.shape[1]])
+    found = to_device(pages)._replace(table=wide.to(DEVICE)[:, : pages.table.shape[1]])
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
     assert_equal(found, expected(case, pages, key, value))
 
@@ -275,7 +275,7 @@ def test_numbers_of_every_kind(name, rows):
     hostile = 10.0 ** torch.linspace(-44, 38, 16)
     static = dataclasses.replace(many, tokens=len(x), dynamic=False)
     pages = with_scales(pages_of(static), hostile[None], hostile[None].flip(1))
-    found = there(pages)
+    found = to_device(pages)
     here = x[None, None].to(DEVICE)
     write(found, here, here, lengths_of(static))
     assert_equal(found, expected(static, pages, x[None, None], x[None, None]))
@@ -374,7 +374,9 @@ def test_gathering_every_byte(case):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for start, stop, ragged in ((0, 38, True), (3, 5, False), (9, 35, True)):
                 right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
-                found = gather(there(pages), lengths.to(DEVICE), side, start, stop, dtype, ragged)
+                found = gather(
+                    to_device(pages), lengths.to(DEVICE), side, start, stop, dtype, ragged
+                )
                 assert found.dtype == dtype
                 torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
 
@@ -386,9 +388,11 @@ def test_gathering_behind_a_window(side):
     pages = pages_of(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     right = reference.gather(pages, lengths, side, 10, 40, torch.float32, False)
-    found = gather(there(pages), lengths.to(DEVICE), side, 10, 40, torch.float32, False)
+    found = gather(to_device(pages), lengths.to(DEVICE), side, 10, 40, torch.float32, False)
     torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
-    assert gather(there(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False).numel() == 0
+    assert (
+        gather(to_device(pages), lengths.to(DEVICE), side, 4, 4, torch.float32, False).numel() == 0
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
@@ -411,7 +415,7 @@ def test_addresses_past_four_gigabytes(tokens, tmp_path):
     small.v.codes.zero_()
     key, value = tokens_of(case)
     right = expected(case, small, key, value)
-    found = there(small)
+    found = to_device(small)
     found = Pages(
         found.k._replace(codes=large("k", count, 1, 64, 128)),
         found.v._replace(codes=large("v", count, 1, 128, 64)),
