@@ -10,8 +10,6 @@ A message says what was expected, what it got, and what to do. After an error th
 before the call.
 """
 
-__all__ = ["BackendError", "ConfigError", "Fp8KVError", "OutOfPagesError", "ScaleError"]
-
 
 class Fp8KVError(Exception):
     """Base of every error that this package raises on purpose."""

@@ -15,8 +15,6 @@ from ..errors import ConfigError, Fp8KVError
 from ..modeling.model_support import config_field, refusal
 from .switching import eval_mode, watched_attention
 
-__all__ = ["LayerReport", "ModelReport", "check_model"]
-
 logger = logging.getLogger(__name__)
 
 FUSED, DENSE, STOCK, REFUSED = "fused", "dense", "stock", "refused"

@@ -13,8 +13,6 @@ from ..modeling.tensor_parallel import tensor_parallel
 from .fp8_paged import NAME
 from .switching import get_implementations, set_implementations
 
-__all__ = ["disable", "enable"]
-
 logger = logging.getLogger(__name__)
 
 _SAVED = "_hf_fp8kv_enabled"

@@ -17,8 +17,6 @@ from ..ops import AttentionSpec
 from ..utils.warn_once import warn_once
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
-__all__ = ["NAME", "fp8_paged_attention", "register"]
-
 logger = logging.getLogger(__name__)
 
 NAME = "fp8_paged"

@@ -18,15 +18,6 @@ from ..errors import ConfigError
 from ..ops.reference import visible
 from .model_quirks import adds_mask, needs_complete_mask, relies_on_mask
 
-__all__ = [
-    "additive_mask",
-    "causal_mask",
-    "complete_mask",
-    "engine_step",
-    "fp8_paged_mask",
-    "keep_chosen_keys",
-]
-
 Tensor = torch.Tensor
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..modeling.model_support import config_field, uses_interface
 
-__all__ = ["adds_mask", "needs_complete_mask", "relies_on_mask"]
-
 # They do not tell the attention function about their window.
 WINDOW_UNSAID = frozenset({"doge", "phimoe", "qwen2_moe", "paligemma", "blt"})
 # They index the mask by query, or join it with another.

@@ -9,14 +9,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from .fp8_paged import NAME, fp8_paged_attention
 from .masks import fp8_paged_mask
 
-__all__ = [
-    "eval_mode",
-    "get_implementations",
-    "paged_attention",
-    "set_implementations",
-    "watched_attention",
-]
-
 
 @contextmanager
 def watched_attention(

@@ -31,10 +31,6 @@ from .reporting import build_table, count_bytes
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "AMAX", "CONSTANT", "DYNAMIC", "MEASURED", "STATIC", "format_table", "run_accuracy_suite",
-]  # fmt: skip
-
 MEASURED = tuple(fmt.name for fmt in DISTINCT)
 CONSTANT, DYNAMIC = "constant 1.0", "dynamic"
 # What other tools write: nothing is chosen. For the first format only.
@@ -306,11 +302,7 @@ def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
     """Return the fields of a row that say how good it is."""
     means = [scores.quality.kl for scores in by_text]
     error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-    return {
-        **asdict(Scores.concat(by_text).quality),
-        "kl_error": error,
-        "kl_by_text": means,
-    }
+    return {**asdict(Scores.concat(by_text).quality), "kl_error": error, "kl_by_text": means}
 
 
 def _numbers_per_token(part: TensorDict) -> tuple[int, int]:

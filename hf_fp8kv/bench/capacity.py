@@ -24,8 +24,6 @@ from .reporting import build_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["MODELS", "format_table", "planned_tokens", "run_capacity_suite"]
-
 # Shapes of well-known models, from their config.json: what decides how large a token is.
 MODELS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {

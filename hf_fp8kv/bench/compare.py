@@ -20,8 +20,6 @@ from typing import Any
 from . import hot_loops
 from .reporting import build_table, format_number, quartiles
 
-__all__ = ["compare_trees"]
-
 NEW = Path(__file__).parents[2]
 
 

@@ -16,11 +16,6 @@ from ..formats import DISTINCT
 from .hot_loops import AttentionLayer, make_config
 from .reporting import quartiles
 
-__all__ = [
-    "DYNAMIC", "E4M3", "FOLDED", "PAGED", "QUANTIZED", "Heads", "Step", "attend_step", "fill",
-    "make_paged", "make_row", "make_steps", "random_states", "take_turns",
-]  # fmt: skip
-
 Step = Callable[[], object]
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 _Cache = TypeVar("_Cache", bound=Cache)

@@ -37,8 +37,6 @@ from .reporting import build_table, format_number
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["format_table", "run_cpu_suite"]
-
 # Ratios that the longest context must not pass.
 TARGETS = {DYNAMIC: 0.35, QUANTIZED: 0.10}
 _BEAMS = 4

@@ -26,8 +26,6 @@ from .contenders import (
 )
 from .hot_loops import AttentionLayer
 
-__all__ = ["measure_bytes", "measure_processes"]
-
 # Ratios of bytes at head size 128 that dynamic and static scales must not pass.
 BYTES = (0.54, 0.52)
 

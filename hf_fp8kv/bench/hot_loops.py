@@ -17,8 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
 
-__all__ = ["LOOPS", "AttentionLayer", "Loop", "make_config", "make_loops"]
-
 PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
 

@@ -20,8 +20,6 @@ from .reporting import build_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["CACHES", "STOCK", "TEXTS", "format_table", "run_quality_suite", "stock_cache"]
-
 # The first ones of the topics of pydoc that are scored; then come the others, the longest first.
 TEXTS = ("objects", "execmodel", "import", "customization")
 CACHES: dict[str, dict[str, Any]] = {

@@ -10,8 +10,6 @@ from ..utils.tensors import collect_tensors
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["build_table", "count_bytes", "format_number", "quartiles"]
-
 
 def quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
     """Return the median and the first and third quartile; of one value, no quartiles."""

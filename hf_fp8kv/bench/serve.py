@@ -19,8 +19,6 @@ from .serve_clients import Load, Server, run_server
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Load", "format_table", "run_serve_suite"]
-
 STOCK, OURS = "transformers serve", "hf-fp8kv serve"
 _PERCENTILES = (50, 90, 99)
 

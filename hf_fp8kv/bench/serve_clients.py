@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 
-__all__ = ["Answer", "Load", "Server", "run_server"]
-
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
 _WORDS = [
     "page", "slot", "table", "length", "scale", "token", "layer", "head",

@@ -28,8 +28,6 @@ from .paged_layers import PagedLayers
 from .paged_tensor import densify
 from .snapshot import CacheSnapshot
 
-__all__ = ["FP8PagedCache"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ from .layer import PagedLayerBase, parse_crop
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
 
-__all__ = ["FP8PagedLayer"]
-
 
 class FP8PagedLayer(PagedLayerBase):
     """A layer whose pages are taken as tokens come.

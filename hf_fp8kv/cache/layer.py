@@ -17,8 +17,6 @@ from .options import CacheOptions
 from .paged_tensor import PagedKV, make_handle
 from .snapshot import LayerSetup, LayerSnapshot
 
-__all__ = ["PagedLayerBase", "parse_crop"]
-
 
 class PagedLayerBase(CacheLayerMixin):
     """A layer stored in pages: what `FP8PagedLayer` and `FP8PagedPreallocatedLayer` share.

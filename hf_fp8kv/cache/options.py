@@ -11,8 +11,6 @@ from ..formats import AUTO, FORMATS, parse_dtype
 from ..scales import KVScales, LayerScales
 from ..scales.validation import check_ranks
 
-__all__ = ["CacheOptions"]
-
 Prefill = Literal["exact", "stored"]
 
 

@@ -28,8 +28,6 @@ from .options import CacheOptions
 from .preallocated_layer import FP8PagedPreallocatedLayer
 from .snapshot import CacheSnapshot, LayerSnapshot
 
-__all__ = ["PagedLayers"]
-
 # Exactly these kinds are replaced by paged layers: a subclass keeps more than K and V.
 _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 

@@ -21,8 +21,6 @@ from ..ops import Pages
 from ..ops.flattening import PAGE_FIELDS, flatten, unflatten
 from ..utils.warn_once import warn_once
 
-__all__ = ["PagedKV", "densify", "make_handle", "pages_of"]
-
 logger = logging.getLogger(__name__)
 
 

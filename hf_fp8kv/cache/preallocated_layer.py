@@ -19,8 +19,6 @@ from .options import CacheOptions
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
 
-__all__ = ["FP8PagedPreallocatedLayer"]
-
 
 class FP8PagedPreallocatedLayer(PagedLayerBase):
     """A layer with room for `max_cache_len` tokens per sequence, at fixed addresses.

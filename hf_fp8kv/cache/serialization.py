@@ -21,8 +21,6 @@ from ..scales import KVScales, LayerScales
 from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
 
-__all__ = ["load", "pack", "save", "unpack"]
-
 FORMAT = "hf_fp8kv.cache"
 VERSION = 1
 
@@ -114,10 +112,7 @@ def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions)
     heads, k_dim, v_dim = facts["shape"]
     k_dtype, v_dtype = (getattr(torch, name) for name in facts["dtypes"])
     pool = PagePool(
-        options.page_size,
-        options.key_format,
-        options.value_format,
-        dynamic=options.dynamic_scales,
+        options.page_size, options.key_format, options.value_format, dynamic=options.dynamic_scales
     )
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     pool.allocate(key, key.new_empty((1, heads, 0, v_dim), dtype=v_dtype), pages)

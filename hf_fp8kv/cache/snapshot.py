@@ -14,8 +14,6 @@ from ..paging.layer_group import GroupSnapshot
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
 
-__all__ = ["CacheSnapshot", "LayerSetup", "LayerSnapshot"]
-
 
 class LayerSetup(NamedTuple):
     """What a layer looked up for its first tokens.

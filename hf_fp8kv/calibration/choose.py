@@ -29,8 +29,6 @@ from ..scales.layer_scales import Granularity
 from .observe import TensorDict
 from .pairs import Partners
 
-__all__ = ["Choice", "Queries", "Trial", "make_trials", "measure_costs", "pick_scales"]
-
 # What a larger scale may cost, and how many octaves up are tried.
 _ROOM_COST = 1.02
 _ROOM_OCTAVES = 3

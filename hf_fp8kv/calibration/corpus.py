@@ -19,8 +19,6 @@ from ..utils.text import format_list, format_value
 from .text_files import is_json_lines, read_json_lines, split_text_file
 from .text_tokens import TextTokenizer
 
-__all__ = ["Corpus", "read_corpus"]
-
 # A window of one token has nothing to attend to.
 _SHORTEST = 2
 # Lines longer than this share of a window are taken apart where a text file is packed.

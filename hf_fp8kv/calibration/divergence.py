@@ -10,8 +10,6 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..errors import ConfigError
 
-__all__ = ["UNQUANTISED", "Quality", "Scores", "compare_caches", "last_logit_only"]
-
 UNQUANTISED = "unquantised"
 
 

@@ -11,8 +11,6 @@ from ..scales.layer_scales import Granularity
 from .observe import Batch, TensorDict
 from .state import State
 
-__all__ = ["CalibrationOptions", "Job", "make_batches"]
-
 
 @dataclass(frozen=True)
 class CalibrationOptions:

@@ -12,20 +12,6 @@ from ..errors import ConfigError, Fp8KVError
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_only
 
-__all__ = [
-    "MODEL_ERRORS",
-    "Batch",
-    "OnStates",
-    "TensorDict",
-    "accepts",
-    "add_tensors",
-    "input_device",
-    "measure_range",
-    "merge_ranges",
-    "observe",
-    "paged_layers",
-]  # fmt: skip
-
 # Called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype, on the layer's device.
 OnStates = Callable[[int, torch.Tensor, torch.Tensor], None]
 TensorDict = dict[str, torch.Tensor]
@@ -179,10 +165,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def measure_range(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_partner: torch.Tensor | None,
-    v_partner: torch.Tensor | None,
+    k: torch.Tensor, v: torch.Tensor, k_partner: torch.Tensor | None, v_partner: torch.Tensor | None
 ) -> TensorDict:
     """Return the range of keys and values of one layer.
 

@@ -17,8 +17,6 @@ from ..errors import ConfigError
 from ..modeling.model_support import config_field
 from .observe import Batch, accepts, observe
 
-__all__ = ["Partners", "match_channels", "measure_partners"]
-
 logger = logging.getLogger(__name__)
 
 TOKENS = 128

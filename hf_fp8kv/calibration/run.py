@@ -32,8 +32,6 @@ from .pairs import Partners
 from .state import State, digest_of
 from .statistics import head_amax, measure_statistics
 
-__all__ = ["calibrate", "measure"]
-
 logger = logging.getLogger(__name__)
 
 # What the report compares with the unquantised cache.

@@ -21,15 +21,6 @@ from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
 from .pairs import TOKENS
 from .stages import SAMPLE_WINDOWS, sample_windows
 
-__all__ = [
-    "SHORTEST",
-    "cache_factory",
-    "choose_centers",
-    "estimate_other_tokens",
-    "has_logits",
-    "score_caches",
-]
-
 logger = logging.getLogger(__name__)
 
 # Tokens of a window: two to read first, and two to score.

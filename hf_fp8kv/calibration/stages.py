@@ -14,8 +14,6 @@ from .job import CalibrationOptions, Job
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
 
-__all__ = ["SAMPLE_WINDOWS", "choose_scales", "collect_ranges", "find_partners", "sample_windows"]
-
 # Windows on which scales are tried, and queries of each.
 SAMPLE_WINDOWS = 8
 _QUERIES = 64

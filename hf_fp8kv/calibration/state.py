@@ -20,8 +20,6 @@ from ..errors import ConfigError, ScaleError
 from ..utils.files import convert_read_errors, write_all
 from .observe import TensorDict
 
-__all__ = ["State", "digest_of"]
-
 _Item = TypeVar("_Item")
 _VERSION = "1"
 # Writing the file costs little, but not nothing.

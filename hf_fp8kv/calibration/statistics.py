@@ -14,8 +14,6 @@ from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
 from .job import Job
 from .observe import Batch, TensorDict, add_tensors, observe
 
-__all__ = ["head_amax", "measure_statistics"]
-
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
 # One row of counts for each side: these, then an error for each format, static and dynamic.

@@ -14,8 +14,6 @@ from pathlib import Path, PurePath
 
 from ..errors import ConfigError
 
-__all__ = ["is_json_lines", "read_json_lines", "split_text_file"]
-
 _JSON_LINES = (".jsonl", ".json-lines", ".ndjson")
 # Files that hold texts, but are not text: what to do with them instead.
 _NOT_TEXT = {

@@ -11,8 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import ConfigError
 from ..utils.text import format_list, format_value
 
-__all__ = ["TextTokenizer"]
-
 _CONVERSATIONS = ("messages", "conversations")
 # The names that ShareGPT's data sets give to who speaks.
 _ROLES = {

@@ -11,8 +11,6 @@ import typer
 from .shared import DEMO, load_config, load_model, print_parts, show_progress
 from .values import Device, Model, check_choice, check_plot, check_writable, complete_from
 
-__all__ = ["bench"]
-
 _SUITES = {
     "cpu": ("hf_fp8kv.bench.cpu", "run_cpu_suite"),
     "gpu": ("hf_fp8kv.bench.gpu", "run_gpu_suite"),

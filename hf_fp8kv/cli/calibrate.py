@@ -36,8 +36,6 @@ from .values import (
 if TYPE_CHECKING:
     from ..scales.kv_scales import KVScales
 
-__all__ = ["calibrate"]
-
 STATE = ".calibration-state"
 COPY = "checkpoint"
 
@@ -87,8 +85,7 @@ def calibrate(
     text_column: TextColumn = None,
     chat_template: ChatTemplate = None,
     held_out: Annotated[
-        int | None,
-        typer.Option(min=0, help="Tokens to hold out for checking the scales."),
+        int | None, typer.Option(min=0, help="Tokens to hold out for checking the scales.")
     ] = None,
     device: Device = "auto",
     model_dtype: Annotated[

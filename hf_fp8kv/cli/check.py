@@ -13,8 +13,6 @@ from ..utils.terminal import make_table
 from .shared import load_model, print_parts, show_progress
 from .values import Device, Json, Model, check_choice, complete_from, targets
 
-__all__ = ["check"]
-
 
 def check(
     model: Model = None,
@@ -69,13 +67,14 @@ def check(
 
 def _check_kernels(chosen: list[str] | None, as_json: bool) -> None:
     from ..kernel_check import check as kernel_check
+    from ..kernel_check.rules import TARGETS
 
     for name in chosen or ():
-        check_choice(name, kernel_check.TARGETS, "--target")
+        check_choice(name, TARGETS, "--target")
     if version("triton") == "not installed":
         raise ConfigError("cannot compile kernels: triton is not installed: pip install triton")
     with show_progress() as on_progress:
-        names = chosen or tuple(kernel_check.TARGETS)
+        names = chosen or tuple(TARGETS)
         found = kernel_check.check_targets(names, progress=on_progress)
     if as_json:
         rows = {name: [asdict(row) for row in of_one] for name, of_one in found.items()}

@@ -15,19 +15,13 @@ from .values import Json, Scales, check_choice, complete_from, formats, weights
 if TYPE_CHECKING:
     from ..scales.kv_scales import KVScales
 
-__all__ = ["convert"]
-
 logger = logging.getLogger(__name__)
 
 
 def convert(
     scales: Scales,
     to: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(formats())}.",
-            autocompletion=complete_from(formats),
-        ),
+        str, typer.Option(help=f"{', '.join(formats())}.", autocompletion=complete_from(formats))
     ],
     out: Annotated[
         str | None, typer.Argument(help="The folder to write to; created if missing.")

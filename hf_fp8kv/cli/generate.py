@@ -25,8 +25,6 @@ from .values import (
     parse_scales,
 )
 
-__all__ = ["generate"]
-
 
 def generate(
     prompt: Annotated[

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..scales.kv_scales import KVScales
     from ..scales.report import CalibrationReport, SideStatistics
 
-__all__ = ["inspect"]
-
 
 def inspect(
     scales: Scales,

@@ -17,8 +17,6 @@ from ..scales.kv_scales import KVScales
 from ..scales.report import DYNAMIC, CalibrationReport
 from ..utils.files import write_all
 
-__all__ = ["plot_scales", "scales_figure"]
-
 _LARGEST = FORMATS["fp8_e4m3"].max
 # 1600 pixels wide, where matplotlib's fonts are 17 to 20 pixels high; _ROW inches a row of panels.
 _WIDTH, _ROW, _DPI = 40 / 3, 4, 120

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
-__all__ = ["inspect_table", "list_remarks"]
-
 _LARGEST = FORMATS["fp8_e4m3"].max
 # A layer whose scale exceeds the median of all layers by this factor gets a remark.
 _OUTLIER = 10

@@ -23,8 +23,6 @@ from .values import (
     parse_scales,
 )
 
-__all__ = ["Serve", "serve"]
-
 
 class Serve(TyperCommand):
     """The command below, with the options of `transformers serve` beside its own."""

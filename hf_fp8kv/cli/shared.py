@@ -14,17 +14,6 @@ if TYPE_CHECKING:
 
     from ..scales.kv_scales import KVScales
 
-__all__ = [
-    "DEMO",
-    "describe_scales",
-    "load_config",
-    "load_model",
-    "print_note",
-    "print_parts",
-    "report_problems",
-    "show_progress",
-]
-
 DEMO = "SmolLM2-135M-Instruct (demo)"
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     import torch
     from rich.console import RenderableType
 
-__all__ = ["Comparison", "Run", "compare_tokens", "comparison_table"]
-
 
 @dataclass(frozen=True)
 class Run:
@@ -188,8 +186,7 @@ def comparison_table(
     table.add_row("scales", *(Text(run.scales) for run in runs))
     table.add_row("attention", *(run.attention for run in runs))
     table.add_row(
-        "cache",
-        *(f"{format_size(run.cache_bytes)} for {run.cached_tokens} tokens" for run in runs),
+        "cache", *(f"{format_size(run.cache_bytes)} for {run.cached_tokens} tokens" for run in runs)
     )
     table.add_row(
         "per token",

@@ -8,16 +8,6 @@ import typer
 from ..errors import ConfigError
 from .values import complete_from, dtypes
 
-__all__ = [
-    "ChatTemplate",
-    "Dtype",
-    "MaxLength",
-    "MaxTokens",
-    "TextColumn",
-    "drop_unset",
-    "load_texts",
-]
-
 PYDOC = "pydoc"
 TEXTS_HELP = "Text, or JSON lines (.jsonl); pydoc stands for Python's own documentation."
 

@@ -14,35 +14,6 @@ import typer
 from ..errors import ConfigError
 from ..formats import ALIASES, AUTO, FORMATS
 
-__all__ = [
-    "CacheDtype",
-    "Device",
-    "Json",
-    "KeyDtype",
-    "Model",
-    "Scales",
-    "StaticScales",
-    "ValueDtype",
-    "attentions",
-    "backends",
-    "cache_dtypes",
-    "check_choice",
-    "check_plot",
-    "check_writable",
-    "complete_from",
-    "devices",
-    "dtypes",
-    "formats",
-    "granularities",
-    "model_dtypes",
-    "parse_dtype",
-    "parse_format",
-    "parse_memory",
-    "parse_scales",
-    "targets",
-    "weights",
-]
-
 
 def dtypes() -> Iterable[str]:
     return (*ALIASES, *FORMATS)
@@ -81,7 +52,7 @@ def backends() -> Iterable[str]:
 
 
 def targets() -> Iterable[str]:
-    from ..kernel_check.check import TARGETS
+    from ..kernel_check.rules import TARGETS
 
     return TARGETS
 

@@ -16,11 +16,6 @@ import torch
 
 from . import MIN_SCALE, Format
 
-__all__ = [
-    "SEARCH_STEPS", "code_table", "decode", "dynamic_scale", "encode", "error_unit",
-    "round_to_format", "search_scale",
-]  # fmt: skip
-
 # Scales that `search_scale` tries: one octave, from the smallest that saturates nothing. 32 would
 # gain little more.
 SEARCH_STEPS = 16

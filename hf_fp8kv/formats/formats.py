@@ -13,8 +13,6 @@ import torch
 
 from ..errors import ConfigError
 
-__all__ = ["ALIASES", "AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
-
 AUTO = "auto"
 
 # The smallest dynamic scale: a token of zeros (or of subnormal numbers) still gets a scale whose

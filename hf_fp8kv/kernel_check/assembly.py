@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Assembly", "read_amd", "read_assembly", "read_nvidia"]
-
 
 @dataclass(frozen=True)
 class Assembly:
@@ -127,10 +125,7 @@ def _find_lines(
 
 
 def _find_main_loop(
-    lines: Sequence[str],
-    labels: dict[str, int],
-    jump: re.Pattern[str],
-    product: re.Pattern[str],
+    lines: Sequence[str], labels: dict[str, int], jump: re.Pattern[str], product: re.Pattern[str]
 ) -> Sequence[str]:
     """Return the instructions of the shortest innermost loop that has a matrix product."""
     loops = set()

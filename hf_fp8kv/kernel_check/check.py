@@ -29,16 +29,6 @@ from .variants import Variant, call_variant, list_variants
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = [
-    "TARGETS",
-    "Row",
-    "check_targets",
-    "compile_kernels",
-    "make_environment",
-    "set_target",
-    "tables",
-]
-
 Progress: TypeAlias = Callable[..., None]
 
 

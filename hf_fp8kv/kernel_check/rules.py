@@ -9,8 +9,6 @@ from ..ops.triton.tuning import programs_per_processor
 from .assembly import Assembly
 from .variants import Variant
 
-__all__ = ["TARGETS", "Device", "find_violations", "programs_that_fit"]
-
 
 @dataclass(frozen=True)
 class Device:

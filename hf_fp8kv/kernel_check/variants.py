@@ -12,8 +12,6 @@ import torch
 from ..formats import AUTO, FORMATS
 from ..ops import AttentionSpec, Pages, StoredSide
 
-__all__ = ["Variant", "call_variant", "list_variants"]
-
 
 @dataclass(frozen=True)
 class Variant:

@@ -9,8 +9,6 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from ..errors import ConfigError
 
-__all__ = ["build_stock_layers", "find_layers", "read_config"]
-
 
 def build_stock_layers(
     config: PreTrainedConfig, max_cache_len: int | None

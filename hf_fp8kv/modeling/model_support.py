@@ -6,8 +6,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-__all__ = ["config_field", "model_class", "refusal", "refuse_config", "uses_interface"]
-
 
 def config_field(config: Any, name: str) -> Any:
     """Return a field of a config, or None; any one value of a field that differs by layer."""

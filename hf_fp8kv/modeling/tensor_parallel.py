@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from .model_support import config_field
 
-__all__ = ["Ranks", "check_divides", "check_split", "kv_heads", "tensor_parallel"]
-
 # The projections that keys come from, fused with others or not, and the style of a plan that leaves
 # each process its own heads. Other styles gather them: each process then caches all heads.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")

@@ -12,11 +12,6 @@ from ..formats import AUTO
 from .pages import AttentionSpec, Pages
 from .triton.target import is_interpreted
 
-__all__ = [
-    "BACKENDS", "CHOICES", "Backend", "PlanningBackend", "available_backends", "choose_backend",
-    "load_backend", "load_triton",
-]  # fmt: skip
-
 
 class Backend(Protocol):
     """The functions of a backend's module. Arguments and errors are those of registration.py."""

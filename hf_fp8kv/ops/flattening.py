@@ -13,8 +13,6 @@ import torch
 
 from .pages import WRITTEN, Pages
 
-__all__ = ["PAGE_FIELDS", "Leaf", "flatten", "schema_of", "unflatten"]
-
 Leaf: TypeAlias = torch.Tensor | str | int | float | bool | None
 _Record = TypeVar("_Record")
 

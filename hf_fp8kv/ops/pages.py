@@ -4,8 +4,6 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-__all__ = ["WRITTEN", "AttentionSpec", "Pages", "StoredSide"]
-
 # Marks a tensor that `write` changes. The schemas of flattening.py are made of these types.
 WRITTEN = "written"
 

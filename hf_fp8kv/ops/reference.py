@@ -10,8 +10,6 @@ from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from .pages import AttentionSpec, Pages, StoredSide
 
-__all__ = ["attend", "gather", "locate", "quantize", "visible", "write"]
-
 # Tokens that are decoded at a time when a dense copy is asked for.
 CHUNK = 512
 # Tokens that are encoded at a time: what that needs besides is many times their size.

@@ -16,8 +16,6 @@ from .backends import load_backend, load_triton
 from .flattening import Leaf, flatten, schema_of, unflatten
 from .pages import AttentionSpec, Pages
 
-__all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
-
 
 def write(
     pages: Pages,

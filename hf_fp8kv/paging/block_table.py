@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from ..errors import OutOfPagesError
 
-__all__ = ["NO_PAGE", "BlockTable", "Copies", "PageAllocator", "PageBudget"]
-
 NO_PAGE = -1
 # The pool grows by at least this many tokens, and by at least 1/32 of what is held: waste stays
 # under 4 % from 8k tokens on, and each byte is moved about 32 times in its life at most.

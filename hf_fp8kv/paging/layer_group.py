@@ -12,9 +12,6 @@ from ..errors import ConfigError
 from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
 from .page_pool import PagePool, zeros
 
-__all__ = ["GroupSnapshot", "LayerGroup"]
-
-
 # A step needs two tensors of lengths on each device, for before and after it, and one plan for
 # each number of KV heads.
 _MAX_CACHED = 16

@@ -6,8 +6,6 @@ from ..errors import ConfigError
 from ..formats import AUTO
 from .block_table import Copies
 
-__all__ = ["PagePool", "zeros"]
-
 
 class PagePool:
     """One layer's stored keys and values.
@@ -25,12 +23,7 @@ class PagePool:
     v: torch.Tensor
 
     def __init__(
-        self,
-        page_size: int,
-        key_format: str,
-        value_format: str,
-        *,
-        dynamic: bool,
+        self, page_size: int, key_format: str, value_format: str, *, dynamic: bool
     ) -> None:
         self.page_size = page_size
         self.key_format, self.value_format = key_format, value_format

@@ -22,8 +22,6 @@ from .reduce import reduce_scales
 from .request import Request
 from .scale_data import ScaleData, take_rank
 
-__all__ = ["Weights", "copy_checkpoint"]
-
 Weights = Literal["copy", "link"]
 _WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 

@@ -19,8 +19,6 @@ from .formats.autofp8 import AutoFP8
 from .formats.modelopt import ModelOpt
 from .formats.tgi import Tgi
 
-__all__ = ["declared_kv_scales", "find_declaration", "open_checkpoint"]
-
 
 def declared_kv_scales(config: object) -> str | None:
     """Return a short description if a config says that its checkpoint holds static FP8 KV scales.

@@ -25,8 +25,6 @@ from .save import upload_files, write_files
 from .scale_data import ScaleData
 from .validation import check_constant, check_ranks, scalar
 
-__all__ = ["KVScales"]
-
 logger = logging.getLogger(__name__)
 
 

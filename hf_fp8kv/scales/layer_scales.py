@@ -14,8 +14,6 @@ from ..errors import ScaleError
 from ..formats import Format
 from .validation import check_center, check_scale
 
-__all__ = ["Granularity", "LayerScales"]
-
 Granularity = Literal["tensor", "head", "channel"]
 
 

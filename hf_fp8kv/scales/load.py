@@ -16,8 +16,6 @@ from .report import REPORT_FILE
 from .request import Request
 from .scale_data import ScaleData
 
-__all__ = ["read_checkpoint", "read_file"]
-
 
 def read_file(path: Path, request: Request) -> ScaleData:
     """Return the scales of one file, whichever format it is in.

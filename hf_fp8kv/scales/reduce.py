@@ -12,8 +12,6 @@ from .formats.base import ScaleFormat
 from .layer_scales import LayerScales
 from .scale_data import ScaleData
 
-__all__ = ["reduce_scales"]
-
 
 def reduce_scales(
     scales: ScaleData, format: ScaleFormat, tp_size: int = 1

@@ -11,15 +11,6 @@ from typing import Annotated, Any
 from ..formats import FORMATS
 from .report_schema import Rule, from_json, in_range, matches, to_json
 
-__all__ = [
-    "DYNAMIC",
-    "REPORT_FILE",
-    "CalibrationReport",
-    "LayerStatistics",
-    "QualityRow",
-    "SideStatistics",
-]
-
 REPORT_FILE = "kv_calibration.json"
 # What a key of `SideStatistics.error` starts with when the scales are dynamic.
 DYNAMIC = "dynamic "

@@ -10,8 +10,6 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from ..errors import ScaleError
 from ..utils.text import format_value
 
-__all__ = ["Rule", "from_json", "in_range", "matches", "to_json"]
-
 
 @dataclass(frozen=True)
 class Rule:

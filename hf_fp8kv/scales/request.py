@@ -10,8 +10,6 @@ from .checkpoint.config import layers_with_cache
 from .layer_scales import LayerScales
 from .validation import check_ranks
 
-__all__ = ["Request"]
-
 logger = logging.getLogger(__name__)
 
 

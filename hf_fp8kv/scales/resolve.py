@@ -9,8 +9,6 @@ from .checkpoint.folder import HubOptions
 from .kv_scales import KVScales
 from .validation import check_constant
 
-__all__ = ["resolve"]
-
 
 def resolve(
     scales: KVScales | str | os.PathLike[str] | float | None,

@@ -12,8 +12,6 @@ from .checkpoint.folder import translate_hub_errors
 from .formats.hf_fp8kv import OWN_FILE
 from .report import REPORT_FILE
 
-__all__ = ["check_folder", "upload_files", "write_files"]
-
 
 def write_files(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) -> list[Path]:
     """Write files of scales, all of them or none; return their paths."""

@@ -8,8 +8,6 @@ from ..errors import ScaleError
 from .layer_scales import LayerScales
 from .report import CalibrationReport
 
-__all__ = ["ScaleData", "take_rank"]
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ScaleData:

@@ -6,8 +6,6 @@ from ..errors import ScaleError
 from ..formats import MIN_SCALE
 from ..utils.text import format_value
 
-__all__ = ["check_center", "check_constant", "check_ranks", "check_scale", "scalar"]
-
 # Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

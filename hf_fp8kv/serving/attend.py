@@ -11,8 +11,6 @@ from .config import StaticScales
 from .layout import LayerPages, PageLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
-__all__ = ["attend_layer"]
-
 _Places = tuple[torch.Tensor, torch.Tensor]
 
 

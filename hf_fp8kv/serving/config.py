@@ -11,8 +11,6 @@ from ..errors import ConfigError
 from ..scales.kv_scales import KVScales
 from ..scales.resolve import resolve
 
-__all__ = ["ServingConfig", "StaticScales"]
-
 
 class StaticScales(NamedTuple):
     """The static scales and the center of one layer, on the device of its pages.

@@ -18,8 +18,6 @@ from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, cache_class, rebind_globals
 from .engines.common import EngineCache
 
-__all__ = ["Enabled", "FP8Manager", "enabled_state", "restore_attention"]
-
 # Where a model keeps the attention that it ran before a manager of ours ran it.
 _BEFORE = "_hf_fp8kv_attention_before"
 _METHOD = "init_continuous_batching"

@@ -14,8 +14,6 @@ from ..formats import AUTO
 from ..ops import StoredSide
 from .config import StaticScales
 
-__all__ = ["BlockRows", "LayerPages", "PageLayout"]
-
 
 class LayerPages(NamedTuple):
     """The pages of a layer, or of all layers, without a block table.

@@ -21,8 +21,6 @@ from .engines.common import EngineCache, sizes
 from .layout import LayerPages
 from .step import LayerKind
 
-__all__ = ["check_kinds", "check_packing"]
-
 # Two texts; the last token of each comes in a step of its own.
 LENGTHS = (4, 3)
 # Relative RMS of the logits: in float32 no model that takes packed requests exceeds 1e-5, and none

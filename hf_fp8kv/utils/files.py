@@ -11,15 +11,6 @@ from safetensors import SafetensorError, safe_open
 from ..errors import ScaleError
 from .text import format_value
 
-__all__ = [
-    "PICKLES",
-    "convert_read_errors",
-    "read_header",
-    "read_json",
-    "read_weight_map",
-    "write_all",
-]
-
 # Suffixes of files that are not opened: reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
 

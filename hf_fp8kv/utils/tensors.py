@@ -4,8 +4,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["collect_tensors"]
-
 
 def collect_tensors(value: Any) -> list[torch.Tensor]:
     """Return every tensor in a value made of dicts, lists and tuples."""

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["format_size", "make_table"]
-
 
 def format_size(size: float) -> str:
     """Return a number of bytes with a binary unit."""

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from itertools import islice
 
-__all__ = ["format_list", "format_value"]
-
 
 def format_list(values: Iterable[object], limit: int = 8) -> str:
     """Return the first `limit` values, separated by commas, and "..." if there are more."""

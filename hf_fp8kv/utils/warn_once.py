@@ -4,8 +4,6 @@ import logging
 
 import torch
 
-__all__ = ["warn_once"]
-
 _WARNED: set[str] = set()
 
 

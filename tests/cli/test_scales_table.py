@@ -625,8 +625,7 @@ OTHERS = [size for size in itertools.product((1, 30, 80), (1, 3, 8, 32, 128)) if
 
 @pytest.mark.parametrize("report", [True, False])
 @pytest.mark.parametrize(
-    ("layers", "heads"),
-    SIZES + [pytest.param(*size, marks=pytest.mark.slow) for size in OTHERS],
+    ("layers", "heads"), SIZES + [pytest.param(*size, marks=pytest.mark.slow) for size in OTHERS]
 )
 def test_no_label_lies_on_another(layers, heads, report):
     measured = found(layers, heads, model="org/" + "a-long-name-" * 20)
@@ -696,10 +695,7 @@ def test_pyplot_is_neither_asked_nor_left_with_a_figure(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "missing/x.png",
-            r"expected a file in a folder that exists, got .*; create",
-        ),
+        ("missing/x.png", r"expected a file in a folder that exists, got .*; create"),
         ("file/x.png", r"expected a file in a folder that exists"),
         ("x.pdf", r"expected a file that ends in \.png, got"),
         ("x", r"expected a file that ends in \.png, got"),

@@ -16,8 +16,7 @@ from hf_fp8kv.ops import Pages, StoredSide
 NUMBA = pytest.param(
     "numba",
     marks=pytest.mark.skipif(
-        ops.available_backends()["numba"] is not None,
-        reason=str(ops.available_backends()["numba"]),
+        ops.available_backends()["numba"] is not None, reason=str(ops.available_backends()["numba"])
     ),
 )
 BACKENDS = ["reference", "torch", NUMBA]

@@ -143,10 +143,7 @@ def _repair_maximum() -> None:
 
 def _repair_reductions() -> None:
     reduce = interpreter.ReduceOps.apply_impl
-    of_numbers = {
-        tl.standard._elementwise_max: np.fmax,
-        tl.standard._elementwise_min: np.fmin,
-    }
+    of_numbers = {tl.standard._elementwise_max: np.fmax, tl.standard._elementwise_min: np.fmin}
 
     def wide(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:

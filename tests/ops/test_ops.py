@@ -27,8 +27,7 @@ pytestmark = pytest.mark.text
 NUMBA = pytest.param(
     "numba",
     marks=pytest.mark.skipif(
-        ops.available_backends()["numba"] is not None,
-        reason=str(ops.available_backends()["numba"]),
+        ops.available_backends()["numba"] is not None, reason=str(ops.available_backends()["numba"])
     ),
 )
 BACKENDS = ["torch", NUMBA]
@@ -478,10 +477,7 @@ def test_special_numbers(name, dynamic, backend):
     ops.write(pages, x, x, lengths, backend)
     ops.write(other, x, x, lengths, "reference")
     table = code_table(FORMATS[name], torch.device("cpu"))
-    for found, expected in (
-        (pages.k.codes, other.k.codes),
-        (pages.v.codes, other.v.codes),
-    ):
+    for found, expected in ((pages.k.codes, other.k.codes), (pages.v.codes, other.v.codes)):
         # NaN times a NaN scale: no rule says whose sign the product has.
         nan = table[expected.int()].isnan()
         assert_same(nan, table[found.int()].isnan())

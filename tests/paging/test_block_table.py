@@ -17,13 +17,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
 from hf_fp8kv.paging.block_table import NO_PAGE, BlockTable, PageAllocator, PageBudget

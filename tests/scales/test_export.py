@@ -41,9 +41,7 @@ def random_scales(kind: str, seed: int = 0, layers: int = LAYERS) -> KVScales:
     center = kind.startswith("centered")
     made = {
         i: LayerScales(
-            draw(*k_shape),
-            draw(*k_shape),
-            (draw(HEADS, DIM) - 0.06) * 400 if center else None,
+            draw(*k_shape), draw(*k_shape), (draw(HEADS, DIM) - 0.06) * 400 if center else None
         )
         for i in range(layers)
     }
@@ -853,10 +851,7 @@ def test_only_vllm_takes_scales_per_head(tmp_path, model):
 def test_the_servers_take_the_json(tmp_path, model, size, checkpoint):
     scales = random_scales("tensor")
     scales.save_pretrained(
-        tmp_path / "out",
-        format="vllm-json",
-        tp_size=size,
-        checkpoint=model if checkpoint else None,
+        tmp_path / "out", format="vllm-json", tp_size=size, checkpoint=model if checkpoint else None
     )
     path = tmp_path / "out" / "kv_cache_scales.json"
     for rank in range(size):

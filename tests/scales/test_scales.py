@@ -220,8 +220,7 @@ def test_uniform_refuses_a_bad_number_of_layers(count):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [0, -1.0, NAN, INF, True, "1", None, 1e-40, pytest.param(10**400, id="huge-integer")],
+    "value", [0, -1.0, NAN, INF, True, "1", None, 1e-40, pytest.param(10**400, id="huge-integer")]
 )
 def test_a_bad_constant_is_refused(value):
     with pytest.raises(ScaleError, match="expected a finite number above 0"):

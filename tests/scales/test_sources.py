@@ -647,10 +647,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "nan": (spoiled_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
     "infinity": (spoiled_tensor("v_scale", torch.tensor(float("inf"))), "got inf"),
     "infinity-in-float32": (spoiled_tensor("v_scale", torch.tensor(1e300).double() * 1e300), "inf"),
-    "one-bad-head": (
-        spoiled_tensor("k_scale", torch.tensor([1.0, 0.0]).view(2, 1, 1)),
-        "got 0.0",
-    ),
+    "one-bad-head": (spoiled_tensor("k_scale", torch.tensor([1.0, 0.0]).view(2, 1, 1)), "got 0.0"),
     "int8": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int8)), "got I8"),
     "int64": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int64)), "got I64"),
     "bool": (spoiled_tensor("k_scale", torch.tensor(True)), "got BOOL"),

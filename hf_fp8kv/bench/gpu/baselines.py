@@ -16,8 +16,6 @@ from .record import Record
 from .shapes import BF16, Case
 from .timing import Stage, Step
 
-__all__ = ["measure_decode", "measure_extend"]
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

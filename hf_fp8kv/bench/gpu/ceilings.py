@@ -8,8 +8,6 @@ import torch
 from .record import Record
 from .timing import Step
 
-__all__ = ["measure"]
-
 SECTION = "ceilings"
 # Programs, elements of 4 bytes per load, and loads under way, of the reading kernel.
 SHAPES = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))

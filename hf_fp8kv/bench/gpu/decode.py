@@ -14,16 +14,6 @@ from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 from .timing import Step
 
-__all__ = [
-    "attend",
-    "make_plan_step",
-    "make_query",
-    "measure",
-    "measure_extend",
-    "measure_others",
-    "measure_pages",
-]
-
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each case of a decode step and each contender."""

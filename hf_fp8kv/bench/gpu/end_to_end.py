@@ -30,8 +30,6 @@ from .record import Record
 from .shapes import Sizes
 from .timing import Stage
 
-__all__ = ["measure"]
-
 SECTION = "end to end"
 # Positions of a static cache past the last new token: generate() may take a step too many.
 SPARE = 8

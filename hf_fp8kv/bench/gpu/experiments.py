@@ -8,8 +8,6 @@ from .decode import measure_pages
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
-__all__ = ["measure"]
-
 SECTION = "experiments"
 # Where the search may begin. Two warps do a third less work per tile than four (the query is read
 # from shared memory by each warp), with more registers each and one program more.
@@ -51,12 +49,7 @@ def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) 
 
 
 def _attempt(
-    record: Record,
-    sizes: Sizes,
-    backend: str,
-    case: Case,
-    kind: Kind,
-    parameters: dict[str, Any],
+    record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, parameters: dict[str, Any]
 ) -> float:
     """Return the microseconds with these parameters; infinite if it failed or was not tried."""
     text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "as it is"

@@ -13,11 +13,6 @@ from ...ops import Pages, StoredSide, reference
 from .shapes import Case, Heads, Kind
 from .timing import Stage
 
-__all__ = [
-    "PAGE_SIZE", "check", "check_dense", "make_dense", "pages_for", "poison_memory",
-    "relative_error",
-]  # fmt: skip
-
 PAGE_SIZE = 64
 # Of many query tokens, so many of the first and of the last are checked.
 CHECKED = 128

@@ -6,8 +6,6 @@ import triton.language as tl
 
 from ...ops.triton.target import launch
 
-__all__ = ["read_all"]
-
 
 def read_all(source: torch.Tensor, programs: int, block: int, ahead: int) -> torch.Tensor:
     """Return the largest of the exclusive-ors that each program took of every `block`-th number.

@@ -9,8 +9,6 @@ import torch
 from .results import find_rows
 from .timing import Stage, Timed
 
-__all__ = ["DeviceLost", "Record", "Work"]
-
 # A relative RMS above this is not rounding to 16 bits, which gives 0.1 to 0.4 %; one lost page is
 # worth 4 % at 32k tokens, and 2 % at 128k.
 TOLERANCE = 0.01

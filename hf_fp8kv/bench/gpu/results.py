@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["complete", "find_rows", "line"]
-
 Row = dict[str, Any]
 # Tokens of all sequences from which on a decode step is a matter of bandwidth.
 LARGE = 2**18

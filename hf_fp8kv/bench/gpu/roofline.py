@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-__all__ = ["plot"]
-
 # name -> color and marker; of any other contender, `_OTHER`
 _OTHER = ("#d2691e", "*")
 _LOOKS = {

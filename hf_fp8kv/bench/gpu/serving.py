@@ -24,8 +24,6 @@ from .end_to_end import _model
 from .record import Record
 from .shapes import Served, Sizes
 
-__all__ = ["measure"]
-
 SECTION = "serving"
 # Free memory that the planner is asked about, in GiB.
 PLANNED = 40

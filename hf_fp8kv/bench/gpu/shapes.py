@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from ...formats import AUTO, DISTINCT
 from ...ops import AttentionSpec
 
-__all__ = ["BF16", "FULL", "KINDS", "TINY", "Case", "Heads", "Kind", "Served", "Sizes"]
-
 
 @dataclass(frozen=True)
 class Heads:

@@ -20,8 +20,6 @@ from .results import complete
 from .shapes import FULL, TINY, Sizes
 from .timing import Stage
 
-__all__ = ["SECTIONS", "run_gpu_suite"]
-
 # name -> what measures it. The last takes what time there is.
 SECTIONS: dict[str, Callable[[Record, Sizes, str], None]] = {
     "ceilings": lambda record, sizes, backend: ceilings.measure(record, backend),

@@ -9,8 +9,6 @@ from ..reporting import format_number as number
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["format_table"]
-
 Row = dict[str, Any]
 
 

@@ -9,8 +9,6 @@ import torch
 
 from ..reporting import quartiles
 
-__all__ = ["Stage", "Step", "Timed"]
-
 Step = Callable[[], object]
 
 # A graph is made at least so long, in milliseconds, that starting it does not show.

@@ -11,8 +11,6 @@ from .pools import pages_for
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
-__all__ = ["measure"]
-
 # Layers, each with pages of its own, that writes go to in turns.
 LAYERS = 32
 STORED = 1000

@@ -46,8 +46,6 @@ from .vectors import (
     width_of,
 )
 
-__all__ = ["ATTEND", "BLOCK", "TILE", "attend", "finish"]
-
 # Rows (a query token of one query head) that share the decoded bytes.
 BLOCK = 64
 

@@ -26,8 +26,6 @@ from . import attend as cpu_attend
 from . import store as cpu_store
 from .vectors import BF16, F16, F32, FP8, HAS_HALF
 
-__all__ = ["attend", "gather", "write"]
-
 # Stored numbers that are worth a thread of their own: about 50 microseconds of work.
 GRAIN = 1 << 18
 # A unit of attention is at least this many tokens, and each thread gets at least UNITS of them: one

@@ -31,8 +31,6 @@ from .vectors import (
     width_of,
 )
 
-__all__ = ["NOTHING", "TILE", "add_bias", "adjust", "hide", "soften"]
-
 # Positions whose logits are held at a time; a multiple of LANES.
 TILE = 64
 NOTHING = np.float32(-np.inf)

@@ -48,8 +48,6 @@ from .vectors import (
     width_of,
 )
 
-__all__ = ["BLOCK", "GATHER", "WRITE", "gather", "has_pages", "write"]
-
 # Tokens of a unit of work.
 BLOCK = 64
 

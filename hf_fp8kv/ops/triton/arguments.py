@@ -12,17 +12,6 @@ from . import attention
 from .codec import Codec, codec_for
 from .target import Target, next_power_of_2, target_of
 
-__all__ = [
-    "AttentionArgs",
-    "AttentionTensors",
-    "Factors",
-    "Features",
-    "Shape",
-    "SidePointers",
-    "pointers_to",
-    "prepare",
-]
-
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 

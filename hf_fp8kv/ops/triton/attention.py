@@ -19,18 +19,6 @@ import triton.language as tl
 
 from .codec import decode_for_dot
 
-__all__ = [
-    "ADDITIVE",
-    "COMPACT",
-    "COMPLETE",
-    "HEADROOM",
-    "LOG2E",
-    "NO_MASK",
-    "attend_rows",
-    "finish",
-    "last_before_window",
-]
-
 # What a mask is (`Features.mask`).
 NO_MASK = tl.constexpr(0)
 COMPACT = tl.constexpr(1)  # [B, 1, 1, N] uint8: which tokens are padding

@@ -16,8 +16,6 @@ import triton.language as tl
 from ...formats import AUTO, FORMATS
 from .target import Target
 
-__all__ = ["Codec", "codec_for", "decode_for_dot"]
-
 # How a code becomes a number (`Codec.how`).
 AS_IS = tl.constexpr(0)  # stored in 16 or 32 bits
 CAST = tl.constexpr(1)  # by the hardware

@@ -16,8 +16,6 @@ from .plan import make_plan, max_splits, plan_rows
 from .target import cdiv, launch
 from .tuning import DECODE_ROWS, LaunchConfig, decode_config
 
-__all__ = ["attend", "split_kv_decode"]
-
 # Splits whose sums are merged at a time.
 MERGED = 16
 

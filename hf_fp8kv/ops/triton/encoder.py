@@ -16,18 +16,6 @@ from ...formats import AUTO, FORMATS, MIN_SCALE
 from ...formats.codec import SEARCH_STEPS as _SEARCH_STEPS
 from ...formats.codec import error_unit
 
-__all__ = [
-    "SEARCH_STEPS",
-    "Encoder",
-    "decode",
-    "encode",
-    "encoder_for",
-    "search_scale",
-    "search_scale_at_once",
-    "smallest_scale",
-    "to_bfloat16",
-]  # fmt: skip
-
 SEARCH_STEPS = tl.constexpr(_SEARCH_STEPS)
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
 INFINITY = tl.constexpr(0x7F800000)

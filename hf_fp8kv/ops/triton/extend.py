@@ -17,8 +17,6 @@ from .plan import UNIT
 from .target import cdiv, launch
 from .tuning import extend_config
 
-__all__ = ["attend"]
-
 
 def attend(
     query: torch.Tensor,

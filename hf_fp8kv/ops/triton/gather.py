@@ -10,8 +10,6 @@ from .encoder import decode, encoder_for
 from .target import launch, next_power_of_2
 from .write import num_warps, tile_size
 
-__all__ = ["gather"]
-
 
 def gather(
     pages: Pages,

@@ -22,8 +22,6 @@ from .attention import last_before_window
 from .target import Target, launch, next_power_of_2, target_of
 from .tuning import programs_per_processor
 
-__all__ = ["UNIT", "make_plan", "max_splits", "plan_rows"]
-
 # Tokens: splits begin at multiples of it, and only a last one is shorter. A multiple of every tile
 # of the decode kernel.
 UNIT = 128

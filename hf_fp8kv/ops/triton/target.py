@@ -11,11 +11,6 @@ import torch
 
 from ...formats import Format
 
-__all__ = [
-    "Target", "assuming", "cdiv", "compiling", "is_interpreted", "launch", "next_power_of_2",
-    "target_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Target:

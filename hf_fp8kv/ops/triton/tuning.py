@@ -14,15 +14,6 @@ from .target import Target
 
 _Entry = TypeVar("_Entry")
 
-__all__ = [
-    "DECODE_ROWS",
-    "LaunchConfig",
-    "decode_config",
-    "extend_config",
-    "override",
-    "programs_per_processor",
-]
-
 
 @dataclass(frozen=True)
 class LaunchConfig:
@@ -84,12 +75,7 @@ _DECODE_HIP = {
 
 # The extend kernel: (rows, tile, warps, stages). Two programs of four warps on one processor: one's
 # softmax runs beside the other's products.
-_EXTEND = {
-    128: (64, 64, 4, 2),
-    256: (32, 32, 4, 2),
-    512: (32, 32, 8, 1),
-    1024: (16, 16, 8, 1),
-}
+_EXTEND = {128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 32, 8, 1), 1024: (16, 16, 8, 1)}
 # Tensor memory holds the sums there: room for twice the rows.
 _EXTEND_SM_100 = {**_EXTEND, 256: (64, 32, 8, 2)}
 # Without products of whole warp groups each warp reads all of K and V, and registers are short.

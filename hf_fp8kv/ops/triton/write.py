@@ -17,8 +17,6 @@ from .encoder import (
 )
 from .target import launch, next_power_of_2
 
-__all__ = ["write"]
-
 # Up to so many new tokens per sequence each has programs of its own, as decoding has.
 SINGLE_TOKENS = 8
 # Positions that a program stores at once where there are more. A page holds a whole number of such

@@ -10,8 +10,6 @@ from .config import Config, Declaration
 from .folder import Folder
 from .tensor_names import LIKELY, ScaleTensor, TensorName, match_tensors
 
-__all__ = ["FIRST_FILE", "INDEX_FILE", "ONLY_FILE", "Checkpoint"]
-
 INDEX_FILE = "model.safetensors.index.json"
 # A checkpoint in one file needs an index for a second one, and with an index no file may have the
 # name of the only one: readers would stop there.

@@ -7,19 +7,6 @@ from typing import Literal
 
 import torch
 
-__all__ = [
-    "HF_QUANT_CONFIG",
-    "Config",
-    "Declaration",
-    "as_mapping",
-    "get_entry",
-    "head_counts",
-    "layers_with_cache",
-    "nested_configs",
-    "parse_entry",
-    "text_config",
-]
-
 Config = dict[str, object]
 # A second config that may lie beside config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"

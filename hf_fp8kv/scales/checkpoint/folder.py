@@ -19,8 +19,6 @@ from huggingface_hub.errors import (
 from ...errors import ScaleError
 from ...utils.files import read_header
 
-__all__ = ["Folder", "HubFolder", "HubOptions", "LocalFolder", "translate_hub_errors"]
-
 T = TypeVar("T")
 # The base of HfHubHTTPError is the base of whatever HTTP library the Hub's client uses.
 _HUB_ERRORS: tuple[type[Exception], ...] = (

@@ -19,8 +19,6 @@ from .checkpoint import Checkpoint
 from .config import head_counts
 from .tensor_names import FOREIGN, LAYER, LIKELY, ZERO_POINT, ScaleTensor, match_tensors
 
-__all__ = ["read_tensors"]
-
 logger = logging.getLogger(__name__)
 
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -6,20 +6,6 @@ from dataclasses import dataclass, field
 
 from .config import Declaration
 
-__all__ = [
-    "ATTENTION_MODULE",
-    "FOREIGN",
-    "LAYER",
-    "LIKELY",
-    "OUTPUTS",
-    "PAIR",
-    "SHARED",
-    "ZERO_POINT",
-    "ScaleTensor",
-    "TensorName",
-    "match_tensors",
-]
-
 # A tensor belongs to the language model when every part of its path is one of these: a tower for
 # images or audio has the same layer numbers, and an encoder or a draft head has none of our cache.
 LAYER = (

@@ -8,8 +8,6 @@ from ..checkpoint.tensor_names import OUTPUTS, PAIR, SHARED, TensorName
 from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat
 
-__all__ = ["AutoFP8"]
-
 
 class AutoFP8(QuantizationFormat):
     """AutoFP8. Its names are also those of tools that no other format knows."""

@@ -12,8 +12,6 @@ from ..layer_scales import Granularity
 from ..request import Request
 from ..scale_data import ScaleData
 
-__all__ = ["ScaleFormat"]
-
 
 class ScaleFormat(ABC):
     """A format of static scales. What it cannot hold is reduced before it is written.

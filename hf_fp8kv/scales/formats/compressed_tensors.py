@@ -8,8 +8,6 @@ from ..checkpoint.tensor_names import OUTPUTS, PAIR
 from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat
 
-__all__ = ["CompressedTensors"]
-
 _SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
 
 

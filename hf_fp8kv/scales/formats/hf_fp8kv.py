@@ -25,8 +25,6 @@ from ..scale_data import ScaleData
 from .base import ScaleFormat
 from .tensor_format import to_json
 
-__all__ = ["OWN_FILE", "HfFp8kv"]
-
 logger = logging.getLogger(__name__)
 
 OWN_FILE, _SUMMARY = "kv_scales.safetensors", "kv_scales.json"

@@ -10,8 +10,6 @@ from ..checkpoint.tensor_names import PAIR, TensorName
 from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat, to_json
 
-__all__ = ["ModelOpt"]
-
 _PROJECTION = r"(?P<side>[kv])_proj\.(?P=side)_scale"
 # Readers take the name for that of the format.
 _PRODUCER = {"name": "modelopt", "version": "0.0.0+hf_fp8kv"}

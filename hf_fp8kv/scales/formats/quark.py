@@ -11,8 +11,6 @@ from ..checkpoint.tensor_names import OUTPUTS, PAIR
 from ..scale_data import ScaleData
 from .tensor_format import QuantizationFormat
 
-__all__ = ["Quark"]
-
 _PROJECTIONS = ("*k_proj", "*v_proj")
 _OUTPUT = {
     "dtype": "fp8_e4m3",

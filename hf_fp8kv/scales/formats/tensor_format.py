@@ -22,8 +22,6 @@ from ..request import Request
 from ..scale_data import ScaleData
 from .base import ScaleFormat
 
-__all__ = ["SCALES_FILE", "QuantizationFormat", "TensorFormat", "to_json"]
-
 SCALES_FILE = "model-kv-scales.safetensors"
 
 

@@ -8,8 +8,6 @@ from ..checkpoint.tensor_names import PAIR, SHARED
 from ..scale_data import ScaleData
 from .tensor_format import TensorFormat
 
-__all__ = ["Tgi"]
-
 
 class Tgi(TensorFormat):
     """Text Generation Inference. Its names are also those of checkpoints that declare nothing."""

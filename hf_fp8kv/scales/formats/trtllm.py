@@ -18,8 +18,6 @@ from ..request import Request
 from ..scale_data import ScaleData
 from .tensor_format import SCALES_FILE, TensorFormat
 
-__all__ = ["TensorRT"]
-
 logger = logging.getLogger(__name__)
 
 _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")

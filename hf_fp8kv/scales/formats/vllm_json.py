@@ -18,8 +18,6 @@ from ..validation import check_constant, scalar
 from .base import ScaleFormat
 from .tensor_format import to_json
 
-__all__ = ["VllmJson"]
-
 logger = logging.getLogger(__name__)
 
 _FILE = "kv_cache_scales.json"

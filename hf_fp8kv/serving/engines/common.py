@@ -13,8 +13,6 @@ from ..config import ServingConfig, StaticScales
 from ..layout import LayerPages, PageLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
 
-__all__ = ["EngineCache", "count_tokens", "peak_elements", "sizes"]
-
 
 def sizes(config: Any) -> tuple[int, int]:
     """Return KV heads and head size of a model, as every engine finds them in the text's config.

@@ -15,8 +15,6 @@ from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
 
-__all__ = ["Cache"]
-
 # What it has depends on the version of transformers; type checkers look at a newer one.
 stock: Any = cache
 

@@ -17,8 +17,6 @@ from .handlers import adapt
 from .options import template_arguments
 from .validation import CHAT, COMPLETIONS, GENERATES, RESPONSES
 
-__all__ = ["build_application", "known_fields"]
-
 logger = logging.getLogger(__name__)
 
 # Long prompts that are made into tokens at the same time; more would take gigabytes.

@@ -7,8 +7,6 @@ from typing import Any
 
 from .errors import APIError
 
-__all__ = ["Receive", "Replay", "Response", "Scope", "Send", "replace_body", "wait_until_gone"]
-
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

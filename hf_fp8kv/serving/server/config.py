@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 
-__all__ = ["KEY_VARIABLE", "ServerConfig", "is_loopback", "listen"]
-
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
 
 

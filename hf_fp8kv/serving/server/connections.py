@@ -8,8 +8,6 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .errors import APIError
 
-__all__ = ["backlog", "limit_connections", "max_connections"]
-
 _BACKLOG = 128
 # Descriptors for files that are opened while the server runs.
 _SPARE = 32

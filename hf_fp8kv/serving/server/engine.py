@@ -28,8 +28,6 @@ from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import per_request_sampling, request_sampling
 from .stop_strings import StoppingQueue, find_stop, request_stops
 
-__all__ = ["Engine", "SingleEngineState"]
-
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 600.0
@@ -155,12 +153,7 @@ class Engine(CBGenerateManager):
         return call_on_loop(request.loop, lambda: self._stream(request, *arguments))
 
     def _stream(
-        self,
-        request: ServerRequest,
-        processor: Any,
-        prompt: list[int],
-        config: Any,
-        parser: Any,
+        self, request: ServerRequest, processor: Any, prompt: list[int], config: Any, parser: Any
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         self._set_limit(request, prompt, config)
         stops = self._stops(request, processor)

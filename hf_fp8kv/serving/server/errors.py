@@ -4,8 +4,6 @@ import http
 import json
 from typing import Any
 
-__all__ = ["STOPPING", "APIError"]
-
 STOPPING = "the server is stopping"
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

@@ -15,8 +15,6 @@ from .errors import STOPPING, APIError
 from .requests import ServerRequest, current_request
 from .validation import RESPONSES, count_characters
 
-__all__ = ["adapt", "call_on_loop"]
-
 T = TypeVar("T")
 
 # Characters of a request that takes turns with others like it: making a token takes hundreds of

@@ -4,8 +4,6 @@ from ...utils.terminal import format_size
 from .engine import Engine
 from .requests import RequestTracker
 
-__all__ = ["format_metrics", "format_summary"]
-
 
 def format_metrics(engine: Engine, tracker: RequestTracker) -> str:
     """Return all metrics in Prometheus' text format."""

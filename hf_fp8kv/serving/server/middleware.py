@@ -21,8 +21,6 @@ from .model import SingleModelManager
 from .requests import RequestTracker
 from .validation import GENERATES, OWN_FIELDS, check_body, count_characters, parse_body
 
-__all__ = ["Middleware"]
-
 logger = logging.getLogger(__name__)
 
 _LOAD = "/load_model"

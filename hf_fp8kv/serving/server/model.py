@@ -10,9 +10,6 @@ from ... import serving
 from ...errors import ConfigError
 from .errors import APIError
 
-__all__ = ["SingleModelManager"]
-
-
 # Tokens of unknown words, or of spaces that are dropped, stand for more than their own characters.
 _LONG_TOKEN = 128
 

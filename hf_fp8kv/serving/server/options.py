@@ -6,15 +6,6 @@ from typing import Any
 
 from ...errors import ConfigError
 
-__all__ = [
-    "OWN_OPTIONS",
-    "batching_config",
-    "check_options",
-    "loading_options",
-    "require_server",
-    "template_arguments",
-]
-
 # Options of the stock command that ours has itself, or does not need.
 OWN_OPTIONS = ("force_model", "host", "port", "non_blocking")
 _LOADING = ("device", "dtype", "trust_remote_code", "quantization", "model_timeout")

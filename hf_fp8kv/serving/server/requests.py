@@ -10,8 +10,6 @@ from typing import Any
 
 from .errors import APIError
 
-__all__ = ["RequestTracker", "ServerRequest", "current_request"]
-
 
 class ServerRequest:
     """A request to generate, from when it was read until its answer is sent or its client has gone.

@@ -25,8 +25,6 @@ from .model import SingleModelManager
 from .options import batching_config, loading_options
 from .requests import RequestTracker
 
-__all__ = ["serve"]
-
 logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

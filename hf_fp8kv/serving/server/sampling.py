@@ -14,8 +14,6 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from ...errors import ConfigError
 
-__all__ = ["per_request_sampling", "request_sampling"]
-
 ALL_TOKENS = 1.0
 _NEEDED = ("logits_processor", "tensors_required", "do_processing", "_retrieve_processors_kwargs")
 _SAMPLERS = (

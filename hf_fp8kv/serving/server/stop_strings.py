@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["StoppingQueue", "find_stop", "request_stops"]
-
 
 def request_stops(body: dict[str, Any]) -> tuple[str, ...]:
     """Return the stop strings of a request."""

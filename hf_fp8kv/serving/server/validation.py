@@ -10,17 +10,6 @@ from typing import Any
 
 from .errors import APIError
 
-__all__ = [
-    "CHAT",
-    "COMPLETIONS",
-    "GENERATES",
-    "OWN_FIELDS",
-    "RESPONSES",
-    "check_body",
-    "count_characters",
-    "parse_body",
-]
-
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATES = (CHAT, COMPLETIONS, RESPONSES)
 
