@@ -15,7 +15,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from ..errors import ConfigError
-from ..ops.reference import visible
+from ..ops.visibility import visible
 from .model_quirks import adds_mask, needs_complete_mask, relies_on_mask
 
 Tensor = torch.Tensor

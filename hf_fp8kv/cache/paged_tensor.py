@@ -9,6 +9,7 @@ A handle is a view of the pages as they are when it is read, not a snapshot.
 """
 
 import logging
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 # What a handle carries besides its dtype: the fields of its pages, and these.
 _OWN_FIELDS = ("lengths", "plan", "side", "start", "stop", "window", "ragged", "backend")
 _FIELDS = (*PAGE_FIELDS, *_OWN_FIELDS)
+_page_fields = operator.attrgetter(*PAGE_FIELDS)
 
 
 class PagedKV(torch.Tensor):
@@ -99,7 +101,7 @@ class PagedKV(torch.Tensor):
 
 def pages_of(handle: PagedKV) -> Pages:
     """Return the pages behind a handle; both handles of a layer have the same."""
-    return unflatten(Pages, iter([getattr(handle, name) for name in PAGE_FIELDS]))
+    return unflatten(_page_fields(handle))
 
 
 def _wrap(attributes: dict[str, Any], dtype: torch.dtype) -> PagedKV:

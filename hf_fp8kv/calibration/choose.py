@@ -25,6 +25,7 @@ import torch
 
 from ..formats import Format
 from ..formats.codec import SEARCH_STEPS, round_to_format
+from ..ops.visibility import first_visible
 from ..scales.layer_scales import Granularity
 from .observe import TensorDict
 from .pairs import Partners
@@ -76,7 +77,7 @@ class Queries:
         tokens = torch.arange(len(k), device=k.device)
         hidden = tokens > positions[:, None]
         if window is not None:
-            hidden |= tokens <= positions[:, None] - window
+            hidden |= tokens < first_visible(positions[:, None], window)
         return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1))
 
     def cost_of_keys(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:

@@ -6,30 +6,19 @@ Names, order and schemas follow from the fields of the records in pages.py.
 import types
 import typing
 from collections.abc import Iterator
-from itertools import islice
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from .pages import WRITTEN, Pages
+from .pages import WRITTEN, AttentionSpec, Pages, StoredSide
 
 Leaf: TypeAlias = torch.Tensor | str | int | float | bool | None
-_Record = TypeVar("_Record")
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """Return the types of a NamedTuple's fields by name."""
-    return typing.get_type_hints(record, include_extras=True)
-
-
-def _is_record(kind: Any) -> bool:
-    return hasattr(kind, "_fields")
 
 
 def _leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield name and type of each field that is no record: `k_codes` for `codes` of `k`."""
-    for name, kind in _fields(record).items():
-        if _is_record(kind):
+    for name, kind in typing.get_type_hints(record, include_extras=True).items():
+        if hasattr(kind, "_fields"):
             yield from _leaves(kind, f"{prefix}{name}_")
         else:
             yield prefix + name, kind
@@ -37,24 +26,24 @@ def _leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 # What `flatten` gives, by name.
 PAGE_FIELDS = tuple(name for name, _ in _leaves(Pages))
-# The records among the fields of a record, each in its place.
-_NESTED = {Pages: tuple(kind if _is_record(kind) else None for kind in _fields(Pages).values())}
+_SIDE, _SPEC = len(StoredSide._fields), len(AttentionSpec._fields)
 
 
 def flatten(pages: Pages) -> tuple[Leaf, ...]:
     """Return the fields of `pages.k`, then those of `pages.v`, then the others."""
-    return (*pages.k, *pages.v, *pages[2:])
+    k, v, *others = pages
+    return (*k, *v, *others)
 
 
-def unflatten(record: type[_Record], leaves: Iterator[Any]) -> _Record:
-    """Return a record (`Pages`, or one without records in it) of the next of `leaves`."""
-    make: Any = record
-    nested = _NESTED.get(make)
-    if nested is None:
-        made: _Record = make(*islice(leaves, len(make._fields)))
-    else:
-        made = make(*[next(leaves) if kind is None else unflatten(kind, leaves) for kind in nested])
-    return made
+def unflatten(leaves: tuple[Any, ...]) -> Pages:
+    """Return the pages that `flatten` took apart."""
+    k, v = leaves[:_SIDE], leaves[_SIDE : 2 * _SIDE]
+    return Pages(StoredSide(*k), StoredSide(*v), *leaves[2 * _SIDE :])
+
+
+def unflatten_spec(leaves: tuple[Any, ...]) -> tuple[AttentionSpec, Pages]:
+    """Return a spec, whose fields come first, and the pages that follow."""
+    return AttentionSpec(*leaves[:_SPEC]), unflatten(leaves[_SPEC:])
 
 
 _TYPES = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool"}

@@ -9,6 +9,7 @@ from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
 from .pages import AttentionSpec, Pages, StoredSide
+from .visibility import visible
 
 # Tokens that are decoded at a time when a dense copy is asked for.
 CHUNK = 512
@@ -173,23 +174,6 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> torch.Tensor:
     if stored.center is not None:
         x = x + stored.center[:, :, None]
     return x
-
-
-def visible(
-    lengths: torch.Tensor, tokens: int, start: int, stop: int, causal: bool, window: int
-) -> torch.Tensor:
-    """Returns which stored position each query may see: `[B, T, stop - start]`, bool.
-
-    The queries are the last `tokens` of what is stored: query `t` is at `lengths[b] - T + t`.
-    """
-    position = torch.arange(start, stop, device=lengths.device)
-    query = (lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device))[..., None]
-    seen = (position < lengths[:, None])[:, None].expand(-1, tokens, -1)
-    if causal:
-        seen = seen & (position <= query)
-    if window:
-        seen = seen & (position > query - window)
-    return seen
 
 
 def attend(

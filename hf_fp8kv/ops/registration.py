@@ -13,7 +13,7 @@ import torch
 from ..errors import OutOfPagesError
 from . import reference
 from .backends import load_backend, load_triton
-from .flattening import Leaf, flatten, schema_of, unflatten
+from .flattening import Leaf, flatten, schema_of, unflatten, unflatten_spec
 from .pages import AttentionSpec, Pages
 
 
@@ -147,7 +147,7 @@ def run_write(
     *leaves: Leaf,
 ) -> None:
     """Write to the pages that `leaves` are; a limit below 0 is none."""
-    pages = unflatten(Pages, iter(leaves))
+    pages = unflatten(leaves)
     tokens = key.shape[2]
     if backend == "triton" and not lengths.is_cpu:
         load_triton().write(pages, key, value, lengths, None if limit < 0 else limit)
@@ -176,7 +176,7 @@ def run_gather(
     *leaves: Leaf,
 ) -> torch.Tensor:
     """Gather from the pages that `leaves` are."""
-    pages = unflatten(Pages, iter(leaves))
+    pages = unflatten(leaves)
     return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
 
 
@@ -190,8 +190,7 @@ def run_attend(
     *leaves: Leaf,
 ) -> torch.Tensor:
     """Attend as the spec says that `leaves` begin with, to the pages that follow it."""
-    fields = iter(leaves)
-    spec, pages = unflatten(AttentionSpec, fields), unflatten(Pages, fields)
+    spec, pages = unflatten_spec(leaves)
     if backend == "triton":
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
     return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
@@ -223,7 +222,7 @@ def _gather_shape(
     backend: str,
     *leaves: Leaf,
 ) -> torch.Tensor:
-    pages = unflatten(Pages, iter(leaves))
+    pages = unflatten(leaves)
     dim = (pages.k if side == "k" else pages.v).head_dim
     return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
 
@@ -237,8 +236,7 @@ def _attend_shape(
     backend: str,
     *leaves: Leaf,
 ) -> torch.Tensor:
-    fields = iter(leaves)
-    _spec, pages = unflatten(AttentionSpec, fields), unflatten(Pages, fields)
+    _spec, pages = unflatten_spec(leaves)
     batch, heads, tokens, _dim = query.shape
     return query.new_empty((batch, tokens, heads, pages.v.head_dim))
 

@@ -9,6 +9,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
+from ..ops.visibility import first_visible
 from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
 from .page_pool import PagePool, zeros
 
@@ -79,7 +80,7 @@ class LayerGroup:
 
     def visible_from(self, length: int) -> int:
         """Return the first position that a query at position `length` sees."""
-        return 0 if self.window is None else max(length - self.window + 1, 0)
+        return 0 if self.window is None else max(first_visible(length, self.window), 0)
 
     def prepare(self, start: int, stop: int, batch: int) -> None:
         """Reserve pages for positions `start` to `stop - 1`, in this and in every other group.

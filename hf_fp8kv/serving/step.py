@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from .. import ops
+from ..ops.visibility import first_visible
 
 _Ints = npt.NDArray[np.int32]
 # Prompts share a batch if the shortest has this much of the longest's tokens.
@@ -252,8 +253,8 @@ class _Planner:
             page, slot = self.locate(entry, start, stop)
             return self.send(page, np.int64), self.send(slot, np.int64)
 
-        old = send(max(entry.past - self.window + 1, 0), entry.past)
-        kept = send(max(end - self.window, entry.past), end)
+        old = send(max(first_visible(entry.past, self.window), 0), entry.past)
+        kept = send(max(first_visible(end - 1, self.window), entry.past), end)
         before = self.send([len(old[0])], np.int32)
         return RingChunk(entry.first, entry.tokens, before, old, kept)
 

@@ -198,8 +198,8 @@ def fmt_size(name: str) -> float:
 
 def test_as_many_scales_as_lanes():
     """The numba backend keeps one scale per lane."""
-    vectors = pytest.importorskip("hf_fp8kv.ops.numba.vectors")
-    assert vectors.LANES == quantize.SEARCH_STEPS
+    lanes = pytest.importorskip("hf_fp8kv.ops.numba.lanes")
+    assert lanes.LANES == quantize.SEARCH_STEPS
 
 
 # What it gains.

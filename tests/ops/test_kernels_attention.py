@@ -20,6 +20,7 @@ import torch
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
+from hf_fp8kv.ops.visibility import visible
 from tests.helpers.assertions import assert_same
 from tests.ops.test_ops import (
     CASES,
@@ -80,9 +81,7 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
         reference.gather(pages, lengths, side, 0, case.stop, case.dtype, ragged=True)
         for side in ("k", "v")
     ]
-    seen = reference.visible(
-        lengths, case.tokens, 0, case.stop, kwargs["causal"], kwargs["window"]
-    )[:, None]
+    seen = visible(lengths, case.tokens, 0, case.stop, kwargs["causal"], kwargs["window"])[:, None]
     mask = kwargs.get("mask")
     if mask is not None and not mask.is_floating_point():
         seen = seen & mask.bool()
@@ -436,7 +435,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     """A complete mask and a window besides, as static sliding layers have them."""
     case = Case("window", lengths=(600,), tokens=tokens, page_size=64, heads=1, q_heads=1)
     pages, query, kwargs = prepare(case)
-    mask = reference.visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
+    mask = visible(torch.tensor([600]), tokens, 0, 600, True, 3)[:, None]
     kwargs |= {"mask": mask, "window": 3 + tokens - 1, "causal": False}
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=40)

@@ -21,7 +21,7 @@ from numba.core import event  # noqa: E402
 from hf_fp8kv import ops  # noqa: E402
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
 from hf_fp8kv.ops.numba import backend as cpu  # noqa: E402
-from hf_fp8kv.ops.numba import vectors as cpu_vectors  # noqa: E402
+from hf_fp8kv.ops.numba import lanes  # noqa: E402
 from hf_fp8kv.ops.torch import backend as chunked  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
@@ -193,7 +193,7 @@ def test_no_folder_for_the_cache(monkeypatch):
         return lambda function: compiled.append(function) or function
 
     monkeypatch.setattr(numba, "njit", njit)
-    cpu_vectors.kernel(len)
+    lanes.kernel(len)
     assert compiled == [len]
 
 
@@ -202,7 +202,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     script = """
         import json, torch
         from numba.core import event
-        from hf_fp8kv.ops.numba import attend as cpu_attend, backend as cpu, store as cpu_store
+        from hf_fp8kv.ops.numba import attend as attending, backend as cpu, gather, write
         from tests.ops.test_numba import attend, make
 
         with event.install_recorder("numba:compile") as compiled:
@@ -213,7 +213,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
                 lengths = torch.tensor([39], dtype=torch.int32)
                 cpu.write(pages, *torch.randn(2, 1, 2, 1, 32).to(dtype), lengths)
                 cpu.gather(pages, lengths, "v", 0, 39, dtype, True)
-        kernels = (cpu_attend.attend, cpu_attend.finish, cpu_store.write, cpu_store.gather)
+        kernels = (attending.attend, attending.finish, write.write, gather.gather)
         print(json.dumps([len(compiled.buffer), [len(k.signatures) for k in kernels]]))
     """
     folders = [str(Path(__file__).parents[2]), *sys.path]
@@ -235,10 +235,10 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 def test_a_changed_file_has_another_stamp(tmp_path, monkeypatch):
     (tmp_path / "cpu_a.py").write_text("1")
-    monkeypatch.setattr(cpu_vectors, "__file__", str(tmp_path / "cpu_vectors.py"))
-    first = cpu_vectors._stamp()
+    monkeypatch.setattr(lanes, "__file__", str(tmp_path / "lanes.py"))
+    first = lanes._stamp()
     (tmp_path / "cpu_a.py").write_text("2")
-    assert cpu_vectors._stamp() not in (0, first)
+    assert lanes._stamp() not in (0, first)
 
 
 def test_a_call_compiles_and_copies_nothing():

@@ -115,7 +115,7 @@ def poisoned(case: Case) -> Pages:
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
     """The same pages with another tensor for each."""
     leaves = [function(x) if isinstance(x, Tensor) else x for x in flatten(pages)]
-    return unflatten(Pages, iter(leaves))
+    return unflatten(tuple(leaves))
 
 
 def copy(pages: Pages) -> Pages:

@@ -10,6 +10,7 @@ import torch
 
 from ...formats import AUTO, FORMATS
 from ...ops import Pages, StoredSide, reference
+from ...ops.visibility import visible
 from .shapes import Case, Heads, Kind
 from .timing import Stage
 
@@ -185,10 +186,10 @@ def check_dense(
         for first, last in _split_queries(tokens):
             length = stored - tokens + last
             ends = torch.tensor([length], device=k.device)
-            visible = reference.visible(ends, last - first, 0, length, True, 0)
+            seen = visible(ends, last - first, 0, length, True, 0)
             keys, values = k[b, h, :length].float(), v[b, h, :length].float()
             logits = query[b, rows, first:last].float() @ keys.T * case.heads.dim**-0.5
-            expected = logits.masked_fill(~visible, -torch.inf).softmax(-1) @ values
+            expected = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
             worst = max(worst, relative_error(output[b, rows, first:last], expected))
     return worst
 

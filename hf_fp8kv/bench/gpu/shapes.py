@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from ...formats import AUTO, DISTINCT
 from ...ops import AttentionSpec
+from ...ops.visibility import first_visible
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Case:
         """Tokens that are read, over all sequences."""
         if not self.window:
             return sum(self.lengths)
-        return sum(min(n, self.window + self.tokens - 1) for n in self.lengths)
+        firsts = (first_visible(n - self.tokens, self.window) for n in self.lengths)
+        return sum(n - max(first, 0) for n, first in zip(self.lengths, firsts, strict=True))
 
     def attention_spec(self) -> AttentionSpec:
         """Return what such a call asks of `ops.attend`."""

@@ -1,40 +1,35 @@
-"""The softmax between the two products of cpu_attend.py, a tile of logits at a time.
+"""The softmax between the two products of attend.py, a tile of logits at a time.
 
 `logits` is `[rows, TILE]`, float32; its rows are G query heads of one query token after the other.
 """
 
 import numpy as np
 
-from .vectors import (
-    LANES,
-    Call,
-    Floats,
+from ..visibility import first_visible
+from .arithmetic import (
     add,
+    copy_sign,
     div,
-    first,
     fma,
-    jit,
-    larger,
-    largest,
-    load,
-    load_as,
-    load_u8,
+    keep_first,
+    max_lane,
+    maximum,
     mul,
-    negative,
-    power,
+    power_of_two,
     rint,
     splat,
-    store,
     sub,
-    total,
+    sum_lanes,
     where_less,
-    width_of,
 )
+from .lanes import LANES, Call, Floats, jit
+from .memory import load, load_as, load_u8, store, width_of
 
 # Positions whose logits are held at a time; a multiple of LANES.
 TILE = 64
 NOTHING = np.float32(-np.inf)
 
+_first_visible = jit(first_visible)
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _E0, _E1, _E2 = (
@@ -62,7 +57,7 @@ def _exp(x: Floats) -> Floats:
     y = fma(y, r, splat(_E4))
     y = fma(y, r, splat(_E5))
     y = add(fma(mul(r, r), y, r), one)
-    return where_less(x, splat(_LEAST), splat(np.float32(0)), mul(y, power(n)))
+    return where_less(x, splat(_LEAST), splat(np.float32(0)), mul(y, power_of_two(n)))
 
 
 _T0, _T1 = np.float32(-5.70498872745e-3), np.float32(2.06390887954e-2)
@@ -83,11 +78,11 @@ def _tanh(x: Floats) -> Floats:
     near = fma(mul(square, size), y, size)
     e = _exp(mul(size, splat(np.float32(-2))))
     far = div(sub(one, e), add(one, e))
-    return negative(where_less(size, splat(np.float32(0.625)), near, far), x)
+    return copy_sign(where_less(size, splat(np.float32(0.625)), near, far), x)
 
 
 @jit
-def adjust(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: int) -> None:
+def adjust_logits(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: int) -> None:
     """Dynamic scales, the center's share, softcap."""
     cap = splat(np.float32(c.softcap))
     for row in range(rows):
@@ -95,9 +90,9 @@ def adjust(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: 
         for i in range(0, count, LANES):
             at = logits + 4 * (row * TILE + i)
             x = load(at)
-            if c.k_scales:
+            if c.k_token_scales:
                 x = mul(x, load(scales + 4 * i))
-            if c.center:
+            if c.k_center:
                 x = add(x, extra)
             if c.softcap != 0:
                 x = mul(_tanh(div(x, cap)), cap)
@@ -121,7 +116,7 @@ def add_bias(
 
 
 @jit
-def hide(
+def hide_invisible(
     c: Call, sequence: int, token: int, rows: int, low: int, count: int, query: int,
     seen: Floats, logits: Floats,
 ) -> int:  # fmt: skip
@@ -143,23 +138,24 @@ def hide(
         How many columns some query sees.
     """
     groups = c.q_heads // c.heads
-    if c.mask:
+    if c.mask_data:
         seen[:count] = 0
     for row in range(0, rows, groups):
         at = query + row // groups
-        begin = max(at - c.window + 1 - low, 0) if c.window else 0
+        begin = max(_first_visible(at, c.window) - low, 0) if c.window else 0
         end = min(at + 1 - low, count) if c.causal else count
-        mask = c.mask + sequence * c.mask_b + (token + row // groups) * c.mask_t + low - c.start
+        mask = c.mask_data + sequence * c.mask_b + (token + row // groups) * c.mask_t
+        mask += low - c.start
         for column in range(count):
             shown = begin <= column < end
-            if c.mask and load_u8(mask + column) == 0:
+            if c.mask_data and load_u8(mask + column) == 0:
                 shown = False
             if shown:
                 seen[column] = 1
             else:
                 for group in range(groups):
                     logits[row + group, column] = NOTHING
-    if not c.mask:
+    if not c.mask_data:
         return count
     found = 0
     for column in range(count):
@@ -168,49 +164,49 @@ def hide(
 
 
 @jit
-def soften(
-    rows: int, count: int, scales: int, logits: int, top: Floats, sums: Floats, fade: Floats
+def update_softmax(
+    rows: int, count: int, scales: int, logits: int, m_i: Floats, l_i: Floats, alpha: Floats
 ) -> bool:
-    """Logits become weights, relative to the largest logit so far.
+    """Turn logits into weights, relative to the largest logit so far.
 
     Args:
         rows: how many.
         count: columns.
         scales: dynamic scales of V, float32, multiplied into the weights; or 0.
         logits: `[rows, TILE]`.
-        top: `[rows]`, the largest logits, updated.
-        sums: `[rows]`, the sums of the weights without scales, updated.
-        fade: `[rows]`, what to multiply results by that were made with the previous `top`.
+        m_i: `[rows]`, the largest logits, updated.
+        l_i: `[rows]`, the sums of the weights without scales, updated.
+        alpha: `[rows]`, what to multiply results by that were made with the previous `m_i`.
 
     Returns:
-        Whether any fade is not 1.
+        Whether any alpha is not 1.
     """
-    faded = False
+    rescales = False
     tail = (count - 1) // LANES * LANES
     for row in range(rows):
-        at = logits + 4 * row * TILE
-        last = first(load(at + 4 * tail), count - tail, NOTHING)
-        store(at + 4 * tail, last)
-        best = splat(top[row])
+        line = logits + 4 * row * TILE
+        last = keep_first(load(line + 4 * tail), count - tail, NOTHING)
+        store(line + 4 * tail, last)
+        best = splat(m_i[row])
         for i in range(0, count, LANES):
-            best = larger(load(at + 4 * i), best)
-        old, new = top[row], largest(best)
-        fade[row] = 1
+            best = maximum(load(line + 4 * i), best)
+        old, new = m_i[row], max_lane(best)
+        alpha[row] = 1
         if new > old:
-            top[row] = new
+            m_i[row] = new
             if old > NOTHING:
-                # total: of one lane, the others are zero.
-                fade[row] = total(first(_exp(splat(old - new)), 1, np.float32(0)))
-                sums[row] *= fade[row]
-                faded = True
+                # sum_lanes: of one lane, the others are zero.
+                alpha[row] = sum_lanes(keep_first(_exp(splat(old - new)), 1, np.float32(0)))
+                l_i[row] *= alpha[row]
+                rescales = True
         # A row that has seen nothing: -inf - 0 gives weights of zero, where -inf - -inf gives NaN.
-        base = splat(top[row] if top[row] > NOTHING else np.float32(0))
+        base = splat(m_i[row] if m_i[row] > NOTHING else np.float32(0))
         sum_ = splat(np.float32(0))
         for i in range(0, count, LANES):
-            weight = _exp(sub(load(at + 4 * i), base))
+            weight = _exp(sub(load(line + 4 * i), base))
             sum_ = add(sum_, weight)
             if scales:
                 weight = mul(weight, load(scales + 4 * i))
-            store(at + 4 * i, weight)
-        sums[row] += total(sum_)
-    return faded
+            store(line + 4 * i, weight)
+        l_i[row] += sum_lanes(sum_)
+    return rescales

@@ -10,9 +10,7 @@ import torch
 from ...formats import AUTO, FORMATS
 from ...formats.codec import code_table
 from ..pages import AttentionSpec, Pages, StoredSide
-from ..reference import gather, write
-
-__all__ = ["attend", "gather", "write"]
+from ..visibility import first_visible
 
 # Tokens of one chunk.
 CHUNK = 512
@@ -49,14 +47,14 @@ def attend(
         high = min(stop, int(lengths.max()))
         low = start
         if window:
-            low = max(start, int(lengths.min()) - tokens - window + 1)
+            low = max(start, first_visible(int(lengths.min()) - tokens, window))
     else:
         low, high = start, stop
-    top = q.new_full((batch * heads, rows, 1), -torch.inf)
+    m_i = q.new_full((batch * heads, rows, 1), -torch.inf)
     if sinks is not None:
         per_head = sinks.float().view(1, heads, groups, 1).expand(batch, -1, -1, tokens)
-        top = per_head.reshape(batch * heads, rows, 1).clone()
-    total = torch.ones_like(top) if sinks is not None else torch.zeros_like(top)
+        m_i = per_head.reshape(batch * heads, rows, 1).clone()
+    l_i = torch.ones_like(m_i) if sinks is not None else torch.zeros_like(m_i)
     out = q.new_zeros((batch * heads, rows, v_dim))
 
     query_at = lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
@@ -89,7 +87,7 @@ def attend(
         if spec.causal:
             seen = seen & (at <= query_at[..., None])
         if window:
-            seen = seen & (at > query_at[..., None] - window)
+            seen = seen & (at >= first_visible(query_at, window)[..., None])
         if mask is not None and not mask.is_floating_point():
             part = mask[:, 0, :, columns].bool()
             part = torch.nn.functional.pad(part, (left, len(at) - right))
@@ -98,19 +96,19 @@ def attend(
         # What no query sees must not count even if its bytes are NaN.
         hidden = ~seen.any(1)
 
-        best = torch.maximum(top, logits.amax(-1, keepdim=True))
-        # A row that has seen nothing yet has best = -inf: exp(-inf - -inf) would be NaN.
-        safe = best.masked_fill(best == -torch.inf, 0)
+        m_new = torch.maximum(m_i, logits.amax(-1, keepdim=True))
+        # A row that has seen nothing yet has m_new = -inf: exp(-inf - -inf) would be NaN.
+        safe = m_new.masked_fill(m_new == -torch.inf, 0)
         weights = (logits - safe).exp_()
-        fade = (top - safe).exp_()
-        total = total * fade + weights.sum(-1, keepdim=True)
+        alpha = (m_i - safe).exp_()
+        l_i = l_i * alpha + weights.sum(-1, keepdim=True)
         if v_scales is not None:
             v_scales.masked_fill_(hidden.repeat_interleave(heads, 0)[:, None], 0)
             weights *= v_scales
-        out *= fade
+        out *= alpha
         _add_values(out, weights, v, hidden, heads)
-        top = best
-    out = out / total.masked_fill(total == 0, 1)
+        m_i = m_new
+    out = out / l_i.masked_fill(l_i == 0, 1)
     out = out.view(batch, heads, groups, tokens, v_dim)
     if pages.v.static_scale is not None:
         out = out * pages.v.static_scale[:, None, None]

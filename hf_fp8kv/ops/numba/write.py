@@ -1,69 +1,54 @@
-"""Write and gather of the "numba" backend; cpu.py prepares their calls, as in cpu_attend.py.
-
-Both must give the bytes that reference.py gives, so nothing here may be fused or reordered.
-"""
+"""Storing tokens: the bytes that reference.py stores, so nothing here may be fused or reordered."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from .vectors import (
-    F32,
-    FP8,
-    LANES,
-    STAMP,
-    Call,
-    Floats,
+from .arithmetic import (
     add,
-    address_of,
-    bits,
-    decode,
     div,
-    encode,
     floor,
     fma,
-    jit,
-    kernel,
+    max_bits,
+    mul,
+    octave,
+    round_up,
+    rounding_error,
+    splat,
+    sub,
+    sum_integers,
+)
+from .lanes import LANES, STAMP, Call, jit, kernel
+from .memory import (
+    F32,
+    FP8,
+    address_of,
+    encode,
     load,
     load_as,
     load_f32,
     load_i32,
     load_u8,
-    mul,
     next_unit,
-    octave,
     page_of,
-    record,
-    round_up,
-    rounding_error,
-    splat,
     store,
-    store_as,
     store_codes,
     store_u8,
     store_u16,
-    sub,
-    whole_total,
     width_of,
 )
+from .records import ENCODING, STORED, STRIDED, TABLE, Record
 
 # Tokens of a unit of work.
 BLOCK = 64
 
-WRITE = record(
-    "next units batch heads tokens slots table table_b table_columns lengths "
-    "k k_in k_in_kind k_in_b k_in_h k_in_t k_kind k_dim k_scales k_scale k_center "
-    "k_drop k_rebias k_min_normal k_step k_max_code k_nan_code k_sign_zero k_sign_nan "
-    "v v_in v_in_kind v_in_b v_in_h v_in_t v_kind v_dim v_scales v_scale v_center "
-    "v_drop v_rebias v_min_normal v_step v_max_code v_nan_code v_sign_zero v_sign_nan",
-    "k_max v_max min_scale",
-)
-GATHER = record(
-    "next units batch heads slots start stop table table_b lengths ragged transposed "
-    "pool kind dim shift mask nan_mask nan_code scales scale center out out_kind",
-    "factor",
-)
+WRITE = Record(
+    ("", "next units batch heads tokens min_scale:f8"),
+    ("", TABLE),
+    ("k_", STORED), ("k_in_", STRIDED), ("k_", ENCODING),
+    ("v_", STORED), ("v_in_", STRIDED), ("v_", ENCODING),
+)  # fmt: skip
 
 _NAN = 0x7F800000  # the bits of numbers from here on are infinite or NaN
 # A lane may add up the squares of so many numbers in float32 and stay exact: an error is at most
@@ -73,7 +58,7 @@ _SEARCH = 3 * LANES  # float32 numbers that `_search` keeps before the line
 
 
 @jit
-def _scale_of(magnitude: int, most: float, least: float) -> int:
+def _dynamic_scale(magnitude: int, most: float, least: float) -> int:
     """The bits, bfloat16, of the dynamic scale of a vector whose largest |x| has these bits."""
     if magnitude >= _NAN:
         return 0x7FC0
@@ -91,7 +76,7 @@ def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
         x = load_as(source + width_of(kind) * i, kind, dim - i)
         if center:
             x = sub(x, load_as(center + 4 * i, F32, dim - i))
-        magnitude = bits(magnitude, x)
+        magnitude = max_bits(magnitude, x)
         store(line + 4 * i, x)
     return magnitude
 
@@ -127,7 +112,7 @@ def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...],
                 error = rounding_error(mul(load(line + 4 * i), inverse), drop, least_normal)
                 error = floor(add(error, half))
                 sum_ = fma(error, error, sum_)
-            errors += whole_total(sum_)
+            errors += sum_integers(sum_)
         cost = np.float32(errors) * load_f32(squares + 4 * scale)
         if cost < least:
             found, least = scale, cost
@@ -145,7 +130,7 @@ def _encode_token(
     magnitude = _read_line(source, source_kind, dim, center, line)
     inverse = one = splat(np.float32(1))
     if not scale:
-        found = _scale_of(magnitude, most, least)
+        found = _dynamic_scale(magnitude, most, least)
         if search and magnitude < _NAN:
             found = _search(line, dim, found, most, code, work)
         store_u16(dynamic, found)
@@ -170,21 +155,21 @@ def _copy_bytes(
 def _write_k(
     c: Call, sequence: int, head: int, token: int, page: int, slot: int, work: int
 ) -> None:
-    source = c.k_in + sequence * c.k_in_b + head * c.k_in_h + token * c.k_in_t
+    source = c.k_in_data + sequence * c.k_in_b + head * c.k_in_h + token * c.k_in_t
     place = (page * c.heads + head) * c.slots + slot
     width = width_of(c.k_kind)
     if c.k_kind != FP8:
-        _copy_bytes(source, width, c.k + place * c.k_dim * width, width, c.k_dim, width)
+        _copy_bytes(source, width, c.k_codes + place * c.k_dim * width, width, c.k_dim, width)
         return
     code = (
         c.k_drop, c.k_rebias, c.k_min_normal, c.k_step, c.k_max_code, c.k_nan_code, c.k_sign_zero,
         c.k_sign_nan,
     )  # fmt: skip
     center = c.k_center + 4 * (sequence * c.heads + head) * c.k_dim if c.k_center else 0
-    scale = c.k_scale + 4 * head * c.k_dim if c.k_scale else 0
+    scale = c.k_static_scale + 4 * head * c.k_dim if c.k_static_scale else 0
     _encode_token(
-        source, c.k_in_kind, c.k_dim, center, scale, c.k_scales + 2 * place, True, c.k_max,
-        c.min_scale, code, c.k + place * c.k_dim, work,
+        source, c.k_in_dtype, c.k_dim, center, scale, c.k_token_scales + 2 * place, True, c.k_max,
+        c.min_scale, code, c.k_codes + place * c.k_dim, work,
     )  # fmt: skip
 
 
@@ -192,10 +177,10 @@ def _write_k(
 def _write_v(
     c: Call, sequence: int, head: int, token: int, page: int, slot: int, work: int, line: int
 ) -> None:
-    source = c.v_in + sequence * c.v_in_b + head * c.v_in_h + token * c.v_in_t
+    source = c.v_in_data + sequence * c.v_in_b + head * c.v_in_h + token * c.v_in_t
     first = (page * c.heads + head) * c.slots
     width = width_of(c.v_kind)
-    target = c.v + (first * c.v_dim + slot) * width
+    target = c.v_codes + (first * c.v_dim + slot) * width
     if c.v_kind != FP8:
         _copy_bytes(source, width, target, c.slots * width, c.v_dim, width)
         return
@@ -203,75 +188,16 @@ def _write_v(
         c.v_drop, c.v_rebias, c.v_min_normal, c.v_step, c.v_max_code, c.v_nan_code, c.v_sign_zero,
         c.v_sign_nan,
     )  # fmt: skip
-    scale = c.v_scale + 4 * head * c.v_dim if c.v_scale else 0
+    scale = c.v_static_scale + 4 * head * c.v_dim if c.v_static_scale else 0
     _encode_token(
-        source, c.v_in_kind, c.v_dim, 0, scale, c.v_scales + 2 * (first + slot), False, c.v_max,
-        c.min_scale, code, line, work,
+        source, c.v_in_dtype, c.v_dim, 0, scale, c.v_token_scales + 2 * (first + slot), False,
+        c.v_max, c.min_scale, code, line, work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)
 
 
-@jit
-def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
-    """The numbers at `line` times their scale, plus the center, in the order of reference.py."""
-    factor = splat(np.float32(c.factor))
-    for i in range(0, c.dim, LANES):
-        x = load(line + 4 * i)
-        if c.kind == FP8:
-            x = mul(x, factor)
-        if scale:
-            x = mul(x, load_as(scale + 4 * i, F32, c.dim - i))
-        if c.scales:
-            x = mul(x, dynamic)
-        if center:
-            x = add(x, load_as(center + 4 * i, F32, c.dim - i))
-        store(line + 4 * i, x)
-
-
-@jit
-def _gather_block(
-    c: Call, sequence: int, head: int, begin: int, end: int, line: Floats, square: Floats
-) -> None:
-    """Positions `begin` to `end - 1`, all in one page, of one head."""
-    code = (c.shift, c.mask, c.nan_mask, c.nan_code)
-    width, out_width = width_of(c.kind), width_of(c.out_kind)
-    slot, count = begin % c.slots, end - begin
-    length = load_i32(c.lengths + 4 * sequence)
-    first = (page_of(c, sequence, begin) * c.heads + head) * c.slots
-    scale = c.scale + 4 * head * c.dim if c.scale else 0
-    center = c.center + 4 * (sequence * c.heads + head) * c.dim if c.center else 0
-    line_at, columns = address_of(line), square.shape[1]
-    if c.transposed:
-        for dim in range(c.dim):
-            source = c.pool + (first * c.dim + dim * c.slots + slot) * width
-            decode(source, c.kind, code, count, address_of(square[dim]))
-    for token in range(count):
-        at = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
-        target = c.out + at * c.dim * out_width
-        if c.transposed:
-            flat = square.reshape(-1)
-            for dim in range(c.dim):
-                line[dim] = flat[dim * columns + token]
-        else:
-            decode(c.pool + (first + slot + token) * c.dim * width, c.kind, code, c.dim, line_at)
-        dynamic = splat(np.float32(1))
-        if c.scales:
-            raw = load_u8(c.scales + 2 * (first + slot + token))
-            raw |= load_u8(c.scales + 2 * (first + slot + token) + 1) << 8
-            dynamic = splat(np.int32(raw << 16).view(np.float32))
-        if c.ragged and begin + token >= length:
-            line[:] = 0
-        else:
-            _scale_line(c, line_at, scale, dynamic, center)
-        for i in range(0, c.dim, LANES):
-            store_as(target + out_width * i, c.out_kind, c.dim - i, load(line_at + 4 * i))
-
-
-_Kernel = Callable[[Any], Any]
-
-
-def _kernels(stamp: int) -> tuple[_Kernel, _Kernel, _Kernel]:
-    """Makes the kernels; `stamp` is a part of what numba's cache knows them by."""
+def _make_kernels(stamp: int) -> tuple[Callable[[Any], bool], Callable[[Any], None]]:
+    """Return the kernels; `stamp` is a part of what numba's cache knows them by."""
 
     @kernel
     def has_pages(calls: Any) -> bool:
@@ -308,26 +234,7 @@ def _kernels(stamp: int) -> tuple[_Kernel, _Kernel, _Kernel]:
                 _write_k(c, sequence, head, token, page, slot, work_at)
                 _write_v(c, sequence, head, token, page, slot, work_at, address_of(line))
 
-    @kernel
-    def gather(calls: Any) -> None:
-        """The same for gather."""
-        c = calls[0]
-        line = np.zeros(c.dim + LANES, np.float32)
-        square = np.zeros((c.dim if c.transposed else 1, BLOCK + LANES), np.float32)
-        blocks = (c.stop - c.start + BLOCK - 1) // BLOCK
-        while stamp:
-            unit = next_unit(address_of(calls))
-            if unit >= c.units:
-                return
-            block, unit = unit % blocks, unit // blocks
-            at = c.start + block * BLOCK
-            stop = min(at + BLOCK, c.stop)
-            while at < stop:
-                end = min((at // c.slots + 1) * c.slots, stop)
-                _gather_block(c, unit // c.heads, unit % c.heads, at, end, line, square)
-                at = end
-
-    return has_pages, write, gather
+    return has_pages, write
 
 
-has_pages, write, gather = _kernels(STAMP)
+has_pages, write = _make_kernels(STAMP)

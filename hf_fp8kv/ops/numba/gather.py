@@ -1,0 +1,118 @@
+"""Reading tokens back: the numbers that reference.py gives, so nothing here may be fused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .arithmetic import add, mul, splat
+from .lanes import LANES, STAMP, Call, Floats, jit, kernel
+from .memory import (
+    F32,
+    FP8,
+    address_of,
+    decode,
+    load,
+    load_as,
+    load_i32,
+    load_u8,
+    next_unit,
+    page_of,
+    store,
+    store_as,
+    width_of,
+)
+from .records import DECODING, STORED, TABLE, Record
+
+# Tokens of a unit of work.
+BLOCK = 64
+
+GATHER = Record(
+    ("", "next units batch heads start stop ragged transposed"),
+    ("", TABLE), ("", STORED), ("", DECODING),
+    ("", "out out_kind"),
+)  # fmt: skip
+
+
+@jit
+def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
+    """The numbers at `line` times their scale, plus the center, in the order of reference.py."""
+    factor = splat(np.float32(c.factor))
+    for i in range(0, c.dim, LANES):
+        x = load(line + 4 * i)
+        if c.kind == FP8:
+            x = mul(x, factor)
+        if scale:
+            x = mul(x, load_as(scale + 4 * i, F32, c.dim - i))
+        if c.token_scales:
+            x = mul(x, dynamic)
+        if center:
+            x = add(x, load_as(center + 4 * i, F32, c.dim - i))
+        store(line + 4 * i, x)
+
+
+@jit
+def _gather_block(
+    c: Call, sequence: int, head: int, begin: int, end: int, line: Floats, square: Floats
+) -> None:
+    """Positions `begin` to `end - 1`, all in one page, of one head."""
+    code = (c.shift, c.mask, c.nan_mask, c.nan_code)
+    width, out_width = width_of(c.kind), width_of(c.out_kind)
+    slot, count = begin % c.slots, end - begin
+    length = load_i32(c.lengths + 4 * sequence)
+    first = (page_of(c, sequence, begin) * c.heads + head) * c.slots
+    scale = c.static_scale + 4 * head * c.dim if c.static_scale else 0
+    center = c.center + 4 * (sequence * c.heads + head) * c.dim if c.center else 0
+    line_at, columns = address_of(line), square.shape[1]
+    if c.transposed:
+        for dim in range(c.dim):
+            source = c.codes + (first * c.dim + dim * c.slots + slot) * width
+            decode(source, c.kind, code, count, address_of(square[dim]))
+    for token in range(count):
+        at = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
+        target = c.out + at * c.dim * out_width
+        if c.transposed:
+            flat = square.reshape(-1)
+            for dim in range(c.dim):
+                line[dim] = flat[dim * columns + token]
+        else:
+            decode(c.codes + (first + slot + token) * c.dim * width, c.kind, code, c.dim, line_at)
+        dynamic = splat(np.float32(1))
+        if c.token_scales:
+            raw = load_u8(c.token_scales + 2 * (first + slot + token))
+            raw |= load_u8(c.token_scales + 2 * (first + slot + token) + 1) << 8
+            dynamic = splat(np.int32(raw << 16).view(np.float32))
+        if c.ragged and begin + token >= length:
+            line[:] = 0
+        else:
+            _scale_line(c, line_at, scale, dynamic, center)
+        for i in range(0, c.dim, LANES):
+            store_as(target + out_width * i, c.out_kind, c.dim - i, load(line_at + 4 * i))
+
+
+def _make_kernel(stamp: int) -> Callable[[Any], None]:
+    """Return the kernel; `stamp` is a part of what numba's cache knows it by."""
+
+    @kernel
+    def gather(calls: Any) -> None:
+        """Works off units of `calls[0]` until none is left; any number of threads at a time."""
+        c = calls[0]
+        line = np.zeros(c.dim + LANES, np.float32)
+        square = np.zeros((c.dim if c.transposed else 1, BLOCK + LANES), np.float32)
+        blocks = (c.stop - c.start + BLOCK - 1) // BLOCK
+        while stamp:
+            unit = next_unit(address_of(calls))
+            if unit >= c.units:
+                return
+            block, unit = unit % blocks, unit // blocks
+            at = c.start + block * BLOCK
+            stop = min(at + BLOCK, c.stop)
+            while at < stop:
+                end = min((at // c.slots + 1) * c.slots, stop)
+                _gather_block(c, unit // c.heads, unit % c.heads, at, end, line, square)
+                at = end
+
+    return gather
+
+
+gather = _make_kernel(STAMP)

@@ -1,0 +1,132 @@
+"""Arguments of kernels: one record a call, of groups of numbers.
+
+A group is declared by its fields' names and filled by the function beside it, in the same order.
+"""
+
+import functools
+import itertools
+import struct
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...formats import AUTO, FORMATS
+from ..pages import StoredSide
+from .memory import BF16, F16, F32, FP8
+
+KINDS = {torch.uint8: FP8, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
+
+
+class Record:
+    """The type of a kernel's argument: it then has one signature, and costs little to call."""
+
+    def __init__(self, *groups: tuple[str, str]) -> None:
+        """Declare the fields: of each group a prefix, and names; ":f8" makes a float64 of int64."""
+        fields = []
+        for prefix, names in groups:
+            for field in names.split():
+                name, _, kind = field.partition(":")
+                fields.append((prefix + name, kind or "i8"))
+        self.dtype = np.dtype(fields)
+        # Of sixty numbers `numpy.array` makes a record in three times the time.
+        codes = "".join("d" if kind == "f8" else "q" for _, kind in fields)
+        self._pack = struct.Struct(codes).pack
+
+    def fill(self, *groups: tuple[float, ...]) -> npt.NDArray[np.void]:
+        """Return an array of one record, which kernels may change; all groups in their order."""
+        packed = bytearray(self._pack(*itertools.chain.from_iterable(groups)))
+        return np.frombuffer(packed, self.dtype)
+
+
+TABLE = "slots table table_b table_columns lengths"
+
+
+def table(slots: int, pages: torch.Tensor, lengths: torch.Tensor) -> tuple[int, ...]:
+    """Return the group `TABLE`."""
+    return slots, pages.data_ptr(), 4 * pages.stride(0), pages.shape[1], lengths.data_ptr()
+
+
+STORED = "codes kind dim token_scales static_scale center"
+
+
+def stored(side: StoredSide, center: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the group `STORED`."""
+    codes, token_scales, static_scale, _, _, head_dim = side
+    return (
+        codes.data_ptr(), KINDS[codes.dtype], head_dim, address(token_scales),
+        address(static_scale), address(center),
+    )  # fmt: skip
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor is; 0: there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+STRIDED = "data dtype b h t"
+
+
+def strided(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the group `STRIDED` of a tensor `[b, h, t, any]`; strides are in bytes."""
+    size = x.element_size()
+    b, h, t, _ = x.stride()
+    return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
+
+
+def broadcast(x: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the group `STRIDED` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
+    if x is None:
+        return 0, F32, 0, 0, 0
+    data, dtype, b, h, t = strided(x)
+    batch, heads, tokens, _ = x.shape
+    return data, dtype, b if batch > 1 else 0, h if heads > 1 else 0, t if tokens > 1 else 0
+
+
+def no_gaps(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy whose last axis has no gaps."""
+    return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
+
+
+def readable_floats(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or float32 where kernels do not read its dtype."""
+    return x if x.dtype in KINDS else x.float()
+
+
+DECODING = "shift mask nan_mask nan_code factor:f8"
+
+
+@functools.cache
+def decoding(name: str) -> tuple[float, ...]:
+    """Return the group `DECODING`: four numbers of `load_codes`, and the factor that then lacks."""
+    if name == AUTO:
+        return 0, 0, 0, 0, 1.0
+    fmt = FORMATS[name]
+    # float16 has 10 bits of mantissa and the bias 15.
+    shift = 10 - fmt.mantissa_bits
+    if fmt.unsigned_zero:
+        nan_mask, nan_code = 0xFF, fmt.nan_code
+    elif fmt.inf_code is None:
+        nan_mask, nan_code = 0x7F, fmt.nan_code
+    else:
+        nan_mask, nan_code = 0, 1  # never: these bits are a NaN in float16 too
+    return shift, 0x7F << shift | 0x8000, nan_mask, nan_code, 2.0 ** (15 - fmt.bias)
+
+
+ENCODING = "drop rebias min_normal step max_code nan_code sign_zero sign_nan max:f8"
+
+
+@functools.cache
+def encoding(name: str) -> tuple[float, ...]:
+    """Return the group `ENCODING`: eight numbers of `encode`, and the largest number."""
+    if name == AUTO:
+        return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
+    fmt = FORMATS[name]
+    step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
+    sign = int(not fmt.unsigned_zero)
+    rebias = (127 - fmt.bias) << fmt.mantissa_bits
+    min_normal = (128 - fmt.bias) << 23
+    return (
+        23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, sign, sign,
+        fmt.max,
+    )  # fmt: skip
