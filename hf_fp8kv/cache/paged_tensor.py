@@ -9,7 +9,6 @@ A handle is a view of the pages as they are when it is read, not a snapshot.
 """
 
 import logging
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 # What a handle carries besides its dtype: the fields of its pages, and these.
 _OWN_FIELDS = ("lengths", "plan", "side", "start", "stop", "window", "ragged", "backend")
 _FIELDS = (*PAGE_FIELDS, *_OWN_FIELDS)
-_page_fields = operator.attrgetter(*PAGE_FIELDS)
 
 
 class PagedKV(torch.Tensor):
@@ -101,7 +99,7 @@ class PagedKV(torch.Tensor):
 
 def pages_of(handle: PagedKV) -> Pages:
     """Return the pages behind a handle; both handles of a layer have the same."""
-    return unflatten(_page_fields(handle))
+    return unflatten(tuple([getattr(handle, name) for name in PAGE_FIELDS]))
 
 
 def _wrap(attributes: dict[str, Any], dtype: torch.dtype) -> PagedKV:
