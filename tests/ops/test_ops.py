@@ -325,7 +325,7 @@ def test_auto_is_plain_attention(backend):
 def at_the_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
     """What `prepare` makes, with NaN before the window, and what torch's attention makes of it.
 
-    What each query sees is written down once more here, and does not lean on reference.visible.
+    What each query sees is written down once more here, and does not lean on visibility.py.
     """
     pages, query, kwargs = prepare(case)
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
