@@ -10,7 +10,10 @@ import torch
 from ...formats import AUTO, FORMATS
 from ...formats.codec import code_table
 from ..pages import AttentionSpec, Pages, StoredSide
+from ..reference import gather, write
 from ..visibility import first_visible
+
+__all__ = ["attend", "gather", "write"]
 
 # Tokens of one chunk.
 CHUNK = 512
