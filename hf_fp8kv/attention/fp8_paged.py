@@ -76,30 +76,27 @@ def fp8_paged_attention(
         ConfigError: training through stored pages, a mask that is too narrow, or an engine's cache
             that holds no FP8 pages or cannot serve this model.
     """
-    if kwargs.get("cache") is not None:
-        return _engine_attention(
-            module, query, key, value, scaling, softcap, s_aux, position_bias, kwargs
-        ), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is not None and attention_mask.dtype == torch.uint8:
-        # Compact masks are made for causal patterns only, whatever the module's `is_causal` says.
-        causal = True
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
+    # Compact masks are made for causal patterns only, whatever the module's `is_causal` says.
+    causal = causal or (attention_mask is not None and attention_mask.dtype == torch.uint8)
+    spec = AttentionSpec(
+        scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
+        causal=bool(causal),
+        window=int(sliding_window or 0),
+        softcap=float(softcap or 0.0),
+        sinks=s_aux,
+        mask=attention_mask,
+        bias=position_bias,
+    )
+    if kwargs.get("cache") is not None:
+        return _engine_attention(module, query, key, value, spec, kwargs), None
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         needs_dense = dropout or kwargs.get("output_attentions")
         needs_dense = needs_dense or any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
         if not needs_dense and _belong_together(key, value):
-            out = _stored_attention(
-                module, query, key, attention_mask, scaling, sliding_window, softcap, s_aux,
-                position_bias, bool(causal),
-            )  # fmt: skip
-            return out, None
+            return _stored_attention(module, query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
-    return _dense_attention(
-        module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap,
-        s_aux, position_bias, bool(causal), kwargs,
-    )  # fmt: skip
+    return _dense_attention(module, query, key, value, spec, dropout, kwargs)
 
 
 def _belong_together(key: PagedKV, value: PagedKV) -> bool:
@@ -109,41 +106,32 @@ def _belong_together(key: PagedKV, value: PagedKV) -> bool:
 
 
 def _stored_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: PagedKV,
-    mask: Tensor | None,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
+    module: torch.nn.Module, query: Tensor, key: PagedKV, spec: AttentionSpec
 ) -> Tensor:
     if query.requires_grad and module.training:
         raise ConfigError(
             "expected inference, got a training step through stored pages, which have no gradient; "
             "call model.eval(), or train without the cache (use_cache=False)"
         )
-    complete = mask is not None and mask.dtype != torch.uint8
-    window = int(sliding_window or key.window)
+    complete = spec.mask is not None and spec.mask.dtype != torch.uint8
+    window = spec.window or key.window
     if complete:
         # A complete mask includes the window. But a preallocated sliding layer keeps the tokens
         # behind its window, which transformers' own layers do not: no mask shows them, and they
         # need not be read.
         window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
-    mask, bias = _cut_to_keys(mask, key), _cut_to_keys(bias, key)
+    mask, bias = _cut_to_keys(spec.mask, key), _cut_to_keys(spec.bias, key)
     if mask is not None and mask.dtype == torch.bool:
         if mask.shape[1] > 1:
             mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
         elif mask.shape[0] != query.shape[0]:
             mask = mask.expand(query.shape[0], -1, -1, -1)
     spec = AttentionSpec(
-        scaling=float(scaling),
-        causal=causal and not complete,
+        scaling=spec.scaling,
+        causal=spec.causal and not complete,
         window=window,
-        softcap=float(softcap or 0.0),
-        sinks=None if sinks is None else sinks.detach().reshape(-1),
+        softcap=spec.softcap,
+        sinks=_detach_sinks(spec.sinks),
         mask=mask,
         bias=None if bias is None else bias.detach(),
     )
@@ -151,6 +139,10 @@ def _stored_attention(
         query.detach(), pages_of(key), key.lengths, key.start, key.stop, spec,
         plan=key.plan, backend=key.backend,
     )  # fmt: skip
+
+
+def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.detach().reshape(-1)
 
 
 def _cut_to_keys(mask: Tensor | None, key: PagedKV) -> Tensor | None:
@@ -172,10 +164,7 @@ def _engine_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
+    spec: AttentionSpec,
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Attend over the pages of a continuous-batching engine, which passes its cache."""
@@ -187,7 +176,7 @@ def _engine_attention(
             "engine, or use another attn_implementation"
         )
     unsupported = [name for name in _MODEL_ARGUMENTS if kwargs.get(name) is not None]
-    if unsupported or bias is not None:
+    if unsupported or spec.bias is not None:
         raise ConfigError(
             "expected plain attention, got a model that adds to its logits or chooses its keys "
             f"({', '.join(unsupported) or 'position_bias'}), which continuous batching does not "
@@ -195,9 +184,9 @@ def _engine_attention(
         )
     attended: Tensor = cache.attend_stored(
         module, query, key, value,
-        scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
-        softcap=float(softcap or 0.0),
-        sinks=None if sinks is None else sinks.detach().reshape(-1),
+        scaling=spec.scaling,
+        softcap=spec.softcap,
+        sinks=_detach_sinks(spec.sinks),
         engine=kwargs,
     )  # fmt: skip
     return attended
@@ -208,42 +197,37 @@ def _dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
+    spec: AttentionSpec,
     dropout: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    causal: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over dense K and V with transformers' own code."""
-    window = sliding_window or (key.window if isinstance(key, PagedKV) else 0)
+    window = spec.window or (key.window if isinstance(key, PagedKV) else 0)
     if isinstance(key, PagedKV):
         key = key.dense()
     if isinstance(value, PagedKV):
         value = value.dense()
-    mask = complete_mask(mask, query, key, window, causal)
+    mask = complete_mask(spec.mask, query, key, window, spec.causal)
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = keep_chosen_keys(mask, indices, query, key)
-    extras = {"softcap": softcap, "s_aux": sinks, **{n: kwargs.get(n) for n in _MODEL_ARGUMENTS}}
+    extras = {name: kwargs.get(name) for name in _MODEL_ARGUMENTS}
+    extras |= {"softcap": spec.softcap or None, "s_aux": spec.sinks}
     extras = {name: extra for name, extra in extras.items() if extra is not None}
     if extras or kwargs.get("output_attentions"):
         attend_eagerly = _eager_attention(type(module).__module__)
-        if bias is not None:
-            extras["position_bias"] = bias
-        if mask is None and causal and query.shape[2] > 1:
+        if spec.bias is not None:
+            extras["position_bias"] = spec.bias
+        if mask is None and spec.causal and query.shape[2] > 1:
             mask = causal_mask(query, key, 0)
         kwargs = {**kwargs, **extras}
         return attend_eagerly(  # type: ignore[no-any-return]
-            module, query, key, value, additive_mask(mask, query.dtype), scaling=scaling,
-            dropout=dropout, sliding_window=sliding_window, **kwargs,
+            module, query, key, value, additive_mask(mask, query.dtype), scaling=spec.scaling,
+            dropout=dropout, sliding_window=spec.window or None, **kwargs,
         )  # fmt: skip
     return sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=causal,
-        position_bias=bias, **kwargs,
+        module, query, key, value, mask, dropout=dropout, scaling=spec.scaling,
+        is_causal=spec.causal, position_bias=spec.bias, **kwargs,
     )  # fmt: skip
 
 
