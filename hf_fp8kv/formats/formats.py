@@ -76,12 +76,8 @@ ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 def parse_dtype(name: object, argument: str = "dtype") -> str:
     """Return the canonical name of a storage dtype: a key of `FORMATS`, or "auto".
 
-    Args:
-        name: a name, an alias, or a torch dtype.
-        argument: its name in the error.
-
-    Raises:
-        ConfigError: `name` is not a storage dtype.
+    `name` is a name, an alias, or a torch dtype. Raise ConfigError, which calls it `argument`, for
+    anything else.
     """
     if isinstance(name, str):
         name = ALIASES.get(name, name)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from ..errors import BackendError
 from ..formats import AUTO
@@ -16,32 +17,30 @@ from .triton.target import is_interpreted
 class Backend(Protocol):
     """The functions of a backend's module. Arguments and errors are those of registration.py."""
 
-    def write(
-        self, pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
-    ) -> None:
+    def write(self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, from `lengths` on."""
 
     def gather(
         self,
         pages: Pages,
-        lengths: torch.Tensor,
+        lengths: Tensor,
         side: str,
         start: int,
         stop: int,
         dtype: torch.dtype,
         ragged: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return dense keys or values, `[B, Hkv, stop - start, D]`."""
 
     def attend(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         pages: Pages,
-        lengths: torch.Tensor,
+        lengths: Tensor,
         start: int,
         stop: int,
         spec: AttentionSpec,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the attention of `query`, `[B, Hq, T, Dk]`, as `[B, T, Hq, Dv]`."""
 
 
@@ -49,38 +48,27 @@ class PlanningBackend(Backend, Protocol):
     """A backend that never waits for its device: it knows no lengths, and splits work by a plan."""
 
     def write(
-        self,
-        pages: Pages,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: torch.Tensor,
-        limit: int | None = None,
+        self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None = None
     ) -> None:
         """Store tokens; those without a page, and those at positions from `limit` on, are not."""
 
     def attend(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         pages: Pages,
-        lengths: torch.Tensor,
+        lengths: Tensor,
         start: int,
         stop: int,
         spec: AttentionSpec,
-        plan: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        plan: Tensor | None = None,
+    ) -> Tensor:
         """Return attention; `plan` is made here where it is None."""
 
     def plan_rows(self, device: torch.device, batch: int, heads: int) -> int:
         """Return the rows of a plan for `batch` sequences and `heads` KV heads."""
 
     def make_plan(
-        self,
-        plan: torch.Tensor,
-        lengths: torch.Tensor,
-        tokens: int,
-        window: int,
-        start: int,
-        heads: int,
+        self, plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int
     ) -> None:
         """Overwrite `plan`, `[rows, 4]`, int32, for sequences of `lengths`."""
 
@@ -141,14 +129,10 @@ def _why_not_triton() -> str | None:
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Return the backend to use on `device`: a key of `BACKENDS`.
+    """Return the backend to use for pages on `device`: a key of `BACKENDS`.
 
-    Args:
-        name: "auto", or the backend that a user insists on.
-        device: where the pages are.
-
-    Raises:
-        BackendError: the name is unknown, or that backend cannot run on `device`.
+    `name` is "auto", or the backend that a user insists on. Raise BackendError if the name is
+    unknown, or if that backend cannot run on `device`.
     """
     if name == "reference":
         return name

@@ -8,11 +8,11 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, TypeAlias
 
-import torch
+from torch import Tensor
 
 from .pages import WRITTEN, AttentionSpec, Pages, StoredSide
 
-Leaf: TypeAlias = torch.Tensor | str | int | float | bool | None
+Leaf: TypeAlias = Tensor | str | int | float | bool | None
 
 
 def _leaves(record: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -46,15 +46,13 @@ def unflatten_spec(leaves: tuple[Any, ...]) -> tuple[AttentionSpec, Pages]:
     return AttentionSpec(*leaves[:_SPEC]), unflatten(leaves[_SPEC:])
 
 
-_TYPES = {torch.Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool"}
+_TYPES = {Tensor: "Tensor", str: "str", int: "int", float: "float", bool: "bool"}
 
 
 def schema_of(record: Any, *, written: bool = False) -> str:
-    """Return the fields of a record as arguments in a schema of torch.library.
+    """Return a record's fields as arguments in a schema of torch.library.
 
-    Args:
-        record: a NamedTuple, of leaves or records.
-        written: whether the operation writes the tensors marked so.
+    `written`: whether the operation writes the tensors that are marked so.
     """
     return ", ".join(
         f"{_schema_type(kind, i if written else None)} {name}"

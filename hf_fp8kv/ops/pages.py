@@ -2,7 +2,7 @@
 
 from typing import Annotated, NamedTuple
 
-import torch
+from torch import Tensor
 
 # Marks a tensor that `write` changes. The schemas of flattening.py are made of these types.
 WRITTEN = "written"
@@ -22,10 +22,10 @@ class StoredSide(NamedTuple):
         head_dim: D, the size of a head.
     """
 
-    codes: Annotated[torch.Tensor, WRITTEN]
-    token_scales: Annotated[torch.Tensor | None, WRITTEN]
-    static_scale: torch.Tensor | None
-    center: torch.Tensor | None
+    codes: Annotated[Tensor, WRITTEN]
+    token_scales: Annotated[Tensor | None, WRITTEN]
+    static_scale: Tensor | None
+    center: Tensor | None
     format: str
     head_dim: int
 
@@ -42,7 +42,7 @@ class Pages(NamedTuple):
 
     k: StoredSide
     v: StoredSide
-    table: torch.Tensor
+    table: Tensor
 
     @property
     def heads(self) -> int:
@@ -73,6 +73,6 @@ class AttentionSpec(NamedTuple):
     causal: bool
     window: int = 0
     softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None

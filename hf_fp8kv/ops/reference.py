@@ -4,6 +4,7 @@ Every other backend is compared with this file, on the same bytes.
 """
 
 import torch
+from torch import Tensor
 
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
@@ -17,38 +18,28 @@ CHUNK = 512
 WRITTEN_AT_A_TIME = 512
 
 
-def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Token `t` of sequence `b` is then stored at position `lengths[b] + t`.
-
-    Args:
-        pages: where to.
-        key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
-        value: `[B, Hkv, T, Dv]`.
-        lengths: `[B]`, int32, tokens before this call.
-
-    Raises:
-        OutOfPagesError: on CPU, when a position has no page; nothing was written. On other devices
-            such a token is not written.
-    """
-    if key.shape[2] > WRITTEN_AT_A_TIME:
-        locate_all(pages, lengths, key.shape[2])
-        for at in range(0, key.shape[2], WRITTEN_AT_A_TIME):
-            part = slice(at, at + WRITTEN_AT_A_TIME)
-            write(pages, key[:, :, part], value[:, :, part], lengths + at)
+def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+    """Store new tokens; arguments and errors are those of `ops.write`."""
+    tokens = key.shape[2]
+    if tokens > WRITTEN_AT_A_TIME:
+        locate_all(pages, lengths, tokens)
+        for start in range(0, tokens, WRITTEN_AT_A_TIME):
+            part = slice(start, start + WRITTEN_AT_A_TIME)
+            write(pages, key[:, :, part], value[:, :, part], lengths + start)
         return
-    number, slot, exists = locate(pages, lengths, key.shape[2])
+    number, slot, exists = locate(pages, lengths, tokens)
     k, k_scales = quantize(key, pages.k, search=True)
     v, v_scales = quantize(value, pages.v, search=False)
     if pages.table.is_cpu:
         if not bool(exists.all()):
-            raise_overrun(pages, lengths, key.shape[2])
+            raise_overrun(pages, lengths, tokens)
         place = (number, slot)
-        chosen: tuple[torch.Tensor, ...] | None = None
+        chosen: tuple[Tensor, ...] | None = None
     else:
         chosen = exists.nonzero(as_tuple=True)
         place = (number[chosen], slot[chosen])
 
-    def tokens_first(x: torch.Tensor) -> torch.Tensor:
+    def tokens_first(x: Tensor) -> Tensor:
         x = x.transpose(1, 2)
         return x if chosen is None else x[chosen]
 
@@ -59,8 +50,8 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
             stored.token_scales[place[0], :, place[1]] = tokens_first(scales)
 
 
-def raise_overrun(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
-    """Raises OutOfPagesError for a write to positions that have no page."""
+def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
+    """Raise OutOfPagesError for a write to positions that have no page."""
     most = int(lengths.max())
     raise OutOfPagesError(
         f"expected a page for each of {tokens} new tokens at position {most}, got a block table of "
@@ -70,16 +61,14 @@ def raise_overrun(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
     )
 
 
-def locate_all(pages: Pages, lengths: torch.Tensor, tokens: int) -> None:
-    """Raises OutOfPagesError, on CPU, unless every one of `tokens` new tokens has a page."""
+def locate_all(pages: Pages, lengths: Tensor, tokens: int) -> None:
+    """Raise OutOfPagesError, on a CPU, unless every one of `tokens` new tokens has a page."""
     if pages.table.is_cpu and not bool(locate(pages, lengths, tokens)[2].all()):
         raise_overrun(pages, lengths, tokens)
 
 
-def locate(
-    pages: Pages, lengths: torch.Tensor, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns page number, slot, and whether there is a page, of `tokens` new tokens: `[B, T]`."""
+def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return page number, slot, and whether there is a page, of `tokens` new tokens: `[B, T]`."""
     position = lengths[:, None].long() + torch.arange(tokens, device=lengths.device)
     column = position // pages.page_size
     inside = column < pages.table.shape[1]
@@ -87,19 +76,10 @@ def locate(
     return number, position % pages.page_size, inside & (number >= 0)
 
 
-def quantize(
-    x: torch.Tensor, stored: StoredSide, *, search: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what is stored for `x`, and its dynamic scales if it has any.
+def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Tensor | None]:
+    """Return what is stored for `x`, `[B, Hkv, T, D]`, and its dynamic scales if it has any.
 
-    Args:
-        x: `[B, Hkv, T, D]`.
-        stored: whose format, static scale and center to use.
-        search: whether a dynamic scale is the best of an octave (K) or the smallest (V).
-
-    Returns:
-        Codes `[B, Hkv, T, D]`, uint8 (or `x` itself for "auto"), and `[B, Hkv, T]`, bfloat16, or
-        None.
+    `search`: whether a dynamic scale is the best of an octave (K) or the smallest (V).
     """
     if stored.format == AUTO:
         return x, None
@@ -115,36 +95,23 @@ def quantize(
 
 def gather(
     pages: Pages,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     side: str,
     start: int,
     stop: int,
     dtype: torch.dtype,
     ragged: bool,
-) -> torch.Tensor:
-    """Returns the dense keys or values of positions `start` to `stop - 1`.
-
-    Args:
-        pages: where from.
-        lengths: `[B]`, int32, tokens stored.
-        side: "k" or "v".
-        start: first position.
-        stop: one past the last position.
-        dtype: of the result.
-        ragged: whether positions from `lengths[b]` on occur; they are zero in the result.
-
-    Returns:
-        `[B, Hkv, stop - start, D]`, contiguous.
-    """
+) -> Tensor:
+    """Return dense keys or values; arguments and result are those of `ops.gather`."""
     dim = (pages.k if side == "k" else pages.v).head_dim
     shape = (len(pages.table), pages.heads, stop - start, dim)
     out = torch.empty(shape, dtype=dtype, device=pages.table.device)
     step = max(CHUNK // pages.page_size, 1) * pages.page_size
-    at = start
-    while at < stop:
-        end = min((at // step + 1) * step, stop)
-        out[:, :, at - start : end - start] = _dense(pages, side, at, end)
-        at = end
+    begin = start
+    while begin < stop:
+        end = min((begin // step + 1) * step, stop)
+        out[:, :, begin - start : end - start] = _dense(pages, side, begin, end)
+        begin = end
     if ragged:
         position = torch.arange(start, stop, device=lengths.device)
         empty = position >= lengths[:, None]
@@ -152,8 +119,8 @@ def gather(
     return out
 
 
-def _dense(pages: Pages, side: str, start: int, stop: int) -> torch.Tensor:
-    """Positions `start` to `stop - 1` of K or V: `[B, Hkv, stop - start, D]`, fp32 or stored."""
+def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
+    """Return K or V, `[B, Hkv, stop - start, D]`, float32, or as stored in "auto"."""
     size = pages.page_size
     first, last = start // size, -(-stop // size)
     # A released page is behind the window: it is read as page 0 and masked by who asked.
@@ -177,27 +144,9 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> torch.Tensor:
 
 
 def attend(
-    query: torch.Tensor,
-    pages: Pages,
-    lengths: torch.Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """Return softmax attention over stored positions `start` to `stop - 1`.
-
-    Args:
-        query: `[B, Hq, T, Dk]`; `Hq` is a multiple of `Hkv`. Query `t` is the token at position
-            `lengths[b] - T + t`.
-        pages: the stored keys and values.
-        lengths: `[B]`, int32, tokens stored, this call's among them.
-        start: the first position that a column of the mask and the bias stands for.
-        stop: one past the last.
-        spec: which attention.
-
-    Returns:
-        `[B, T, Hq, Dv]`, of the query's dtype. A query that sees nothing gives zero.
-    """
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
+) -> Tensor:
+    """Return softmax attention; arguments and result are those of `ops.attend`."""
     batch, q_heads, tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)
     v = gather(pages, lengths, "v", start, stop, torch.float32, ragged=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..errors import OutOfPagesError
 from . import reference
@@ -19,9 +20,9 @@ from .pages import AttentionSpec, Pages
 
 def write(
     pages: Pages,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
     backend: str,
     limit: int | None = None,
 ) -> None:
@@ -45,14 +46,14 @@ def write(
 
 def gather(
     pages: Pages,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     side: str,
     start: int,
     stop: int,
     dtype: torch.dtype,
     ragged: bool,
     backend: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the dense keys or values of positions `start` to `stop - 1`.
 
     Args:
@@ -73,16 +74,16 @@ def gather(
 
 
 def attend(
-    query: torch.Tensor,
+    query: Tensor,
     pages: Pages,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     start: int,
     stop: int,
     spec: AttentionSpec,
     *,
-    plan: torch.Tensor | None = None,
+    plan: Tensor | None = None,
     backend: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Return softmax attention over stored positions `start` to `stop - 1`.
 
     Args:
@@ -113,13 +114,7 @@ def plan_rows(backend: str, device: torch.device, batch: int, heads: int) -> int
 
 
 def make_plan(
-    plan: torch.Tensor,
-    lengths: torch.Tensor,
-    tokens: int,
-    window: int,
-    start: int,
-    heads: int,
-    backend: str,
+    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
 ) -> None:
     """Decide on the device which program reads which tokens, for all layers of a step.
 
@@ -139,12 +134,7 @@ def make_plan(
 
 
 def run_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: torch.Tensor,
-    limit: int,
-    backend: str,
-    *leaves: Leaf,
+    key: Tensor, value: Tensor, lengths: Tensor, limit: int, backend: str, *leaves: Leaf
 ) -> None:
     """Write to the pages that `leaves` are; a limit below 0 is none."""
     pages = unflatten(leaves)
@@ -166,7 +156,7 @@ def run_write(
 
 
 def run_gather(
-    lengths: torch.Tensor,
+    lengths: Tensor,
     side: str,
     start: int,
     stop: int,
@@ -174,21 +164,21 @@ def run_gather(
     ragged: bool,
     backend: str,
     *leaves: Leaf,
-) -> torch.Tensor:
+) -> Tensor:
     """Gather from the pages that `leaves` are."""
     pages = unflatten(leaves)
     return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
 
 
 def run_attend(
-    query: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    lengths: Tensor,
     start: int,
     stop: int,
-    plan: torch.Tensor | None,
+    plan: Tensor | None,
     backend: str,
     *leaves: Leaf,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend as the spec says that `leaves` begin with, to the pages that follow it."""
     spec, pages = unflatten_spec(leaves)
     if backend == "triton":
@@ -197,13 +187,7 @@ def run_attend(
 
 
 def run_plan(
-    plan: torch.Tensor,
-    lengths: torch.Tensor,
-    tokens: int,
-    window: int,
-    start: int,
-    heads: int,
-    backend: str,
+    plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
 ) -> None:
     """Make a plan; only "triton" has them."""
     load_triton().make_plan(plan, lengths, tokens, window, start, heads)
@@ -213,7 +197,7 @@ def run_plan(
 
 
 def _gather_shape(
-    lengths: torch.Tensor,
+    lengths: Tensor,
     side: str,
     start: int,
     stop: int,
@@ -221,21 +205,21 @@ def _gather_shape(
     ragged: bool,
     backend: str,
     *leaves: Leaf,
-) -> torch.Tensor:
+) -> Tensor:
     pages = unflatten(leaves)
     dim = (pages.k if side == "k" else pages.v).head_dim
     return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
 
 
 def _attend_shape(
-    query: torch.Tensor,
-    lengths: torch.Tensor,
+    query: Tensor,
+    lengths: Tensor,
     start: int,
     stop: int,
-    plan: torch.Tensor | None,
+    plan: Tensor | None,
     backend: str,
     *leaves: Leaf,
-) -> torch.Tensor:
+) -> Tensor:
     _spec, pages = unflatten_spec(leaves)
     batch, heads, tokens, _dim = query.shape
     return query.new_empty((batch, tokens, heads, pages.v.head_dim))
@@ -261,17 +245,12 @@ def _register(
     schema: str,
     shape: Callable[..., _Result],
     *,
-    by_host: bool,
+    by_host: bool = False,
 ) -> Callable[_Arguments, _Result]:
-    """Return the operation `name`, which calls `run`.
+    """Return the operation `name`, which calls `run`; `shape` makes its empty result.
 
-    Args:
-        name: the name in `torch.ops.hf_fp8kv`.
-        run: what it does.
-        schema: its arguments and result.
-        shape: what makes an empty result, for the compiler.
-        by_host: whether it looks at values on the host, as all backends but "triton" do: a CUDA
-            graph cannot hold that, and torch asks for it to be said of an operation.
+    `by_host`: whether it looks at values on the host, as all backends but "triton" do: a CUDA
+    graph cannot hold that, and torch asks for it to be said of an operation.
     """
     tags = (_UNSAFE,) if by_host and _UNSAFE is not None else ()
     _LIBRARY.define(name + schema, tags=tags)
@@ -299,14 +278,14 @@ _PLAN_SCHEMA = (
     "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, int heads, "
     "str backend) -> ()"
 )
-_WRITE = _register("write", run_write, _WRITE_SCHEMA, _nothing, by_host=False)
+_WRITE = _register("write", run_write, _WRITE_SCHEMA, _nothing)
 _WRITE_BY_HOST = _register("write_by_host", run_write, _WRITE_SCHEMA, _nothing, by_host=True)
-_GATHER = _register("gather", run_gather, _GATHER_SCHEMA, _gather_shape, by_host=False)
+_GATHER = _register("gather", run_gather, _GATHER_SCHEMA, _gather_shape)
 _GATHER_BY_HOST = _register(
     "gather_by_host", run_gather, _GATHER_SCHEMA, _gather_shape, by_host=True
 )
-_ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=False)
+_ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape)
 _ATTEND_BY_HOST = _register(
     "attend_by_host", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=True
 )
-_PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing, by_host=False)
+_PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing)

@@ -3,8 +3,9 @@
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-_Position = TypeVar("_Position", int, torch.Tensor)
+_Position = TypeVar("_Position", int, Tensor)
 
 
 def first_visible(query_position: _Position, window: int) -> _Position:
@@ -16,8 +17,8 @@ def first_visible(query_position: _Position, window: int) -> _Position:
 
 
 def visible(
-    lengths: torch.Tensor, tokens: int, start: int, stop: int, causal: bool, window: int
-) -> torch.Tensor:
+    lengths: Tensor, tokens: int, start: int, stop: int, causal: bool, window: int
+) -> Tensor:
     """Return which stored position each query may see: `[B, T, stop - start]`, bool.
 
     The queries are the last `tokens` of what is stored: query `t` is at `lengths[b] - T + t`.

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ...formats import AUTO, MIN_SCALE
 from ..pages import AttentionSpec, Pages, StoredSide
@@ -50,21 +51,15 @@ _READABLE = frozenset(KINDS) if HAS_HALF else frozenset[torch.dtype]()
 
 def _plain(pages: Pages) -> Pages:
     """Return the same pages, with scales and center in memory as their shapes say."""
-    k, v, table = pages
-    assert table.dtype == torch.int32
-    if table.stride(1) == 1 and _is_plain(k) and _is_plain(v):
-        return pages
-    return Pages(_plain_side(k), _plain_side(v), table.contiguous())
-
-
-def _is_plain(side: StoredSide) -> bool:
-    assert side.codes.is_contiguous()
-    scale, center = side.static_scale, side.center
-    return (scale is None or scale.is_contiguous()) and (center is None or center.is_contiguous())
+    assert pages.table.dtype == torch.int32
+    return Pages(_plain_side(pages.k), _plain_side(pages.v), no_gaps(pages.table))
 
 
 def _plain_side(side: StoredSide) -> StoredSide:
+    assert side.codes.is_contiguous()
     scale, center = side.static_scale, side.center
+    if (scale is None or scale.is_contiguous()) and (center is None or center.is_contiguous()):
+        return side
     return side._replace(
         static_scale=None if scale is None else scale.contiguous(),
         center=None if center is None else center.contiguous(),
@@ -77,7 +72,7 @@ def _pool(_process: int) -> ThreadPoolExecutor:
 
 
 def _run(kernel: Callable[..., None], threads: int, *arguments: Any) -> None:
-    """Runs `kernel` here and on `threads - 1` others, until its units are done."""
+    """Run `kernel` here and on `threads - 1` others, until its units are done."""
     if threads < 2:
         kernel(*arguments)
         return
@@ -97,8 +92,8 @@ def _threads(numbers: int) -> int:
     return max(1, min(torch.get_num_threads(), numbers // GRAIN))
 
 
-def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Store new tokens: the bytes of `reference.write`; arguments and errors as there."""
+def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+    """Store new tokens: the bytes of `reference.write`."""
     if not _READABLE.issuperset((pages.k.codes.dtype, pages.v.codes.dtype)):
         chunked.write(pages, key, value, lengths)
         return
@@ -118,8 +113,8 @@ def write(pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.T
     _run(writing.write, _threads(4 * (key.numel() + value.numel())), call)
 
 
-def _input(pool: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """What is stored into `pool`: of a dtype that the kernel reads, and of the pool's in "auto"."""
+def _input(pool: Tensor, x: Tensor) -> Tensor:
+    """Return `x` in a dtype that the kernel reads; in "auto", in the pool's."""
     if pool.dtype != torch.uint8:
         x = x.to(pool.dtype)
     elif x.dtype not in KINDS or x.dtype == torch.uint8:
@@ -129,14 +124,14 @@ def _input(pool: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def gather(
     pages: Pages,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     side: str,
     start: int,
     stop: int,
     dtype: torch.dtype,
     ragged: bool,
-) -> torch.Tensor:
-    """Returns dense keys or values; the numbers of `reference.gather`, and its arguments."""
+) -> Tensor:
+    """Return dense keys or values: the numbers of `reference.gather`."""
     pages, lengths = _plain(pages), no_gaps(lengths)
     is_k = side == "k"
     chosen = pages.k if is_k else pages.v
@@ -157,14 +152,9 @@ def gather(
 
 
 def attend(
-    query: torch.Tensor,
-    pages: Pages,
-    lengths: torch.Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """Returns what `reference.attend` returns, up to rounding; the same arguments."""
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
+) -> Tensor:
+    """Return softmax attention, as `reference.attend` up to rounding."""
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return chunked.attend(query, pages, lengths, start, stop, spec)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
@@ -188,7 +178,7 @@ def attend(
 
     scaling, causal, window, softcap, sinks, mask, bias = spec
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
-    more: torch.Tensor | None = None
+    more: Tensor | None = None
     if mask is not None and mask.is_floating_point():
         more, mask = no_gaps(readable_floats(mask)), None
     elif mask is not None:

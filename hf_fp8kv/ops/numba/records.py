@@ -10,6 +10,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ...formats import AUTO, FORMATS
 from ..pages import StoredSide
@@ -42,7 +43,7 @@ class Record:
 TABLE = "slots table table_b table_columns lengths"
 
 
-def table(slots: int, pages: torch.Tensor, lengths: torch.Tensor) -> tuple[int, ...]:
+def table(slots: int, pages: Tensor, lengths: Tensor) -> tuple[int, ...]:
     """Return the group `TABLE`."""
     return slots, pages.data_ptr(), 4 * pages.stride(0), pages.shape[1], lengths.data_ptr()
 
@@ -50,7 +51,7 @@ def table(slots: int, pages: torch.Tensor, lengths: torch.Tensor) -> tuple[int, 
 STORED = "codes kind dim token_scales static_scale center"
 
 
-def stored(side: StoredSide, center: torch.Tensor | None) -> tuple[int, ...]:
+def stored(side: StoredSide, center: Tensor | None) -> tuple[int, ...]:
     """Return the group `STORED`."""
     codes, token_scales, static_scale, _, _, head_dim = side
     return (
@@ -59,7 +60,7 @@ def stored(side: StoredSide, center: torch.Tensor | None) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def address(tensor: torch.Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     """Return where a tensor is; 0: there is none."""
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -67,14 +68,14 @@ def address(tensor: torch.Tensor | None) -> int:
 STRIDED = "data dtype b h t"
 
 
-def strided(x: torch.Tensor) -> tuple[int, ...]:
+def strided(x: Tensor) -> tuple[int, ...]:
     """Return the group `STRIDED` of a tensor `[b, h, t, any]`; strides are in bytes."""
     size = x.element_size()
     b, h, t, _ = x.stride()
     return x.data_ptr(), KINDS[x.dtype], b * size, h * size, t * size
 
 
-def broadcast(x: torch.Tensor | None) -> tuple[int, ...]:
+def broadcast(x: Tensor | None) -> tuple[int, ...]:
     """Return the group `STRIDED` of a mask or bias `[1 | B, 1 | Hq, 1 | T, N]`."""
     if x is None:
         return 0, F32, 0, 0, 0
@@ -83,12 +84,12 @@ def broadcast(x: torch.Tensor | None) -> tuple[int, ...]:
     return data, dtype, b if batch > 1 else 0, h if heads > 1 else 0, t if tokens > 1 else 0
 
 
-def no_gaps(x: torch.Tensor) -> torch.Tensor:
+def no_gaps(x: Tensor) -> Tensor:
     """Return the tensor, or a copy whose last axis has no gaps."""
     return x if x.stride(-1) == 1 or x.shape[-1] < 2 else x.contiguous()
 
 
-def readable_floats(x: torch.Tensor) -> torch.Tensor:
+def readable_floats(x: Tensor) -> Tensor:
     """Return the tensor, or float32 where kernels do not read its dtype."""
     return x if x.dtype in KINDS else x.float()
 

@@ -6,9 +6,10 @@ torch's own cast from float8 is many times slower on a CPU.
 """
 
 import torch
+from torch import Tensor
 
 from ...formats import AUTO, FORMATS
-from ...formats.codec import code_table
+from ...formats.codec import decode
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import gather, write
 from ..visibility import first_visible
@@ -20,14 +21,9 @@ CHUNK = 512
 
 
 def attend(
-    query: torch.Tensor,
-    pages: Pages,
-    lengths: torch.Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """Returns what `reference.attend` returns, up to rounding; the same arguments."""
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
+) -> Tensor:
+    """Return softmax attention, as `reference.attend` up to rounding."""
     batch, q_heads, tokens, _ = query.shape
     heads, size = pages.heads, pages.page_size
     groups, v_dim = q_heads // heads, pages.v.head_dim
@@ -60,11 +56,11 @@ def attend(
     l_i = torch.ones_like(m_i) if sinks is not None else torch.zeros_like(m_i)
     out = q.new_zeros((batch * heads, rows, v_dim))
 
-    query_at = lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
+    query_position = lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
     step = max(CHUNK // size, 1)
     for first in range(low // size, -(-high // size), step):
         last = min(first + step, -(-high // size))
-        at = torch.arange(first * size, last * size, device=lengths.device)
+        position = torch.arange(first * size, last * size, device=lengths.device)
         k, k_scales, v, v_scales = _read(pages, first, last)
         logits = q @ k.transpose(1, 2)
         if k_scales is not None:
@@ -74,7 +70,7 @@ def attend(
         if softcap:
             logits = torch.tanh(logits / softcap) * softcap
         shaped = logits.view(batch, heads, groups, tokens, -1)
-        left, right = max(start - first * size, 0), min(stop - first * size, len(at))
+        left, right = max(start - first * size, 0), min(stop - first * size, len(position))
         columns = slice(first * size + left - start, first * size + right - start)
         inner = shaped[..., left:right]
         for extra in (spec.bias, mask if mask is not None and mask.is_floating_point() else None):
@@ -84,16 +80,16 @@ def attend(
                     inner += part.view(len(part), heads, groups, *part.shape[2:])
                 else:
                     inner += part[:, :, None]
-        seen = (at < lengths[:, None])[:, None]
-        if left or right < len(at):
-            seen = seen & ((at >= start) & (at < stop))
+        seen = (position < lengths[:, None])[:, None]
+        if left or right < len(position):
+            seen = seen & ((position >= start) & (position < stop))
         if spec.causal:
-            seen = seen & (at <= query_at[..., None])
+            seen = seen & (position <= query_position[..., None])
         if window:
-            seen = seen & (at >= first_visible(query_at, window)[..., None])
+            seen = seen & (position >= first_visible(query_position, window)[..., None])
         if mask is not None and not mask.is_floating_point():
             part = mask[:, 0, :, columns].bool()
-            part = torch.nn.functional.pad(part, (left, len(at) - right))
+            part = torch.nn.functional.pad(part, (left, len(position) - right))
             seen = seen & part
         shaped.masked_fill_(~seen[:, None, None], -torch.inf)
         # What no query sees must not count even if its bytes are NaN.
@@ -118,15 +114,15 @@ def attend(
     return out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, q_heads, v_dim).to(query.dtype)
 
 
-def _per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[B, Hq, T, D] -> [B, Hkv, G * T, D]."""
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """Return `x`, `[B, Hq, T, D]`, as `[B, Hkv, G * T, D]`."""
     return x.reshape(x.shape[0], heads, -1, x.shape[3])
 
 
 def _read(
     pages: Pages, first: int, last: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Logical pages `first` to `last - 1`, decoded but not scaled, fp32, and the dynamic scales.
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return logical pages `first` to `last - 1`, decoded but not scaled, and dynamic scales.
 
     K `[B * Hkv, n * S, Dk]`, scales `[B * Hkv, 1, n * S]`, V `[B * Hkv, n, Dv, S]`.
     """
@@ -134,34 +130,28 @@ def _read(
     batch, count = number.shape
     heads, size = pages.heads, pages.page_size
     # One look-up brings a sequence's pages side by side: [B, Hkv, n] places in [P * Hkv].
-    place = (
-        number[:, None] * heads
-        + torch.arange(heads, device=number.device, dtype=torch.int32)[:, None]
-    )
-    place = place.reshape(-1)
+    head = torch.arange(heads, device=number.device, dtype=torch.int32)[:, None]
+    place = (number[:, None] * heads + head).reshape(-1)
 
-    def scales(stored: StoredSide) -> torch.Tensor | None:
+    def scales(stored: StoredSide) -> Tensor | None:
         if stored.token_scales is None:
             return None
         chosen = stored.token_scales.flatten(0, 1).index_select(0, place)
         return chosen.float().view(batch * heads, 1, -1)
 
-    def numbers(stored: StoredSide) -> torch.Tensor:
+    def numbers(stored: StoredSide) -> Tensor:
         codes = stored.codes.flatten(0, 1).index_select(0, place)
         if stored.format == AUTO:
             return codes.float()
-        table = code_table(FORMATS[stored.format], codes.device)
-        return table.index_select(0, codes.view(-1).int()).view(codes.shape)
+        return decode(codes, FORMATS[stored.format])
 
     k = numbers(pages.k).view(batch * heads, count * size, -1)
     v = numbers(pages.v).view(batch * heads, count, -1, size)
     return k, scales(pages.k), v, scales(pages.v)
 
 
-def _add_values(
-    out: torch.Tensor, weights: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, heads: int
-) -> None:
-    """Adds weights @ V to `out`; V of hidden tokens may hold anything, NaN too."""
+def _add_values(out: Tensor, weights: Tensor, v: Tensor, hidden: Tensor, heads: int) -> None:
+    """Add weights @ V to `out`; V of hidden tokens may hold anything, NaN too."""
     count, size = v.shape[1], v.shape[3]
     if bool(hidden.any()):
         nothing = hidden.repeat_interleave(heads, 0).view(-1, count, 1, size)
