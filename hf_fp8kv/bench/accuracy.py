@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..calibration import stages
-from ..calibration.choose import Choice
+from ..calibration.choose import CalibrationOptions, Choice
 from ..calibration.corpus import Corpus, read_corpus
 from ..calibration.divergence import Scores, compare_caches
-from ..calibration.job import CalibrationOptions, Job, make_batches
-from ..calibration.observe import TensorDict, paged_layers
-from ..calibration.state import State
+from ..calibration.observe import TensorDict, make_batches, paged_layers
+from ..calibration.state import Job, State
 from ..errors import ConfigError
 from ..formats import DISTINCT, FORMATS
 from ..scales.kv_scales import KVScales
@@ -111,7 +110,9 @@ def run_accuracy_suite(
         # What is read once more, to choose, is little, and not in the total.
         report("calibrating", tokens if stage == "text" else 0)
 
-    ranges, choices = _calibrate(Job(model, layers, State(None, ""), on_calibration), corpus)
+    options = CalibrationOptions("head", FORMATS[MEASURED[0]], margin=1.0, center=True)
+    job = Job(model, layers, options, State(None, ""), on_calibration)
+    ranges, choices = _calibrate(job, corpus)
     rows = [*_make_rows(model, choices), *_last_rows(model)]
     makers = {row.name: row.make for row in rows}
     by_text: list[dict[str, Scores]] = []
@@ -231,13 +232,13 @@ def _find_paragraphs(text: str) -> set[str]:
 def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choices]:
     """Return the ranges of K and V, and scales for each format and granularity."""
     partners = stages.find_partners(job, corpus.windows[0])
-    ranges = stages.collect_ranges(job, "text", make_batches(corpus.windows, 1), partners)
+    ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
     choices = {}
     for fmt, (name, kind) in product(MEASURED, STATIC.items()):
-        options = CalibrationOptions(kind, FORMATS[fmt], margin=1.0, center=True)
+        options = replace(job.options, granularity=kind, fmt=FORMATS[fmt])
         # A state keeps the first choice that it is asked for.
-        fresh = replace(job, state=State(None, ""))
-        choices[fmt, name] = stages.choose_scales(fresh, corpus.windows, ranges, partners, options)
+        fresh = replace(job, options=options, state=State(None, ""))
+        choices[fmt, name] = stages.choose_scales(fresh, corpus.windows, ranges, partners)
     choices[MEASURED[0], AMAX] = {
         index: _smallest_scales(of_layer) for index, of_layer in ranges.items()
     }

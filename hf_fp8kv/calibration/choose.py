@@ -19,7 +19,7 @@ did not have. A scale per channel always covers that norm.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,36 +38,31 @@ _ROOM_TOKENS = 128
 
 
 @dataclass(frozen=True)
+class CalibrationOptions:
+    """What a user chose of the scales to make, see `calibrate`."""
+
+    granularity: Granularity
+    fmt: Format
+    margin: float
+    center: bool
+
+
+@dataclass(frozen=True)
 class Queries:
-    """Some queries of a text, and what they attend to.
+    """Some queries of a text; softcaps, sinks, chunks and biases of the logits are left out."""
 
-    Softcaps, sinks, chunks and biases of the logits are left out.
-
-    Attributes:
-        q: `[Hkv, G, Q, Dk]`, float32, scaled: `G` query heads for each KV head.
-        weights: `[Hkv, G, Q, N]`, float32: how much each gives to every token.
-    """
-
-    q: torch.Tensor
-    weights: torch.Tensor
+    q: torch.Tensor  # [Hkv, G, Q, Dk], float32, scaled: G query heads for each KV head
+    weights: torch.Tensor  # [Hkv, G, Q, N], float32: how much each gives to every token
 
     @classmethod
     def from_states(
-        cls,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        positions: torch.Tensor,
-        scaling: float,
+        cls, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, scaling: float,
         window: int | None,
-    ) -> "Queries | None":
+    ) -> "Queries | None":  # fmt: skip
         """Return the queries; None where they are not of these keys (MLA expands what is cached).
 
-        Args:
-            q: `[Hq, Q, Dk]`.
-            k: `[N, Hkv, Dk]`.
-            positions: `[Q]`, int64: of the queries among the keys.
-            scaling: of the logits.
-            window: tokens that a query sees; None: all before it, and itself.
+        `q` is `[Hq, Q, Dk]`, `k` `[N, Hkv, Dk]`, and `positions` `[Q]` those of the queries among
+        the keys. A query sees `window` tokens up to its own; None: all.
         """
         heads, dim = k.shape[1:]
         if q.shape[0] % heads or q.shape[2] != dim:
@@ -98,73 +93,44 @@ class Queries:
 
 @dataclass(frozen=True)
 class Trial:
-    """One side of a layer and the smallest scales that it can have, in the unit of the format.
-
-    Attributes:
-        side: "k" or "v".
-        first: `[1, 1]`, `[Hkv, 1]` or `[Hkv, D]`, on the CPU: nothing that was seen saturates
-            under it.
-        reach: the same, for what K can become at other positions.
-        center: `[Hkv, Dk]`, what is subtracted, or None.
-        granularity: over what one scale stands.
-    """
+    """One side of a layer and the smallest scales that it can have, in the unit of the format."""
 
     side: str
-    first: torch.Tensor
-    reach: torch.Tensor
-    center: torch.Tensor | None
+    first: torch.Tensor  # [1, 1], [Hkv, 1] or [Hkv, D], on the CPU: nothing seen saturates under it
+    reach: torch.Tensor  # the same, for what K can become at other positions
+    center: torch.Tensor | None  # [Hkv, Dk], what is subtracted
     granularity: Granularity
 
 
 def make_trials(
-    ranges: TensorDict,
-    partners: Partners,
-    *,
-    granularity: Granularity,
-    fmt: Format,
-    margin: float,
-    center: bool,
+    ranges: TensorDict, partners: Partners, options: CalibrationOptions
 ) -> dict[str, Trial]:
-    """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted.
-
-    Args:
-        ranges: of the layer, see `measure_range`.
-        partners: what RoPE rotates; where it is not known, K gets no scale finer than a head's.
-        granularity: over what one scale stands.
-        fmt: the format that scales are chosen for.
-        margin: times the largest magnitude.
-        center: whether to try K minus its mean.
-    """
-    # Without knowing what is rotated into a channel, its own range says nothing of other positions.
-    finest = "head" if granularity == "channel" and partners.k is None else granularity
-    trials = {
-        "k": _make_trial("k", ranges, None, finest, fmt, margin),
-        "v": _make_trial("v", ranges, None, granularity, fmt, margin),
-    }
-    if center:
+    """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted."""
+    finest = options
+    if options.granularity == "channel" and partners.k is None:
+        # Not knowing what is rotated into a channel, its range says nothing of other positions.
+        finest = replace(options, granularity="head")
+    trials = {"k": _make_trial("k", ranges, finest), "v": _make_trial("v", ranges, options)}
+    if options.center:
         mean = (ranges["k_sum"] / ranges["count"]).float()
-        trials["k_centered"] = _make_trial("k", ranges, mean, finest, fmt, margin)
+        trials["k_centered"] = _make_trial("k", ranges, finest, mean)
     return trials
 
 
 def _make_trial(
-    side: str,
-    ranges: TensorDict,
-    center: torch.Tensor | None,
-    granularity: Granularity,
-    fmt: Format,
-    margin: float,
+    side: str, ranges: TensorDict, options: CalibrationOptions, center: torch.Tensor | None = None
 ) -> Trial:
+    granularity, fmt = options.granularity, options.fmt
     # On the CPU, as after an interruption: GPUs divide a little otherwise.
     high, low, reach = (ranges[f"{side}_{name}"].cpu() for name in ("max", "min", "pair"))
     if center is not None:
         center = center.cpu()
         high, low, reach = high - center, low - center, reach + center.abs()
-    reach = reach * margin
+    reach = reach * options.margin
     # A channel on its own says little of other positions; over a head, its fastest pairs have been
     # everywhere.
     alone = granularity == "channel"
-    amax = reach if alone else torch.maximum(high.abs(), low.abs()) * margin
+    amax = reach if alone else torch.maximum(high.abs(), low.abs()) * options.margin
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
     return Trial(side, _replace_zeros(amax) / fmt.max, reach / fmt.max, center, granularity)
@@ -175,10 +141,7 @@ _AXES: dict[Granularity, tuple[int, ...]] = {"tensor": (0, 1), "head": (1,), "ch
 
 
 def _replace_zeros(amax: torch.Tensor) -> torch.Tensor:
-    """Give a range of zeros that of its neighbours; 1 where all are zeros.
-
-    Any scale stores zeros; this one leaves room for other numbers.
-    """
+    """Give a range of zeros, which any scale stores, that of its neighbors; 1 if all are zeros."""
     largest = amax.max()
     largest = torch.where(largest > 0, largest, 1.0)
     return torch.where(amax > 0, amax, largest)
@@ -187,17 +150,10 @@ def _replace_zeros(amax: torch.Tensor) -> torch.Tensor:
 def measure_costs(
     trial: Trial, x: torch.Tensor, queries: Queries | None, fmt: Format
 ) -> TensorDict:
-    """Return what every scale costs on a text; costs of several texts add up.
+    """Return what every scale costs on K or V of a text, `x` `[N, Hkv, D]`; costs add up.
 
-    Args:
-        trial: the side and its smallest scales.
-        x: `[N, Hkv, D]`: K or V of the text.
-        queries: what attends to it; None: not known, and then only `room` counts.
-        fmt: the format.
-
-    Returns:
-        `cost`: `[SEARCH_STEPS, ...]`, float64: of the scales of an octave. `room`:
-        `[1 + octaves, SEARCH_STEPS, ...]`: the squared error of these, and of larger ones.
+    `cost`, `[SEARCH_STEPS, ...]`, float64, is of the scales of an octave; zeros without queries.
+    `room`, `[1 + octaves, SEARCH_STEPS, ...]`, is the squared error of these, and of larger ones.
     """
     x = x.float() if trial.center is None else x.float() - trial.center.to(x.device)
     first, axes = trial.first.to(x.device), _AXES[trial.granularity]
@@ -232,47 +188,33 @@ def _squared_error(
 class Choice:
     """The scales of one layer without a center and with one, float32 on the CPU, unit of E4M3.
 
-    Attributes:
-        k: of K as it is.
-        v: of V.
-        k_centered: of K minus the center; None where a center was not wanted.
-        k_center: `[Hkv, Dk]`: the mean of K; None likewise.
-        gain: what K costs without the center, divided by what it costs with it; None likewise.
+    The last three are None where a center was not wanted.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    k_centered: torch.Tensor | None = None
-    k_center: torch.Tensor | None = None
-    gain: float | None = None
+    k_centered: torch.Tensor | None = None  # of K minus the center
+    k_center: torch.Tensor | None = None  # [Hkv, Dk]: the mean of K
+    gain: float | None = None  # what K costs without the center, divided by what it costs with it
 
     @property
     def tensors(self) -> TensorDict:
         """The same as named tensors, for a file."""
-        tensors: TensorDict = {"k": self.k, "v": self.v}
-        if self.k_centered is not None and self.k_center is not None:
-            tensors |= {"k_centered": self.k_centered, "k_center": self.k_center}
+        tensors = {name: value for name, value in vars(self).items() if value is not None}
+        if self.gain is not None:
             tensors["gain"] = torch.tensor(self.gain, dtype=torch.float64, device="cpu")
         return tensors
 
     @classmethod
     def from_tensors(cls, tensors: TensorDict) -> "Choice":
         """Return the choice of which these are the `tensors`."""
-        gain = tensors["gain"].item() if "gain" in tensors else None
-        centered, center = tensors.get("k_centered"), tensors.get("k_center")
-        return cls(tensors["k"], tensors["v"], centered, center, gain)
+        return cls(**{n: t.item() if n == "gain" else t for n, t in tensors.items()})  # type: ignore[arg-type]
 
 
 def pick_scales(
     trials: Mapping[str, Trial], costs: Mapping[str, TensorDict], fmt: Format
 ) -> Choice:
-    """Return the scales that cost least.
-
-    Args:
-        trials: what `make_trials` gave.
-        costs: what each of them costs, over all texts.
-        fmt: the format.
-    """
+    """Return the scales of `make_trials` that cost least over all texts."""
     k, k_cost = _pick(trials["k"], costs["k"], fmt)
     v, _ = _pick(trials["v"], costs["v"], fmt)
     if "k_centered" not in trials:

@@ -28,21 +28,13 @@ _UNITS_PER_WINDOW = 8
 # Tensors have no truth value for `==` of two corpora to return: compare their digests.
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """What a calibration reads, and what is kept out of it to check its result.
+    """What a calibration reads, and what is kept out of it to check its result."""
 
-    Attributes:
-        windows: for the calibration: int32 `[T]` on the CPU, the longest first.
-        held_out: for the quality report; no window is the same as one of `windows`.
-        texts: how many were read, without blank ones.
-        tokens: in `windows`.
-        complete: False: reading stopped at `max_tokens`, whether or not there was more.
-    """
-
-    windows: tuple[torch.Tensor, ...]
-    held_out: tuple[torch.Tensor, ...]
-    texts: int
-    tokens: int
-    complete: bool
+    windows: tuple[torch.Tensor, ...]  # int32 [T] on the CPU, the longest first
+    held_out: tuple[torch.Tensor, ...]  # for the quality report; none is the same as a window
+    texts: int  # how many were read, without blank ones
+    tokens: int  # in the windows
+    complete: bool  # False: reading stopped at max_tokens, whether or not there was more
 
     @property
     def digest(self) -> str:
@@ -56,15 +48,9 @@ class Corpus:
 
 
 def read_corpus(
-    texts: object,
-    tokenizer: Any,
-    *,
-    max_tokens: int,
-    max_length: int,
-    held_out: int,
-    text_column: str = "text",
-    chat_template: bool | None = None,
-) -> Corpus:
+    texts: object, tokenizer: Any, *, max_tokens: int, max_length: int, held_out: int,
+    text_column: str = "text", chat_template: bool | None = None,
+) -> Corpus:  # fmt: skip
     """Return the texts as windows of at most `max_length` tokens, in an order of their own.
 
     A text is cut into windows that follow each other; a window of one token is left out. The
@@ -85,13 +71,9 @@ def read_corpus(
             `text_column` (or `messages`, or `conversations`, while `text_column` is "text"), or
             token ids. A text file becomes texts of about a window, cut where paragraphs end.
         tokenizer: the model's; None if all items are token ids.
-        max_tokens: reading stops when both parts have so many. The last window is cut to make
-            the number exact; where that would leave a window of one token, it is one less.
-        max_length: tokens of the longest window.
-        held_out: tokens to keep out of the calibration; 0: none.
-        text_column: the column of a row that holds its text.
-        chat_template: None: conversations go through the tokenizer's template, texts do not;
-            True: each text is a turn of the user; False: conversations are an error.
+        max_tokens: of both parts. The last window is cut to make the number exact; where that
+            would leave a window of one token, it is one less.
+        max_length, held_out, text_column, chat_template: as in `calibrate`.
 
     Raises:
         ConfigError: the texts are none of these, or there are no two tokens in any of them.
@@ -112,11 +94,11 @@ def read_corpus(
         if max_tokens - tokens < _SHORTEST:
             break
     if not tokens:
-        got = (
-            f"{len(windows_by_text)} of one token" if windows_by_text else "none that is not blank"
-        )
+        name = os.fsdecode(texts) if isinstance(texts, str | os.PathLike) else "texts"
+        short = len(windows_by_text)
+        got = f"{short} of one token" if short else "none that is not blank"
         raise ConfigError(
-            f"{_name(texts)}: expected a text of at least {_SHORTEST} tokens, got {got}; check the "
+            f"{name}: expected a text of at least {_SHORTEST} tokens, got {got}; check the "
             "file, or that the iterator has not been read before"
         )
     apart = _choose_held_out(windows_by_text, held_out)
@@ -188,16 +170,11 @@ def _check_path(texts: str | os.PathLike[Any]) -> Path:
     raise ConfigError(f"{path}: {expected}, got no such file; check the path")
 
 
-def _name(texts: object) -> str:
-    return os.fsdecode(texts) if isinstance(texts, str | os.PathLike) else "texts"
-
-
 def _check_number(name: str, value: object, lowest: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ConfigError(
-            f"{name}: expected a whole number of tokens, {lowest} or more, "
-            f"got {format_value(value)}; "
-            "pass an int"
+            f"{name}: expected a whole number of tokens, {lowest} or more, got "
+            f"{format_value(value)}; pass an int"
         )
 
 
@@ -215,10 +192,7 @@ def _rank(window: torch.Tensor) -> tuple[int, bytes]:
 
 
 def _choose_held_out(windows_by_text: Sequence[Sequence[torch.Tensor]], wanted: int) -> set[bytes]:
-    """Return the contents of the windows that are held out, by the rule of `read_corpus`.
-
-    Contents are what is counted and chosen, so all copies of a window are on the same side.
-    """
+    """Return the contents of the windows to hold out; all copies of a window are on one side."""
     texts = [tuple(map(_content, windows)) for windows in windows_by_text if windows]
     copies = Counter(content for text in texts for content in text)
     if not wanted or len(copies) < 2:

@@ -15,14 +15,9 @@ UNQUANTISED = "unquantised"
 
 @dataclass(frozen=True)
 class Quality:
-    """How far one cache is from the unquantised one, on the same text.
+    """How far one cache is from the unquantised one, on the same text; see `QualityRow`.
 
-    Attributes:
-        kl: mean KL divergence from the unquantised cache's next-token distribution, in nats.
-        kl_max: the largest at one token.
-        top1: share of tokens at which the most likely next token is the same.
-        perplexity: of the text itself; NaN where no token of it is known to follow a scored one.
-        tokens: how many were scored.
+    The perplexity is NaN where no token of the text is known to follow a scored one.
     """
 
     kl: float
@@ -34,17 +29,11 @@ class Quality:
 
 @dataclass(frozen=True)
 class Scores:
-    """The divergence at each scored token, float64 on the CPU.
+    """The divergence at each scored token, float64 on the CPU."""
 
-    Attributes:
-        kl: `[n]`.
-        same: `[n]`: 1 where the most likely next token is the same, else 0.
-        surprise: `[m]`: minus the log-probability of the next token of the text, where one is.
-    """
-
-    kl: torch.Tensor
-    same: torch.Tensor
-    surprise: torch.Tensor
+    kl: torch.Tensor  # [n]
+    same: torch.Tensor  # [n]: 1 where the most likely next token is the same, else 0
+    surprise: torch.Tensor  # [m]: minus the log-probability of the text's next token, where one is
 
     @property
     def quality(self) -> Quality:
@@ -81,16 +70,11 @@ def compare_caches(
     of one chunk are held at a time.
 
     Args:
-        model: a language model, in the attention implementation to measure; an encoder-decoder
-            reads the whole text in its encoder.
+        model: in the attention to measure; an encoder-decoder reads the whole text in its encoder.
         ids: `[B, N]`, int64, the text, on the model's device; N is above `prefill`.
-        caches: name -> a function that makes an empty cache (for the decoder's own attention).
-        prefill: tokens of the first call, not scored.
-        chunk: tokens of each later call.
+        caches: by name, what makes an empty cache (for the decoder's own attention). The scores
+            have the same names, and `UNQUANTISED` for the yardstick.
         on_call: called after each call of the model, with the name of the cache and the tokens.
-
-    Returns:
-        The scores under each name, and those of the yardstick under `UNQUANTISED`.
 
     Raises:
         ConfigError: `ids` has no token to score, or the model does not give a logit per token.
@@ -149,12 +133,9 @@ def _to_float64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _score(expected: torch.Tensor, log_p: torch.Tensor, known: torch.Tensor) -> Scores:
-    """Return the scores of one chunk.
+    """Return the scores of one chunk from log-probabilities `[B, T, vocabulary]`, float64.
 
-    Args:
-        expected: `[B, T, vocabulary]`, float64: log-probabilities under the unquantised cache.
-        log_p: the same under another cache.
-        known: `[B, T or T - 1]`, int64: the next tokens of the text.
+    `known` is `[B, T or T - 1]`, int64: the next tokens of the text.
     """
     of_text = log_p[:, : known.shape[1]].gather(-1, known[..., None].to(log_p.device))
     p = expected.exp()

@@ -1,7 +1,7 @@
 """Observed K and V: after RoPE, exactly the numbers that a model's cache would store."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,8 @@ MODEL_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, TypeError,
 class Batch:
     """Windows of text, padded on the right to the longest: one call of the model.
 
-    Attributes:
-        ids: `[B, T]`, int64, on the CPU.
-        valid: `[B, T]`, bool: which are text; None: all.
-        tokens: how many are text.
+    `ids` is `[B, T]`, int64, on the CPU; `valid` `[B, T]`, bool, says which are text (None: all),
+    and `tokens` how many.
     """
 
     def __init__(self, windows: tuple[torch.Tensor, ...]) -> None:
@@ -37,6 +35,11 @@ class Batch:
             valid[row, : len(window)] = True
         self.valid = None if valid.all() else valid
         self.tokens = sum(len(window) for window in windows)
+
+
+def make_batches(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
+    """Return the windows in batches of `size`, in their order."""
+    return [Batch(tuple(windows[i : i + size])) for i in range(0, len(windows), size)]
 
 
 class _ObservedCache(DynamicCache):
@@ -69,11 +72,7 @@ class _ObservedCache(DynamicCache):
 
 
 def paged_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Return the layers that `FP8PagedCache` stores in 8 bits, which need scales.
-
-    Raises:
-        ConfigError: the model cannot use the cache, or none of its layers can.
-    """
+    """Return the layers that `FP8PagedCache` stores in 8 bits; raise ConfigError without any."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"model: expected a PreTrainedModel, got {type(model).__name__}; of a model that is "
@@ -101,26 +100,14 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def observe(
-    model: PreTrainedModel,
-    batch: Batch,
-    layers: frozenset[int],
-    on_states: OnStates,
-    *,
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: OnStates, *,
     first_position: int | None = None,
-) -> None:
-    """Call the model once on an empty cache, and `on_states` with K and V of each layer.
+) -> None:  # fmt: skip
+    """Call the model, in eval mode, once on an empty cache, and `on_states` for each layer.
 
     An encoder-decoder reads the text on both sides; only its decoder's own attention is shown.
-
-    Args:
-        model: in eval mode.
-        batch: the text.
-        layers: which layers to show.
-        on_states: called with a layer's index, K and V `[N, Hkv, D]`, in the model's dtype.
-        first_position: of the first token, for models that take `position_ids`; None: as always.
-
-    Raises:
-        ConfigError: the model cannot read token ids into a cache.
+    `first_position` is for models that take `position_ids`; ConfigError is raised for a model that
+    cannot read token ids into a cache.
     """
     device = input_device(model)
     ids = batch.ids.to(device)
@@ -167,19 +154,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def measure_range(
     k: torch.Tensor, v: torch.Tensor, k_partner: torch.Tensor | None, v_partner: torch.Tensor | None
 ) -> TensorDict:
-    """Return the range of keys and values of one layer.
+    """Return the range of K and V of one layer, each `[N, Hkv, D]`; partners as in `Partners`.
 
-    Args:
-        k: `[N, Hkv, Dk]`, the keys.
-        v: `[N, Hkv, Dv]`, the values.
-        k_partner: `[Dk]`, int64: the channel that each channel of K is rotated with, or itself;
-            None: not known.
-        v_partner: the same for V.
-
-    Returns:
-        `k_max`, `k_min`, `v_max`, `v_min`: `[Hkv, D]`, float32; `k_pair`, `v_pair`: the largest
-        norm of the pair of channels that is rotated; `k_sum`: float64, the sum of K; `count`:
-        int64, tokens.
+    `k_max`, `k_min`, `v_max`, `v_min` are `[Hkv, D]`, float32, as are `k_pair` and `v_pair`, the
+    largest norm of the pair of channels that is rotated. `k_sum` is float64, the sum of K; `count`
+    int64, tokens.
     """
     k, v = k.float(), v.float()
     ranges = {"count": torch.tensor(k.shape[0], device="cpu")}

@@ -34,21 +34,15 @@ class Partners:
     None: not known, since the model takes no `position_ids`.
     """
 
-    k: torch.Tensor | None
-    v: torch.Tensor | None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
 
 
 def measure_partners(
     model: PreTrainedModel, window: torch.Tensor, layers: frozenset[int]
 ) -> dict[int, Partners]:
-    """Return the partners of every layer.
-
-    Args:
-        model: in eval mode.
-        window: `[T]`, token ids to run; the first `TOKENS` of them are.
-        layers: which layers to look at.
-    """
-    unknown = dict.fromkeys(layers, Partners(None, None))
+    """Return the partners of every layer, from the first `TOKENS` of the token ids `[T]`."""
+    unknown = dict.fromkeys(layers, Partners())
     if not accepts(model, "position_ids") or model.config.is_encoder_decoder:
         return unknown
     room = _positions(model)
@@ -79,14 +73,9 @@ def _record_states(
 
 
 def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Return for each channel the one whose square changes against its own, or itself.
+    """Return for each channel the one whose square changes against its own, or itself: `[D]`.
 
-    Args:
-        here: `[N, H, D]`, float64: K of some tokens.
-        there: K of the same tokens at other positions.
-
-    Returns:
-        `[D]`, int64.
+    `here` and `there` are K of the same tokens at two positions, `[N, H, D]`, float64.
     """
     before, after = (x.flatten(0, 1).square() for x in (here, there))
     change = after - before

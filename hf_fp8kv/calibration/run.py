@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
-from ..formats import AUTO, FORMATS, Format, parse_dtype
+from ..formats import AUTO, FORMATS, parse_dtype
 from ..modeling.model_support import config_field
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
@@ -24,12 +24,12 @@ from ..scales.resolve import resolve
 from ..utils.environment import hardware, utc_now, version, versions
 from ..utils.text import format_list, format_value
 from . import scoring, stages
+from .choose import CalibrationOptions
 from .corpus import Corpus, read_corpus
 from .divergence import UNQUANTISED, Quality
-from .job import CalibrationOptions, Job, make_batches
-from .observe import Batch, TensorDict, paged_layers
+from .observe import Batch, TensorDict, make_batches, paged_layers
 from .pairs import Partners
-from .state import State, digest_of
+from .state import Job, State, digest_of
 from .statistics import head_amax, measure_statistics
 
 logger = logging.getLogger(__name__)
@@ -92,36 +92,31 @@ def calibrate(
     options = _options(granularity, center, dtype, margin)
     _check_count("batch_size", batch_size)
     layers = paged_layers(model)
-    length = _limit_length(model, max_length)
-    corpus = read_corpus(
-        texts, _load_tokenizer(model, tokenizer), max_tokens=max_tokens, max_length=length,
-        held_out=held_out, text_column=text_column, chat_template=chat_template,
+    corpus = _read_corpus(
+        model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
+        text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    _check_tokens(model, corpus)
     facts = (granularity, center, options.fmt.name, margin, batch_size)
     path = None if state is None else Path(state)
     state_file = State(path, "" if path is None else _identity(model, corpus, facts))
     batches = make_batches(corpus.windows, batch_size)
     held = make_batches(corpus.held_out, 1)
     total = corpus.tokens + scoring.estimate_other_tokens(corpus, len(_CACHES), options)
-    with _run_in_eval_mode(model, layers, state_file, total, progress) as job:
+    with _run_in_eval_mode(model, layers, options, state_file, total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
-        ranges = stages.collect_ranges(job, "text", batches, partners)
-        _check_reached(layers, ranges)
-        _warn_unknown_partners(partners, options)
-        choices = stages.choose_scales(job, corpus.windows, ranges, partners, options)
+        ranges = stages.collect_ranges(job, batches, partners)
+        _warn_of_gaps(job, ranges, partners)
+        choices = stages.choose_scales(job, corpus.windows, ranges, partners)
         source = f"calibrated on {corpus.tokens} tokens"
 
         def make_scales(layers: dict[int, LayerScales]) -> KVScales:
             layers = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in layers.items()}
             return KVScales(layers, model_type=model.config.model_type, origin=source)
 
-        scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales, options)
+        scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales)
         gains = {index: choice.gain for index, choice in choices.items()}
-        report = _make_report(
-            job, scales, options, ranges, gains, centers, held, held,
-            texts=corpus.texts, tokens=corpus.tokens,
-        )  # fmt: skip
+        counts = {"texts": corpus.texts, "tokens": corpus.tokens}
+        report = _make_report(job, scales, ranges, gains, centers, held, held, **counts)
     return scales.with_report(report)
 
 
@@ -159,23 +154,21 @@ def measure(
         )
     scales = resolved
     FP8PagedCache(model.config, dtype=options.fmt.name, scales=scales)  # layers that are missing
-    corpus = read_corpus(
-        texts, _load_tokenizer(model, tokenizer), max_tokens=max_tokens,
-        max_length=_limit_length(model, max_length), held_out=0, text_column=text_column,
-        chat_template=chat_template,
+    corpus = _read_corpus(
+        model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
+        text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    _check_tokens(model, corpus)
     batches = make_batches(corpus.windows, 1)
     scored: list[Batch] = []
     for batch in batches:
         if sum(b.tokens for b in scored) < _SCORED:
             scored.append(batch)
     total = 2 * corpus.tokens + (1 + len(_CACHES)) * sum(b.tokens for b in scored)
-    with _run_in_eval_mode(model, layers, State(None, ""), total, progress) as job:
+    with _run_in_eval_mode(model, layers, options, State(None, ""), total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
-        ranges = stages.collect_ranges(job, "text", batches, partners)
+        ranges = stages.collect_ranges(job, batches, partners)
         centers = "Centers were not tried: the scales were given."
-        return _make_report(job, scales, options, ranges, {}, centers, batches, scored)
+        return _make_report(job, scales, ranges, {}, centers, batches, scored)
 
 
 def _options(granularity: object, center: object, dtype: Any, margin: object) -> CalibrationOptions:
@@ -244,8 +237,12 @@ def _sample_weight(weight: torch.Tensor) -> list[float]:
     return flat[:: max(1, len(flat) // 61)].tolist()
 
 
-def _check_tokens(model: PreTrainedModel, corpus: Corpus) -> None:
-    """Raise ConfigError for token ids that the model has no embedding for."""
+def _read_corpus(
+    model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
+) -> Corpus:
+    """Read the texts; raise ConfigError for token ids that the model has no embedding for."""
+    length = _limit_length(model, max_length)
+    corpus = read_corpus(texts, _load_tokenizer(model, tokenizer), max_length=length, **options)
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
     if known is not None and largest >= known:
@@ -253,10 +250,13 @@ def _check_tokens(model: PreTrainedModel, corpus: Corpus) -> None:
             f"texts: expected token ids below {known}, which the model knows, got {largest}; use "
             "the tokenizer of this very model"
         )
+    return corpus
 
 
-def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
-    missing = sorted(layers - set(ranges))
+def _warn_of_gaps(
+    job: Job, ranges: Mapping[int, TensorDict], partners: Mapping[int, Partners]
+) -> None:
+    missing = sorted(job.layers - set(ranges))
     if missing:
         logger.warning(
             "layers %s stored nothing while the model read the texts, and have no scales; a cache "
@@ -264,11 +264,8 @@ def _check_reached(layers: frozenset[int], ranges: Mapping[int, Any]) -> None:
             format_list(missing),
             missing,
         )
-
-
-def _warn_unknown_partners(partners: Mapping[int, Partners], options: CalibrationOptions) -> None:
     unknown = sorted(index for index, of in partners.items() if of.k is None)
-    if unknown and options.granularity == "channel":
+    if unknown and job.options.granularity == "channel":
         logger.warning(
             "layers %s: K has a scale for each head, not for each channel, since it is not known "
             "which channels are rotated together: the model takes no position_ids",
@@ -278,8 +275,9 @@ def _warn_unknown_partners(partners: Mapping[int, Partners], options: Calibratio
 
 @contextmanager
 def _run_in_eval_mode(
-    model: PreTrainedModel, layers: frozenset[int], state: State, total: int, progress: bool
-) -> Iterator[Job]:
+    model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, state: State,
+    total: int, progress: bool,
+) -> Iterator[Job]:  # fmt: skip
     """Put the model in eval mode and draw a bar inside the context."""
     bar_options = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True}
     with eval_mode(model), tqdm(total=total, disable=not progress, **bar_options) as bar:
@@ -290,24 +288,21 @@ def _run_in_eval_mode(
                 bar.initial += tokens
             bar.update(tokens)
 
-        yield Job(model, layers, state, on_progress)
+        yield Job(model, layers, options, state, on_progress)
         # What was not needed after all.
         bar.total = bar.n
         bar.set_description("done")
 
 
-def _score_quality(
-    job: Job, batches: list[Batch], scales: KVScales, fmt: Format
-) -> dict[str, Quality]:
+def _score_quality(job: Job, batches: list[Batch], scales: KVScales) -> dict[str, Quality]:
     """Score how far caches move the model's predictions; nothing if there is nothing to score."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
     if not batches or not scoring.has_logits(job.model):
         why = "there is no text for it that is long enough" if not batches else "it has no logits"
         logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
         return {}
-
     caches = {
-        f"{kind} {fmt.name}": scoring.cache_factory(job, fmt, given, scales.layers)
+        f"{kind} {job.options.fmt.name}": scoring.cache_factory(job, given, scales.layers)
         for kind, given in zip(_CACHES, (scales, None, 1.0), strict=True)
     }
     try:
@@ -326,7 +321,6 @@ def _score_quality(
 def _make_report(
     job: Job,
     scales: KVScales,
-    options: CalibrationOptions,
     ranges: Mapping[int, TensorDict],
     gains: Mapping[int, float | None],
     centers: str,
@@ -337,11 +331,11 @@ def _make_report(
     tokens: int = 0,
 ) -> CalibrationReport:
     """Measure the scales on `batches`, and the model's predictions on `scored`."""
-    model = job.model
+    model, options = job.model, job.options
     layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
     amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
-    statistics = measure_statistics(job, batches, layers, amax, gains, options.fmt)
-    rows = _score_quality(job, scored, scales, options.fmt)
+    statistics = measure_statistics(job, batches, layers, amax, gains)
+    rows = _score_quality(job, scored, scales)
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
         dtype=options.fmt.name,

@@ -10,16 +10,15 @@ from transformers import PreTrainedModel
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
-from ..formats import Format
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import LayerScales
-from .choose import Choice
+from .choose import CalibrationOptions, Choice
 from .corpus import Corpus
 from .divergence import UNQUANTISED, Scores, compare_caches
-from .job import CalibrationOptions, Job
 from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
 from .pairs import TOKENS
 from .stages import SAMPLE_WINDOWS, sample_windows
+from .state import Job
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +38,15 @@ def choose_centers(
     windows: Sequence[torch.Tensor],
     choices: Mapping[int, Choice],
     make_scales: Callable[[dict[int, LayerScales]], KVScales],
-    options: CalibrationOptions,
 ) -> tuple[KVScales, str]:
-    """Return the scales, with centers where they help, and a sentence that says so.
-
-    Args:
-        job: see `Job`.
-        windows: text to try both on; not the held-out one.
-        choices: the scales of each layer.
-        make_scales: makes `KVScales` of layers.
-        options: what the user chose.
-    """
+    """Return the scales, with centers where they help on the windows, and a sentence on that."""
     plain = {index: LayerScales(choice.k, choice.v) for index, choice in choices.items()}
-    if not options.center:
+    if not job.options.center:
         return make_scales(plain), "Centers of K were not asked for."
     helped = [index for index, choice in choices.items() if (choice.gain or 0.0) > _GAIN]
     if not helped:
-        return make_scales(
-            plain
-        ), "No centers: in no layer do they make the error of K much smaller."
+        why = "No centers: in no layer do they make the error of K much smaller."
+        return make_scales(plain), why
     layers = dict(plain)
     for index in helped:
         choice = choices[index]
@@ -71,8 +60,8 @@ def choose_centers(
     if not trial:
         return make_scales(plain), "No centers: the texts are too short to try them on."
     caches = {
-        "without": cache_factory(job, options.fmt, make_scales(plain), plain),
-        "with": cache_factory(job, options.fmt, centered, plain),
+        "without": cache_factory(job, make_scales(plain), plain),
+        "with": cache_factory(job, centered, plain),
     }
     try:
         scores = score_caches(job, "centers", [Batch((window,)) for window in trial], caches)
@@ -88,13 +77,11 @@ def choose_centers(
 
 
 def cache_factory(
-    job: Job, fmt: Format, scales: KVScales | float | None, covered: Collection[int]
+    job: Job, scales: KVScales | float | None, covered: Collection[int]
 ) -> Callable[[], Any]:
-    """Return what makes caches in a format; layers not among `covered` stay unquantised."""
-    skipped = job.layers_without(covered)
-    return lambda: FP8PagedCache(
-        job.model.config, dtype=fmt.name, scales=scales, skip_layers=skipped
-    )
+    """Return what makes caches; layers not among `covered` stay unquantised."""
+    skipped, dtype = sorted(job.layers.difference(covered)), job.options.fmt.name
+    return lambda: FP8PagedCache(job.model.config, dtype=dtype, scales=scales, skip_layers=skipped)
 
 
 def _trial_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -115,11 +102,7 @@ def has_logits(model: PreTrainedModel) -> bool:
 def score_caches(
     job: Job, name: str, batches: Sequence[Batch], caches: Mapping[str, Callable[[], Any]]
 ) -> dict[str, Scores]:
-    """Score the second half of each window under each cache, after a prefill on the first half.
-
-    Raises:
-        ConfigError: the model cannot read several tokens onto a filled cache.
-    """
+    """Score the second half of each window under each cache, after a prefill on the first half."""
     vocabulary = getattr(job.model.get_output_embeddings(), "out_features", None) or 1
     chunk = max(8, min(_CHUNK, _LOGITS // vocabulary))
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from ..attention.switching import watched_attention
 from ..errors import ConfigError
 from .choose import Choice, Queries, make_trials, measure_costs, pick_scales
-from .job import CalibrationOptions, Job
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
+from .state import Job
 
 # Windows on which scales are tried, and queries of each.
 SAMPLE_WINDOWS = 8
@@ -37,13 +37,9 @@ def find_partners(job: Job, window: torch.Tensor) -> dict[int, Partners]:
 
 
 def collect_ranges(
-    job: Job, name: str, batches: Sequence[Batch], partners: Mapping[int, Partners]
+    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners]
 ) -> dict[int, TensorDict]:
-    """Return the range of K and V of each layer over all batches, see `measure_range`.
-
-    Raises:
-        ConfigError: a layer held NaN or infinity.
-    """
+    """Return the range of K and V of each layer; raise ConfigError for NaN or infinity."""
 
     def step(ranges: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
@@ -56,7 +52,7 @@ def collect_ranges(
         observe(job.model, batch, job.layers, on_states)
         return merge_ranges(ranges, new) if ranges else new
 
-    return _group_by_layer(job.run_batches(name, batches, step))
+    return _group_by_layer(job.run_batches("text", batches, step))
 
 
 def _check_finite(index: int, of_layer: TensorDict) -> None:
@@ -81,16 +77,10 @@ def choose_scales(
     windows: Sequence[torch.Tensor],
     ranges: Mapping[int, TensorDict],
     partners: Mapping[int, Partners],
-    options: CalibrationOptions,
 ) -> dict[int, Choice]:
     """Return the scales of each layer, with and without centers, tried on some of the windows."""
-    trials = {
-        index: make_trials(
-            of_layer, partners[index], granularity=options.granularity, fmt=options.fmt,
-            margin=options.margin, center=options.center,
-        )
-        for index, of_layer in ranges.items()
-    }  # fmt: skip
+    fmt = job.options.fmt
+    trials = {i: make_trials(of, partners[i], job.options) for i, of in ranges.items()}
 
     def step(costs: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
@@ -103,7 +93,7 @@ def choose_scales(
             k, v = states.pop(index)
             for name, trial in trials[index].items():
                 x = v if trial.side == "v" else k
-                of_trial = measure_costs(trial, x, queries, options.fmt)
+                of_trial = measure_costs(trial, x, queries, fmt)
                 new.update({f"{index}.{name}.{what}": cost for what, cost in of_trial.items()})
 
         def on_attention(
@@ -127,7 +117,7 @@ def choose_scales(
                 name: {what: sums[f"{index}.{name}.{what}"] for what in ("cost", "room")}
                 for name in of_layer
             }
-            choice = pick_scales(of_layer, costs, options.fmt)
+            choice = pick_scales(of_layer, costs, fmt)
             chosen |= {f"{index}.{name}": tensor for name, tensor in choice.tensors.items()}
         return chosen
 

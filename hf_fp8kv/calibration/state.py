@@ -1,4 +1,4 @@
-"""State of a calibration: what it has done so far, in a file from which a killed one resumes.
+"""State of a calibration: what it has done so far, and a file from which a killed one resumes.
 
 All the work is a row of folds: over some items, in a fixed order, each adds to a dict of tensors.
 The file holds the dict of every fold and how many items it has taken, whole at any time.
@@ -10,15 +10,18 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from safetensors import safe_open
 from safetensors.torch import save
+from transformers import PreTrainedModel
 
 from ..errors import ConfigError, ScaleError
 from ..utils.files import convert_read_errors, write_all
-from .observe import TensorDict
+from .choose import CalibrationOptions
+from .observe import Batch, TensorDict
 
 _Item = TypeVar("_Item")
 _VERSION = "1"
@@ -30,16 +33,7 @@ class State:
     """The folds of one calibration, kept in memory, and in a file where one is named."""
 
     def __init__(self, path: Path | None, identity: str) -> None:
-        """Read the file if it is there.
-
-        Args:
-            path: the file; None: an interruption loses everything.
-            identity: a digest of all that the result depends on.
-
-        Raises:
-            ConfigError: the file is not a state, or that of another calibration, or there is no
-                folder to write it to.
-        """
+        """Read the file if it is there; `identity` is a digest of all the result depends on."""
         self.path, self.identity = path, identity
         self.folds: dict[str, TensorDict] = {}
         self.done: dict[str, int] = {}
@@ -67,11 +61,8 @@ class State:
     ) -> TensorDict:
         """Return what the items add up to; those that the file has are not gone through again.
 
-        Args:
-            name: of the fold.
-            items: in the order of every run.
-            step: returns the tensors that follow from those so far (at first none) and an item.
-            on_item: called after each item, with True if an earlier run has done it.
+        `step` returns the tensors that follow from those so far (at first none) and an item;
+        `on_item` is called after each item, with True if an earlier run has done it.
         """
         tensors, done = self.folds.get(name, {}), self.done.get(name, 0)
         for number, item in enumerate(items):
@@ -138,6 +129,32 @@ class State:
                 f"state: expected the state of a calibration in {path}, got a damaged one "
                 f"({type(error).__name__}: {error}); delete it to start anew"
             ) from error
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all stages need: a model in eval mode, the layers that need scales, and the state."""
+
+    model: PreTrainedModel
+    layers: frozenset[int]
+    options: CalibrationOptions
+    state: State
+    # Called with a stage, the tokens that were run, and whether that was in an earlier run.
+    on_progress: Callable[[str, int, bool], None]
+
+    def run_batches(
+        self, name: str, batches: Sequence[Batch], step: Callable[[TensorDict, Batch], TensorDict]
+    ) -> TensorDict:
+        """Fold a step over batches, and report their tokens."""
+
+        def on_batch(batch: Batch, resumed: bool) -> None:
+            self.on_progress(name, batch.tokens, resumed)
+
+        return self.state.fold(name, batches, step, on_batch)
+
+    def run_once(self, name: str, work: Callable[[], TensorDict]) -> TensorDict:
+        """Do the work, unless an earlier run has done it, and return its result."""
+        return self.state.fold(name, (None,), lambda tensors, item: work())
 
 
 def _remove_abandoned(path: Path) -> None:

@@ -11,8 +11,8 @@ from ..formats import DISTINCT, Format
 from ..formats.codec import dynamic_scale, round_to_format, search_scale
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
-from .job import Job
 from .observe import Batch, TensorDict, add_tensors, observe
+from .state import Job
 
 # Tokens that errors are measured on; shares are of all tokens.
 _ERROR_TOKENS = 1024
@@ -35,21 +35,12 @@ def measure_statistics(
     layers: Mapping[int, LayerScales],
     amax: Mapping[int, Mapping[str, tuple[float, ...]]],
     gains: Mapping[int, float | None],
-    fmt: Format,
 ) -> dict[int, LayerStatistics]:
-    """Return the statistics of every layer on a text.
+    """Return the statistics of every layer on a text; raise ConfigError for NaN or infinity.
 
-    Args:
-        job: see `Job`.
-        batches: the text.
-        layers: the scales, in the unit of E4M3.
-        amax: of each layer, what was seen where they were made.
-        gains: what a center gains in each layer, see `LayerStatistics`.
-        fmt: the format that saturation and underflow are counted in.
-
-    Raises:
-        ConfigError: a layer held NaN or infinity.
+    `amax` is what was seen of each layer where its scales were made, `gains` what a center gains.
     """
+    fmt = job.options.fmt
     tokens = sum(batch.tokens for batch in batches)
     formats = list(dict.fromkeys((*DISTINCT, fmt)))
     every = max(1, -(-tokens // _ERROR_TOKENS))
@@ -90,13 +81,9 @@ def measure_statistics(
 
 
 def _count(
-    x: torch.Tensor,
-    scales: LayerScales,
-    side: str,
-    fmt: Format,
-    formats: list[Format],
+    x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
     sample: slice,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32."""
     dims = {"num_kv_heads": x.shape[1], "k_head_dim": x.shape[2], "v_head_dim": x.shape[2]}
     spread = _one_sided(scales, side).spread("here", **dims)

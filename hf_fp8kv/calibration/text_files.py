@@ -29,11 +29,7 @@ _SHORTEST_UNIT_CHARACTERS = 32
 
 
 def is_json_lines(path: Path) -> bool:
-    """Return whether the file's name says that each line is a JSON value, or that it is text.
-
-    Raises:
-        ConfigError: the name is that of a file which is neither.
-    """
+    """Return whether a file is JSON lines, not text, by its name; raise ConfigError for neither."""
     suffix = PurePath(path.name.lower().removesuffix(".gz")).suffix
     if suffix in _NOT_TEXT:
         raise ConfigError(
@@ -46,8 +42,15 @@ def is_json_lines(path: Path) -> bool:
 def read_json_lines(path: Path) -> Iterator[tuple[str, object]]:
     """Yield each line that is not blank: where it is, for messages, and its value."""
     with _open_text(path) as file:
-        for number, line in enumerate(_read_lines(path, file), 1):
+        number = 0
+        while line := file.readline(_LONGEST_LINE_BYTES + 1):
+            number += 1
             where = f"{path}, line {number}"
+            if len(line) > _LONGEST_LINE_BYTES:
+                raise ConfigError(
+                    f"{where}: expected at most {_LONGEST_LINE_BYTES >> 20} MiB, got more; write "
+                    "one text a line"
+                )
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -70,13 +73,8 @@ def split_text_file(
     """Yield the file as texts that follow each other, each of about `room` tokens.
 
     A piece ends where a paragraph ends if it is then at least half full, else where a line ends,
-    else after a space. Only the white space around pieces is lost.
-
-    Args:
-        path: the file.
-        count: the number of tokens of each of several strings.
-        room: the most tokens of a piece, as counted line by line.
-        line: a line of more characters than this is taken apart.
+    else after a space. Only the white space around pieces is lost. `count` returns the number of
+    tokens of each of several strings; a `line` of more characters is taken apart.
     """
     held: list[tuple[str, int]] = []
     size = 0
@@ -158,18 +156,6 @@ def _read_chunks(path: Path) -> Iterator[str]:
             if not chunk:
                 return
             newlines += chunk.count(b"\n")
-
-
-def _read_lines(path: Path, file: io.BufferedIOBase) -> Iterator[bytes]:
-    number = 0
-    while line := file.readline(_LONGEST_LINE_BYTES + 1):
-        number += 1
-        if len(line) > _LONGEST_LINE_BYTES:
-            raise ConfigError(
-                f"{path}, line {number}: expected at most {_LONGEST_LINE_BYTES >> 20} MiB, got "
-                "more; write one text a line"
-            )
-        yield line
 
 
 @contextmanager

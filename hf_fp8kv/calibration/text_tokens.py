@@ -1,5 +1,6 @@
 """Token ids of one item of the texts: a text, a conversation, a row of a data set, or ids."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,21 +23,12 @@ _CHARACTERS_PER_TOKEN = 16
 # How far the end of a cut text may change the tokens before it.
 _SETTLED = 64
 _INT32_LIMIT = 1 << 31
-_INTEGERS = (
-    torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
+# The dtypes of token ids, of torch or of NumPy.
+_INTEGER = re.compile(r"(torch\.)?u?int(8|16|32|64)")
 
 
 class TextTokenizer:
-    """Turn items into token ids, and say what is wrong with those that cannot be.
-
-    Args:
-        tokenizer: of the model; None: every item is token ids.
-        text_column: the column of a row that holds its text.
-        chat_template: None: conversations go through the template, texts do not; True: a text is
-            a turn of the user; False: a conversation is an error.
-    """
+    """Turn items into token ids; the options are those of `read_corpus`."""
 
     def __init__(self, tokenizer: Any, *, text_column: str, chat_template: bool | None) -> None:
         if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -64,13 +56,7 @@ class TextTokenizer:
     def encode(self, where: str, item: object, room: int) -> torch.Tensor | None:
         """Return the item's token ids, int32 `[N]` on the CPU; None if it is blank.
 
-        Args:
-            where: what the errors call the item.
-            item: as a list, a file or a data set holds it.
-            room: of a text that has more tokens, those after so many may be missing.
-
-        Raises:
-            ConfigError: it is none of what an item can be.
+        Errors call it `where`. Of a text with more than `room` tokens the rest may be missing.
         """
         if isinstance(item, Mapping):
             where, item = self._select_column(where, item)
@@ -140,29 +126,7 @@ class TextTokenizer:
                 f"{where}: expected a text, since chat_template=False, got a list of messages; "
                 "leave chat_template out, or pass the texts"
             )
-        messages = []
-        for number, item in enumerate(items, 1):
-            if not isinstance(item, Mapping):
-                got = _describe(item)
-            elif isinstance(item.get("role"), str) and "content" in item:
-                messages.append(dict(item))
-                continue
-            elif isinstance(item.get("from"), str) and isinstance(item.get("value"), str):
-                if (role := _ROLES.get(item["from"])) is None:
-                    raise ConfigError(
-                        f"{where}, message {number}: expected 'from' to be one of "
-                        f"{', '.join(_ROLES)}, got {format_value(item['from'])}; rename it"
-                    )
-                messages.append({"role": role, "content": item["value"]})
-                continue
-            else:
-                got = format_value(dict(item))
-            raise ConfigError(
-                f"{where}, message {number}: expected {{'role': ..., 'content': ...}} or "
-                f"{{'from': ..., 'value': ...}}, got {got}; rename its keys, or pass the texts "
-                "one by one"
-            )
-        return messages
+        return [_normalize(f"{where}, message {n}", item) for n, item in enumerate(items, 1)]
 
     def _select_column(self, where: str, row: Mapping[Any, object]) -> tuple[str, object]:
         """Return the column of the row that is read: where it is, and what it holds."""
@@ -182,18 +146,15 @@ class TextTokenizer:
 
     def _check_ids(self, where: str, item: Any) -> torch.Tensor:
         """Return a copy of token ids that were given."""
-        if isinstance(item, np.ndarray):
-            bad = item.ndim != 1 or item.dtype.kind not in "iu"
-        elif isinstance(item, torch.Tensor):
-            bad = item.ndim != 1 or item.dtype not in _INTEGERS
-        else:
-            bad = False
-        if bad:
+        if isinstance(item, list | tuple):
+            ids = [int(i) for i in item]
+        elif item.ndim != 1 or not _INTEGER.fullmatch(str(item.dtype)):
             raise ConfigError(
                 f"{where}: expected token ids as integers of the shape [N], got {item.dtype} of "
                 f"the shape {list(item.shape)}; pass the ids of each text as one item"
             )
-        ids = [int(i) for i in item] if isinstance(item, list | tuple) else item.tolist()
+        else:
+            ids = item.tolist()
         limit = _INT32_LIMIT if self._tokenizer is None else len(self._tokenizer)
         wrong = next((i for i in ids if not 0 <= i < limit), None)
         if wrong is not None:
@@ -219,6 +180,25 @@ class TextTokenizer:
                 "texts, or set tokenizer.chat_template"
             )
         return tokenizer
+
+
+def _normalize(where: str, message: object) -> dict[str, object]:
+    if isinstance(message, Mapping):
+        sender, value = message.get("from"), message.get("value")
+        if isinstance(message.get("role"), str) and "content" in message:
+            return dict(message)
+        if isinstance(sender, str) and isinstance(value, str):
+            if sender in _ROLES:
+                return {"role": _ROLES[sender], "content": value}
+            raise ConfigError(
+                f"{where}: expected 'from' to be one of {', '.join(_ROLES)}, got "
+                f"{format_value(sender)}; rename it"
+            )
+    got = format_value(dict(message)) if isinstance(message, Mapping) else _describe(message)
+    raise ConfigError(
+        f"{where}: expected {{'role': ..., 'content': ...}} or {{'from': ..., 'value': ...}}, got "
+        f"{got}; rename its keys, or pass the texts one by one"
+    )
 
 
 def _check_characters(where: str, text: str) -> None:

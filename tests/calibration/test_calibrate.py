@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
 from hf_fp8kv.calibration import measure
-from hf_fp8kv.calibration.job import make_batches
+from hf_fp8kv.calibration.observe import make_batches
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales.report import REPORT_FILE
 from tests.helpers.tiny_models import VOCAB, tiny

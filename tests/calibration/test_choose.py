@@ -11,6 +11,7 @@ import torch
 from hf_fp8kv import KVScales
 from hf_fp8kv.calibration import scoring, stages
 from hf_fp8kv.calibration.choose import (
+    CalibrationOptions,
     Choice,
     Queries,
     Trial,
@@ -19,10 +20,9 @@ from hf_fp8kv.calibration.choose import (
     pick_scales,
 )
 from hf_fp8kv.calibration.divergence import Scores
-from hf_fp8kv.calibration.job import CalibrationOptions, Job
 from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
 from hf_fp8kv.calibration.pairs import Partners, match_channels
-from hf_fp8kv.calibration.state import State
+from hf_fp8kv.calibration.state import Job, State
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
 from tests.helpers.tiny_models import VOCAB, tiny
@@ -379,10 +379,8 @@ def pair_norm(k: torch.Tensor) -> torch.Tensor:
 
 
 def tried_of(k, v, partner, granularity, *, margin=1.0, center=True, fmt=E4M3) -> dict[str, Trial]:
-    return make_trials(
-        measure_range(k, v, partner, None), Partners(partner, None), granularity=granularity,
-        fmt=fmt, margin=margin, center=center,
-    )  # fmt: skip
+    options = CalibrationOptions(granularity, fmt, margin, center)
+    return make_trials(measure_range(k, v, partner, None), Partners(partner, None), options)
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E3M4], ids=lambda fmt: fmt.name)
@@ -431,8 +429,9 @@ def test_k_has_no_scale_of_channels_where_pairs_are_not_known(ranges):
 # -- on a model ------------------------------------------------------------------------------------
 
 
-def job_of(model) -> Job:
-    return Job(model, paged_layers(model), State(None, ""), lambda *_: None)
+def job_of(model, *, center=False) -> Job:
+    options = CalibrationOptions("head", E4M3, 1.0, center)
+    return Job(model, paged_layers(model), options, State(None, ""), lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -469,9 +468,8 @@ def tried_on(model, windows, monkeypatch, **more):
     monkeypatch.setattr(stages, "pick_scales", choose_by)
     job = job_of(model)
     partners = stages.find_partners(job, windows[0])
-    ranges = stages.collect_ranges(job, "text", [Batch((w,)) for w in windows], partners)
-    options = CalibrationOptions("head", E4M3, 1.0, False)
-    return stages.choose_scales(job, windows, ranges, partners, options), calls, sums
+    ranges = stages.collect_ranges(job, [Batch((w,)) for w in windows], partners)
+    return stages.choose_scales(job, windows, ranges, partners), calls, sums
 
 
 @pytest.mark.parametrize("tokens", [30, 100])
@@ -586,13 +584,8 @@ def tried_centers(llama, monkeypatch, gains, kl, *, center=True):
     monkeypatch.setattr(scoring, "score_caches", scored)
     monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **more: scales)
     choices = {index: choice_with(gain) for index, gain in enumerate(gains)}
-    scales, why = scoring.choose_centers(
-        job_of(llama),
-        windows_of(24, 24),
-        choices,
-        KVScales,
-        CalibrationOptions("head", E4M3, 1.0, center),
-    )
+    job = job_of(llama, center=center)
+    scales, why = scoring.choose_centers(job, windows_of(24, 24), choices, KVScales)
     return [i for i, s in scales.layers.items() if s.k_center is not None], asked, why, scales
 
 

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from hf_fp8kv import ConfigError, KVScales, calibrate
 from hf_fp8kv.calibration import run
 from hf_fp8kv.calibration import statistics as module
-from hf_fp8kv.calibration.job import Job
+from hf_fp8kv.calibration.choose import CalibrationOptions
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_ranges
-from hf_fp8kv.calibration.state import State
+from hf_fp8kv.calibration.state import Job, State
 from hf_fp8kv.calibration.statistics import head_amax, measure_statistics
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
@@ -36,9 +36,10 @@ def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3", gain=None)
         seen(0, *next(left))
 
     monkeypatch.setattr(module, "observe", observe)
-    job = Job(None, frozenset({0}), State(None, ""), lambda *_: None)
+    options = CalibrationOptions("head", FORMATS[fmt], 1.0, False)
+    job = Job(None, frozenset({0}), options, State(None, ""), lambda *_: None)
     batches = [Batch((torch.zeros(len(k), dtype=torch.int64),)) for k, _ in texts]
-    return measure_statistics(job, batches, {0: scales}, {0: AMAX}, {0: gain}, FORMATS[fmt])[0]
+    return measure_statistics(job, batches, {0: scales}, {0: AMAX}, {0: gain})[0]
 
 
 def of(k: object, v: object, center: torch.Tensor | None = None) -> LayerScales:
