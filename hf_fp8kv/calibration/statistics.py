@@ -85,8 +85,7 @@ def _count(
     sample: slice,
 ) -> torch.Tensor:  # fmt: skip
     """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32."""
-    dims = {"num_kv_heads": x.shape[1], "k_head_dim": x.shape[2], "v_head_dim": x.shape[2]}
-    spread = _one_sided(scales, side).spread("here", **dims)
+    spread = _one_sided(scales, side).spread("here", x.shape[1], x.shape[2], x.shape[2])
     scale, center = spread.k.to(x.device), spread.k_center
     stored = x if center is None else x - center.to(x.device)
     scaled = stored / (scale * fmt.scale_from_e4m3)

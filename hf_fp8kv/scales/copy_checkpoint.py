@@ -27,17 +27,12 @@ _WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 
 
 def copy_checkpoint(
-    scales: ScaleData,
-    source: Path,
-    target: Path,
-    format: ScaleFormat,
-    weights: Weights,
+    scales: ScaleData, source: Path, target: Path, format: ScaleFormat, weights: Weights,
     tp_size: int,
-) -> tuple[list[Path], list[str]]:
+) -> tuple[list[Path], list[str]]:  # fmt: skip
     """Make `target` a copy of `source` with the scales; on any error it is not there at all.
 
-    Returns:
-        The paths that differ from the source, and what was lost, for people.
+    The paths that differ from the source are returned, and what was lost, for people.
     """
     _check_folders(source, target, weights)
     config = read_json(source / "config.json", unique=False)

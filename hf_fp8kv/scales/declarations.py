@@ -21,11 +21,7 @@ from .formats.tgi import Tgi
 
 
 def declared_kv_scales(config: object) -> str | None:
-    """Return a short description if a config says that its checkpoint holds static FP8 KV scales.
-
-    Args:
-        config: transformers' config, or the dict of a `config.json`.
-    """
+    """Describe the static FP8 KV scales that a config, or the dict of one, declares; or None."""
     declared = find_declaration(config)
     return declared.what if declared.kind == "static" else None
 
@@ -40,12 +36,7 @@ def open_checkpoint(folder: Folder) -> Checkpoint:
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
-    """Return what a config, and ModelOpt's second config beside it, say of static KV scales.
-
-    Args:
-        config: transformers' config, or the dict of a `config.json`.
-        hf_quant_config: the dict of a `hf_quant_config.json`, or None.
-    """
+    """Return what a config, and ModelOpt's second config beside it, say of static KV scales."""
     owners = [("", config), *nested_configs("", config)]
     declarations: list[Declaration] = []
     dialect = None

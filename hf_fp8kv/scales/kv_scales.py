@@ -153,14 +153,8 @@ class KVScales(ScaleData):
                 f"scales ({self.origin}): expected layer {index}, got layers "
                 f"{format_list(self.layers)}; use this model's scales, or pass skip_layers"
             )
-        return self.layers[index].spread(
-            f"of layer {index}",
-            num_kv_heads=num_kv_heads,
-            k_head_dim=k_head_dim,
-            v_head_dim=v_head_dim,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-        )
+        of = f"of layer {index}"
+        return self.layers[index].spread(of, num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)
 
     def save_pretrained(
         self,

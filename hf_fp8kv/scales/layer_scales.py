@@ -70,41 +70,29 @@ class LayerScales:
         )
 
     def spread(
-        self,
-        of: str,
-        *,
-        num_kv_heads: int,
-        k_head_dim: int,
-        v_head_dim: int,
-        tp_rank: int = 0,
-        tp_size: int = 1,
+        self, of: str, heads: int, k_dim: int, v_dim: int, tp_rank: int = 0, tp_size: int = 1
     ) -> "LayerScales":
-        """Return the same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, float32, contiguous.
+        """Return the same scales as `[Hkv, Dk]` and `[Hkv, Dv]`, as `KVScales.for_layer` does.
 
-        `of` says in messages which layer this is; the others are those of `KVScales.for_layer`.
-
-        Raises:
-            ScaleError: the scales are of another number of heads or another head size.
+        `of` says in messages which layer this is.
         """
 
         def spread(tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
             what = f"{what} {of} ({self.source})"
             if tensor.ndim:
-                tensor = tensor[
-                    _select_heads(tensor.shape[0], num_kv_heads, tp_rank, tp_size, what)
-                ]
+                tensor = tensor[_select_heads(tensor.shape[0], heads, tp_rank, tp_size, what)]
                 if tensor.shape[1] not in (1, dim):
                     raise ScaleError(
                         f"{what}: expected a head size of {dim} or 1, got {tensor.shape[1]}; use "
                         "this model's scales"
                     )
-            return tensor.expand(num_kv_heads, dim).clone(memory_format=torch.contiguous_format)
+            return tensor.expand(heads, dim).clone(memory_format=torch.contiguous_format)
 
         center = self.k_center
         return LayerScales(
-            spread(self.k, k_head_dim, "K scale"),
-            spread(self.v, v_head_dim, "V scale"),
-            None if center is None else spread(center, k_head_dim, "center of K"),
+            spread(self.k, k_dim, "K scale"),
+            spread(self.v, v_dim, "V scale"),
+            None if center is None else spread(center, k_dim, "center of K"),
             self.source,
         )
 

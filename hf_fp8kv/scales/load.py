@@ -18,11 +18,7 @@ from .scale_data import ScaleData
 
 
 def read_file(path: Path, request: Request) -> ScaleData:
-    """Return the scales of one file, whichever format it is in.
-
-    Raises:
-        ScaleError: whatever is wrong with the file.
-    """
+    """Return the scales of one file, whichever format it is in; raise ScaleError otherwise."""
     if path.suffix.lower() in PICKLES:
         raise ScaleError(
             f"{path}: expected .json or .safetensors, got {path.suffix}; pickles are never "
@@ -48,11 +44,7 @@ def read_file(path: Path, request: Request) -> ScaleData:
 
 
 def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
-    """Return the scales of a local folder or of a repository of the Hub.
-
-    Raises:
-        ScaleError: whatever is wrong, also when there are no scales at all.
-    """
+    """Return the scales of a local folder or repository of the Hub; raise ScaleError if none."""
     hub = HubFolder(name, **hub_options)
     if name and os.path.isdir(name):
         return _read_folder(LocalFolder(Path(name) / (hub.subfolder or "")), request)

@@ -44,120 +44,68 @@ LayerIndex = Annotated[int, matches("the indices of layers, from 0", "0|[1-9][0-
 
 @dataclass(frozen=True)
 class SideStatistics:
-    """K or V of one layer.
+    """K or V of one layer; shares and errors are those of held-out text."""
 
-    Attributes:
-        amax: per KV head: the largest magnitude in the text that was calibrated on, or measured.
-        saturated: share of the numbers of held-out text that saturate under the scales: that are
-            beyond what rounds to the largest code.
-        underflow: share of its numbers that are not 0 and become 0.
-        error: relative RMS error of held-out text: a key of `FORMATS` is that format under these
-            scales, and the same key after `DYNAMIC` is that format under dynamic scales.
-    """
-
+    # Per KV head: the largest magnitude in the text that was calibrated on, or measured.
     amax: Annotated[tuple[Magnitude, ...], Rule("a list with a number for each head", bool)]
-    saturated: Share
-    underflow: Share
+    saturated: Share  # beyond what rounds to the largest code
+    underflow: Share  # not 0, and becomes 0
+    # Relative RMS error by format under these scales, and after `DYNAMIC` under dynamic scales.
     error: dict[ErrorName, Magnitude]
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Both sides of one layer.
-
-    Attributes:
-        k: the keys.
-        v: the values.
-        centered: whether the scales carry a center of K.
-        center_gain: what K's errors cost (see `calibration.choose`) without a center, over that
-            with one: above 1, it helps. None: not tried.
-    """
+    """Both sides of one layer."""
 
     k: SideStatistics
     v: SideStatistics
-    centered: bool
+    centered: bool  # whether the scales carry a center of K
+    # What K's errors cost (see `calibration.choose`) without a center, over that with one: above 1,
+    # it helps. None: not tried.
     center_gain: Magnitude | None
 
 
 @dataclass(frozen=True)
 class QualityRow:
-    """How far one cache moves the predictions for held-out text from the unquantised cache's.
+    """How far one cache moves the predictions for held-out text from the unquantised cache's."""
 
-    Attributes:
-        cache: "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3" or "scale 1.0 fp8_e4m3".
-        kl: mean KL divergence of the next token's distribution, in nats.
-        kl_max: the largest at one token.
-        top1: share of tokens, 0 to 1, at which the most likely next token is the same.
-        perplexity: of the text.
-        tokens: how many were scored.
-    """
-
-    cache: str
-    kl: Divergence
-    kl_max: Divergence
-    top1: Share
-    perplexity: Positive
-    tokens: int
+    cache: str  # "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3" or "scale 1.0 fp8_e4m3"
+    kl: Divergence  # mean KL divergence of the next token's distribution, in nats
+    kl_max: Divergence  # the largest at one token
+    top1: Share  # of tokens at which the most likely next token is the same
+    perplexity: Positive  # of the text
+    tokens: int  # how many were scored
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What a calibration found; a measurement of scales from elsewhere is one too.
+    """What a calibration found; a measurement of scales from elsewhere is one too."""
 
-    Attributes:
-        model: what the model is called.
-        dtype: the format of the cache that shares and quality are of, a key of `FORMATS`.
-        granularity: "tensor", "head" or "channel"; several, joined by "/", when layers differ.
-        margin: what the scales were multiplied by.
-        texts: how many were calibrated on.
-        tokens: of those texts.
-        held_out_tokens: of the text that shares and errors are of, which no scale has seen.
-        seconds: how long it took.
-        date: when, as ISO 8601.
-        versions: package -> version.
-        hardware: what it ran on; JSON values.
-        scales_digest: sha256 of the scales that this is about.
-        centers: one sentence: which centers were tried and chosen.
-        layers: the layers by their index.
-        quality: one row for each cache.
-    """
-
-    model: str
-    dtype: FormatName
-    granularity: Granularities
-    margin: Positive
-    texts: int
-    tokens: int
-    held_out_tokens: int
-    seconds: Magnitude
+    model: str  # what it is called
+    dtype: FormatName  # of the cache that shares and quality are of
+    granularity: Granularities  # several, joined by "/", when layers differ
+    margin: Positive  # what the scales were multiplied by
+    texts: int  # how many were calibrated on
+    tokens: int  # of those texts
+    held_out_tokens: int  # of the text that shares and errors are of, which no scale has seen
+    seconds: Magnitude  # how long it took
     date: Date
-    versions: dict[str, str]
-    hardware: dict[str, object]
-    scales_digest: Digest
-    centers: str
+    versions: dict[str, str]  # package -> version
+    hardware: dict[str, object]  # what it ran on
+    scales_digest: Digest  # of the scales that this is about
+    centers: str  # one sentence: which centers were tried and chosen
     layers: Annotated[dict[LayerIndex, LayerStatistics], Rule("an object with a layer", bool)]
     quality: tuple[QualityRow, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as JSON values, which `from_dict` reads back exactly.
-
-        Raises:
-            ScaleError: a value that `from_dict` would refuse: what is written can be read.
-        """
+        """Return the same as JSON values; raise ScaleError for what `from_dict` would refuse."""
         data: dict[str, Any] = to_json(self)
         self.from_dict(data, "the report of a calibration")
         return data
 
     @classmethod
     def from_dict(cls, data: object, what: str) -> "CalibrationReport":
-        """Return the report that `to_dict` made JSON of.
-
-        Args:
-            data: what the JSON holds.
-            what: the file, for messages.
-
-        Raises:
-            ScaleError: anything that a report cannot hold; the message names the entry.
-        """
+        """Return the report that `to_dict` made JSON of; messages of a ScaleError name `what`."""
         report: CalibrationReport = from_json(cls, data, f"{what}: ")
         return report

@@ -13,15 +13,10 @@ from ..utils.text import format_value
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be besides its type, as `Annotated[type, Rule(...)]`.
+    """What a value must be besides its type, as `Annotated[type, Rule(...)]`."""
 
-    Attributes:
-        expected: the value in words, for messages.
-        holds: whether a value of the right type is one; of a dict's keys, whether their text is.
-    """
-
-    expected: str
-    holds: Callable[[Any], bool]
+    expected: str  # the value in words, for messages
+    holds: Callable[[Any], bool]  # of a value of the right type, or of the text of a dict's key
 
 
 def in_range(expected: str, low: float, high: float = sys.float_info.max) -> Rule:
@@ -60,13 +55,8 @@ def to_json(value: Any) -> Any:
 def from_json(kind: Any, value: Any, what: str) -> Any:
     """Return the value of an annotation that JSON holds; a dataclass has all entries and no other.
 
-    Args:
-        kind: a dataclass, str, bool, int, float, object, or a tuple, dict or `| None` of these.
-        value: what the JSON holds.
-        what: the entry, for messages.
-
-    Raises:
-        ScaleError: an entry is missing, unknown or malformed; the message names it.
+    `kind` is a dataclass, str, bool, int, float, object, or a tuple, dict or `| None` of these. A
+    ScaleError names the entry, `what` or one below it.
     """
     rule: Rule | None = None
     if get_origin(kind) is Annotated:

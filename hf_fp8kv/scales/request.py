@@ -56,11 +56,7 @@ class Request:
     def select_layers(
         self, layers: dict[int, LayerScales], expected: Sequence[int], origin: str
     ) -> dict[int, LayerScales]:
-        """Return the layers that the model has, without those past its end, as of a draft head.
-
-        Raises:
-            ScaleError: an expected layer is missing; without `strict` it stays missing.
-        """
+        """Return the layers that the model has, without those past its end, as of a draft head."""
         last = expected[-1] if expected else -1
         extra = [index for index in layers if index > last]
         if extra:

@@ -18,21 +18,13 @@ ONLY_FILE, FIRST_FILE = "model.safetensors", "model-00001-of-00001.safetensors"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a folder.
-
-    Attributes:
-        folder: its files.
-        config: its `config.json`; empty when there is none.
-        declaration: what its configs declare of the KV cache.
-        tensor_names: what the formats call the tensors of scales.
-        own_files: the files that the formats keep scales in, apart from the weights.
-    """
+    """A checkpoint in a folder, and the names that the formats give to tensors and files."""
 
     folder: Folder
-    config: Config
+    config: Config  # its config.json; empty when there is none
     declaration: Declaration
     tensor_names: Sequence[TensorName]
-    own_files: Sequence[str]
+    own_files: Sequence[str]  # those that the formats keep scales in, apart from the weights
 
     @property
     def origin(self) -> str:

@@ -13,13 +13,9 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 # Where a config of several models keeps that of the language model.
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYER_COUNTS = (
-    "num_decoder_layers",
-    "decoder_layers",
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
+    "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer", "n_layers",
     "num_layers",
-)
+)  # fmt: skip
 # Entries of models in which not every layer has attention, and that do not say which.
 _HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
@@ -83,18 +79,14 @@ def head_counts(config: Mapping[str, object]) -> set[int]:
 class Declaration:
     """What a config says of the scales of its KV cache.
 
-    Attributes:
-        kind: "none": nothing; "static": FP8 scales in the checkpoint; "dynamic": FP8, and no
-            scales in the checkpoint; "refused": scales of another kind than FP8.
-        what: the entry and its value, for messages.
-        dialect: the format whose tensor names to expect.
-        fnuz: the scales are made for E4M3FNUZ: twice those for E4M3FN.
+    "static" are FP8 scales in the checkpoint, "dynamic" is FP8 without any, and "refused" are
+    scales of another kind than FP8.
     """
 
     kind: Literal["none", "static", "dynamic", "refused"] = "none"
-    what: str = "nothing about a KV cache"
-    dialect: str = ""
-    fnuz: bool = False
+    what: str = "nothing about a KV cache"  # the entry and its value, for messages
+    dialect: str = ""  # the format whose tensor names to expect
+    fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
 
 
 def parse_entry(where: str, value: object) -> list[Declaration]:
@@ -128,8 +120,7 @@ def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
         f"{where}: {bits}-bit {number}, strategy {strategy or 'tensor'}, "
         f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
     )
-    if (bits, number) != (8, "float") or not symmetric:
-        return Declaration("refused", what)
-    if strategy not in (None, "tensor", "attn_head"):
+    supported = strategy in (None, "tensor", "attn_head")
+    if (bits, number) != (8, "float") or not symmetric or not supported:
         return Declaration("refused", what)
     return Declaration("dynamic" if dynamic else "static", what)

@@ -25,11 +25,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Request) -> ScaleData:
-    """Return the scales among tensors whose names and files are given.
-
-    Raises:
-        ScaleError: there are none, or they cannot be used.
-    """
+    """Return the scales among tensors whose names and files are given; raise ScaleError if none."""
     origin, config = checkpoint.origin, checkpoint.config
     scale_tensors, unknown = match_tensors(files, checkpoint.tensor_names, checkpoint.declaration)
     if not scale_tensors:

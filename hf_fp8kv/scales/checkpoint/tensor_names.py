@@ -20,28 +20,19 @@ ATTENTION_MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
 
 @dataclass(frozen=True)
 class TensorName:
-    """What a format calls the tensor of a scale.
+    """What a format calls the tensor of a scale."""
 
-    Attributes:
-        tail: a regex for what follows the attention module; its group `side` is k, v or kv.
-        name: the same for a writer: what follows the layer, with a place for `{side}`.
-        priority: of two names that match in one layer, the one with the lower number is used:
-            0 beside the attention, 1 of a projection, 2 of a cache, 3 of a projection's output,
-            4 of both sides, 5 and 6 of TensorRT-LLM.
-        own_dialect: valid only under a config of the format's own tool.
-        needs_declaration: other numbers have the name too, so that only a config that declares
-            static FP8 scales makes it valid.
-        shape: the shape of one number in a file that a writer makes; None: the name is only read.
-        format: the name of the format; the registry of formats fills it in.
-    """
-
-    tail: str
-    name: str
+    tail: str  # a regex for what follows the attention module; its group `side` is k, v or kv
+    name: str  # the same for a writer: what follows the layer, with a place for `{side}`
+    # Of two names that match in one layer, the one with the lower number is used: 0 beside the
+    # attention, 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of both sides, 5 and
+    # 6 of TensorRT-LLM.
     priority: int
-    own_dialect: bool = False
+    own_dialect: bool = False  # valid only under a config of the format's own tool
+    # Other numbers have the name too: only a config that declares static FP8 scales makes it valid.
     needs_declaration: bool = False
-    shape: tuple[int, ...] | None = None
-    format: str = ""
+    shape: tuple[int, ...] | None = None  # of one number that is written; None: only read
+    format: str = ""  # its name, which the registry of formats fills in
     pattern: re.Pattern[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -20,15 +20,8 @@ __all__ = ["CHECKPOINT_FORMATS", "OWN_FILES", "SCALE_FORMATS", "TENSOR_NAMES", "
 
 # Of several formats in one folder, the last one here is read.
 _FORMATS: tuple[ScaleFormat, ...] = (
-    VllmJson(),
-    Tgi(),
-    CompressedTensors(),
-    AutoFP8(),
-    ModelOpt(),
-    Quark(),
-    TensorRT(),
-    HfFp8kv(),
-)
+    VllmJson(), Tgi(), CompressedTensors(), AutoFP8(), ModelOpt(), Quark(), TensorRT(), HfFp8kv(),
+)  # fmt: skip
 SCALE_FORMATS = {format.name: format for format in _FORMATS}
 CHECKPOINT_FORMATS = tuple(SCALE_FORMATS)
 TENSOR_NAMES = sorted(

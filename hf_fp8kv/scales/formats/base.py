@@ -14,36 +14,22 @@ from ..scale_data import ScaleData
 
 
 class ScaleFormat(ABC):
-    """A format of static scales. What it cannot hold is reduced before it is written.
-
-    Attributes:
-        name: what `KVScales.format` says.
-        tensor_names: what it calls the tensors of scales in a checkpoint.
-        own_files: the files that hold nothing but its scales, the one that is read last.
-        granularity: the finest scales that it holds.
-        holds_centers: whether it holds centers of K.
-        holds_both_sides: whether K and V have scales of their own.
-        holds_ranks: whether it holds scales for each rank of a tensor-parallel model.
-        for_servers: whether servers read it, which cache what this library does not in some models.
-        no_checkpoint: why it cannot be written into a copy of a checkpoint; None: it can.
-    """
+    """A format of static scales. What it cannot hold is reduced before it is written."""
 
     name: ClassVar[str]
     tensor_names: ClassVar[tuple[TensorName, ...]] = ()
-    own_files: ClassVar[tuple[str, ...]] = ()
-    granularity: ClassVar[Granularity] = "tensor"
+    own_files: ClassVar[tuple[str, ...]] = ()  # of nothing but scales; the one that is read last
+    granularity: ClassVar[Granularity] = "tensor"  # the finest that it holds
     holds_centers: ClassVar[bool] = False
-    holds_both_sides: ClassVar[bool] = True
-    holds_ranks: ClassVar[bool] = False
-    for_servers: ClassVar[bool] = True
-    no_checkpoint: ClassVar[str | None] = None
+    holds_both_sides: ClassVar[bool] = True  # K and V have scales of their own
+    holds_ranks: ClassVar[bool] = False  # scales for each rank of a tensor-parallel model
+    for_servers: ClassVar[bool] = True  # which cache what this library does not in some models
+    no_checkpoint: ClassVar[str | None] = None  # why it is not for copies of a checkpoint
 
     def recognizes(self, entry: str, method: str) -> bool:
-        """Return whether a config's quantization entry is that of the format's own tool.
+        """Return whether an entry such as "quantization_config" is of the format's own tool.
 
-        Args:
-            entry: its name, such as "quantization_config".
-            method: its `quant_method`, in lower case; empty without one.
+        `method` is its `quant_method` in lower case; empty without one.
         """
         return False
 
@@ -56,21 +42,12 @@ class ScaleFormat(ABC):
         return None
 
     def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
-        """Return the scales of a checkpoint; None if it has none in this format.
-
-        Raises:
-            ScaleError: it has some, and they cannot be used.
-        """
+        """Return the scales of a checkpoint; None if it has none in this format."""
         return None
 
     @abstractmethod
     def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
-        """Return the files of the scales alone; what is read first comes last.
-
-        Args:
-            scales: as `reduce_scales` returns them.
-            tp_size: how many ranks they are for.
-        """
+        """Return the files of what `reduce_scales` returned; what is read first comes last."""
 
     def checkpoint_files(
         self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int

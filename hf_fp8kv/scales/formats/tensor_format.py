@@ -31,25 +31,16 @@ def to_json(data: object) -> bytes:
 
 
 class TensorFormat(ScaleFormat):
-    """Scales as tensors of a checkpoint.
+    """Scales as tensors of a checkpoint."""
 
-    Attributes:
-        layers_path: where the layers of a model are, in a file of the scales alone.
-    """
-
-    layers_path: ClassVar[str] = "model.layers"
+    layers_path: ClassVar[str] = "model.layers"  # of a model, in a file of the scales alone
 
     @abstractmethod
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        """Add the entries that declare the scales to a config; the other entries stay.
+        """Add the entries that declare the scales to a `config.json`; the other entries stay.
 
-        Args:
-            config: a `config.json`.
-            scales: the scales.
-            excluded: the modules of a checkpoint whose weights are not quantized.
-
-        Raises:
-            ScaleError: the weights are quantized by another tool.
+        `excluded` are the modules of a checkpoint whose weights are not quantized. ScaleError is
+        raised if the weights are quantized by another tool.
         """
 
     def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
@@ -108,9 +99,7 @@ class TensorFormat(ScaleFormat):
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a checkpoint, float32, by their names.
 
-        Args:
-            layers: as `reduce_scales` returns them.
-            modules: the attention module of each layer in a checkpoint; None: its usual name.
+        `modules` are the attention modules of the layers; None: they have their usual names.
         """
         tensors = {}
         for index, layer in layers.items():
@@ -128,11 +117,7 @@ class TensorFormat(ScaleFormat):
 
 
 class QuantizationFormat(TensorFormat):
-    """Scales that are declared in the quantization config of a tool.
-
-    Attributes:
-        quant_method: the `quant_method` of the tool.
-    """
+    """Scales that are declared in the quantization config of a tool."""
 
     quant_method: ClassVar[str]
 
@@ -153,15 +138,10 @@ class QuantizationFormat(TensorFormat):
         return super().config_files(config, second, scales, excluded)
 
     def quantization_block(self, config: Config, new: Config) -> Config:
-        """Return the quantization config of the weights in `config`.
+        """Return the quantization config of the weights; raise ScaleError for another tool's.
 
-        Args:
-            config: a `config.json`.
-            new: the entries of a quantization config that quantizes nothing but the cache; where
-                there is none, it becomes one, with the tool's `quant_method`.
-
-        Raises:
-            ScaleError: the weights are quantized by another tool.
+        Where there is none, `new` becomes one, with the tool's `quant_method`: the entries of one
+        that quantizes nothing but the cache.
         """
         for owner in (config, *(inner for _, inner in nested_configs("", config))):
             for entry in ("quantization_config", "compression_config"):
