@@ -18,7 +18,7 @@ from ..modeling.model_support import refuse_config
 from ..paging.block_table import PageBudget
 from ..paging.layer_group import LayerGroup
 from ..scales import KVScales, declared_kv_scales
-from ..scales.resolve import resolve
+from ..scales.kv_scales import resolve
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization

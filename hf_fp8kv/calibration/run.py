@@ -17,10 +17,9 @@ from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, parse_dtype
 from ..modeling.model_support import config_field
-from ..scales.kv_scales import KVScales
+from ..scales.kv_scales import KVScales, resolve
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport, QualityRow
-from ..scales.resolve import resolve
 from ..utils.environment import hardware, utc_now, version, versions
 from ..utils.text import format_list, format_value
 from . import scoring, stages

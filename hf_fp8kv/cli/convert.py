@@ -64,7 +64,7 @@ def convert(
 
     What the format cannot hold is reduced so that nothing saturates, with a warning.
     """
-    from ..scales.resolve import resolve
+    from ..scales.kv_scales import resolve
 
     check_choice(to, formats(), "--to")
     link_or_copy: Any = check_choice(kept, weights(), "--weights")

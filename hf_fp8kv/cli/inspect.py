@@ -46,7 +46,7 @@ def inspect(
 
     With --texts they are measured; else the report of their calibration is shown, if there is one.
     """
-    from ..scales.resolve import resolve
+    from ..scales.kv_scales import resolve
 
     options = drop_unset(
         dtype=dtype and parse_format(dtype, "--dtype"),

@@ -16,11 +16,10 @@ from .checkpoint.config import Declaration, text_config
 from .checkpoint.folder import LocalFolder
 from .checkpoint.tensor_names import FOREIGN, ZERO_POINT
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
-from .layer_scales import LayerScales
+from .layer_scales import LayerScales, ScaleData, take_rank
 from .load import read_checkpoint
 from .reduce import reduce_scales
 from .request import Request
-from .scale_data import ScaleData, take_rank
 
 Weights = Literal["copy", "link"]
 _WEIGHTS = (".safetensors", ".gguf", *PICKLES)

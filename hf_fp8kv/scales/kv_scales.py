@@ -16,13 +16,12 @@ from ..utils.text import format_list
 from .checkpoint.folder import HubOptions
 from .copy_checkpoint import Weights, copy_checkpoint
 from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
-from .layer_scales import LayerScales
+from .layer_scales import LayerScales, ScaleData
 from .load import read_checkpoint, read_file
 from .reduce import reduce_scales
 from .report import CalibrationReport
 from .request import Request
 from .save import upload_files, write_files
-from .scale_data import ScaleData
 from .validation import check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
@@ -243,3 +242,33 @@ def _find_format(name: str, tp_size: int) -> ScaleFormat:
             f"{name!r}; only that format names ranks"
         )
     return format
+
+
+def resolve(
+    scales: KVScales | str | os.PathLike[str] | float | None,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    strict: bool = True,
+    **hub_options: Unpack[HubOptions],
+) -> KVScales | float | None:
+    """Return what the argument `scales` of a cache stands for; raise ScaleError for anything else.
+
+    None is dynamic scales, a number that constant for every layer, a string or path a file, a
+    folder or a repository of the Hub. The other arguments are those of `from_pretrained`.
+    """
+    if scales is None or isinstance(scales, KVScales):
+        return scales
+    if isinstance(scales, int | float):
+        return check_constant(scales, "scales")
+    if not isinstance(scales, str | os.PathLike):
+        raise ScaleError(
+            "scales: expected None, a number, KVScales, a path or a repository id, got "
+            f"{type(scales).__name__}"
+        )
+    path = Path(scales)
+    if path.is_file() or (path.suffix in (".json", ".safetensors") and not path.is_dir()):
+        return KVScales.from_file(path, tp_rank=tp_rank, tp_size=tp_size, strict=strict)
+    return KVScales.from_pretrained(
+        scales, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub_options
+    )

@@ -12,9 +12,9 @@ from .checkpoint.read_tensors import read_tensors
 from .declarations import open_checkpoint
 from .formats import SCALE_FORMATS
 from .formats.hf_fp8kv import OWN_FILE
+from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
-from .scale_data import ScaleData
 
 
 def read_file(path: Path, request: Request) -> ScaleData:

@@ -9,8 +9,7 @@ import torch
 from ..formats import FORMATS
 from ..utils.text import format_list
 from .formats.base import ScaleFormat
-from .layer_scales import LayerScales
-from .scale_data import ScaleData
+from .layer_scales import LayerScales, ScaleData
 
 
 def reduce_scales(

@@ -82,3 +82,13 @@ class Request:
                 f"{message}; use this model's scales, or pass strict=False (--lenient)"
             )
         logger.warning("%s", message)
+
+
+def warn_of_differences(origin: object, scales: Sequence[object], ranks: int) -> None:
+    """Log it if the scales of several ranks are not the same."""
+    if any(other != scales[0] for other in scales):
+        logger.warning(
+            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
+            origin,
+            ranks,
+        )

@@ -8,8 +8,7 @@ import torch
 
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
-from ..scales.kv_scales import KVScales
-from ..scales.resolve import resolve
+from ..scales.kv_scales import KVScales, resolve
 
 
 class StaticScales(NamedTuple):

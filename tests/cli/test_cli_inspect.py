@@ -214,7 +214,7 @@ def test_a_report_beside_the_scales_is_shown(run, tmp_path, monkeypatch):
         pytest.skip("scales carry no report yet")
     scales = random_scales("head")
     monkeypatch.setattr(
-        sys.modules["hf_fp8kv.scales.resolve"],
+        sys.modules["hf_fp8kv.scales.kv_scales"],
         "resolve",
         lambda *_, **__: replace(scales, report=found(3)),
     )

@@ -15,7 +15,7 @@ from hypothesis import given
 from hf_fp8kv.errors import Fp8KVError, ScaleError
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales import KVScales, LayerScales, declared_kv_scales
-from hf_fp8kv.scales.resolve import resolve
+from hf_fp8kv.scales.kv_scales import resolve
 
 INF, NAN = float("inf"), float("nan")
 ONE = torch.tensor(1.0)

@@ -21,7 +21,7 @@ from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.checkpoint import folder as hub_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY
 from hf_fp8kv.scales.formats import TENSOR_NAMES
-from hf_fp8kv.scales.resolve import resolve
+from hf_fp8kv.scales.kv_scales import resolve
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
 K = (0.0152239128947258, 0.0188860222697258, 0.0354178324341774)

@@ -12,9 +12,8 @@ from safetensors import safe_open
 from ...errors import ScaleError
 from ...utils.files import PICKLES, convert_read_errors
 from ...utils.text import format_list
-from ..layer_scales import LayerScales
+from ..layer_scales import LayerScales, ScaleData
 from ..request import Request
-from ..scale_data import ScaleData
 from .checkpoint import Checkpoint
 from .config import head_counts
 from .tensor_names import FOREIGN, LAYER, LIKELY, ZERO_POINT, ScaleTensor, match_tensors

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..checkpoint.config import Config
 from ..checkpoint.tensor_names import OUTPUTS, PAIR, SHARED, TensorName
-from ..scale_data import ScaleData
+from ..layer_scales import ScaleData
 from .tensor_format import QuantizationFormat
 
 

@@ -8,9 +8,8 @@ from typing import ClassVar
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.config import Declaration
 from ..checkpoint.tensor_names import TensorName
-from ..layer_scales import Granularity
+from ..layer_scales import Granularity, ScaleData
 from ..request import Request
-from ..scale_data import ScaleData
 
 
 class ScaleFormat(ABC):

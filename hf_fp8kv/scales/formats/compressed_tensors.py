@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..checkpoint.config import Config, Declaration, as_mapping, parse_entry
 from ..checkpoint.tensor_names import OUTPUTS, PAIR
-from ..scale_data import ScaleData
+from ..layer_scales import ScaleData
 from .tensor_format import QuantizationFormat
 
 _SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}

@@ -18,10 +18,9 @@ from safetensors.torch import save as to_safetensors
 from ...errors import ScaleError
 from ...utils.files import convert_read_errors, read_header, read_json
 from ...utils.text import format_list
-from ..layer_scales import LayerScales
+from ..layer_scales import LayerScales, ScaleData
 from ..report import REPORT_FILE, CalibrationReport
 from ..request import Request
-from ..scale_data import ScaleData
 from .base import ScaleFormat
 from .tensor_format import to_json
 

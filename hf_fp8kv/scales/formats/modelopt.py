@@ -7,7 +7,7 @@ from ...errors import ScaleError
 from ...utils.text import format_value
 from ..checkpoint.config import HF_QUANT_CONFIG, Config
 from ..checkpoint.tensor_names import PAIR, TensorName
-from ..scale_data import ScaleData
+from ..layer_scales import ScaleData
 from .tensor_format import QuantizationFormat, to_json
 
 _PROJECTION = r"(?P<side>[kv])_proj\.(?P=side)_scale"

@@ -8,7 +8,7 @@ from ...errors import ScaleError
 from ...utils.text import format_value
 from ..checkpoint.config import Config, Declaration, as_mapping
 from ..checkpoint.tensor_names import OUTPUTS, PAIR
-from ..scale_data import ScaleData
+from ..layer_scales import ScaleData
 from .tensor_format import QuantizationFormat
 
 _PROJECTIONS = ("*k_proj", "*v_proj")

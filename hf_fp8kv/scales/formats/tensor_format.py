@@ -17,9 +17,8 @@ from ..checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoin
 from ..checkpoint.config import HF_QUANT_CONFIG, Config, nested_configs
 from ..checkpoint.read_tensors import read_tensors
 from ..checkpoint.tensor_names import ATTENTION_MODULE
-from ..layer_scales import LayerScales
+from ..layer_scales import LayerScales, ScaleData
 from ..request import Request
-from ..scale_data import ScaleData
 from .base import ScaleFormat
 
 SCALES_FILE = "model-kv-scales.safetensors"

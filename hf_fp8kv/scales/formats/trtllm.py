@@ -1,6 +1,5 @@
 """The format "trtllm": checkpoints of TensorRT-LLM, one `rank{N}.safetensors` for each process."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,12 +12,9 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.config import Config, as_mapping
 from ..checkpoint.read_tensors import read_tensors
 from ..checkpoint.tensor_names import TensorName
-from ..layer_scales import LayerScales
-from ..request import Request
-from ..scale_data import ScaleData
+from ..layer_scales import LayerScales, ScaleData
+from ..request import Request, warn_of_differences
 from .tensor_format import SCALES_FILE, TensorFormat
-
-logger = logging.getLogger(__name__)
 
 _RANK_FILE = re.compile(r"rank([0-9]{1,6})\.safetensors")
 
@@ -87,12 +83,9 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
         return parts[0]
     largest = {index: _largest(checkpoint, index, parts) for index in parts[0].layers}
     merged = replace(parts[0], layers=largest)
-    if any(_numbers(part) != _numbers(merged) for part in parts):
-        logger.warning(
-            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
-            checkpoint.origin,
-            len(files),
-        )
+    warn_of_differences(
+        checkpoint.origin, [_numbers(part) for part in (merged, *parts)], len(files)
+    )
     return merged
 
 

@@ -11,9 +11,8 @@ from ...utils.files import convert_read_errors, read_json
 from ...utils.text import format_list, format_value
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.config import Config
-from ..layer_scales import LayerScales
-from ..request import Request
-from ..scale_data import ScaleData, take_rank
+from ..layer_scales import LayerScales, ScaleData, take_rank
+from ..request import Request, warn_of_differences
 from ..validation import check_constant, scalar
 from .base import ScaleFormat
 from .tensor_format import to_json
@@ -164,10 +163,5 @@ def _merge_ranks(
     if all(scales == ranks[0] for scales in ranks.values()):
         ranks = {0: ranks[0]}
     chosen = [ranks[rank] for rank in request.choose_ranks(path, len(ranks))]
-    if any(scales != chosen[0] for scales in chosen):
-        logger.warning(
-            "%s: the scales of its %d ranks differ: the largest one is used of each layer",
-            path,
-            len(ranks),
-        )
+    warn_of_differences(path, chosen, len(ranks))
     return {layer: max(scales[layer] for scales in chosen) for layer in chosen[0]}
