@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from .errors import APIError
+from .errors import INTERNAL, APIError
 from .handlers import adapt
 from .options import template_arguments
-from .validation import CHAT, COMPLETIONS, GENERATES, RESPONSES
+from .requests import current_request
+from .validation import CHAT, COMPLETIONS, RESPONSES
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,12 @@ _REQUEST_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
 _SERVER_ERRORS = (RuntimeError, OSError, ArithmeticError, AssertionError)
 
 
-def build_application(models: Any, state: Any, options: Mapping[str, Any]) -> Any:
-    """Return transformers' FastAPI application over a loader of models and an engine.
+def build_application(
+    models: Any, state: Any, options: Mapping[str, Any]
+) -> tuple[Any, dict[str, frozenset[str]]]:
+    """Return transformers' FastAPI application, and the fields that its handlers take, by path.
 
-    Args:
-        models: a ModelManager.
-        state: a GenerationState.
-        options: those of the stock command.
+    `models` is a ModelManager, `state` a GenerationState, `options` those of the stock command.
 
     Raises:
         ConfigError: this transformers puts its application together in another way.
@@ -53,6 +53,7 @@ def build_application(models: Any, state: Any, options: Mapping[str, Any]) -> An
         "chat_template_kwargs": template_arguments(options),
         "decision_config": None,
     }
+    fields = {}
     turns = asyncio.Semaphore(_LONG_PROMPTS)
     for name, (module, kind, path) in _HANDLERS.items():
         if name in inspect.signature(build).parameters:
@@ -60,19 +61,10 @@ def build_application(models: Any, state: Any, options: Mapping[str, Any]) -> An
             known[name] = handler(**_select_keywords(handler, known))
             if path is not None:
                 adapt(known[name], path, turns)
+                fields[path] = frozenset(handler._valid_params_class.__mutable_keys__)
     app = build(**_select_keywords(build, known))
     _convert_errors(app)
-    return app
-
-
-def known_fields() -> dict[str, frozenset[str]]:
-    """Return the fields that transformers' handlers accept, by path."""
-    fields = {}
-    for module, kind, path in _HANDLERS.values():
-        if path is not None:
-            handler = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), kind)
-            fields[path] = frozenset(handler._valid_params_class.__mutable_keys__)
-    return fields
+    return app, fields
 
 
 def _select_keywords(called: Any, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +83,6 @@ def _select_keywords(called: Any, known: Mapping[str, Any]) -> dict[str, Any]:
 def _convert_errors(app: Any) -> None:
     """Convert all errors of the application to APIError, of status 4xx or 5xx."""
     from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
     from jinja2 import TemplateError
     from starlette.exceptions import HTTPException
 
@@ -103,19 +94,17 @@ def _convert_errors(app: Any) -> None:
             return APIError(error.status_code, str(error.detail), headers=headers)
         if isinstance(error, RequestValidationError):
             return APIError(422, str(error))
-        waiting = request.scope.get("state", {}).get("hf_fp8kv_request")
-        generates = request.scope["path"] in GENERATES
+        waiting = current_request.get()
         by_request = isinstance(error, (*_REQUEST_ERRORS, TemplateError))
-        if by_request and generates and waiting is not None and not waiting.submitted:
+        if by_request and waiting is not None and not waiting.submitted:
             logger.warning("a request could not be made into a prompt", exc_info=error)
             text = f"{type(error).__name__}: {error}"
             return APIError(400, f"cannot make a prompt of this request: {text:.300}")
         logger.error("%s %s", request.method, request.url.path, exc_info=error)
-        return APIError(500, "internal error; see the server's log")
+        return APIError(500, INTERNAL)
 
     async def answer(request: Any, error: Any) -> Any:
-        converted = convert(request, error)
-        return JSONResponse(converted.body(), converted.status, headers=converted.headers)
+        return convert(request, error).response()
 
     others = (*_REQUEST_ERRORS, *_SERVER_ERRORS)
     for kind in (APIError, RequestValidationError, HTTPException, TemplateError, *others):

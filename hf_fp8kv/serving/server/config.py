@@ -12,25 +12,15 @@ KEY_VARIABLE = "HF_FP8KV_API_KEY"
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Access and limits of a server.
+    """Access and limits of a server."""
 
-    Attributes:
-        api_key: the token that a client has to send; None: none.
-        max_body: bytes of a request.
-        max_waiting: requests that may wait for the engine.
-        grace: seconds that running requests get when the server is told to stop.
-        metrics_interval: seconds between lines in the log while requests run; 0: no lines.
-        head_seconds: how long a client may take to send a request's headers.
-        body_seconds: the same, of its body.
-    """
-
-    api_key: str | None = None
-    max_body: int = 4 * 2**20
-    max_waiting: int = 128
-    grace: float = 30.0
-    metrics_interval: float = 10.0
-    head_seconds: float = 15.0
-    body_seconds: float = 30.0
+    api_key: str | None = None  # the token that a client has to send
+    max_body: int = 4 * 2**20  # bytes of a request
+    max_waiting: int = 128  # requests that may wait for the engine
+    grace: float = 30.0  # seconds that running requests get when the server is told to stop
+    metrics_interval: float = 10.0  # seconds between lines in the log while requests run; 0: none
+    head_seconds: float = 15.0  # that a client may take to send a request's headers
+    body_seconds: float = 30.0  # the same, of its body
 
     @classmethod
     def parse(cls, host: str, api_key: str | None, **others: float) -> "ServerConfig":

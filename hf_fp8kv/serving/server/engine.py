@@ -23,7 +23,6 @@ from transformers.cli.serving.utils import (
 from ...errors import ConfigError
 from .. import Usage, usage
 from .errors import STOPPING, APIError
-from .handlers import call_on_loop
 from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import per_request_sampling, request_sampling
 from .stop_strings import StoppingQueue, find_stop, request_stops
@@ -40,14 +39,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 class Engine(CBGenerateManager):
     """Answers requests of one model from FP8 pages; of its methods the handlers call `generate_*`.
 
-    Args:
-        model: a causal language model that `hf_fp8kv.serving.enable` was called on.
-        config: a ContinuousBatchingConfig, or None for transformers' own defaults.
-        tracker: the server's requests.
-
-    Attributes:
-        page_tokens: tokens that one request may hold in the pages.
-        model_tokens: tokens that the model was made for; None: unknown.
+    `model` is one that `hf_fp8kv.serving.enable` was called on, `config` a ContinuousBatchingConfig
+    or None for transformers' own defaults.
     """
 
     def __init__(self, model: Any, config: Any, tracker: RequestTracker) -> None:
@@ -56,7 +49,7 @@ class Engine(CBGenerateManager):
         self.model, self.tracker = model, tracker
         text = model.config.get_text_config()
         self.vocabulary = int(text.vocab_size)
-        self.page_tokens = 0
+        self.page_tokens = 0  # that one request may hold
         limit = getattr(text, "max_position_embeddings", None)
         self.model_tokens = limit if isinstance(limit, int) and limit > 0 else None
         self.stopping = False
@@ -149,10 +142,10 @@ class Engine(CBGenerateManager):
             APIError: the request is too long, or the engine does not run.
         """
         request = _current_request()
-        arguments = (processor, inputs["input_ids"], gen_config, response_parser)
-        return call_on_loop(request.loop, lambda: self._stream(request, *arguments))
+        answer = self._stream(request, processor, inputs["input_ids"], gen_config, response_parser)
+        return asyncio.run_coroutine_threadsafe(answer, request.loop).result()
 
-    def _stream(
+    async def _stream(
         self, request: ServerRequest, processor: Any, prompt: list[int], config: Any, parser: Any
     ) -> tuple[asyncio.Queue[Any], CBStreamer]:
         self._set_limit(request, prompt, config)
@@ -164,8 +157,9 @@ class Engine(CBGenerateManager):
 
         queue = StoppingQueue(stops, on_stop) if stops else asyncio.Queue()
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        loop = asyncio.get_running_loop()
-        streamer = CBStreamer(self._cb, request.id, tokenizer, loop, queue, response_parser=parser)
+        streamer = CBStreamer(
+            self._cb, request.id, tokenizer, request.loop, queue, response_parser=parser
+        )
 
         def on_error(error: APIError) -> None:
             request.error = error  # the handlers' own event for it is replaced by `adapt`

@@ -4,29 +4,24 @@ import http
 import json
 from typing import Any
 
+from starlette.responses import Response
+
 STOPPING = "the server is stopping"
+INTERNAL = "internal error; see the server's log"
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class APIError(Exception):
-    """An answer with a status of 400 or more; raised anywhere below the middleware, sent by it.
-
-    Args:
-        status: the HTTP status.
-        message: what was expected, what came, and what to do about it.
-        param: the field of the request that is meant.
-        code: a short name for programs.
-        headers: of the answer, beside the usual ones.
-    """
+    """An answer with a status of 400 or more; raised anywhere below the middleware, sent by it."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        param: str | None = None,
-        code: str | None = None,
+        param: str | None = None,  # the field of the request that is meant
+        code: str | None = None,  # a short name for programs
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -44,16 +39,15 @@ class APIError(Exception):
         """Return the error as the last event of a stream."""
         return f"data: {json.dumps(self.body())}\n\n"
 
-    def encode(self) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Return headers and body of the answer."""
-        content = json.dumps(self.body()).encode()
-        headers = {"content-type": "application/json", "content-length": str(len(content))}
-        headers |= self.headers
-        return [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()], content
+    def response(self) -> Response:
+        """Return the answer."""
+        # ASCII: a message may repeat a text that UTF-8 does not have.
+        content = json.dumps(self.body())
+        return Response(content, self.status, self.headers, "application/json")
 
     def http_response(self) -> bytes:
-        """Return the whole answer, for a connection that no application has yet."""
-        headers, content = self.encode()
+        """Return the bytes of the answer, for a connection that no application has yet."""
+        response = self.response()
         lines = [f"HTTP/1.1 {self.status} {http.HTTPStatus(self.status).phrase}".encode()]
-        lines += [name + b": " + value for name, value in headers]
-        return b"\r\n".join([*lines, b"", content])
+        lines += [name + b": " + value for name, value in response.raw_headers]
+        return b"\r\n".join([*lines, b"", bytes(response.body)])

@@ -5,17 +5,15 @@ for megabytes of text; on the event loop, all other clients would wait for that 
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from typing import Any, TypeVar
+import types
+from collections.abc import AsyncIterator, Coroutine, Generator
+from typing import Any
 
 from .errors import STOPPING, APIError
 from .requests import ServerRequest, current_request
 from .validation import RESPONSES, count_characters
-
-T = TypeVar("T")
 
 # Characters of a request that takes turns with others like it: making a token takes hundreds of
 # bytes.
@@ -29,12 +27,8 @@ def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
     """Change one handler, not its class: where it tokenizes, and what OpenAI's answers have.
 
     That is: the model's name as the client gave it, `[DONE]` at the end of a stream, errors in
-    OpenAI's format, and the status `incomplete` of a response that was truncated.
-
-    Args:
-        handler: one of transformers' for a path of GENERATES.
-        path: that path.
-        turns: how many long prompts may be made into tokens at the same time.
+    OpenAI's format, and the status `incomplete` of a response that was truncated. `turns` is how
+    many long prompts may be made into tokens at the same time.
     """
     resolve, handle = handler._resolve_model, handler.handle_request
 
@@ -83,31 +77,13 @@ async def _begin_in_thread(
     ended, answer = await asyncio.shield(begun)
     if ended and answer is None:
         raise APIError(503, STOPPING, code="stopping")
-    return answer if ended else await _Begun(handling)
+    return answer if ended else await _resume(handling)
 
 
-class _Begun:
-    """The remainder of a coroutine that has begun, which `await` does not take as it is."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._coroutine.__await__()
-
-
-def call_on_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> T:
-    """Return the result of a function that the event loop calls; wait for it in another thread."""
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    loop.call_soon_threadsafe(run)
-    return result.result()
+@types.coroutine
+def _resume(begun: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Await the remainder of a coroutine that has begun, which `await` does not take as it is."""
+    return (yield from begun)
 
 
 # -- answers ---------------------------------------------------------------------------------------

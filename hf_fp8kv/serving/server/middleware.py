@@ -12,10 +12,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from .asgi import Receive, Replay, Response, Scope, Send, replace_body, wait_until_gone
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from .asgi import Replay, TrackedSend, wait_until_gone
 from .config import ServerConfig
 from .engine import Engine
-from .errors import STOPPING, APIError
+from .errors import INTERNAL, STOPPING, APIError
 from .metrics import format_metrics
 from .model import SingleModelManager
 from .requests import RequestTracker
@@ -29,17 +32,7 @@ _RETRY = {"retry-after": "5"}
 
 
 class Middleware:
-    """An ASGI application around transformers' own.
-
-    Args:
-        app: transformers' application.
-        engine: what it generates with.
-        model: the one model.
-        tracker: the server's requests.
-        config: its limits.
-        fields: what a body may have besides OWN_FIELDS, by path.
-        cors: whether pages of other origins may read answers.
-    """
+    """An ASGI application around transformers' own, `app`."""
 
     def __init__(
         self,
@@ -49,8 +42,8 @@ class Middleware:
         tracker: RequestTracker,
         config: ServerConfig,
         *,
-        fields: Mapping[str, frozenset[str]],
-        cors: bool,
+        fields: Mapping[str, frozenset[str]],  # of a body by path, besides OWN_FIELDS
+        cors: bool,  # whether pages of other origins may read answers
     ) -> None:
         self.app, self.engine, self.model = app, engine, model
         self.tracker, self.config, self.cors = tracker, config, cors
@@ -66,35 +59,39 @@ class Middleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        response = Response(send, cors=self.cors)
+        tracked = TrackedSend(send)
         method, path = scope["method"], scope["path"]
         try:
-            await self._answer(method, path, scope, receive, response)
-        except APIError as error:
-            await response.send_error(error)
+            await self._answer(scope, receive, tracked)
         except _ClientGoneError:
-            response.status = _CLIENT_GONE
-        except Exception:
-            logger.exception("%s %s", method, path)
-            await response.send_error(APIError(500, "internal error; see the server's log"))
+            tracked.status = _CLIENT_GONE
+        except Exception as error:
+            if not isinstance(error, APIError):
+                logger.exception("%s %s", method, path)
+            if not tracked.started:
+                answer = error if isinstance(error, APIError) else APIError(500, INTERNAL)
+                response = answer.response()
+                if self.cors:
+                    response.headers["access-control-allow-origin"] = "*"
+                await response(scope, receive, tracked)
         finally:
             if method == "POST" and path in GENERATES:
-                self.tracker.statuses[response.status] += 1
+                self.tracker.statuses[tracked.status] += 1
 
-    async def _answer(
-        self, method: str, path: str, scope: Scope, receive: Receive, response: Response
-    ) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: TrackedSend) -> None:
+        method, path = scope["method"], scope["path"]
         headers = {name.lower(): value for name, value in scope["headers"]}
         if path == "/health" and method in ("GET", "HEAD"):
-            await response.send_json(*self._health())
+            await self._health()(scope, receive, send)
             return
         if not (method == "OPTIONS" and self.cors):  # a browser asks without its token
             self._check_access(headers)
         if path == "/metrics" and method in ("GET", "HEAD"):
-            text = format_metrics(self.engine, self.tracker).encode()
-            await response.send(200, b"text/plain; version=0.0.4; charset=utf-8", text)
+            text = format_metrics(self.engine, self.tracker)
+            response = Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+            await response(scope, receive, send)
         elif method != "POST":
-            await self.app(scope, receive, response)
+            await self.app(scope, receive, send)
         elif path in GENERATES:
             self._check_capacity()
             body = parse_body(await self._read(headers, receive))
@@ -103,12 +100,12 @@ class Middleware:
             self._check_length(body)
             body["model"] = self.model.force_model
             self._check_capacity()
-            await self._generate(body, name, scope, receive, response)
+            await self._generate(body, name, scope, receive, send)
         elif path == _LOAD:
             body = parse_body(await self._read(headers, receive))
             self.model.check_name(body.get("model"))
-            replay = Replay({"model": self.model.force_model})
-            await self.app(replace_body(scope, replay.content), replay, response)
+            replay = Replay(scope, {"model": self.model.force_model})
+            await self.app(replay.scope, replay, send)
         else:
             raise APIError(404, f"{path}: expected one of {', '.join(GENERATES)}")
 
@@ -188,30 +185,32 @@ class Middleware:
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _health(self) -> tuple[int, dict[str, Any]]:
-        """Return the status and the answer: transformers' fields, counts, and what is wrong."""
+    def _health(self) -> JSONResponse:
+        """Return transformers' fields, counts, and what is wrong."""
         try:
             self._check_running()
         except APIError as error:
             reason = "stopping" if self.stopping else "cb_worker_dead"
-            return error.status, {"status": "unhealthy", "reason": reason, **error.body()}
+            content = {"status": "unhealthy", "reason": reason, **error.body()}
+            return JSONResponse(content, error.status)
         active, waiting = self.engine.active(), self.engine.waiting()
-        return 200, {"status": "ok", "requests_active": active, "requests_waiting": waiting}
+        return JSONResponse(
+            {"status": "ok", "requests_active": active, "requests_waiting": waiting}
+        )
 
     async def _generate(
-        self, body: dict[str, Any], name: str, scope: Scope, receive: Receive, response: Response
+        self, body: dict[str, Any], name: str, scope: Scope, receive: Receive, send: TrackedSend
     ) -> None:
         """Have the application answer, until the client goes away."""
         with self.tracker.track(body, name) as request:
-            replay = Replay({name: value for name, value in body.items() if name not in OWN_FIELDS})
-            scope = replace_body(scope, replay.content)
-            scope["state"] = {**scope.get("state", {}), "hf_fp8kv_request": request}
-            work = asyncio.ensure_future(self.app(scope, replay, response))
+            stock = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+            replay = Replay(scope, stock)
+            work = asyncio.ensure_future(self.app(replay.scope, replay, send))
             gone = asyncio.ensure_future(wait_until_gone(receive))
             try:
                 await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                 # A client that has its last token may leave before the last, empty part is sent.
-                if not work.done() and not response.complete and not request.done:
+                if not work.done() and not send.complete and not request.done:
                     replay.gone.set()
                     raise _ClientGoneError
                 await work

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from ...errors import ConfigError
-from .application import build_application, known_fields
+from .application import build_application
 from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
 from .engine import Engine, SingleEngineState
@@ -49,16 +49,9 @@ def serve(
     """Serve a model until a signal ends it.
 
     SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
-    ends these at once.
-
-    Args:
-        name: a folder or a hub id.
-        host: where to listen.
-        port: the same; 0: any that is free.
-        config: access and limits.
-        pages: keywords of `hf_fp8kv.serving.enable`.
-        options: those of transformers' own command, by parameter.
-        on_ready: called with the address when requests are answered.
+    ends these at once. `name` is a folder or a hub id, `pages` the keywords of
+    `hf_fp8kv.serving.enable`, `options` those of transformers' own command; `on_ready` gets the
+    address when requests are answered.
 
     Raises:
         ConfigError: the model, its pages or the address are not available.
@@ -81,10 +74,9 @@ def serve(
         stack.callback(engine.stop)
         engine.begin()
         state = SingleEngineState(engine, compile=bool(options.get("compile", False)))
-        middleware = Middleware(
-            build_application(model, state, options), engine, model, tracker, config,
-            fields=known_fields(), cors=bool(options.get("enable_cors", False)),
-        )  # fmt: skip
+        app, fields = build_application(model, state, options)
+        cors = bool(options.get("enable_cors", False))
+        middleware = Middleware(app, engine, model, tracker, config, fields=fields, cors=cors)
         server = _Server(middleware, lambda: on_ready(_address(bound)))
         server.run(sockets=[bound])
 
