@@ -29,24 +29,12 @@ def attend_layer(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Store the keys and values of a step, and return the attention of every token.
+    """Store the keys and values of a step; return the attention, `[1, N, Hq, D]`, zero for padding.
 
     Args:
         query: `[1, Hq, N, D]`; tokens past those of the step are padding.
-        key: `[1, Hkv, N, D]`.
-        value: `[1, Hkv, N, D]`.
-        work: the operations of the step.
-        pages: the layer's.
-        scales: its static scales and center.
-        layout: of a page.
-        backend: a key of `ops.BACKENDS`.
-        window: the sliding window in tokens, or None.
-        scaling: what `q k` is multiplied by.
-        softcap: of the logits; 0: none.
+        key: `[1, Hkv, N, D]`, and so is `value`.
         sinks: `[Hq]`, or None.
-
-    Returns:
-        `[1, N, Hq, D]`; zero for padding.
 
     Raises:
         ConfigError: keys or values do not have the sizes of the pages.

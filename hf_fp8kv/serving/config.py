@@ -12,28 +12,18 @@ from ..scales.kv_scales import KVScales, resolve
 
 
 class StaticScales(NamedTuple):
-    """The static scales and the center of one layer, on the device of its pages.
+    """The static scales and the center of one layer, float32, on the device of its pages."""
 
-    Attributes:
-        k: `[Hkv, D]`, float32, or None: dynamic, or nothing to scale.
-        v: the same for V.
-        center: of K, `[Hkv, D]`, float32, or None.
-    """
-
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    center: torch.Tensor | None
+    k: torch.Tensor | None  # [Hkv, D]; None: dynamic, or nothing to scale
+    v: torch.Tensor | None  # the same for V
+    center: torch.Tensor | None  # of K, [Hkv, D]
 
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """The keywords of `enable`, parsed.
+    """The keywords of `enable`, parsed."""
 
-    Attributes:
-        options: as a cache has them; the page size is not used, since the engine has its own.
-    """
-
-    options: CacheOptions
+    options: CacheOptions  # its page size is not used, since the engine has its own
 
     @classmethod
     def parse(
@@ -70,14 +60,7 @@ class ServingConfig:
     def layer_scales(
         self, count: int, heads: int, dim: int, device: torch.device | str = "cpu"
     ) -> list[StaticScales]:
-        """Return the static scales of every layer. Raises ScaleError.
-
-        Args:
-            count: layers of the model.
-            heads: KV heads in this process.
-            dim: head size, of K and of V.
-            device: of the pages.
-        """
+        """Return the static scales of `count` layers, of the heads here. Raises ScaleError."""
         scales = (self.options.layer_scales(index, heads, dim, dim) for index in range(count))
         return [
             StaticScales(*(None if x is None else x.to(device) for x in layer)) for layer in scales

@@ -37,10 +37,7 @@ class Enabled:
     It is an attribute of the model, not of its class. `generate_batch`, `generate` and the context
     manager of the model look it up there, so no other model is affected. A stock manager that was
     made in another way would serve the model from stock pages: its first step raises an error.
-
-    Attributes:
-        config: what the user chose.
-        kept: the stock manager that the model had kept for its next session, or None.
+    `kept` is the stock manager that the model had kept for its next session.
     """
 
     def __init__(

@@ -16,12 +16,7 @@ from .config import StaticScales
 
 
 class LayerPages(NamedTuple):
-    """The pages of a layer, or of all layers, without a block table.
-
-    Attributes:
-        k: the keys.
-        v: the values.
-    """
+    """The pages of a layer, or of all layers, without a block table."""
 
     k: StoredSide
     v: StoredSide
@@ -33,7 +28,12 @@ class LayerPages(NamedTuple):
 
     def from_page(self, first: int) -> "LayerPages":
         """Return the pages from `first` on: page `n` is then what was page `n + first`."""
-        return LayerPages(*(_skip_pages(side, first) for side in self))
+
+        def skip(side: StoredSide) -> StoredSide:
+            scales = None if side.token_scales is None else side.token_scales[first:]
+            return side._replace(codes=side.codes[first:], token_scales=scales)
+
+        return LayerPages(skip(self.k), skip(self.v))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the codes and dynamic scales, each with the pages first."""
@@ -41,32 +41,17 @@ class LayerPages(NamedTuple):
         return [x for x in tensors if x is not None]
 
 
-def _skip_pages(side: StoredSide, first: int) -> StoredSide:
-    scales = None if side.token_scales is None else side.token_scales[first:]
-    return side._replace(codes=side.codes[first:], token_scales=scales)
-
-
 @dataclass(frozen=True)
 class PageLayout:
-    """One page: `slots` tokens of one layer, for all KV heads of this process.
+    """One page: `slots` tokens of one layer, for all KV heads of this process."""
 
-    Attributes:
-        heads: Hkv.
-        dim: D, of K and of V.
-        slots: tokens per page, S.
-        key_format: a key of `FORMATS`, or "auto".
-        value_format: the same for V.
-        dtype: the model's: what "auto" stores.
-        dynamic: whether some layer has a scale per token and head.
-    """
-
-    heads: int
-    dim: int
-    slots: int
-    key_format: str
+    heads: int  # Hkv
+    dim: int  # D, of K and of V
+    slots: int  # tokens per page, S
+    key_format: str  # a key of `FORMATS`, or "auto"
     value_format: str
-    dtype: torch.dtype
-    dynamic: bool
+    dtype: torch.dtype  # the model's: what "auto" stores
+    dynamic: bool  # whether some layer has a scale per token and head
 
     @classmethod
     def of(
@@ -98,13 +83,10 @@ class PageLayout:
         return sum(prod(part[0]) * part[1].itemsize for part in self._parts() if part is not None)
 
     def carve(self, memory: torch.Tensor) -> LayerPages:
-        """Return the pages in `memory`.
+        """Return the pages in `memory`, `[bytes]`, uint8, contiguous.
 
         All pages' K come first, then all V, then the scales: so each is a tensor without gaps, as
         the operations want it. The engine only ever counts in pages, and never looks inside.
-
-        Args:
-            memory: `[bytes]`, uint8, contiguous.
         """
         pages = memory.numel() // self.bytes_per_page
         tensors: list[Any] = []

@@ -36,8 +36,7 @@ _SLOTS = 8
 def check_kinds(config: Any) -> list[int | None]:
     """Return the window of each layer, None for full attention, as engines see a config.
 
-    Raises:
-        ConfigError: there are layers that no engine has a cache for.
+    Raises ConfigError for layers that no engine has a cache for.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -54,11 +53,7 @@ def check_kinds(config: Any) -> list[int | None]:
 
 
 def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
-    """Run the model on seven tokens, as an engine would and text by text, in its own dtype.
-
-    Raises:
-        ConfigError: the results differ, or the model cannot be run in this way.
-    """
+    """Raise ConfigError unless the model gives for seven packed tokens what each text gives."""
     name = type(model).__name__
     vocabulary = model.config.get_text_config().vocab_size
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
@@ -143,7 +138,6 @@ class _PackedCache(EngineCache):
             self.record(batch, start, count, [[page]] * len(self.kinds))
 
     def kind_index(self, layer: int) -> int:
-        """Return the index into `kinds` of a layer."""
         return self._kind_index[layer]
 
     def layer_pages(self, layer: int) -> LayerPages:

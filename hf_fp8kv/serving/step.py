@@ -27,40 +27,27 @@ MAX_BATCH = 65_535
 class LayerKind:
     """Layers of one kind of attention: they share block tables.
 
-    Attributes:
-        window: the sliding window in tokens, or None. The pages of a windowed request are a ring:
-            the token at position p is at place `p % window`.
-        page_size: slots per page, S.
+    The pages of a request with a window are a ring: position p is at place `p % window`.
     """
 
-    window: int | None
-    page_size: int
+    window: int | None  # the sliding window in tokens
+    page_size: int  # slots per page, S
 
 
 @dataclass(frozen=True)
 class AttendBatch:
-    """A set of requests that attend in one operation.
+    """A set of requests that attend in one operation."""
 
-    Attributes:
-        tokens: `[B * T]`, int64: which of the step's tokens are the queries; a request with fewer
-            than T has any token in front. None: all of them, in order, one per request.
-        used: int64, which of the results count; None: all.
-        targets: int64, the tokens that these are the results of; None with `tokens`.
-        count: T.
-        table: `[B, M]`, int32.
-        lengths: `[B]`, int32, tokens stored, this step's among them.
-        stop: the largest length.
-        causal: whether places are positions: a full ring is in no order, and all of it is visible.
-    """
-
+    # [B * T], int64: which of the step's tokens are the queries; a request with fewer than T has
+    # any token in front. None: all of them, in order, one per request.
     tokens: torch.Tensor | None
-    used: torch.Tensor | None
-    targets: torch.Tensor | None
-    count: int
-    table: torch.Tensor
-    lengths: torch.Tensor
-    stop: int
-    causal: bool
+    used: torch.Tensor | None  # int64, which of the results count; None: all
+    targets: torch.Tensor | None  # int64, the tokens that these are of; None with `tokens`
+    count: int  # T
+    table: torch.Tensor  # [B, M], int32
+    lengths: torch.Tensor  # [B], int32, tokens stored, this step's among them
+    stop: int  # the largest length
+    causal: bool  # not for a full ring: it is in no order, and all of it is visible
     _plans: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
 
     def plan(self, backend: str, heads: int) -> torch.Tensor | None:
@@ -79,42 +66,25 @@ class AttendBatch:
 
 @dataclass(frozen=True)
 class RingChunk:
-    """Several tokens of a request that overwrite its ring while they still need it.
+    """Several tokens of a request that overwrite its ring while they still need it."""
 
-    Attributes:
-        first: the first of the step's tokens.
-        tokens: how many, T.
-        before: `[1]`, int32, how many of the old tokens the first of them still sees, n.
-        old: `[n]`, int64, pages and slots of the tokens that the first of them still sees.
-        kept: `[m]`, int64, pages and slots where the last `m` tokens go.
-    """
-
-    first: int
-    tokens: int
-    before: torch.Tensor
-    old: tuple[torch.Tensor, torch.Tensor]
-    kept: tuple[torch.Tensor, torch.Tensor]
+    first: int  # of the step's tokens
+    tokens: int  # how many, T
+    before: torch.Tensor  # [1], int32, how many old tokens the first of them still sees, n
+    old: tuple[torch.Tensor, torch.Tensor]  # [n], int64, pages and slots of these
+    kept: tuple[torch.Tensor, torch.Tensor]  # [m], int64, where the last m tokens go
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The operations of one layer of a kind in a step.
+    """The operations of one layer of a kind in a step."""
 
-    Attributes:
-        written: `[W]`, int64: which of the step's tokens are stored one by one; None: all.
-        table: `[W, 1]`, int32, the page of each.
-        slots: `[W]`, int32, its slot.
-        batches: requests that attend to the stored pages.
-        chunks: requests that go through pages of their own.
-        count: tokens of the step, N.
-    """
-
-    written: torch.Tensor | None
-    table: torch.Tensor
-    slots: torch.Tensor
-    batches: Sequence[AttendBatch]
-    chunks: Sequence[RingChunk]
-    count: int
+    written: torch.Tensor | None  # [W], int64: the tokens that are stored one by one; None: all
+    table: torch.Tensor  # [W, 1], int32, the page of each
+    slots: torch.Tensor  # [W], int32, its slot
+    batches: Sequence[AttendBatch]  # requests that attend to the stored pages
+    chunks: Sequence[RingChunk]  # requests that go through pages of their own
+    count: int  # tokens of the step, N
 
 
 @dataclass(frozen=True)
@@ -140,13 +110,7 @@ class EngineStep:
         return last.first + last.tokens if last else 0
 
     def add(self, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Add a request.
-
-        Args:
-            past: tokens stored before the step.
-            tokens: its tokens in this step.
-            pages: for each kind, the pages of the request, in order. They are copied.
-        """
+        """Add a request, with a copy of its `pages` of each kind; `past` tokens are stored."""
         if not tokens:  # an empty prompt: the engine takes it, and there is nothing to attend to
             return
         copies = tuple(np.array(of_kind, np.int32) for of_kind in pages)
@@ -164,10 +128,8 @@ class EngineStep:
 def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> LayerWork:
     """Return the operations of a step in which every request has one token, from tensors alone.
 
-    Args:
-        table: `[B, M]`, int32, the pages of each request; those not in use are below 0.
-        lengths: `[B]`, int32, tokens stored, this step's among them; 0: padding, of no request.
-        page_size: slots per page.
+    `table` is `[B, M]`, int32; pages not in use are below 0. `lengths` is `[B]`, int32, with this
+    step's tokens; 0: padding, of no request.
     """
     before = (lengths - 1).clamp(min=0)
     page = table.gather(1, (before // page_size)[:, None].long())

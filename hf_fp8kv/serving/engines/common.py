@@ -15,11 +15,7 @@ from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_wo
 
 
 def sizes(config: Any) -> tuple[int, int]:
-    """Return KV heads and head size of a model, as every engine finds them in the text's config.
-
-    Raises:
-        ConfigError: they are not in the config.
-    """
+    """Return KV heads and head size, as engines find them in a text config. Raises ConfigError."""
     if getattr(config, "is_heterogeneous", False):
         raise ConfigError(
             f"expected layers that are alike, got a {type(config).__name__} with layers of "
@@ -56,11 +52,8 @@ def peak_elements(config: Any) -> int:
 def count_tokens(kind: Any, kept: list[int], lengths: dict[str, int], size: int) -> int:
     """Return the tokens in the blocks of one kind of layers; a shared block counts once.
 
-    Args:
-        kind: what has the block tables of these layers, and a window if they have one.
-        kept: blocks that nobody uses and that are kept for reuse: full ones.
-        lengths: tokens stored for each live request.
-        size: tokens per page.
+    `kind` has the block tables, and a window if the layers do. `kept` are full blocks that are only
+    there for reuse; `lengths` the tokens of each live request; `size` those of a page.
     """
     tokens = dict.fromkeys(kept, size)
     # Copies: the engine's thread goes on meanwhile.
@@ -77,22 +70,13 @@ class EngineCache:
 
     A class for an engine says which kinds of layers there are and where their pages are. Each
     request of a step is recorded; the attention function then calls `attend_stored` for each layer.
-
-    Attributes:
-        chosen: what the user chose.
-        page_layout: where the bytes of a page are.
-        kinds: the kinds of attention layers, in the engine's order.
-        scales: the static scales of each layer, for this rank.
-        backend: a key of `ops.BACKENDS`.
-        prefix_hits: how often a request found its beginning in the cache.
-        prefix_tokens: tokens that these did not have to compute.
     """
 
-    chosen: ServingConfig
+    chosen: ServingConfig  # by the user
     page_layout: PageLayout
-    kinds: list[LayerKind]
-    scales: list[StaticScales]
-    backend: str
+    kinds: list[LayerKind]  # of the attention layers, in the engine's order
+    scales: list[StaticScales]  # of each layer, for this rank
+    backend: str  # a key of `ops.BACKENDS`
 
     def _prepare(
         self,
@@ -105,16 +89,10 @@ class EngineCache:
     ) -> None:
         """Lay out the pages and look up static numbers, before the engine plans its memory.
 
-        Args:
-            chosen: what the user chose, for this rank.
-            config: of the model's text part.
-            heads: KV heads of this rank.
-            page_size: tokens per page.
-            dtype: of the model.
-            device: of the pages.
+        `chosen` and `heads` are those of this rank, `config` is that of the model's text part.
 
         Raises:
-            ConfigError, ScaleError, BackendError: they do not fit the model.
+            ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
         """
         dim = sizes(config)[1]
         self.page_layout = PageLayout.of(chosen.options, heads, dim, page_size, dtype)
@@ -141,13 +119,7 @@ class EngineCache:
 
     @staticmethod
     def bytes_per_token(config: Any, chosen: ServingConfig, dtype: torch.dtype) -> float:
-        """Return what a token takes in the pages of a process: `heads` is split over its ranks.
-
-        Args:
-            config: of the model's text part.
-            chosen: what is stored.
-            dtype: of the model.
-        """
+        """Return what a token takes in the pages of a process, which has its rank's heads."""
         heads, dim = sizes(config)
         heads //= chosen.options.tp_size
         page = PageLayout.of(chosen.options, heads, dim, 64, dtype)
@@ -162,8 +134,7 @@ class EngineCache:
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
         """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held.
 
-        Args:
-            lengths: tokens stored for each live request.
+        `lengths` has the tokens stored for each live request.
         """
         raise NotImplementedError
 
@@ -210,14 +181,7 @@ class EngineCache:
         self.record(write_index, past_length, query_length, self._request_pages(request_id))
 
     def record(self, batch: object, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
-        """Record one request of the next step.
-
-        Args:
-            batch: an object that is the same for all requests of a step, and of no other.
-            past: tokens that the request has stored.
-            tokens: tokens of the step.
-            pages: for each kind, the request's pages.
-        """
+        """Record a request of the next step; `batch` is one object for all requests of a step."""
         if batch is not self._batch:
             self._batch, self._step = batch, EngineStep(self.kinds)
         self._step.add(past, tokens, pages)
@@ -237,20 +201,9 @@ class EngineCache:
         sinks: torch.Tensor | None,
         engine: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Store one layer's new keys and values; return the attention, `[1, N, Hq, D]`.
+        """Store one layer's new keys and values, and return the attention, as `attend_layer` does.
 
-        Args:
-            module: the layer's attention, with `layer_idx`.
-            query: `[1, Hq, N, D]`.
-            key: `[1, Hkv, N, D]`.
-            value: `[1, Hkv, N, D]`.
-            scaling: what `q k` is multiplied by.
-            softcap: of the logits; 0: none.
-            sinks: `[Hq]`, or None.
-            engine: what the engine passes to every layer; a "block_table" if the step is one.
-
-        Raises:
-            ConfigError: keys or values do not have the sizes of the pages.
+        `engine` is what the engine passes to every layer: a "block_table" if the step is one.
         """
         layer: int = module.layer_idx  # type: ignore[assignment]
         kind = self.kind_index(layer)

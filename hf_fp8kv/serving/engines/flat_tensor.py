@@ -24,7 +24,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     @staticmethod
     def has_block_table_steps(config: Any) -> bool:
-        """Return whether an engine of this model can hand over a step as a block table."""
         kinds = stock.group_layers_by_attn_type(config)
         return all(stock.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in kinds)
 
@@ -69,16 +68,13 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self._wait_for_pages()
 
     def make_memory_handler(self, **planned: Any) -> Any:
-        """Return what plans the engine's memory."""
         return _MemoryHandler(**planned)
 
     def fits_alone(self, tokens: int) -> bool:
-        """Return whether one request may hold so many tokens, with all pages to itself."""
         needed = sum(a.needs_new_sectors("", 0, tokens) for a in self.cache_allocators.values())
         return bool(needed <= self.num_sectors)
 
     def kind_index(self, layer: int) -> int:
-        """Return the index into `kinds` of a layer."""
         return int(self.layer_to_allocator[layer].index)
 
     def layer_pages(self, layer: int) -> LayerPages:
@@ -92,7 +88,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         ]
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held."""
         total = self.num_sectors * self.bytes_per_sector
         free = int(self.compute_free_capacity(relative=False))
         page = self.page_layout.bytes_per_page * self.config.num_hidden_layers

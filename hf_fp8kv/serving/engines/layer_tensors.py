@@ -53,11 +53,9 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self._wait_for_pages()
 
     def make_memory_handler(self, **planned: Any) -> Any:
-        """Return what plans the engine's memory."""
         return _MemoryHandler(self.page_layout, **planned)
 
     def fits_alone(self, tokens: int) -> bool:
-        """Return whether one request may hold so many tokens, with all pages to itself."""
         blocks = -(-tokens // self.block_size)
         return bool(self.blocks_needed(blocks, 0) <= self.num_blocks)
 
@@ -84,7 +82,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self.head_dim = half // (self.block_size * self.num_key_value_heads)
 
     def kind_index(self, layer: int) -> int:
-        """Return the index into `kinds` of a layer."""
         return int(self.layer_index_to_group_indices[layer][0])
 
     def layer_pages(self, layer: int) -> LayerPages:
@@ -106,7 +103,6 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         self._rows.index_copy_(0, target, self._rows.index_select(0, source))
 
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
-        """Return bytes planned, bytes taken, bytes of a page of all layers, and tokens held."""
         page = self.page_layout.bytes_per_page
         block = page * self._pages_per_block
         blocks = self._block_manager

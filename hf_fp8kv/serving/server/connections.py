@@ -43,12 +43,10 @@ def _descriptors() -> int | None:
 
 
 def limit_connections(maximum: int | None, seconds: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's class of a connection, with limits.
+    """Return uvicorn's class of a connection, of which `maximum` may be open.
 
-    Args:
-        maximum: open connections; one more is answered with 503. None: any number.
-        seconds: for a request's first line and headers, and between requests for what is not a
-            request, such as the remainder of a body that was rejected.
+    A request's first line and headers may take `seconds`; so may what comes between requests, such
+    as the remainder of a body that was rejected.
     """
     full = APIError(
         503,

@@ -17,16 +17,10 @@ _LONG_TOKEN = 128
 class SingleModelManager(ModelManager):
     """A ModelManager that loads one model and its tokenizer when it is made, and no other.
 
-    Args:
-        name: the folder or hub id.
-        pages: keywords of `hf_fp8kv.serving.enable`.
-        loading: keywords of transformers' own ModelManager.
+    `pages` are keywords of `hf_fp8kv.serving.enable`, `loading` those of ModelManager.
 
     Raises:
         ConfigError: it is not a text model that continuous batching can run.
-
-    Attributes:
-        longest_token: characters that one token may stand for; a generous bound.
     """
 
     def __init__(self, name: str, *, pages: Mapping[str, Any], loading: Mapping[str, Any]) -> None:
@@ -41,7 +35,9 @@ class SingleModelManager(ModelManager):
                 f"{name}: expected a text model with continuous batching, got "
                 f"{type(self.model).__name__} ({modality.value}); choose another"
             )
-        self.longest_token = _longest_token(self.tokenizer)
+        self.tokenizer("a")  # it sets itself up when it is first used; later, threads share it
+        # Characters that one token may stand for, generously.
+        self.longest_token = max([_LONG_TOKEN, *map(len, self.tokenizer.get_vocab())])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,10 +47,9 @@ class SingleModelManager(ModelManager):
         return tuple(dict.fromkeys([name, self.process_model_name(name), short]))
 
     def check_name(self, asked: object) -> str:
-        """Return the model's name in an answer: that of the request, or the short one.
+        """Return the model's name in an answer: as it was asked for, if it is this one's, or short.
 
-        Raises:
-            APIError: the request names another model.
+        Raises APIError if the request names another model.
         """
         if asked is None:
             return self.names[-1]
@@ -81,8 +76,3 @@ class SingleModelManager(ModelManager):
         model = super()._load_model(*args, **kwargs)
         serving.enable(model, **self._pages)
         return model
-
-
-def _longest_token(tokenizer: Any) -> int:
-    tokenizer("a")  # it sets itself up when it is first used; later, threads share it
-    return max([_LONG_TOKEN, *map(len, tokenizer.get_vocab())])

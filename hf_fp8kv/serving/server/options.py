@@ -27,12 +27,7 @@ def require_server() -> None:
 
 
 def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that would do nothing, or something else.
-
-    Args:
-        options: all options of the stock command, by parameter.
-        defaults: their values when they are not given.
-    """
+    """Raise ConfigError for options of the stock command that would do nothing, or not the same."""
     from transformers.utils import logging as transformers_logging
 
     if options.get("attn_implementation") not in (None, "fp8_paged"):

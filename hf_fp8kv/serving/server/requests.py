@@ -12,25 +12,19 @@ from .errors import APIError
 
 
 class ServerRequest:
-    """A request to generate, from when it was read until its answer is sent or its client has gone.
+    """A request to generate, until its answer is sent or its client has gone.
 
-    Attributes:
-        body: the checked JSON object.
-        model: what the client called the model.
-        loop: the server's event loop.
-        id: the engine's name of it. Never one that a client chose: two alike would be mixed up.
-        submitted: the engine has it, so an error is no longer that of the request.
-        done: the engine has finished it, or was told to drop it.
-        truncated: its answer ended because it had all the tokens that it was given.
-        error: what ended its streamed answer early.
+    `model` is what the client called it.
     """
 
     def __init__(self, body: dict[str, Any], model: str) -> None:
         self.body, self.model = body, model
         self.loop = asyncio.get_running_loop()
-        self.id = uuid.uuid4().hex
-        self.submitted = self.done = self.truncated = False
-        self.error: APIError | None = None
+        self.id = uuid.uuid4().hex  # not one that a client chose: two alike would be mixed up
+        self.submitted = False  # the engine has it: an error is no longer that of the request
+        self.done = False  # the engine has finished it, or was told to drop it
+        self.truncated = False  # its answer had all the tokens that it was given
+        self.error: APIError | None = None  # what ended its streamed answer early
         self._cancel: Callable[[], None] | None = None
         self._on_error: Callable[[APIError], None] | None = None
 
@@ -63,19 +57,14 @@ current_request: ContextVar[ServerRequest | None] = ContextVar("current_request"
 
 
 class RequestTracker:
-    """Requests that run, and counts since the start.
-
-    Attributes:
-        statuses: finished requests to generate, by HTTP status; 499 is a client that went away.
-        prompt_tokens: of requests that were handed to the engine.
-        new_tokens: that the engine delivered.
-    """
+    """Requests that run, and counts since the start."""
 
     def __init__(self) -> None:
         self.running: set[ServerRequest] = set()
+        # Finished requests to generate by HTTP status; 499 is a client that went away.
         self.statuses: Counter[int] = Counter()
-        self.prompt_tokens = 0
-        self.new_tokens = 0
+        self.prompt_tokens = 0  # of requests that were handed to the engine
+        self.new_tokens = 0  # that the engine delivered
 
     @contextlib.contextmanager
     def track(self, body: dict[str, Any], model: str) -> Iterator[ServerRequest]:

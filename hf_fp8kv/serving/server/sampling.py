@@ -80,14 +80,9 @@ class _TopP(stock.ContinuousBatchingTopPLogitsWarper):
 
 
 def per_request_sampling(manager: Any, vocabulary: int) -> None:
-    """Make an engine sample each request by itself; call it before the engine starts.
+    """Make a manager that was built with `do_sample=True`, and not started, sample each request.
 
-    Args:
-        manager: a ContinuousBatchingManager that was built with `do_sample=True`.
-        vocabulary: the number of logits.
-
-    Raises:
-        ConfigError: this transformers builds its engine in another way.
+    Raises ConfigError if this transformers builds its engine in another way.
     """
     processors = getattr(manager, "logit_processor", None)
     missing = [name for name in _NEEDED if not hasattr(processors, name)]
@@ -108,11 +103,6 @@ def request_sampling(body: dict[str, Any], config: Any, vocabulary: int) -> dict
     """Return the sampling arguments of `add_request` for a request.
 
     A temperature above zero, top_p or top_k asks for sampling, whatever the model's own default is.
-
-    Args:
-        body: the request's JSON object.
-        config: its GenerationConfig.
-        vocabulary: the number of logits.
     """
     asked = any(body.get(name) is not None for name in ("temperature", "top_p", "top_k"))
     if body.get("temperature") == 0 or not (config.do_sample or asked):

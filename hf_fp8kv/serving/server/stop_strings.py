@@ -21,10 +21,6 @@ class StoppingQueue(asyncio.Queue[Any]):
     """A queue of an answer's texts that ends at a stop string; None is its end.
 
     A text that may be the beginning of a stop string is kept until it is known what follows.
-
-    Args:
-        stops: the stop strings.
-        on_stop: called when one was found.
     """
 
     def __init__(self, stops: Sequence[str], on_stop: Callable[[], None]) -> None:
