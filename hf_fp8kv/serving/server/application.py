@@ -94,7 +94,7 @@ def _convert_errors(app: Any) -> None:
             return APIError(error.status_code, str(error.detail), headers=headers)
         if isinstance(error, RequestValidationError):
             return APIError(422, str(error))
-        waiting = current_request.get()
+        waiting = current_request.get(None)
         by_request = isinstance(error, (*_REQUEST_ERRORS, TemplateError))
         if by_request and waiting is not None and not waiting.submitted:
             logger.warning("a request could not be made into a prompt", exc_info=error)

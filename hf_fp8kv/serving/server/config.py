@@ -26,9 +26,7 @@ class ServerConfig:
     def parse(cls, host: str, api_key: str | None, **others: float) -> "ServerConfig":
         """Return the configuration of a server that listens at `host`.
 
-        Raises:
-            ConfigError: everyone could use it, the token is not a valid header, or no request
-                fits.
+        Raises ConfigError: everyone could use it, the token is no valid header, or no request fits.
         """
         key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
@@ -53,11 +51,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket that nobody can connect to yet.
-
-    Raises:
-        ConfigError: the address is taken, or is not one of this machine's.
-    """
+    """Return a bound socket that nobody can connect to yet. Raises ConfigError."""
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         infos.sort(key=lambda info: info[0] != socket.AF_INET)  # `localhost` may be both

@@ -55,11 +55,7 @@ class Engine(CBGenerateManager):
         self.stopping = False
 
     def begin(self) -> None:
-        """Start the engine's thread, and return when its pages are there.
-
-        Raises:
-            ConfigError: it does not start, or its pages hold no token.
-        """
+        """Start the engine, and return when its pages are there; raise ConfigError without them."""
         config: dict[str, Any] = self.model.generation_config.to_dict()
         sampling = {"do_sample": True, "temperature": 0.7, "use_cache": False}
         cb = self.model.init_continuous_batching(
@@ -136,12 +132,9 @@ class Engine(CBGenerateManager):
         """Return a queue of the texts of an answer, and what cancels it; see the base class.
 
         `gen_config.max_new_tokens` becomes what the request gets; `request_id` is not used, since
-        the engine has its own.
-
-        Raises:
-            APIError: the request is too long, or the engine does not run.
+        the engine has its own. Raises APIError: the request is too long, or the engine is not up.
         """
-        request = _current_request()
+        request = current_request.get()
         answer = self._stream(request, processor, inputs["input_ids"], gen_config, response_parser)
         return asyncio.run_coroutine_threadsafe(answer, request.loop).result()
 
@@ -191,11 +184,10 @@ class Engine(CBGenerateManager):
     ) -> tuple[str, int, list[int]]:
         """Return an answer's text, the number of its prompt's tokens, and its own tokens.
 
-        Raises:
-            APIError: the request is too long, or the engine does not run, or stopped meanwhile.
+        Raises APIError: as `generate_streaming` does, and if the engine stops meanwhile.
         """
         await asyncio.sleep(0)  # what follows is on the event loop
-        request, prompt = _current_request(), inputs["input_ids"]
+        request, prompt = current_request.get(), inputs["input_ids"]
         self._set_limit(request, prompt, gen_config)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         stops = self._stops(request, processor)
@@ -330,13 +322,6 @@ class SingleEngineState(GenerationState):
     def shutdown(self) -> None:
         """End the engine's thread."""
         self.engine.stop()
-
-
-def _current_request() -> ServerRequest:
-    request = current_request.get()
-    if request is None:
-        raise RuntimeError("expected a request that came through the middleware")
-    return request
 
 
 def _note_end(request: ServerRequest, gen_config: Any, tokens: list[int]) -> None:

@@ -33,9 +33,8 @@ def adapt(handler: Any, path: str, turns: asyncio.Semaphore) -> None:
     resolve, handle = handler._resolve_model, handler.handle_request
 
     def resolve_model(body: dict[str, Any]) -> tuple[Any, ...]:
-        name, *loaded = resolve(body)
-        request = current_request.get()
-        return (name if request is None else request.model, *loaded)
+        _, *loaded = resolve(body)
+        return (current_request.get().model, *loaded)
 
     async def handle_request(body: dict[str, Any], request_id: str) -> Any:
         long = count_characters(body) > _LONG
@@ -55,8 +54,7 @@ async def _begin_in_thread(
     """Await a coroutine that runs in a thread up to where it first waits, and then here."""
 
     def run_first_part() -> tuple[bool, Any]:
-        request = current_request.get()
-        if request is not None and request.done:
+        if current_request.get().done:
             handling.close()
             return True, None
         try:
@@ -89,36 +87,35 @@ def _resume(begun: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _complete_answer(path: str, answer: Any, request: ServerRequest | None) -> Any:
+def _complete_answer(path: str, answer: Any, request: ServerRequest) -> Any:
     """Return the answer with what OpenAI's have, and transformers' do not."""
     from fastapi.responses import JSONResponse, StreamingResponse
 
     if isinstance(answer, StreamingResponse):
         complete = _complete_responses if path == RESPONSES else _complete_chunks
         answer.body_iterator = complete(answer.body_iterator, request)
-    elif path == RESPONSES and request is not None and request.truncated:
+    elif path == RESPONSES and request.truncated:
         return JSONResponse(json.loads(answer.body) | _INCOMPLETE, answer.status_code)
     return answer
 
 
-async def _complete_chunks(texts: Any, request: ServerRequest | None) -> AsyncIterator[str]:
+async def _complete_chunks(texts: Any, request: ServerRequest) -> AsyncIterator[str]:
     async with contextlib.aclosing(texts):
         async for text in texts:
-            error = None if request is None else request.error
-            if error is not None:
+            if request.error is not None:
                 # As the handlers write it: the message between quotes, whatever it contains.
-                stock = f'data: {{"error": "{error.message}"}}\n\n'
+                stock = f'data: {{"error": "{request.error.message}"}}\n\n'
                 if text.endswith(stock):
-                    text = text.removesuffix(stock) + error.event()
+                    text = text.removesuffix(stock) + request.error.event()
             yield text
     yield _DONE
 
 
-async def _complete_responses(texts: Any, request: ServerRequest | None) -> AsyncIterator[str]:
+async def _complete_responses(texts: Any, request: ServerRequest) -> AsyncIterator[str]:
     async with contextlib.aclosing(texts):
         async for text in texts:
             # Text of the model has its quotes escaped.
-            if _COMPLETED in text and request is not None and request.truncated:
+            if _COMPLETED in text and request.truncated:
                 event = json.loads(text.removeprefix("data: "))
                 event["type"] = "response.incomplete"
                 event["response"] |= _INCOMPLETE

@@ -35,9 +35,7 @@ class SingleModelManager(ModelManager):
                 f"{name}: expected a text model with continuous batching, got "
                 f"{type(self.model).__name__} ({modality.value}); choose another"
             )
-        self.tokenizer("a")  # it sets itself up when it is first used; later, threads share it
-        # Characters that one token may stand for, generously.
-        self.longest_token = max([_LONG_TOKEN, *map(len, self.tokenizer.get_vocab())])
+        self.longest_token = _longest_token(self.tokenizer)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,3 +74,9 @@ class SingleModelManager(ModelManager):
         model = super()._load_model(*args, **kwargs)
         serving.enable(model, **self._pages)
         return model
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Return how many characters one token may stand for; a generous bound."""
+    tokenizer("a")  # it sets itself up when it is first used; later, threads share it
+    return max([_LONG_TOKEN, *map(len, tokenizer.get_vocab())])

@@ -53,7 +53,8 @@ class ServerRequest:
             on_error(error)
 
 
-current_request: ContextVar[ServerRequest | None] = ContextVar("current_request", default=None)
+# In everything that the middleware calls for a request.
+current_request: ContextVar[ServerRequest] = ContextVar("current_request")
 
 
 class RequestTracker:

@@ -13,7 +13,8 @@ from .errors import APIError
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATES = (CHAT, COMPLETIONS, RESPONSES)
 
-Check = Callable[[str, Any], None]
+# Whether a value is valid, and what is expected.
+Check = tuple[Callable[[Any], bool], str]
 
 # Fields that other servers have, and transformers' does not.
 OWN_FIELDS = frozenset({"top_k"})
@@ -45,7 +46,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-_SEEDS = 2**63
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -86,11 +86,8 @@ def check_body(
 ) -> dict[str, Any]:
     """Return the body without fields that are null; `model` is not checked.
 
-    Args:
-        path: one of GENERATES.
-        body: the JSON object.
-        fields: what transformers' server knows of the path.
-        template_names: what chat_template_kwargs must not name.
+    `fields` are what transformers' server knows of the path, `template_names` what
+    chat_template_kwargs must not name.
 
     Raises:
         APIError: a field is unknown, invalid, or asks for what this server does not do.
@@ -101,7 +98,9 @@ def check_body(
         raise APIError(400, message, param=name, code="unknown_parameter")
     for name, check in _FIELDS.items():
         if name in body:
-            check(name, body[name])
+            _check_field(name, body[name], check)
+    if "generation_config" in body:
+        _check_generation_config("generation_config", body["generation_config"])
     for name, values in _ONLY.items():
         if name in body and not any(_is_same(body[name], value) for value in values):
             raise _unsupported(name, " or ".join(map(json.dumps, values)) or "nothing", body[name])
@@ -137,42 +136,36 @@ def _unsupported(name: str, expected: str, value: Any) -> APIError:
 # -- one field -------------------------------------------------------------------------------------
 
 
-def _number(low: float, high: float, *, exclusive: bool = False) -> Check:
-    def check(name: str, value: Any) -> None:
-        # Not so of NaN.
-        if not (_is_number(value) and low <= value <= high and (value > low or not exclusive)):
-            above = f"above {low:g} and at most" if exclusive else f"from {low:g} to"
-            raise _invalid(name, f"a number {above} {high:g}", value)
-
-    return check
+def _check_field(name: str, value: Any, check: Check) -> None:
+    is_valid, expected = check
+    if not is_valid(value):
+        raise _invalid(name, expected, value)
 
 
-def _integer(low: int, high: int) -> Check:
-    def check(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < high:
-            raise _invalid(name, f"an integer of at least {low}", value)
+def _is_integer(value: Any, low: int) -> bool:
+    return type(value) is int and low <= value < 2**63
 
-    return check
+
+def _integer(low: int) -> Check:
+    return lambda value: _is_integer(value, low), f"an integer of at least {low}"
 
 
 def _instance(kind: type, expected: str) -> Check:
-    def check(name: str, value: Any) -> None:
-        if not isinstance(value, kind):
-            raise _invalid(name, expected, value)
-
-    return check
+    return lambda value: isinstance(value, kind), expected
 
 
-def _check_stop(name: str, value: Any) -> None:
+def _is_stop(value: Any) -> bool:
     stops = [value] if isinstance(value, str) else value
-    valid = isinstance(stops, list) and len(stops) <= 4
-    if not valid or not all(isinstance(stop, str) and stop for stop in stops):
-        raise _invalid(name, "a text, or a list of up to four", value)
+    return (
+        isinstance(stops, list)
+        and len(stops) <= 4
+        and all(isinstance(stop, str) and stop for stop in stops)
+    )
 
 
-def _check_end_tokens(name: str, value: Any) -> None:
-    for token in value if isinstance(value, list) else [value]:
-        _integer(-1, _SEEDS)(name, token)
+def _are_end_tokens(value: Any) -> bool:
+    tokens = value if isinstance(value, list) else [value]
+    return all(_is_integer(token, -1) for token in tokens)
 
 
 def _check_generation_config(name: str, value: Any) -> None:
@@ -192,7 +185,7 @@ def _check_generation_config(name: str, value: Any) -> None:
         if given is None or field in _CONFIG_IGNORED:
             continue
         if field in _CONFIG:
-            _CONFIG[field](where, given)
+            _check_field(where, given, _CONFIG[field])
         elif given is not False and not (
             field in _CONFIG_ONLY and _is_same(given, _CONFIG_ONLY[field])
         ):
@@ -200,20 +193,22 @@ def _check_generation_config(name: str, value: Any) -> None:
 
 
 _BOOL = _instance(bool, "true or false")
-_COUNT = _integer(1, _SEEDS)
-_SAMPLING = {"temperature": _number(0, 2), "top_p": _number(0, 1, exclusive=True)}
+_COUNT = _integer(1)
+_SAMPLING: Mapping[str, Check] = {  # NaN is in no range
+    "temperature": (lambda x: _is_number(x) and 0 <= x <= 2, "a number from 0 to 2"),
+    "top_p": (lambda x: _is_number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
+}
 _FIELDS: Mapping[str, Check] = {
     **_SAMPLING,
-    "stop": _check_stop,
+    "stop": (_is_stop, "a text, or a list of up to four"),
     "stream": _BOOL,
     "max_tokens": _COUNT,
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
-    "top_k": _integer(-1, _SEEDS),
-    "seed": _integer(-_SEEDS, _SEEDS),
+    "top_k": _integer(-1),
+    "seed": _integer(-(2**63)),
     "suffix": _instance(str, "text"),
     "instructions": _instance(str, "text"),
-    "generation_config": _check_generation_config,
     "chat_template_kwargs": _instance(dict, "an object"),
     "stream_options": _instance(dict, "an object"),
 }
@@ -221,9 +216,9 @@ _FIELDS: Mapping[str, Check] = {
 _CONFIG: Mapping[str, Check] = {
     **_SAMPLING,
     "do_sample": _BOOL,
-    "top_k": _integer(0, _SEEDS),
+    "top_k": _integer(0),
     "max_new_tokens": _COUNT,
-    "eos_token_id": _check_end_tokens,
+    "eos_token_id": (_are_end_tokens, "an integer of at least -1, or a list of them"),
 }
 # ... what changes no answer here, and values that do nothing.
 _CONFIG_IGNORED = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
