@@ -19,15 +19,6 @@ from transformers.generation.continuous_batching import cache, continuous_api
 
 from ...errors import ConfigError
 
-__all__ = [
-    "StockCache",
-    "StockManager",
-    "StockMixin",
-    "cache_class",
-    "rebind_globals",
-    "unsupported_engine",
-]
-
 StockCache: Any = cache.PagedAttentionCache
 StockManager: Any = continuous_api.ContinuousBatchingManager
 StockMixin: Any = continuous_api.ContinuousMixin

@@ -1,6 +1,7 @@
 """The part of an engine's cache that does not depend on the engine: pages, steps, attention."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -148,11 +149,7 @@ class EngineCache:
         One that outgrows all pages stops the engine: it has to be known before it is accepted. With
         windows in all layers there is no such number, and a very large one is returned.
         """
-        low, high = 0, 2**31 - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.fits_alone(middle) else (low, middle - 1)
-        return low
+        return bisect_left(range(1, 2**31), True, key=lambda tokens: not self.fits_alone(tokens))
 
     def kind_index(self, layer: int) -> int:
         """Return the index into `kinds` of a layer."""

@@ -35,10 +35,6 @@ class APIError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def event(self) -> str:
-        """Return the error as the last event of a stream."""
-        return f"data: {json.dumps(self.body())}\n\n"
-
     def response(self) -> Response:
         """Return the answer."""
         # ASCII: a message may repeat a text that UTF-8 does not have.

@@ -106,7 +106,8 @@ async def _complete_chunks(texts: Any, request: ServerRequest) -> AsyncIterator[
                 # As the handlers write it: the message between quotes, whatever it contains.
                 stock = f'data: {{"error": "{request.error.message}"}}\n\n'
                 if text.endswith(stock):
-                    text = text.removesuffix(stock) + request.error.event()
+                    event = json.dumps(request.error.body())
+                    text = f"{text.removesuffix(stock)}data: {event}\n\n"
             yield text
     yield _DONE
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import torch
 import uvicorn
+from transformers.utils import logging as transformers_logging
 
 from ...errors import ConfigError
 from .application import build_application
@@ -56,13 +58,9 @@ def serve(
     Raises:
         ConfigError: the model, its pages or the address are not available.
     """
-    from transformers.utils import logging as transformers_logging
-
     level = str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
     if options.get("default_seed") is not None:
-        import torch
-
         torch.manual_seed(int(options["default_seed"]))
     batching = batching_config(options)
     with contextlib.ExitStack() as stack:

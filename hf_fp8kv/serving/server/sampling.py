@@ -46,15 +46,10 @@ class _TopK(stock.ContinuousBatchingTopKLogitsWarper):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__(TopKLogitsWarper(vocabulary))
-        self._used = True
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        arguments = super().prepare_tensor_args(requests_with_new_token)
-        self._used = bool((arguments < self.top_k).any())
-        return arguments
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        if not self._used and scores.device.type == "cpu":  # a graph takes the same way every time
+        """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds int32."""
+        if _skips(scores, tensor_arg[: len(scores)] >= self.top_k):
             return scores
         return super().__call__(scores, tensor_arg)
 
@@ -66,17 +61,17 @@ class _TopP(stock.ContinuousBatchingTopPLogitsWarper):
         # The class rejects 1.0, which is what a request without top_p has.
         super().__init__(TopPLogitsWarper(0.5))
         self.top_p = ALL_TOKENS
-        self._used = True
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        arguments = super().prepare_tensor_args(requests_with_new_token)
-        self._used = bool((arguments.view(torch.float32) < ALL_TOKENS).any())
-        return arguments
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        if not self._used and scores.device.type == "cpu":
+        """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds fp32 as int32."""
+        if _skips(scores, tensor_arg[: len(scores)].view(torch.float32) >= ALL_TOKENS):
             return scores
         return super().__call__(scores, tensor_arg)
+
+
+def _skips(scores: torch.Tensor, unused: torch.Tensor) -> bool:
+    """Return whether no request uses a processor; on the CPU: a GPU would wait for the answer."""
+    return scores.device.type == "cpu" and bool(unused.all())
 
 
 def per_request_sampling(manager: Any, vocabulary: int) -> None:
