@@ -124,10 +124,10 @@ class _PackedCache(EngineCache):
         )
         heads = sizes(config)[0] // options.tp_size
         self._prepare(unquantized, config, heads, _SLOTS, model.dtype, model.device)
-        self._windows = check_kinds(config)
-        kinds = list(dict.fromkeys(self._windows))
+        windows = check_kinds(config)
+        kinds = list(dict.fromkeys(windows))
         self.kinds = [LayerKind(window, _SLOTS) for window in kinds]
-        self._kind_index = [kinds.index(window) for window in self._windows]
+        self._kind_index = [kinds.index(window) for window in windows]
         self._pages: dict[int, LayerPages] = {}
         self._device = model.device
 

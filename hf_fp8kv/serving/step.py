@@ -102,12 +102,7 @@ class EngineStep:
         self._kinds = kinds
         self._entries: list[_Entry] = []
         self._work: dict[tuple[int, torch.device], LayerWork] = {}
-
-    @property
-    def count(self) -> int:
-        """Tokens of the step, N."""
-        last = self._entries[-1] if self._entries else None
-        return last.first + last.tokens if last else 0
+        self.count = 0  # tokens of the step, N
 
     def add(self, past: int, tokens: int, pages: Sequence[Sequence[int]]) -> None:
         """Add a request, with a copy of its `pages` of each kind; `past` tokens are stored."""
@@ -115,6 +110,7 @@ class EngineStep:
             return
         copies = tuple(np.array(of_kind, np.int32) for of_kind in pages)
         self._entries.append(_Entry(past, tokens, self.count, copies))
+        self.count += tokens
 
     def work(self, kind: int, device: torch.device) -> LayerWork:
         """Return the operations of a layer of this kind; made once per step."""

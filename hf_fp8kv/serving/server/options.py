@@ -8,9 +8,10 @@ from ...errors import ConfigError
 
 # Options of the stock command that ours has itself, or does not need.
 OWN_OPTIONS = ("force_model", "host", "port", "non_blocking")
-_LOADING = ("device", "dtype", "trust_remote_code", "quantization", "model_timeout")
+# Keywords of transformers' ModelManager.
+LOADING_OPTIONS = ("device", "dtype", "trust_remote_code", "quantization", "model_timeout")
 _USED = frozenset({
-    *_LOADING, "continuous_batching", "attn_implementation", "compile", "reasoning",
+    *LOADING_OPTIONS, "continuous_batching", "attn_implementation", "compile", "reasoning",
     "chat_template_kwargs", "decision_config", "enable_cors", "log_level", "default_seed",
 })  # fmt: skip
 
@@ -56,11 +57,6 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
         known = name in _USED or name in OWN_OPTIONS or name.startswith("cb_")
         if not known and value != defaults[name]:
             raise ConfigError(f"{option}: not supported by hf-fp8kv serve; leave it out")
-
-
-def loading_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of transformers' ModelManager."""
-    return {name: options[name] for name in _LOADING if name in options}
 
 
 def batching_config(options: Mapping[str, Any]) -> Any:

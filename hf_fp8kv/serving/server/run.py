@@ -24,7 +24,7 @@ from .engine import Engine, SingleEngineState
 from .metrics import format_summary
 from .middleware import Middleware
 from .model import SingleModelManager
-from .options import batching_config, loading_options
+from .options import LOADING_OPTIONS, batching_config
 from .requests import RequestTracker
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _load(name: str, pages: Mapping[str, Any], options: Mapping[str, Any]) -> Si
         raise ConfigError(
             f"expected the folder of a model or a hub id, got {name!r}: no such folder"
         )
-    loading = loading_options(options)
+    loading = {key: options[key] for key in LOADING_OPTIONS if key in options}
     try:
         return SingleModelManager(name, pages=pages, loading=loading)
     except ConfigError:
