@@ -111,8 +111,6 @@ class FP8PagedCache(DynamicCache):
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tp_rank=tp_rank, tp_size=tp_size,
         )  # fmt: skip
-        super().__init__()
-        self.layer_class_to_replicate = None
         decoder = None if config is None else config.get_text_config(decoder=True)
         self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
         self.layers = self._paged.layers_for(skip_layers)
@@ -127,6 +125,8 @@ class FP8PagedCache(DynamicCache):
     def _set_up(
         self, options: CacheOptions, config: PreTrainedConfig | None, budget: PageBudget
     ) -> None:
+        super().__init__()
+        self.layer_class_to_replicate = None
         self.options, self.config, self.budget = options, config, budget
         self._paged = PagedLayers(options, config, budget)
         self.groups: dict[int | None, LayerGroup] = self._paged.groups
@@ -336,7 +336,7 @@ class FP8PagedCache(DynamicCache):
 
     @classmethod
     def _restore(cls, snapshot: CacheSnapshot) -> "FP8PagedCache":
-        cache, options, budget = cls(), snapshot.options, snapshot.budget
+        cache, options, budget = cls.__new__(cls), snapshot.options, snapshot.budget
         if options.is_preallocated:
             budget = PageBudget(options.page_size, options.max_pages)
         cache._set_up(options, snapshot.config, budget)

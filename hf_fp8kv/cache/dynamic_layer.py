@@ -152,7 +152,6 @@ class FP8PagedLayer(PagedLayerBase):
         if snapshot.setup is None:
             self._prepare_scales(*snapshot.pool.empty_tokens(1))
         else:
-            self.dtype, self.v_dtype, self.device, self.backend, *scales = snapshot.setup
-            self.k_static_scale, self.v_static_scale, self._scale_center = scales
+            vars(self).update(snapshot.setup)
         self.k_center = snapshot.k_center
         self._ready = True

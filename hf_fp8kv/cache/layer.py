@@ -11,11 +11,11 @@ from ..errors import ConfigError
 from ..formats import AUTO
 from ..modeling.tensor_parallel import check_split
 from ..ops import Pages, StoredSide
-from ..paging.layer_group import GroupSnapshot, LayerGroup
+from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
 from .paged_tensor import PagedKV, make_handle
-from .snapshot import LayerSetup, LayerSnapshot
+from .snapshot import LayerSnapshot
 
 
 class PagedLayerBase(CacheLayerMixin):
@@ -193,15 +193,13 @@ class PagedLayerBase(CacheLayerMixin):
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
 
-    def snapshot(self, group: GroupSnapshot) -> LayerSnapshot:
-        """Return what the layer holds, with the snapshot of its group."""
+    def snapshot(self, group: LayerGroup) -> LayerSnapshot:
+        """Return what the layer holds; `group` is a fork of its group."""
         length = self.get_seq_length()
         if not self.is_initialized:
             return LayerSnapshot(self.index, group, length)
-        setup = LayerSetup(
-            self.dtype, self.v_dtype, self.device, self.backend,
-            self.k_static_scale, self.v_static_scale, self._scale_center,
-        )  # fmt: skip
+        attributes = vars(self)
+        setup = {name: attributes[name] for name in _SETUP}
         return LayerSnapshot(self.index, group, length, self.pool, self.k_center, setup)
 
     @abstractmethod
@@ -267,6 +265,10 @@ class PagedLayerBase(CacheLayerMixin):
                 setattr(self, name, None if tensor is None else tensor.to(device))
 
 
+# What `_prepare_scales` sets.
+_SETUP = (
+    "k_static_scale", "v_static_scale", "_scale_center", "backend", "dtype", "v_dtype", "device",
+)  # fmt: skip
 _WHOLE_CACHE = (
     "{0} expected the whole cache, got one layer: layers share one block table; call cache.{0}"
 )

@@ -116,7 +116,7 @@ class PagedLayers:
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
-        groups = {window: group.snapshot() for window, group in self.groups.items()}
+        groups = {window: group.fork() for window, group in self.groups.items()}
         states: list[LayerSnapshot | None] = []
         stock = []
         for layer in layers:
@@ -136,12 +136,9 @@ class PagedLayers:
         """
         copies = self.options.is_preallocated
         shares = not copies and any(group.table.count for group in snapshot.groups)
-        for held in snapshot.groups:
-            if shares:
-                self.groups[held.window] = LayerGroup.from_snapshot(held)
-            else:
-                self.groups[held.window] = LayerGroup(self.budget, held.window)
-                self.groups[held.window].record_past = held.record_past
+        for group in snapshot.groups:
+            self.groups[group.window] = group if shares else LayerGroup(self.budget, group.window)
+            self.groups[group.window].record_past = group.record_past
         self._link_groups()
         stock = iter(snapshot.stock_layers)
         layers: list[Any] = []

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ConfigError
 from ..paging.block_table import BlockTable, PageBudget
-from ..paging.layer_group import GroupSnapshot
+from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from .options import CacheOptions
@@ -89,22 +89,23 @@ def unpack(
     for g, group in enumerate(facts["groups"]):
         rows = tensors[f"groups.{g}.table"].numpy()
         table = BlockTable.from_rows(budget, rows, group["first"])
-        groups.append(GroupSnapshot(group["window"], group["record_past"], table))
+        groups.append(LayerGroup(budget, group["window"], table))
+        groups[-1].record_past = group["record_past"]
     layers: list[LayerSnapshot | None] = []
     for i, layer in enumerate(facts["layers"]):
         if layer["kind"] == "stock":
             layers.append(None)
             continue
-        table = groups[layer["group"]]
+        group = groups[layer["group"]]
         if "length" not in layer:
-            layers.append(LayerSnapshot(layer["index"], table, 0))
+            layers.append(LayerSnapshot(layer["index"], group, 0))
             continue
         prefix = f"layers.{i}."
         names = [name for name in tensors if name.startswith(prefix)]
         held = {name.removeprefix(prefix): tensors.pop(name) for name in names}
         center = held.pop("k_center", None)
-        pool = _unpack_pool(layer, held, table.table.allocator.capacity, options)
-        layers.append(LayerSnapshot(layer["index"], table, layer["length"], pool, center))
+        pool = _unpack_pool(layer, held, group.table.allocator.capacity, options)
+        layers.append(LayerSnapshot(layer["index"], group, layer["length"], pool, center))
     return CacheSnapshot(options, groups, layers, stock_layers, facts["open_ended"], budget)
 
 

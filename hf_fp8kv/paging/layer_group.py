@@ -1,7 +1,6 @@
 """Layer groups: layers that share one block table, and what a model step does to it."""
 
 import weakref
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +17,6 @@ from .page_pool import PagePool, zeros
 _MAX_CACHED = 16
 
 
-@dataclass(frozen=True, eq=False)
-class GroupSnapshot:
-    """What a group holds at one moment. Its pages keep their content while it exists.
-
-    Attributes:
-        window: tokens that a query sees, its own among them; None: all.
-        record_past: whether pages that fell out of the window stay.
-        table: a fork of the group's block table.
-    """
-
-    window: int | None
-    record_past: bool
-    table: BlockTable
-
-
 class LayerGroup:
     """One block table for all layers that keep the same tokens.
 
@@ -47,8 +31,10 @@ class LayerGroup:
         siblings: all groups of the cache; weak, so that a dropped fork goes at once, and its pages.
     """
 
-    def __init__(self, budget: PageBudget, window: int | None = None) -> None:
-        self.table = BlockTable(PageAllocator(budget))
+    def __init__(
+        self, budget: PageBudget, window: int | None = None, table: BlockTable | None = None
+    ) -> None:
+        self.table = table or BlockTable(PageAllocator(budget))
         self.window = window
         self.pools: list[PagePool] = []
         self.lengths: list[int] = []
@@ -158,19 +144,13 @@ class LayerGroup:
         self.table.clear()
         self._prepared = None
 
-    def snapshot(self) -> GroupSnapshot:
-        """Return what the group holds: O(pages), no bytes are copied."""
+    def fork(self) -> "LayerGroup":
+        """Return a group without layers over the same pages: O(pages), no bytes are copied."""
         # Whoever writes next must look again at which pages are shared.
         self._prepared = None
-        return GroupSnapshot(self.window, self.record_past, self.table.fork())
-
-    @classmethod
-    def from_snapshot(cls, snapshot: GroupSnapshot) -> "LayerGroup":
-        """Return a group without layers that takes over the table of `snapshot`."""
-        group = cls(snapshot.table.allocator.budget, snapshot.window)
-        group.table = snapshot.table
-        group.record_past = snapshot.record_past
-        return group
+        fork = LayerGroup(self.table.allocator.budget, self.window, self.table.fork())
+        fork.record_past = self.record_past
+        return fork
 
     def table_on(self, device: torch.device) -> torch.Tensor:
         """Return the pages in use, `[B, count]`, int32, on `device`; made once per change."""

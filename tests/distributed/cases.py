@@ -285,7 +285,7 @@ EQUAL: dict[str, tuple[str, Case]] = {
     ),
     "keys as they are": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
     "exact prefill": ("4q-2kv", attended("fp8_paged", "head", prefill="exact")),
-    "static form": ("4q-2kv", attended("fp8_paged", "head", max_cache_len=40)),
+    "preallocated": ("4q-2kv", attended("fp8_paged", "head", max_cache_len=40)),
     "backend torch": ("4q-2kv", attended("fp8_paged", "head", backend="torch")),
     "gathered heads": ("gathered", attended("fp8_paged", "head")),
     "forks and beams": ("8q-4kv", beams_and_forks),

@@ -149,7 +149,7 @@ class ModelTable:
 
 def fork_group(group: LayerGroup) -> LayerGroup:
     """A group over the same pages, with layers over the same pools."""
-    fork = LayerGroup.from_snapshot(group.snapshot())
+    fork = group.fork()
     for pool, length in zip(group.pools, group.lengths, strict=True):
         fork.lengths[fork.add(pool)] = length
     return fork
