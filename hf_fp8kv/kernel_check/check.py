@@ -34,11 +34,9 @@ Progress: TypeAlias = Callable[..., None]
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel that a variant starts, as compiled for one target.
+    """One kernel that a variant starts, as compiled for one target; see Assembly for the rest.
 
     Attributes:
-        target, variant, kernel: which.
-        registers, spills, loop, conversions, ...: see Assembly.
         shared: bytes of shared memory of a program.
         programs: how many programs fit on a processor.
         per_kib: instructions of a warp per KiB of keys and values, in the main loop.
@@ -69,12 +67,8 @@ def check_targets(
 ) -> dict[str, list[Row]]:
     """Return the rows of each target; two processes at a time.
 
-    A process that fails is a row that says so.
-
-    Args:
-        names: keys of TARGETS.
-        few: whether only some variants are compiled.
-        progress: called with what was compiled, and the share that is done.
+    A process that fails is a row that says so. `few`: only some variants are compiled. `progress`
+    is called with what was compiled, and the share that is done.
     """
     names = list(dict.fromkeys(names))
     of_each = len(list_variants(few))
@@ -132,35 +126,32 @@ def compile_kernels(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
 
     Only for a process of its own: Triton takes the target for the GPU of this process from now on.
     """
-    from ..ops.triton.target import Target, assuming, compiling
+    from ..ops.triton.target import Target
 
     set_target(name)
     target = Target.parse(name)
     seen: set[str] = set()
     for variant in chosen:
-        rows: list[Row] = []
-
-        def take(
-            kernel: Any,
-            grid: tuple[int, ...],
-            args: tuple[Any, ...],
-            constants: dict[str, Any],
-            variant: Variant = variant,
-            rows: list[Row] = rows,
-        ) -> None:
-            compiled = kernel.warmup(*args, grid=grid, **constants)
-            if compiled.hash not in seen:
-                seen.add(compiled.hash)
-                rows.append(_row(target, variant, kernel.__name__, compiled, constants))
-
         try:
-            with assuming(target), compiling(take):
-                call_variant(variant)
+            for kernel, grid, args, constants in _list_launches(target, variant):
+                compiled = kernel.warmup(*args, grid=grid, **constants)
+                if compiled.hash not in seen:
+                    seen.add(compiled.hash)
+                    yield _row(target, variant, kernel.__name__, compiled, constants)
         except Exception as error:  # a compiler may raise anything, and the report is about it
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             why = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
-            rows.append(Row(name, variant.name, variant.operation, violations=(why,)))
-        yield from rows
+            yield Row(name, variant.name, variant.operation, violations=(why,))
+
+
+def _list_launches(target: Any, variant: Variant) -> list[tuple[Any, ...]]:
+    """Return the kernels that a variant starts on `target`, with what `launch` is given."""
+    from ..ops.triton.target import assuming, compiling
+
+    launches: list[tuple[Any, ...]] = []
+    with assuming(target), compiling(lambda *launch: launches.append(launch)):
+        call_variant(variant)
+    return launches
 
 
 def set_target(name: str) -> None:
@@ -209,16 +200,11 @@ def _row(target: Any, variant: Variant, kernel: str, compiled: Any, constants: A
     bytes_read = variant.bytes_per_token * constants.get("TILE", 0)
     per_kib = assembly.loop * warps / (bytes_read / 1024) if assembly.loop and bytes_read else None
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
+    broken = find_violations(target, variant, assembly, shared, programs, bytes_read / warps, reads)
     return Row(
-        target.name, variant.name, kernel.strip("_"), warps, assembly.registers,
-        assembly.spills, shared, programs, assembly.loop, assembly.wide_bytes, assembly.byte_loads,
-        assembly.conversions,
-        None if per_kib is None else round(per_kib, 1),
-        tuple(
-            find_violations(
-                target, variant, assembly, shared, programs, bytes_read / warps, reads
-            )
-        ),
+        target.name, variant.name, kernel.strip("_"), warps, assembly.registers, assembly.spills,
+        shared, programs, assembly.loop, assembly.wide_bytes, assembly.byte_loads,
+        assembly.conversions, None if per_kib is None else round(per_kib, 1), tuple(broken),
     )  # fmt: skip
 
 

@@ -68,9 +68,6 @@ def find_violations(
     """Yield each rule that a kernel breaks.
 
     Args:
-        target: the GPU.
-        variant: what was compiled.
-        assembly: its machine code.
         shared: bytes of shared memory.
         programs: how many fit on a processor.
         bytes_per_warp: bytes of K and V that a warp's share of a tile is.

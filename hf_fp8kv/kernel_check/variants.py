@@ -132,18 +132,15 @@ def call_variant(variant: Variant) -> None:
     else:
         q_heads = HEADS * variant.groups
         query = torch.zeros(BATCH, variant.tokens, q_heads, variant.dims[0], dtype=variant.dtype)
-        sinks = torch.zeros(q_heads, dtype=variant.dtype)
-        mask = torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8)
-        bias = torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype)
-        spec = AttentionSpec(
-            scaling=variant.dims[0] ** -0.5,
-            causal=True,
-            window=512 if "window" in variant.extras else 0,
-            softcap=30.0 if "softcap" in variant.extras else 0.0,
-            sinks=sinks if "sinks" in variant.extras else None,
-            mask=mask if "mask" in variant.extras else None,
-            bias=bias if "bias" in variant.extras else None,
-        )
+        extras: dict[str, Any] = {
+            "window": 512,
+            "softcap": 30.0,
+            "sinks": torch.zeros(q_heads, dtype=variant.dtype),
+            "mask": torch.ones(BATCH, 1, 1, LENGTH, dtype=torch.uint8),
+            "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
+        }
+        chosen = {name: x for name, x in extras.items() if name in variant.extras}
+        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=True, **chosen)
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
 
 
@@ -161,10 +158,8 @@ def _pages(variant: Variant) -> Pages:
             scales = torch.ones(2, HEADS, variant.page, dtype=torch.bfloat16)
         return StoredSide(codes, scales, static, None, name, dim)
 
-    k, v = (
-        side(variant.k, dim_k, (variant.page, dim_k)),
-        side(variant.v, dim_v, (dim_v, variant.page)),
-    )
+    k = side(variant.k, dim_k, (variant.page, dim_k))
+    v = side(variant.v, dim_v, (dim_v, variant.page))
     if "center" in variant.extras:
         k = k._replace(center=torch.zeros(BATCH, HEADS, dim_k))
     return Pages(k, v, torch.zeros((BATCH, count), dtype=torch.int32))

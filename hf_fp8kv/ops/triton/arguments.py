@@ -11,6 +11,7 @@ from ..pages import AttentionSpec, Pages, StoredSide
 from . import attention
 from .codec import Codec, codec_for
 from .target import Target, next_power_of_2, target_of
+from .tuning import Workload
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -110,12 +111,8 @@ features_of = functools.cache(Features)
 class AttentionArgs:
     """One call of attention, as kernels take it.
 
-    Attributes:
-        tensors, factors: as above.
-        start, stop, window: as in `ops.attend`.
-        query_strides, mask_strides, bias_strides: of batch, head and token.
-        shape, features, k_codec, v_codec: constexpr.
-        target: the GPU.
+    `start`, `stop` and `window` are those of `ops.attend`; strides are of batch, head and token;
+    shape, features and codecs are constexpr.
     """
 
     tensors: AttentionTensors
@@ -143,29 +140,18 @@ class AttentionArgs:
         return self.shape.groups * self.tokens
 
     @property
-    def width(self) -> int:
-        """The larger head size, padded."""
-        return max(self.shape.k_width, self.shape.v_width)
-
-    @property
-    def exact(self) -> bool:
-        """Whether products are of float32."""
-        return tl.float32 in (self.k_codec.operand, self.v_codec.operand)
-
-    @property
-    def wide(self) -> bool:
-        """Whether a side is stored in 16 bits or more."""
-        return any(side.codes.element_size() > 1 for side in (self.tensors.k, self.tensors.v))
-
-    @property
-    def padded(self) -> bool:
-        """Whether a head size is not a power of two."""
-        return (self.shape.k_width, self.shape.v_width) != (self.shape.k_dim, self.shape.v_dim)
-
-    @property
-    def biased(self) -> bool:
-        """Whether something is added to logits, one number for each."""
-        return self.tensors.bias is not None or self.features.mask == attention.ADDITIVE.value
+    def workload(self) -> Workload:
+        """What the launch parameters depend on."""
+        shape, tensors = self.shape, self.tensors
+        widths = (shape.k_width, shape.v_width)
+        return Workload(
+            width=max(widths),
+            rows=self.rows,
+            exact=tl.float32 in (self.k_codec.operand, self.v_codec.operand),
+            wide=any(side.codes.element_size() > 1 for side in (tensors.k, tensors.v)),
+            biased=tensors.bias is not None or self.features.mask == attention.ADDITIVE.value,
+            padded=widths != (shape.k_dim, shape.v_dim),
+        )
 
     @property
     def strides(self) -> tuple[int, ...]:

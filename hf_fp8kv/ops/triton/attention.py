@@ -53,24 +53,11 @@ def attend_rows(
 ):  # fmt: skip
     """Return the attention of some query rows over positions `low` to `high - 1`, unfinished.
 
-    Args:
-        tensors: pointers, see `AttentionTensors`.
-        factors: numbers, see `Factors`.
-        b, h: sequence and KV head.
-        head, t, exists: `[ROWS]`: query head and query token of each row, and whether it is one;
-            rows past the last stand for an existing head and token too.
-        length: stored tokens; the queries are the last `tokens` of them.
-        low, high: a part of the sequence; rows need not see all of it.
-        first_t, last_t: the least and the greatest of `t` where `exists`.
-        start: position of the first column of mask and bias.
-        window: sliding window, read if FEATURES.windowed.
-        query_strides, mask_strides, bias_strides: of batch, head and token.
-        table_b: stride of the block table's batch axis.
-
-    Returns:
-        acc: `[ROWS, v_width]` float32, the sum of weights times codes of V.
-        m_i: `[ROWS]` float32, the reference (a power of two) that weights are relative to.
-        l_i: `[ROWS]` float32, the sum of weights.
+    That is acc `[ROWS, v_width]`, the sum of weights times codes of V; m_i `[ROWS]`, the power of
+    two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32. `head`, `t`
+    and `exists`, `[ROWS]`, are the query head and token of each row, and whether it is one: rows
+    past the last stand for an existing head and token too. `first_t` and `last_t` are the least and
+    the greatest `t` that exist.
     """
     q_position = length - tokens + t
     first_q = length - tokens + first_t

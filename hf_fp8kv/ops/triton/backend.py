@@ -32,18 +32,10 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `reference.attend` returns, up to rounding.
+    """Return what `reference.attend` returns for the same arguments, up to rounding.
 
-    Args:
-        query: `[B, Hq, T, Dk]`, float32, float16 or bfloat16, any strides.
-        pages: what to attend to; contiguous, except for the table.
-        lengths: `[B]`, int32: stored tokens; the queries are the last T of them.
-        start, stop: the positions that may be read, and the columns of mask and bias.
-        spec: which attention.
-        plan: `[plan_rows, 4]`, int32: what `make_plan` wrote for these lengths; None: made here.
-
-    Returns:
-        `[B, T, Hq, Dv]`, of the query's dtype, contiguous.
+    Pages are contiguous, except for the table. `plan` is what `make_plan` wrote for these lengths;
+    None: made here.
     """
     if query.shape[1] // pages.heads * query.shape[2] <= DECODE_ROWS:
         return decode.attend(query, pages, lengths, start, stop, spec, plan)

@@ -58,14 +58,9 @@ class Codec:
 
 @functools.cache
 def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan: bool) -> Codec:
-    """Return how `target` reads the format `name`.
+    """Return how `target` reads the format `name`; "auto" is held in `stored`.
 
-    Args:
-        name: a key of FORMATS, or "auto".
-        target: the GPU.
-        stored: what "auto" is stored in.
-        exact: whether the dot product is one of float32.
-        keep_nan: whether the NaN of the format must be seen.
+    `exact`: the dot product is one of float32. `keep_nan`: the NaN of the format must be seen.
     """
     if name == AUTO:
         return Codec(AS_IS.value, tl.float32 if exact else stored)

@@ -29,21 +29,10 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what `reference.attend` returns, up to rounding; at most DECODE_ROWS query rows.
-
-    The arguments are those of `backend.attend`.
-    """
+    """Return what `backend.attend` does, of at most DECODE_ROWS query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS
-    config = decode_config(
-        args.target,
-        args.width,
-        args.rows,
-        exact=args.exact,
-        wide=args.wide,
-        biased=args.biased,
-        padded=args.padded,
-    )
+    config = decode_config(args.target, args.workload)
     # A plan is made for one block of rows.
     return split_kv_decode(args, config, plan if args.rows <= config.rows else None)
 
@@ -53,12 +42,8 @@ def split_kv_decode(
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, Dv]` of a call whose sequences are split.
 
-    Args:
-        args: what is asked for.
-        config: launch parameters; query rows make one block or more.
-        plan: `[plan_rows, 4]`, int32, made for the call's KV heads times its blocks; None: made
-            here.
-        programs: as in `max_splits`.
+    A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
+    `programs` is that of `max_splits`.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
@@ -188,10 +173,8 @@ def _combine(
 
     Args:
         plan_ptr, partial_ptr, stats_ptr, out_ptr, tokens: as in `_decode`.
-        sinks_ptr: `[Hq]`, floating, or None.
-        v_static_scale_ptr: `[Hkv, Dv]`, float32, or None.
-        max_splits: splits that the plan has room for.
-        v_factor: the factor of V's codec.
+        sinks_ptr, v_static_scale_ptr: `[Hq]`, floating, and `[Hkv, Dv]`, float32, or None.
+        v_factor: the factor of V's codec, float.
     """
     b = tl.program_id(2)
     if tl.load(plan_ptr + (max_splits + b) * 4 + 1) > 1:

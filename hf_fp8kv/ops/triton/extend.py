@@ -26,9 +26,9 @@ def attend(
     stop: int,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Return what `reference.attend` returns, up to rounding; arguments as in `backend.attend`."""
+    """Return what `backend.attend` does, of any number of query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
-    config = extend_config(args.target, args.width, exact=args.exact, wide=args.wide)
+    config = extend_config(args.target, args.workload)
     batch, q_heads, tokens, _ = query.shape
     programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
     if programs < args.target.processors and stop > 2 * UNIT:
@@ -60,12 +60,9 @@ def _extend(
     query rows, the last first.
 
     Args:
-        tensors: pointers, see `AttentionTensors`.
         out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
-        batch, tokens: B and T.
-        start, stop, window: as in `ops.attend`.
-        factors: floats, see `Factors`.
-        query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
+
+    The others are those of `_decode`.
     """
     count = SHAPE.groups * tokens
     h = tl.program_id(0) % SHAPE.heads

@@ -20,21 +20,9 @@ def gather(
     dtype: torch.dtype,
     ragged: bool,
 ) -> torch.Tensor:
-    """Return the dense keys or values of positions `start` to `stop - 1`.
+    """Return what `reference.gather` returns for the same arguments, to the bit.
 
-    Bit-exact with `reference.gather`.
-
-    Args:
-        pages: where from; contiguous, except for the table.
-        lengths: `[B]`, int32, tokens stored.
-        side: "k" or "v".
-        start: first position.
-        stop: one past the last position.
-        dtype: of the result.
-        ragged: whether positions from `lengths[b]` on occur; they are zero in the result.
-
-    Returns:
-        `[B, Hkv, stop - start, D]`, contiguous.
+    Pages are contiguous, except for the table.
     """
     is_key = side == "k"
     stored = pages.k if is_key else pages.v

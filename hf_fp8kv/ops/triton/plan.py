@@ -31,11 +31,7 @@ NO_END = tl.constexpr(2**31 - 1)
 def max_splits(batch: int, heads: int, target: Target, programs: int = 0) -> int:
     """Return the splits that there is room for: one wave, or as many as `batch` needs anyway.
 
-    Args:
-        batch: sequences, B.
-        heads: H.
-        target: the GPU.
-        programs: what one processor holds at once; 0: that of the decode kernel.
+    `heads` is H, `programs` what one processor holds at once; 0: that of the decode kernel.
     """
     wave = max(1, target.processors * (programs or programs_per_processor(target)) // heads)
     return wave * -(-batch // wave)
@@ -55,10 +51,7 @@ def make_plan(
     heads: int,
     programs: int = 0,
 ) -> None:
-    """Overwrite `plan`, `[plan_rows, 4]`, int32.
-
-    The arguments are those of `ops.make_plan` and `max_splits`.
-    """
+    """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `max_splits`."""
     batch = lengths.shape[0]
     target = target_of(lengths.device)
     splits = max_splits(batch, heads, target, programs)

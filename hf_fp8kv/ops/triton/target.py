@@ -129,13 +129,9 @@ def compiling(take: Callable[..., None]) -> Iterator[None]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Start `kernel` on `grid`: every kernel of this package is started here.
+    """Start `kernel` on `grid`, unless an axis is 0: every kernel of this package is started here.
 
-    Args:
-        kernel: what `triton.jit` made.
-        grid: programs along up to three axes; nothing is started if one is 0.
-        args: tensors and numbers, in the kernel's order.
-        constants: its constexpr parameters, and Triton's options (`num_warps`, `num_stages`, ...).
+    `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...).
     """
     if 0 in grid:
         return

@@ -8,7 +8,7 @@ PROGRAMS_PER_PROCESSOR programs of the decode kernel on one processor.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .target import Target
 
@@ -59,12 +59,7 @@ _DECODE = {
     1024: (16, 8, 2, None),
 }
 # Float32 operands: as long as rounding is to be that of float32, speed is another matter.
-_DECODE_FLOAT32 = {
-    64: (32, 4, 2, None),
-    128: (32, 4, 2, None),
-    256: (16, 8, 2, None),
-    1024: (16, 8, 1, None),
-}
+_DECODE_FLOAT32 = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
 # AMD: 512 registers for each lane of a processor's four parts.
 _DECODE_HIP = {
     128: (32, 2, 2, None),
@@ -103,20 +98,10 @@ def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
     return table[min((w for w in table if w >= width), default=max(table))]
 
 
-def decode_config(
-    target: Target,
-    width: int,
-    rows: int,
-    *,
-    exact: bool,
-    wide: bool,
-    biased: bool = False,
-    padded: bool = False,
-) -> LaunchConfig:
-    """Return the launch parameters of the decode kernel.
+class Workload(NamedTuple):
+    """What launch parameters depend on, besides the GPU.
 
-    Args:
-        target: the GPU.
+    Attributes:
         width: the larger head size, padded to a power of two.
         rows: query rows per KV head. A program may take fewer: there are then more than one block.
         exact: whether products are of float32.
@@ -124,6 +109,18 @@ def decode_config(
         biased: whether something is added to logits.
         padded: whether a head size is not a power of two.
     """
+
+    width: int
+    rows: int
+    exact: bool
+    wide: bool
+    biased: bool
+    padded: bool
+
+
+def decode_config(target: Target, workload: Workload) -> LaunchConfig:
+    """Return the launch parameters of the decode kernel."""
+    width, rows, exact, wide, biased, padded = workload
     table = _DECODE if target.is_nvidia else _DECODE_HIP
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
     if wide and not exact:
@@ -141,17 +138,17 @@ def decode_config(
     return _apply_overrides(LaunchConfig(rows, tile, warps, stages, registers))
 
 
-def extend_config(target: Target, width: int, *, exact: bool, wide: bool) -> LaunchConfig:
-    """Return the launch parameters of the extend kernel; arguments as in `decode_config`."""
-    if exact:
+def extend_config(target: Target, workload: Workload) -> LaunchConfig:
+    """Return the launch parameters of the extend kernel."""
+    if workload.exact:
         table = _EXTEND_FLOAT32
     elif not target.is_nvidia:
         table = _EXTEND_HIP
     else:
         tables = {80: _EXTEND_SM_80, 90: _EXTEND, 100: _EXTEND_SM_100}
         table = tables.get(int(target.arch), _EXTEND_MMA)
-    rows, tile, warps, stages = _look_up(table, width)
-    if wide and not exact:
+    rows, tile, warps, stages = _look_up(table, workload.width)
+    if workload.wide and not workload.exact:
         stages = max(1, stages - 1)
     return _apply_overrides(LaunchConfig(rows, tile, warps, stages))
 
@@ -163,11 +160,9 @@ def _apply_overrides(config: LaunchConfig) -> LaunchConfig:
 
 @contextmanager
 def override(**parameters: Any) -> Iterator[None]:
-    """Replace parameters of the tables inside the `with` block, for experiments.
+    """Replace attributes of `LaunchConfig` inside the `with` block, for experiments.
 
-    Args:
-        parameters: attributes of `LaunchConfig`, and `programs` for `programs_per_processor`. A
-            plan made outside does not fit inside where `programs` differs.
+    `programs` replaces `programs_per_processor`: a plan made outside then does not fit inside.
     """
     global _overrides
     unknown = parameters.keys() - {"programs", *LaunchConfig.__dataclass_fields__}

@@ -37,17 +37,10 @@ def write(
     lengths: torch.Tensor,
     limit: int | None = None,
 ) -> None:
-    """Store token `t` of sequence `b` at position `lengths[b] + t`.
+    """Store what `reference.write` stores for the same arguments, to the bit.
 
-    Bit-exact with `reference.write`. A token without a page, or at a position from `limit` on, is
-    not stored.
-
-    Args:
-        pages: where to; contiguous, except for the table.
-        key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
-        value: `[B, Hkv, T, Dv]`.
-        lengths: `[B]`, int32, tokens before this call.
-        limit: the most tokens that a sequence may hold; None: as many as it has pages for.
+    Pages are contiguous, except for the table. A token without a page, or at a position from
+    `limit` on, is not stored.
     """
     batch, heads, tokens, k_dim = key.shape
     v_dim = value.shape[3]
