@@ -75,16 +75,14 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             shape = (batch, *self.pool.k.shape[1::2])
             self.k_center = zeros(shape, torch.float32, self.device)
         self.batch_size = batch
-        self._share_plan()
         self._ready = True
-        self._mark_addresses()
+        self._share_plan()
 
     def _share_plan(self) -> None:
+        """Take the group's plan, and tell torch.compile which addresses stay."""
         self.plan, self.fills_plan = self.group.shared_plan(
             self.member, self.lengths, self.pool.heads, self.backend
         )
-
-    def _mark_addresses(self) -> None:
         if torch.compiler.is_compiling():
             return
         step = (self.table, self.lengths, self.plan)
@@ -123,17 +121,18 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         pages = self._pages(self.table)
         ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
         self.lengths.add_(key.shape[2])
-        if self.fills_plan:
-            assert self.plan is not None
-            window = self.group.window or 0
-            ops.make_plan(
-                self.plan, self.lengths, key.shape[2], window, 0, self.pool.heads, self.backend
-            )
+        self._fill_plan(key.shape[2])
         if was_empty and self.options.prefill == "exact":
             if self._attends_fresh():
                 return key_states, value_states
             return self._pad(key_states), self._pad(value_states)
         return self._view(pages)
+
+    def _fill_plan(self, tokens: int) -> None:
+        if self.fills_plan:
+            assert self.plan is not None
+            window, heads = self.group.window or 0, self.pool.heads
+            ops.make_plan(self.plan, self.lengths, tokens, window, 0, heads, self.backend)
 
     def _view(self, pages: Pages) -> tuple[PagedKV, PagedKV]:
         return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len, ragged=True)
@@ -231,7 +230,6 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.table = table
             self.batch_size = batch
             self._share_plan()
-            self._mark_addresses()
 
     def move_to(self, device: torch.device) -> None:
         """Move what the layer holds to `device`, to new addresses."""
@@ -240,7 +238,6 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.lengths = self.lengths.to(device)
         self.table = self.group.table_on(device)
         self._share_plan()
-        self._mark_addresses()
 
     def select_rows(self, sequences: torch.Tensor) -> None:
         """Select sequences `[B']` of what this layer alone holds: centers and lengths."""
@@ -264,6 +261,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self.lazy_initialization(*snapshot.pool.empty_tokens(len(rows)))
         length = snapshot.length
         self.lengths.fill_(length)
+        self._fill_plan(1)
         self.is_empty = isinstance(length, int) and length == 0
         self._max_written = length if isinstance(length, int) else self.max_cache_len
         pages = self.table[:, : rows.shape[1]].long().reshape(-1)
