@@ -1,5 +1,6 @@
 """Arithmetic on sixteen float32 lanes, and across them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -21,7 +22,9 @@ from .lanes import (
     spread,
     types,
     vector_of,
-)  # fmt: skip
+)
+
+FOUR_VECTORS = types.UniTuple(VECTOR, 4)
 
 
 @operation(VECTOR, SCALAR)
@@ -36,28 +39,17 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return call_intrinsic(builder, "llvm.fma.v16f32", FLOAT_VECTOR, a, b, c)
 
 
-@operation(VECTOR, VECTOR, VECTOR)
-def add(builder: Any, a: Any, b: Any) -> Any:
-    """a + b."""
-    return builder.fadd(a, b)
+def _lane_by_lane(instruction: str) -> Callable[..., Any]:
+    """Return the operation that is this LLVM instruction, of two vectors."""
+
+    def emit(builder: Any, a: Any, b: Any) -> Any:
+        return getattr(builder, instruction)(a, b)
+
+    return operation(VECTOR, VECTOR, VECTOR)(emit)
 
 
-@operation(VECTOR, VECTOR, VECTOR)
-def sub(builder: Any, a: Any, b: Any) -> Any:
-    """a - b."""
-    return builder.fsub(a, b)
-
-
-@operation(VECTOR, VECTOR, VECTOR)
-def mul(builder: Any, a: Any, b: Any) -> Any:
-    """a * b."""
-    return builder.fmul(a, b)
-
-
-@operation(VECTOR, VECTOR, VECTOR)
-def div(builder: Any, a: Any, b: Any) -> Any:
-    """a / b."""
-    return builder.fdiv(a, b)
+add, sub = _lane_by_lane("fadd"), _lane_by_lane("fsub")
+mul, div = _lane_by_lane("fmul"), _lane_by_lane("fdiv")
 
 
 @operation(VECTOR, VECTOR, VECTOR)
@@ -101,8 +93,8 @@ def octave(_builder: Any) -> Any:
 @operation(VECTOR, VECTOR)
 def round_up(builder: Any, a: Any) -> Any:
     """The next bfloat16 numbers above `a`, of which nothing is negative."""
-    more = builder.add(builder.bitcast(a, vector_of(I32)), constant(I32, 0xFFFF))
-    return builder.bitcast(builder.and_(more, constant(I32, -0x10000)), FLOAT_VECTOR)
+    raised = builder.add(builder.bitcast(a, vector_of(I32)), constant(I32, 0xFFFF))
+    return builder.bitcast(builder.and_(raised, constant(I32, -0x10000)), FLOAT_VECTOR)
 
 
 @operation(VECTOR, VECTOR, INT, INT)
@@ -148,46 +140,53 @@ def sum_integers(builder: Any, a: Any) -> Any:
     return builder.sext(call_intrinsic(builder, "llvm.vector.reduce.add.v16i32", I32, whole), I64)
 
 
-def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
+@operation(FOUR_VECTORS, VECTOR, INT, INT, FOUR_VECTORS)
+def fma_four(builder: Any, a: Any, address: Any, stride: Any, sums: Any) -> Any:
+    """Four sums, each plus `a` times sixteen F32 of one of four rows, `stride` bytes apart."""
+    for i in range(4):
+        place = builder.add(address, builder.mul(stride, ir.Constant(I64, i)))
+        factor = builder.load(pointer_to(builder, place, FLOAT_VECTOR))
+        factor.align = 1
+        old = builder.extract_value(sums, i)
+        new = call_intrinsic(builder, "llvm.fma.v16f32", FLOAT_VECTOR, a, factor, old)
+        sums = builder.insert_value(sums, new, i)
+    return sums
 
 
-@operation(types.UniTuple(SCALAR, 4), VECTOR, VECTOR, VECTOR, VECTOR)
-def sum_four(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+@operation(types.UniTuple(SCALAR, 4), FOUR_VECTORS)
+def sum_four(builder: Any, vectors: Any) -> Any:
     """The sums of all lanes of four vectors, in half the steps of four times `sum_lanes`."""
-    low, high = list(range(8)), list(range(8, 16))
-    second = [16 + i for i in low], [16 + i for i in high]
-    ab = builder.fadd(_pick(builder, a, b, low + second[0]), _pick(builder, a, b, high + second[1]))
-    cd = builder.fadd(_pick(builder, c, d, low + second[0]), _pick(builder, c, d, high + second[1]))
+
+    def fold(left: Any, right: Any, lanes: list[int], step: int) -> Any:
+        """Add lanes of both (`right` begins at 16) to the lanes `step` further on."""
+        kind = ir.VectorType(I32, len(lanes))
+        near = builder.shuffle_vector(left, right, ir.Constant(kind, lanes))
+        lanes = [lane + step for lane in lanes]
+        return builder.fadd(near, builder.shuffle_vector(left, right, ir.Constant(kind, lanes)))
+
+    a, b, c, d = (builder.extract_value(vectors, i) for i in range(4))
+    halves = [16 * i + j for i in range(2) for j in range(8)]
+    ab, cd = fold(a, b, halves, 8), fold(c, d, halves, 8)
     # From here on lanes are [a, b, c, d], four, two and one of each.
-    fours = [8 * i + j for i in range(4) for j in range(4)]
-    all_ = builder.fadd(
-        _pick(builder, ab, cd, fours), _pick(builder, ab, cd, [i + 4 for i in fours])
-    )
-    twos = [4 * i + j for i in range(4) for j in range(2)]
-    all_ = builder.fadd(
-        _pick(builder, all_, all_, twos), _pick(builder, all_, all_, [i + 2 for i in twos])
-    )
-    ones = [0, 2, 4, 6]
-    all_ = builder.fadd(
-        _pick(builder, all_, all_, ones), _pick(builder, all_, all_, [i + 1 for i in ones])
-    )
-    sums = [builder.extract_element(all_, ir.Constant(I32, i)) for i in range(4)]
+    fours = fold(ab, cd, [8 * i + j for i in range(4) for j in range(4)], 4)
+    twos = fold(fours, fours, [4 * i + j for i in range(4) for j in range(2)], 2)
+    ones = fold(twos, twos, [0, 2, 4, 6], 1)
+    sums = [builder.extract_element(ones, ir.Constant(I32, i)) for i in range(4)]
     return cgutils.pack_array(builder, sums)
 
 
 @operation(types.none, INT, types.UniTuple(SCALAR, 4))
 def add_four(builder: Any, address: Any, values: Any) -> None:
-    """Adds to four float32 numbers in memory."""
+    """Add to four float32 numbers in memory."""
     kind = ir.VectorType(FLOAT_IR, 4)
-    more = ir.Constant(kind, ir.Undefined)
+    added = ir.Constant(kind, ir.Undefined)
     for i in range(4):
         value = builder.extract_value(values, i)
-        more = builder.insert_element(more, value, ir.Constant(I32, i))
+        added = builder.insert_element(added, value, ir.Constant(I32, i))
     place = pointer_to(builder, address, kind)
     old = builder.load(place)
     old.align = 4
-    builder.store(builder.fadd(old, more), place).align = 4
+    builder.store(builder.fadd(old, added), place).align = 4
 
 
 @operation(SCALAR, VECTOR)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ..visibility import first_visible
 from .arithmetic import div, fma, mul, splat, sum_lanes
 from .lanes import LANES, STAMP, Call, Floats, jit, kernel
 from .memory import (
@@ -28,7 +27,15 @@ from .memory import (
 )
 from .products import Scratch, multiply_keys, multiply_values, rescale
 from .records import DECODING, STORED, STRIDED, TABLE, Record
-from .softmax import NOTHING, TILE, add_bias, adjust_logits, hide_invisible, update_softmax
+from .softmax import (
+    NOTHING,
+    TILE,
+    add_bias,
+    adjust_logits,
+    first_visible,
+    hide_invisible,
+    update_softmax,
+)
 
 # Rows (a query token of one query head) that share the decoded bytes.
 BLOCK = 64
@@ -44,12 +51,10 @@ ATTEND = Record(
     ("", "splits blocks block_tokens work_rows out out_kind"),
 )  # fmt: skip
 
-_first_visible = jit(first_visible)
-
 
 @jit
 def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: Scratch) -> None:
-    """Rows of `s.q` are then the queries times `scaling` and all that K's codes lack.
+    """Load rows of `s.q`: the queries times `scaling` and all that K's codes lack.
 
     Row i is query token `token + i // G` of query head `head * G + i % G`.
     """
@@ -64,8 +69,8 @@ def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: S
             count = c.k_dim - i
             x = mul(load_as(source + width * i, c.q_dtype, count), scaling)
             if c.k_center:
-                at = c.k_center + 4 * ((sequence * c.heads + head) * c.k_dim + i)
-                sum_ = fma(x, load_as(at, F32, count), sum_)
+                center = c.k_center + 4 * ((sequence * c.heads + head) * c.k_dim + i)
+                sum_ = fma(x, load_as(center, F32, count), sum_)
             if c.k_static_scale:
                 x = mul(x, load_as(c.k_static_scale + 4 * (head * c.k_dim + i), F32, count))
             store(address_of(s.q[row]) + 4 * i, mul(x, factor))
@@ -74,21 +79,21 @@ def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: S
 
 @jit
 def _find_parts(c: Call, sequence: int, head: int, low: int, high: int, parts: Floats) -> int:
-    """Positions `low` to `high - 1`, page by page; returns how many pages."""
-    found, at = 0, low
-    while at < high:
-        slot = at % c.slots
-        end = min(at + c.slots - slot, high)
-        part = parts[found]
-        part[0] = page_of(c, sequence, at) * c.heads + head
-        part[1], part[2], part[3] = slot, at - low, end - low
-        found, at = found + 1, end
-    return found
+    """Split positions `low` to `high - 1` into pages; return how many."""
+    pages, begin = 0, low
+    while begin < high:
+        slot = begin % c.slots
+        end = min(begin + c.slots - slot, high)
+        part = parts[pages]
+        part[0] = page_of(c, sequence, begin) * c.heads + head
+        part[1], part[2], part[3] = slot, begin - low, end - low
+        pages, begin = pages + 1, end
+    return pages
 
 
 @jit
 def _load_scales(c: Call, pool: int, parts: Floats, to: int) -> None:
-    """The dynamic scales of the parts, float32, and zeros up to a whole vector."""
+    """Load the dynamic scales of the parts, float32, and zeros up to a whole vector."""
     count = parts[-1, 3]
     store(to + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
     for part in parts:
@@ -102,7 +107,7 @@ def _attend_tile(
     c: Call, parts: Floats, sequence: int, head: int, token: int, rows: int, padded: int,
     low: int, high: int, length: int, s: Scratch, m_i: Floats, l_i: Floats,
 ) -> None:  # fmt: skip
-    """Adds positions `low` to `high - 1` to the sums of `rows` rows."""
+    """Add positions `low` to `high - 1` to the sums of `rows` rows."""
     count = high - low
     k_scales, v_scales, logits = address_of(s.k_scales), 0, address_of(s.logits)
     multiply_keys(c, parts, padded, s)
@@ -116,16 +121,16 @@ def _attend_tile(
     if c.more_data:
         place = c.more_data + sequence * c.more_b + (low - c.start) * width_of(c.more_dtype)
         add_bias(c, place, c.more_dtype, c.more_h, c.more_t, head, token, rows, count, logits)
-    found = count
+    seen_columns = count
     query = length - c.tokens + token  # the position of the first row
     if c.mask_data or c.window or (c.causal and high > query + 1):
-        found = hide_invisible(c, sequence, token, rows, low, count, query, s.seen, s.logits)
-    if found == 0:
+        seen_columns = hide_invisible(c, sequence, token, rows, low, count, query, s.seen, s.logits)
+    if seen_columns == 0:
         return
     if c.v_token_scales:
         v_scales = address_of(s.v_scales)
         _load_scales(c, c.v_token_scales, parts, v_scales)
-        if found < count:
+        if seen_columns < count:
             for column in range(count):
                 if s.seen[column] == 0:
                     s.v_scales[column] = 0
@@ -135,7 +140,7 @@ def _attend_tile(
     if high // c.slots < c.table_columns:
         place = (page_of(c, sequence, high) * c.heads + head) * c.slots + high % c.slots
         soon = c.k_codes + place * c.k_dim * width_of(c.k_kind)
-    multiply_values(c, parts, found == count, padded, soon, s)
+    multiply_values(c, parts, seen_columns == count, padded, soon, s)
 
 
 @jit
@@ -160,7 +165,7 @@ def _make_scratch(c: Call) -> Scratch:
 
 @jit
 def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> None:
-    """One query token of one query head: the splits together, and the sink."""
+    """Write the result of one query token and head: its splits together, and the sink."""
     groups = c.q_heads // c.heads
     q_head = head * groups + row % groups
     token = row // groups
@@ -188,8 +193,8 @@ def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> No
     for i in range(0, v_dim, LANES):
         x = splat(np.float32(0))
         for split in range(c.splits):
-            at = address_of(work[begin + split, 2 * rows + place * v_dim :])
-            x = fma(load_as(at + 4 * i, F32, v_dim - i), splat(weights[split]), x)
+            part = address_of(work[begin + split, 2 * rows + place * v_dim + i :])
+            x = fma(load_as(part, F32, v_dim - i), splat(weights[split]), x)
         x = mul(div(x, safe), inverse)
         if c.v_static_scale:
             x = mul(x, load_as(c.v_static_scale + 4 * (head * v_dim + i), F32, v_dim - i))
@@ -197,11 +202,11 @@ def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> No
 
 
 def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]:
-    """Makes the kernels; `stamp` is a part of what numba's cache knows them by."""
+    """Return the kernels; `stamp` is a part of what numba's cache knows them by."""
 
     @kernel
     def attend(calls: Any, work: Any) -> None:
-        """Works off units of `calls[0]` until none is left; any number of threads at a time.
+        """Work off units of `calls[0]` until none is left; any number of threads at a time.
 
         `work` is `[units, 2 * rows + rows * Dv]`, float32: maxima, sums, weighted sums of V.
         """
@@ -228,7 +233,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
             if c.causal:
                 high = min(high, length - c.tokens + token + tokens)
             if c.window:
-                low = max(low, _first_visible(length - c.tokens + token, c.window))
+                low = max(low, first_visible(length - c.tokens + token, c.window))
             tile, last = low // TILE, (high + TILE - 1) // TILE
             tiles = last - tile
             tile, last = tile + tiles * split // c.splits, tile + tiles * (split + 1) // c.splits
@@ -250,7 +255,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
 
     @kernel
     def finish(calls: Any, work: Any) -> None:
-        """Writes the result of `calls[0]`, after all units are done."""
+        """Write the result of `calls[0]`, after all units are done."""
         c = calls[0]
         if stamp:
             for sequence in range(c.batch):

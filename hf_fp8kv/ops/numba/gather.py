@@ -36,7 +36,7 @@ GATHER = Record(
 
 @jit
 def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
-    """The numbers at `line` times their scale, plus the center, in the order of reference.py."""
+    """Multiply a line by its scale and add the center, in the order of reference.py."""
     factor = splat(np.float32(c.factor))
     for i in range(0, c.dim, LANES):
         x = load(line + 4 * i)
@@ -55,7 +55,7 @@ def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) ->
 def _gather_block(
     c: Call, sequence: int, head: int, begin: int, end: int, line: Floats, square: Floats
 ) -> None:
-    """Positions `begin` to `end - 1`, all in one page, of one head."""
+    """Gather positions `begin` to `end - 1`, all in one page, of one head."""
     code = (c.shift, c.mask, c.nan_mask, c.nan_code)
     width, out_width = width_of(c.kind), width_of(c.out_kind)
     slot, count = begin % c.slots, end - begin
@@ -69,8 +69,8 @@ def _gather_block(
             source = c.codes + (first * c.dim + dim * c.slots + slot) * width
             decode(source, c.kind, code, count, address_of(square[dim]))
     for token in range(count):
-        at = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
-        target = c.out + at * c.dim * out_width
+        row = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
+        target = c.out + row * c.dim * out_width
         if c.transposed:
             flat = square.reshape(-1)
             for dim in range(c.dim):
@@ -95,7 +95,7 @@ def _make_kernel(stamp: int) -> Callable[[Any], None]:
 
     @kernel
     def gather(calls: Any) -> None:
-        """Works off units of `calls[0]` until none is left; any number of threads at a time."""
+        """Work off units of `calls[0]` until none is left; any number of threads at a time."""
         c = calls[0]
         line = np.zeros(c.dim + LANES, np.float32)
         square = np.zeros((c.dim if c.transposed else 1, BLOCK + LANES), np.float32)
@@ -105,12 +105,12 @@ def _make_kernel(stamp: int) -> Callable[[Any], None]:
             if unit >= c.units:
                 return
             block, unit = unit % blocks, unit // blocks
-            at = c.start + block * BLOCK
-            stop = min(at + BLOCK, c.stop)
-            while at < stop:
-                end = min((at // c.slots + 1) * c.slots, stop)
-                _gather_block(c, unit // c.heads, unit % c.heads, at, end, line, square)
-                at = end
+            begin = c.start + block * BLOCK
+            stop = min(begin + BLOCK, c.stop)
+            while begin < stop:
+                end = min((begin // c.slots + 1) * c.slots, stop)
+                _gather_block(c, unit // c.heads, unit % c.heads, begin, end, line, square)
+                begin = end
 
     return gather
 

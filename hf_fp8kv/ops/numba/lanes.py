@@ -41,12 +41,12 @@ _PART: dict[str, Any] = {**_OPTIONS, "no_cpython_wrapper": True, "no_cfunc_wrapp
 
 
 def jit(function: _Function) -> _Function:
-    """Compiles a part of a kernel."""
+    """Compile a part of a kernel."""
     return cast(_Function, numba.njit(**_PART)(function))
 
 
 def kernel(function: _Function) -> _Function:
-    """Compiles a kernel that lets other threads run; kept on disk where there is a folder for it.
+    """Compile a kernel that lets other threads run; kept on disk where there is a folder for it.
 
     numba compiles again when the file of `function` changes, and when one of its closure variables
     does; what it calls in other files does not count.
@@ -58,13 +58,11 @@ def kernel(function: _Function) -> _Function:
 
 
 class _FloatsType(types.Type):  # type: ignore[misc]  # numba's classes are Any
-    def __init__(self) -> None:
-        super().__init__(name="float32x16")
+    pass
 
 
 class _CodesType(types.Type):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__(name="uint8x16")
+    pass
 
 
 def _model(element: ir.Type) -> type:
@@ -77,16 +75,17 @@ def _model(element: ir.Type) -> type:
 
 extending.register_model(_FloatsType)(_model(FLOAT_IR))
 extending.register_model(_CodesType)(_model(I8))
-VECTOR, CODES, INT, SCALAR = _FloatsType(), _CodesType(), types.int64, types.float32
+VECTOR, CODES = _FloatsType("float32x16"), _CodesType("uint8x16")
+INT, SCALAR = types.int64, types.float32
 
 
 def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes `emit(builder, *values) -> value` a function of kernels, with these numba types."""
+    """Make `emit(builder, *values) -> value` a function of kernels, with these numba types."""
 
     def decorate(emit: Callable[..., Any]) -> Callable[..., Any]:
         def generate(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-            found = emit(builder, *values)
-            return context.get_dummy_value() if result is types.none else found
+            value = emit(builder, *values)
+            return context.get_dummy_value() if result is types.none else value
 
         @functools.wraps(emit)
         def typed(_context: Any, *_types: Any) -> Any:
@@ -98,12 +97,12 @@ def operation(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Ca
 
 
 def spread(builder: Any, value: Any, element: ir.Type) -> Any:
-    """All lanes hold `value`, an int64 (of which the low bits count) or a float32."""
+    """Return a vector whose lanes all hold `value`, an int64 (its low bits) or a float32."""
     if isinstance(element, ir.IntType) and element.width < value.type.width:
         value = builder.trunc(value, element)
     empty = ir.Constant(vector_of(element), ir.Undefined)
-    one = builder.insert_element(empty, value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, empty, ir.Constant(vector_of(I32), [0] * LANES))
+    first = builder.insert_element(empty, value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(vector_of(I32), [0] * LANES))
 
 
 def constant(element: ir.Type, value: float) -> ir.Constant:
@@ -120,7 +119,7 @@ def pointer_to(builder: Any, address: Any, kind: ir.Type) -> Any:
 
 
 def _stamp() -> int:
-    """Changes when a file of the kernels does: numba itself looks at one file only."""
+    """Return a number that changes with the kernels' files: numba itself looks at one file only."""
     files = [Path(visibility.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
     return zlib.crc32(b"".join(f.read_bytes() for f in files)) | 1
 

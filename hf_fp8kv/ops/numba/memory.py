@@ -57,7 +57,7 @@ def _write(builder: Any, address: Any, value: Any) -> None:
 
 
 def _read_some(builder: Any, address: Any, element: ir.Type, width: int, count: Any) -> Any:
-    """`count` elements; the lanes after them are zero, and memory after them is not touched."""
+    """Read `count` elements; the other lanes are zero, and memory after them is not touched."""
     slot = cgutils.alloca_once(builder, vector_of(element))
     builder.store(ir.Constant(vector_of(element), [0] * LANES), slot)
     source = pointer_to(builder, address, I8)
@@ -78,7 +78,7 @@ def _at_most(builder: Any, count: Any) -> Any:
 
 
 def _widen(builder: Any, short: Any, kind: Any) -> Any:
-    """Sixteen BF16 or F16, as float32."""
+    """Return sixteen BF16 or F16 as float32."""
     wide = builder.shl(builder.zext(short, vector_of(I32)), constant(I32, 16))
     half = builder.fpext(builder.bitcast(short, vector_of(HALF_IR)), FLOAT_VECTOR)
     is_brain = builder.icmp_signed("==", kind, ir.Constant(I64, BF16))
@@ -86,7 +86,7 @@ def _widen(builder: Any, short: Any, kind: Any) -> Any:
 
 
 def _narrow(builder: Any, value: Any, kind: Any) -> Any:
-    """Sixteen float32 as BF16 or F16, rounded to nearest even."""
+    """Return sixteen float32 as BF16 or F16, rounded to nearest even."""
     raw = builder.bitcast(value, vector_of(I32))
     odd = builder.and_(builder.lshr(raw, constant(I32, 16)), constant(I32, 1))
     up = builder.add(raw, builder.add(odd, constant(I32, 0x7FFF)))
@@ -99,7 +99,7 @@ def _narrow(builder: Any, value: Any, kind: Any) -> Any:
 
 @operation(VECTOR, INT)
 def load(builder: Any, address: Any) -> Any:
-    """Reads sixteen F32."""
+    """Read sixteen F32."""
     return _read(builder, address, FLOAT_IR)
 
 
@@ -120,7 +120,7 @@ def _load_some_short(builder: Any, address: Any, kind: Any, count: Any) -> Any:
 
 @jit
 def load_as(address: int, kind: int, count: int) -> Floats:
-    """Reads `count` numbers stored as BF16, F16 or F32; the other lanes are zero."""
+    """Read `count` numbers stored as BF16, F16 or F32; the other lanes are zero."""
     if kind == F32:
         return load(address) if count >= LANES else _load_some(address, count)
     if count >= LANES:
@@ -130,7 +130,7 @@ def load_as(address: int, kind: int, count: int) -> Floats:
 
 @operation(types.none, INT, VECTOR)
 def store(builder: Any, address: Any, value: Any) -> None:
-    """Writes sixteen F32."""
+    """Write sixteen F32."""
     _write(builder, address, value)
 
 
@@ -151,7 +151,7 @@ def _store_some_short(builder: Any, address: Any, kind: Any, count: Any, value: 
 
 @jit
 def store_as(address: int, kind: int, count: int, value: Floats) -> None:
-    """Writes the first `count` lanes as BF16, F16 or F32, rounded to nearest even."""
+    """Write the first `count` lanes as BF16, F16 or F32, rounded to nearest even."""
     if kind == F32:
         if count >= LANES:
             store(address, value)
@@ -177,7 +177,7 @@ def _decode(builder: Any, codes: Any, code: Any) -> Any:
 
 @operation(VECTOR, INT, types.UniTuple(INT, 4))
 def load_codes(builder: Any, address: Any, code: Any) -> Any:
-    """Reads sixteen codes, as numbers that still lack a factor (`backend._decoding`).
+    """Read sixteen codes, as numbers that still lack a factor (`records.decoding`).
 
     `code` is (shift, mask, nan_mask, nan_code).
     """
@@ -186,16 +186,16 @@ def load_codes(builder: Any, address: Any, code: Any) -> Any:
 
 @operation(VECTOR, INT, types.UniTuple(INT, 4), INT)
 def load_some_codes(builder: Any, address: Any, code: Any, count: Any) -> Any:
-    """Reads `count` codes, at most sixteen; the other lanes are zero."""
+    """Read `count` codes, at most sixteen; the other lanes are zero."""
     return _decode(builder, _read_some(builder, address, I8, 1, count), code)
 
 
 @operation(CODES, VECTOR, types.UniTuple(INT, 8))
 def encode(builder: Any, value: Any, code: Any) -> Any:
-    """Returns the codes of `value`: `codec.encode`, lane by lane.
+    """Return the codes of `value`: `codec.encode`, lane by lane.
 
     `code` is (drop, rebias, min_normal, step, max_code, nan_code, sign_zero, sign_nan): see
-    `backend._encoding`.
+    `records.encoding`.
     """
     lanes = vector_of(I32)
     drop, rebias, min_normal, step, max_code, nan_code, sign_zero, sign_nan = (
@@ -213,19 +213,19 @@ def encode(builder: Any, value: Any, code: Any) -> Any:
         builder.bitcast(magnitude, FLOAT_VECTOR), builder.bitcast(step, FLOAT_VECTOR)
     )
     small = builder.sub(builder.bitcast(sum_, lanes), step)
-    found = builder.select(builder.icmp_signed("<", magnitude, min_normal), small, normal)
-    found = builder.select(builder.icmp_signed(">", found, max_code), max_code, found)
-    some = builder.icmp_signed(">", found, builder.neg(sign_zero))
+    rounded = builder.select(builder.icmp_signed("<", magnitude, min_normal), small, normal)
+    rounded = builder.select(builder.icmp_signed(">", rounded, max_code), max_code, rounded)
+    keeps_sign = builder.icmp_signed(">", rounded, builder.neg(sign_zero))
     is_nan = builder.icmp_signed(">", magnitude, constant(I32, 0x7F800000))
-    plus = builder.select(is_nan, nan_code, found)
-    has_sign = builder.select(is_nan, sign_nan, builder.zext(some, lanes))
-    found = builder.or_(plus, builder.and_(sign, builder.neg(has_sign)))
-    return builder.trunc(found, vector_of(I8))
+    plus = builder.select(is_nan, nan_code, rounded)
+    has_sign = builder.select(is_nan, sign_nan, builder.zext(keeps_sign, lanes))
+    signed = builder.or_(plus, builder.and_(sign, builder.neg(has_sign)))
+    return builder.trunc(signed, vector_of(I8))
 
 
 @operation(types.none, INT, INT, CODES)
 def store_codes(builder: Any, address: Any, count: Any, value: Any) -> None:
-    """Writes the first `count` codes."""
+    """Write the first `count` codes."""
     whole = builder.icmp_signed(">=", count, ir.Constant(I64, LANES))
     with builder.if_else(whole, likely=True) as (then, otherwise):
         with then:
@@ -253,19 +253,19 @@ load_f32 = _scalar("load_f32", SCALAR, FLOAT_IR)
 
 @operation(types.none, INT, INT)
 def store_u8(builder: Any, address: Any, value: Any) -> None:
-    """Writes the low byte of `value`."""
+    """Write the low byte of `value`."""
     builder.store(builder.trunc(value, I8), pointer_to(builder, address, I8))
 
 
 @operation(types.none, INT, INT)
 def store_u16(builder: Any, address: Any, value: Any) -> None:
-    """Writes the low two bytes of `value`."""
+    """Write the low two bytes of `value`."""
     builder.store(builder.trunc(value, I16), pointer_to(builder, address, I16)).align = 1
 
 
 @operation(types.none, INT)
 def prefetch(builder: Any, address: Any) -> None:
-    """Asks for the 64 bytes around `address`, which need not be readable."""
+    """Ask for the 64 bytes around `address`, which need not be readable."""
     place = pointer_to(builder, address, I8)
     kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
     ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
@@ -275,7 +275,7 @@ def prefetch(builder: Any, address: Any) -> None:
 
 @operation(INT, INT)
 def next_unit(builder: Any, address: Any) -> Any:
-    """Takes the next number from the counter at `address`; threads may do so at the same time."""
+    """Take the next number from the counter at `address`; threads may do so at the same time."""
     place = pointer_to(builder, address, I64)
     return builder.atomic_rmw("add", place, ir.Constant(I64, 1), "monotonic")
 
@@ -295,7 +295,7 @@ address_of: Any = extending.intrinsic(_address_of)
 
 @jit
 def width_of(kind: int) -> int:
-    """Bytes of a stored number."""
+    """Return the bytes of a stored number."""
     if kind == FP8:
         return 1
     return 4 if kind == F32 else 2
@@ -303,7 +303,7 @@ def width_of(kind: int) -> int:
 
 @jit
 def decode(source: int, kind: int, code: Code, count: int, target: int) -> None:
-    """`count` stored numbers are then float32 at `target`, and zero up to a whole vector."""
+    """Decode `count` stored numbers to float32 at `target`, padded with zeros to whole vectors."""
     width, whole = width_of(kind), count // LANES * LANES
     for i in range(0, whole, LANES):
         if kind == FP8:
@@ -320,6 +320,6 @@ def decode(source: int, kind: int, code: Code, count: int, target: int) -> None:
 
 @jit
 def page_of(c: Call, sequence: int, position: int) -> int:
-    """The page of a position; one that fell out of the window is read as page 0 and hidden."""
+    """Return the page of a position; one that fell out of the window is page 0 and hidden."""
     page: int = load_i32(c.table + sequence * c.table_b + 4 * (position // c.slots))
     return max(page, 0)

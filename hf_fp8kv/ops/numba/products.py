@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arithmetic import add_four, fma, mul, splat, sum_four, sum_lanes
+from .arithmetic import add_four, fma, fma_four, mul, splat, sum_four, sum_lanes
 from .lanes import LANES, Call, Floats, jit
 from .memory import (
     F32,
@@ -46,35 +46,24 @@ def _dot4(
 ) -> tuple[float, float, float, float]:
     """Products of `count` stored numbers, FP8 or F32, with four float32 rows, `stride` apart."""
     zero = splat(np.float32(0))
-    a, b, c, d = zero, zero, zero, zero
+    sums = (zero, zero, zero, zero)
     whole = count // LANES * LANES
     if kind == FP8:
         for i in range(0, whole, LANES):
-            y, at = load_codes(source + i, code), x + 4 * i
-            a = fma(y, load(at), a)
-            b = fma(y, load(at + stride), b)
-            c = fma(y, load(at + 2 * stride), c)
-            d = fma(y, load(at + 3 * stride), d)
+            sums = fma_four(load_codes(source + i, code), x + 4 * i, stride, sums)
         if whole < count:
-            y, at = load_some_codes(source + whole, code, count - whole), x + 4 * whole
-            a = fma(y, load(at), a)
-            b = fma(y, load(at + stride), b)
-            c = fma(y, load(at + 2 * stride), c)
-            d = fma(y, load(at + 3 * stride), d)
+            y = load_some_codes(source + whole, code, count - whole)
+            sums = fma_four(y, x + 4 * whole, stride, sums)
     else:
         for i in range(0, count, LANES):
-            y, at = load(source + 4 * i), x + 4 * i
-            a = fma(y, load(at), a)
-            b = fma(y, load(at + stride), b)
-            c = fma(y, load(at + 2 * stride), c)
-            d = fma(y, load(at + 3 * stride), d)
-    found: tuple[float, float, float, float] = sum_four(a, b, c, d)
-    return found
+            sums = fma_four(load(source + 4 * i), x + 4 * i, stride, sums)
+    products: tuple[float, float, float, float] = sum_four(sums)
+    return products
 
 
 @jit
 def _dot1(source: int, kind: int, code: Code, count: int, x: int) -> float:
-    """The same with one row."""
+    """The product with one float32 row."""
     a = splat(np.float32(0))
     whole = count // LANES * LANES
     if kind == FP8:
@@ -86,8 +75,8 @@ def _dot1(source: int, kind: int, code: Code, count: int, x: int) -> float:
     else:
         for i in range(0, count, LANES):
             a = fma(load(source + 4 * i), load(x + 4 * i), a)
-    found: float = sum_lanes(a)
-    return found
+    product: float = sum_lanes(a)
+    return product
 
 
 @jit
@@ -114,9 +103,9 @@ def multiply_keys(c: Call, parts: Floats, rows: int, s: Scratch) -> None:
                 out[0, column] = _dot1(place, kind, code, c.k_dim, q)
             else:
                 for row in range(0, rows, 4):
-                    found = _dot4(place, kind, code, c.k_dim, q + row * stride, stride)
+                    products = _dot4(place, kind, code, c.k_dim, q + row * stride, stride)
                     for i in range(4):
-                        out[row + i, column] = found[i]
+                        out[row + i, column] = products[i]
             source += size
 
 
@@ -142,7 +131,7 @@ def rescale(alpha: Floats, rows: int, out: Floats) -> None:
 def multiply_values(
     c: Call, parts: Floats, all_seen: bool, rows: int, soon: int, s: Scratch
 ) -> None:
-    """Adds weights times V; what no query sees counts as zero even if its bytes are NaN.
+    """Add weights times V; what no query sees counts as zero even if its bytes are NaN.
 
     `soon` is where the next tile's K begins, or 0: a page is too short for the CPU to guess that.
     """
@@ -167,13 +156,13 @@ def multiply_values(
             s.out[0, dim, 0] += _dot1(strip, F32, code, count, weights)
         else:
             for row in range(0, rows, 4):
-                found = _dot4(strip, F32, code, count, weights + row * stride, stride)
-                add_four(address_of(s.out[row // 4, dim]), found)
+                products = _dot4(strip, F32, code, count, weights + row * stride, stride)
+                add_four(address_of(s.out[row // 4, dim]), products)
 
 
 @jit
 def _find_lines(c: Call, parts: Floats, lines: Floats) -> bool:
-    """Whether no vector of a tile crosses pages; `lines` is then where each starts, at row 0."""
+    """Return whether no vector of a tile crosses pages; `lines` then holds where each starts."""
     for part in parts:
         if part[2] % LANES or (part[3] % LANES and part[3] != parts[-1, 3]):
             return False
@@ -185,38 +174,30 @@ def _find_lines(c: Call, parts: Floats, lines: Floats) -> bool:
 
 @jit
 def _values_direct(c: Call, count: int, rows: int, soon: int, s: Scratch) -> None:
-    """The same for 8 bits and at most four rows: no decoded copy."""
+    """Add weights times V, of 8 bits and for at most four rows: without a decoded copy."""
     code = (c.v_shift, c.v_mask, c.v_nan_mask, c.v_nan_code)
     weights, stride, zero = address_of(s.logits), 4 * TILE, splat(np.float32(0))
-    whole, rest = count // LANES, count % LANES
+    whole, tail = count // LANES, count % LANES
+    last = weights + 4 * LANES * whole
     place, lines, out = 0, s.lines, address_of(s.out)
     for dim in range(c.v_dim):
         if soon:
             prefetch(soon + 64 * dim)
-        a, b, d, e = zero, zero, zero, zero
         if rows == 1:
+            sum_ = zero
             for i in range(whole):
                 y = load_codes(lines[i] + place, code)
-                a = fma(y, load(weights + 4 * LANES * i), a)
-            if rest:
-                y = load_some_codes(lines[whole] + place, code, rest)
-                a = fma(y, load(weights + 4 * LANES * whole), a)
-            s.out[0, dim, 0] += sum_lanes(a)
+                sum_ = fma(y, load(weights + 4 * LANES * i), sum_)
+            if tail:
+                sum_ = fma(load_some_codes(lines[whole] + place, code, tail), load(last), sum_)
+            s.out[0, dim, 0] += sum_lanes(sum_)
         else:
+            sums = (zero, zero, zero, zero)
             for i in range(whole):
-                y, at = load_codes(lines[i] + place, code), weights + 4 * LANES * i
-                a = fma(y, load(at), a)
-                b = fma(y, load(at + stride), b)
-                d = fma(y, load(at + 2 * stride), d)
-                e = fma(y, load(at + 3 * stride), e)
-            if rest:
-                y, at = (
-                    load_some_codes(lines[whole] + place, code, rest),
-                    weights + 4 * LANES * whole,
-                )
-                a = fma(y, load(at), a)
-                b = fma(y, load(at + stride), b)
-                d = fma(y, load(at + 2 * stride), d)
-                e = fma(y, load(at + 3 * stride), e)
-            add_four(out + 16 * dim, sum_four(a, b, d, e))
+                y = load_codes(lines[i] + place, code)
+                sums = fma_four(y, weights + 4 * LANES * i, stride, sums)
+            if tail:
+                y = load_some_codes(lines[whole] + place, code, tail)
+                sums = fma_four(y, last, stride, sums)
+            add_four(out + 16 * dim, sum_four(sums))
         place += c.slots

@@ -5,7 +5,7 @@
 
 import numpy as np
 
-from ..visibility import first_visible
+from .. import visibility
 from .arithmetic import (
     add,
     copy_sign,
@@ -29,19 +29,12 @@ from .memory import load, load_as, load_u8, store, width_of
 TILE = 64
 NOTHING = np.float32(-np.inf)
 
-_first_visible = jit(first_visible)
+first_visible = jit(visibility.first_visible)
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_E0, _E1, _E2 = (
-    np.float32(1.9875691500e-4),
-    np.float32(1.3981999507e-3),
-    np.float32(8.3334519073e-3),
-)
-_E3, _E4, _E5 = (
-    np.float32(4.1665795894e-2),
-    np.float32(1.6666665459e-1),
-    np.float32(5.0000001201e-1),
-)
+_E0, _E1 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3)
+_E2, _E3 = np.float32(8.3334519073e-3), np.float32(4.1665795894e-2)
+_E4, _E5 = np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 _LEAST = np.float32(-87.0)
 
 
@@ -83,20 +76,20 @@ def _tanh(x: Floats) -> Floats:
 
 @jit
 def adjust_logits(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: int) -> None:
-    """Dynamic scales, the center's share, softcap."""
+    """Apply dynamic scales, the center's share, and the softcap to logits."""
     cap = splat(np.float32(c.softcap))
     for row in range(rows):
         extra = splat(offset[row])
         for i in range(0, count, LANES):
-            at = logits + 4 * (row * TILE + i)
-            x = load(at)
+            place = logits + 4 * (row * TILE + i)
+            x = load(place)
             if c.k_token_scales:
                 x = mul(x, load(scales + 4 * i))
             if c.k_center:
                 x = add(x, extra)
             if c.softcap != 0:
                 x = mul(_tanh(div(x, cap)), cap)
-            store(at, x)
+            store(place, x)
 
 
 @jit
@@ -104,15 +97,14 @@ def add_bias(
     c: Call, bias: int, kind: int, stride_h: int, stride_t: int,
     head: int, token: int, rows: int, count: int, logits: int,
 ) -> None:  # fmt: skip
-    """Adds a bias, or a mask of floats; `bias` is this sequence's, at the tile's first position."""
+    """Add a bias, or a mask of floats; `bias` is this sequence's, at the tile's first position."""
     groups, width = c.q_heads // c.heads, width_of(kind)
     for row in range(rows):
         source = bias + (head * groups + row % groups) * stride_h
         source += (token + row // groups) * stride_t
         for i in range(0, count, LANES):
-            at = logits + 4 * (row * TILE + i)
-            x = load_as(source + width * i, kind, count - i)
-            store(at, add(load(at), x))
+            place = logits + 4 * (row * TILE + i)
+            store(place, add(load(place), load_as(source + width * i, kind, count - i)))
 
 
 @jit
@@ -120,47 +112,33 @@ def hide_invisible(
     c: Call, sequence: int, token: int, rows: int, low: int, count: int, query: int,
     seen: Floats, logits: Floats,
 ) -> int:  # fmt: skip
-    """Logits of what a query may not see become -inf.
+    """Make logits -inf where a query may not look, and return how many columns some query sees.
 
-    Args:
-        c: the call.
-        sequence: which.
-        token: the query token of the first row.
-        rows: how many.
-        low: the position of the first column.
-        count: columns.
-        query: the position of `token`.
-        seen: `[TILE]`, int64: where there is a mask, whether some query sees the column. Without
-            one, some query sees each of them.
-        logits: `[rows, TILE]`.
-
-    Returns:
-        How many columns some query sees.
+    `token` is the query token of the first row and `query` its position; `low` is the position of
+    the first column. `seen`, `[TILE]`: where there is a mask, whether some query sees the column;
+    without one, some query sees each of them.
     """
     groups = c.q_heads // c.heads
     if c.mask_data:
         seen[:count] = 0
     for row in range(0, rows, groups):
-        at = query + row // groups
-        begin = max(_first_visible(at, c.window) - low, 0) if c.window else 0
-        end = min(at + 1 - low, count) if c.causal else count
+        position = query + row // groups
+        begin = max(first_visible(position, c.window) - low, 0) if c.window else 0
+        end = min(position + 1 - low, count) if c.causal else count
         mask = c.mask_data + sequence * c.mask_b + (token + row // groups) * c.mask_t
         mask += low - c.start
         for column in range(count):
-            shown = begin <= column < end
-            if c.mask_data and load_u8(mask + column) == 0:
-                shown = False
-            if shown:
+            if begin <= column < end and not (c.mask_data and load_u8(mask + column) == 0):
                 seen[column] = 1
             else:
                 for group in range(groups):
                     logits[row + group, column] = NOTHING
     if not c.mask_data:
         return count
-    found = 0
+    seen_columns = 0
     for column in range(count):
-        found += seen[column] != 0
-    return found
+        seen_columns += seen[column] != 0
+    return seen_columns
 
 
 @jit
@@ -169,17 +147,9 @@ def update_softmax(
 ) -> bool:
     """Turn logits into weights, relative to the largest logit so far.
 
-    Args:
-        rows: how many.
-        count: columns.
-        scales: dynamic scales of V, float32, multiplied into the weights; or 0.
-        logits: `[rows, TILE]`.
-        m_i: `[rows]`, the largest logits, updated.
-        l_i: `[rows]`, the sums of the weights without scales, updated.
-        alpha: `[rows]`, what to multiply results by that were made with the previous `m_i`.
-
-    Returns:
-        Whether any alpha is not 1.
+    `scales` are V's dynamic scales, multiplied into the weights, or 0. Each row's largest logit
+    `m_i` and sum of weights without scales `l_i` are updated; results made with the previous `m_i`
+    are to be multiplied by `alpha`. Return whether any alpha is not 1.
     """
     rescales = False
     tail = (count - 1) // LANES * LANES

@@ -59,18 +59,18 @@ _SEARCH = 3 * LANES  # float32 numbers that `_search` keeps before the line
 
 @jit
 def _dynamic_scale(magnitude: int, most: float, least: float) -> int:
-    """The bits, bfloat16, of the dynamic scale of a vector whose largest |x| has these bits."""
+    """Return the bits, bfloat16, of the dynamic scale for a largest |x| that has these bits."""
     if magnitude >= _NAN:
         return 0x7FC0
     scale = max(np.int32(magnitude).view(np.float32) / np.float32(most), np.float32(least))
     raw: Any = np.float32(scale).view(np.int32)
-    found: int = (raw + 0xFFFF) >> 16
-    return found
+    upper: int = (raw + 0xFFFF) >> 16
+    return upper
 
 
 @jit
 def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
-    """One vector is then float32 at `line`, zero up to a whole vector; the bits of its largest."""
+    """Read a vector to `line`, as float32 padded with zeros; return the bits of its largest |x|."""
     magnitude = 0
     for i in range(0, dim, LANES):
         x = load_as(source + width_of(kind) * i, kind, dim - i)
@@ -83,14 +83,14 @@ def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
 
 @jit
 def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...], work: int) -> int:
-    """The bits, bfloat16, of what `quantize.search_scale` chooses, from the dynamic scale `first`.
+    """Return the bits, bfloat16, that `codec.search_scale` chooses from the dynamic scale `first`.
 
     A lane is a scale in what is computed once, and a number of the vector in the loops. Scales are
     at least 2^-100, and numbers times their reciprocal below 2^16: to take the unit of the errors
     into the reciprocal, a power of two, changes no bit.
     """
     top: Any = np.float32(most).view(np.int32)
-    # 2 to the power of 10 + mantissa_bits - top: `quantize.error_unit`.
+    # 2 to the power of 10 + mantissa_bits - top: `codec.error_unit`.
     drop, exponent = code[0], 10 + 23 - code[0] + 127 - (top >> 23)
     unit = np.int32((127 + exponent) << 23).view(np.float32)
     least_normal = code[2] + (exponent << 23)
@@ -102,7 +102,7 @@ def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...],
     store(work, scales)
     store(inverses, div(splat(unit), scales))
     store(squares, mul(relative, relative))
-    found, least = 0, np.float32(np.inf)
+    best, least = 0, np.float32(np.inf)
     for scale in range(LANES):
         inverse = splat(load_f32(inverses + 4 * scale))
         errors = 0
@@ -115,8 +115,8 @@ def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...],
             errors += sum_integers(sum_)
         cost = np.float32(errors) * load_f32(squares + 4 * scale)
         if cost < least:
-            found, least = scale, cost
-    chosen: int = load_i32(work + 4 * found) >> 16
+            best, least = scale, cost
+    chosen: int = load_i32(work + 4 * best) >> 16
     return chosen
 
 
@@ -125,16 +125,16 @@ def _encode_token(
     source: int, source_kind: int, dim: int, center: int, scale: int, dynamic: int, search: bool,
     most: float, least: float, code: tuple[int, ...], target: int, work: int,
 ) -> None:  # fmt: skip
-    """The codes of one vector are then at `target`, and its dynamic scale, if any, at `dynamic`."""
+    """Store the codes of one vector at `target`, and its dynamic scale, if any, at `dynamic`."""
     line = work + 4 * _SEARCH
     magnitude = _read_line(source, source_kind, dim, center, line)
     inverse = one = splat(np.float32(1))
     if not scale:
-        found = _dynamic_scale(magnitude, most, least)
+        chosen = _dynamic_scale(magnitude, most, least)
         if search and magnitude < _NAN:
-            found = _search(line, dim, found, most, code, work)
-        store_u16(dynamic, found)
-        inverse = div(one, splat(np.int32(found << 16).view(np.float32)))
+            chosen = _search(line, dim, chosen, most, code, work)
+        store_u16(dynamic, chosen)
+        inverse = div(one, splat(np.int32(chosen << 16).view(np.float32)))
     for i in range(0, dim, LANES):
         if scale:
             inverse = div(one, load_as(scale + 4 * i, F32, dim - i))
@@ -145,7 +145,7 @@ def _encode_token(
 def _copy_bytes(
     source: int, step: int, target: int, target_step: int, count: int, width: int
 ) -> None:
-    """Copies `count` numbers of `width` bytes."""
+    """Copy `count` numbers of `width` bytes."""
     for i in range(count):
         for byte in range(width):
             store_u8(target + i * target_step + byte, load_u8(source + i * step + byte))
@@ -201,7 +201,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any], bool], Callable[[Any], No
 
     @kernel
     def has_pages(calls: Any) -> bool:
-        """Returns whether every new token of `calls[0]` has a page."""
+        """Return whether every new token of `calls[0]` has a page."""
         c = calls[0]
         for sequence in range(c.batch):
             length = load_i32(c.lengths + 4 * sequence)
@@ -215,7 +215,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any], bool], Callable[[Any], No
 
     @kernel
     def write(calls: Any) -> None:
-        """Works off units of `calls[0]` until none is left; any number of threads at a time."""
+        """Work off units of `calls[0]` until none is left; any number of threads at a time."""
         c = calls[0]
         line = np.empty(c.v_dim + LANES, np.uint8)
         work = np.empty(_SEARCH + max(c.k_dim, c.v_dim) + LANES, np.float32)
@@ -228,11 +228,9 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any], bool], Callable[[Any], No
             head, sequence = unit % c.heads, unit // c.heads
             length = load_i32(c.lengths + 4 * sequence)
             for token in range(block * BLOCK, min((block + 1) * BLOCK, c.tokens)):
-                at = length + token
-                page = page_of(c, sequence, at)
-                slot, work_at = at % c.slots, address_of(work)
-                _write_k(c, sequence, head, token, page, slot, work_at)
-                _write_v(c, sequence, head, token, page, slot, work_at, address_of(line))
+                page, slot = page_of(c, sequence, length + token), (length + token) % c.slots
+                _write_k(c, sequence, head, token, page, slot, address_of(work))
+                _write_v(c, sequence, head, token, page, slot, address_of(work), address_of(line))
 
     return has_pages, write
 
