@@ -1,4 +1,4 @@
-"""What an operation is given: one layer's stored keys and values, and how to attend to them."""
+"""Arguments of the operations: one layer's stored keys and values, and how to attend to them."""
 
 from typing import Annotated, NamedTuple
 
