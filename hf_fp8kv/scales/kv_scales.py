@@ -55,11 +55,7 @@ class KVScales(ScaleData):
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":
-        """Return the same two constants for every layer.
-
-        Raises:
-            ScaleError: `num_layers` is not at least 1, or a constant is no scale.
-        """
+        """Return the same constants for every layer; raise ScaleError if one is no scale."""
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ScaleError(f"num_layers: expected at least 1, got {num_layers!r}")
         k, v = check_constant(k, "k"), check_constant(v, "v")
@@ -136,9 +132,7 @@ class KVScales(ScaleData):
 
         Args:
             index: the layer.
-            num_kv_heads: Hkv, the heads of K and V in this process.
-            k_head_dim: Dk.
-            v_head_dim: Dv.
+            num_kv_heads, k_head_dim, v_head_dim: Hkv, Dk and Dv in this process.
             tp_rank: with scales of all ranks' heads, which rank's heads to take.
             tp_size: over how many ranks the model's heads are spread.
 
@@ -211,10 +205,7 @@ class KVScales(ScaleData):
 
         Args:
             repo_id: is made when it is not there.
-            private: whether a new repository is private; None: as the account says.
-            token: as everywhere in huggingface-hub.
-            revision: the branch.
-            commit_message: of the one commit.
+            private, token, revision, commit_message: as everywhere in huggingface-hub.
             format, overwrite, tp_size: as in `save_pretrained`.
 
         Raises:

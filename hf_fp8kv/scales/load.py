@@ -1,17 +1,30 @@
-"""Reading scales: of one file, or of a whole checkpoint in a folder or on the Hub."""
+"""Reading scales: of a file or a whole checkpoint, by what its configs declare of its KV cache."""
 
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 from ..errors import ScaleError
-from ..utils.files import PICKLES, read_header, read_weight_map
+from ..utils.files import PICKLES, read_header, read_json, read_weight_map
+from .checkpoint.checkpoint import Checkpoint
+from .checkpoint.config import (
+    HF_QUANT_CONFIG,
+    Declaration,
+    as_mapping,
+    get_entry,
+    nested_configs,
+    parse_entry,
+)
 from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
 from .checkpoint.read_tensors import read_tensors
-from .declarations import open_checkpoint
-from .formats import SCALE_FORMATS
+from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES
+from .formats.autofp8 import AutoFP8
 from .formats.hf_fp8kv import OWN_FILE
+from .formats.modelopt import ModelOpt
+from .formats.tgi import Tgi
 from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
@@ -40,7 +53,7 @@ def read_file(path: Path, request: Request) -> ScaleData:
         files = read_weight_map(path)
     else:
         files = dict.fromkeys(read_header(path)[0], path.name)
-    return read_tensors(open_checkpoint(LocalFolder(path.parent)), files, request)
+    return read_tensors(_open_checkpoint(LocalFolder(path.parent)), files, request)
 
 
 def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOptions]) -> ScaleData:
@@ -62,9 +75,77 @@ def _read_folder(folder: Folder, request: Request) -> ScaleData:
     if own is not None:
         folder.path(REPORT_FILE)  # fetched to lie beside it
         return read_file(own, request)
-    checkpoint = open_checkpoint(folder)
+    checkpoint = _open_checkpoint(folder)
     for format in reversed(SCALE_FORMATS.values()):
         scales = format.read(checkpoint, request)
         if scales is not None:
             return scales
     return read_tensors(checkpoint, checkpoint.files, request)  # raises: there are none
+
+
+def declared_kv_scales(config: object) -> str | None:
+    """Describe the static FP8 KV scales that a config, or the dict of one, declares; or None."""
+    declared = _find_declaration(config)
+    return declared.what if declared.kind == "static" else None
+
+
+def _open_checkpoint(folder: Folder) -> Checkpoint:
+    """Return the checkpoint in a folder, with what its configs declare."""
+    path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
+    config = {} if path is None else read_json(path, unique=False)
+    second = None if second_path is None else read_json(second_path, unique=False)
+    declared = _find_declaration(config, second)
+    return Checkpoint(folder, config, declared, TENSOR_NAMES, OWN_FILES)
+
+
+def _find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
+    """Return what a config, and ModelOpt's second config beside it, say of static KV scales."""
+    owners = [("", config), *nested_configs("", config)]
+    declarations: list[Declaration] = []
+    dialect = None
+    for entry in ("quantization_config", "compression_config", "quantization"):
+        for prefix, owner in owners:
+            block = as_mapping(get_entry(owner, entry))
+            if block:
+                block_dialect = _find_dialect(entry, block)
+                dialect = dialect or block_dialect
+                declarations += _parse_block(prefix + entry, block, block_dialect)
+    if hf_quant_config is not None:
+        dialect = dialect if dialect not in (None, AutoFP8.name) else ModelOpt.name
+        declarations += _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config), ModelOpt.name)
+    dialect = dialect or Tgi.name
+    for entry in ("kv_cache_torch_dtype", "kv_cache_dtype"):
+        for prefix, owner in owners:
+            declared = parse_entry(prefix + entry, get_entry(owner, entry))
+            declarations += _in_dialect(dialect, declared)
+    fnuz = any(declaration.fnuz for declaration in declarations)
+    for kind in ("refused", "static", "dynamic"):
+        for declaration in declarations:
+            if declaration.kind == kind:
+                return replace(declaration, fnuz=fnuz)
+    return Declaration(dialect=dialect)
+
+
+def _find_dialect(entry: str, block: Mapping[str, object]) -> str:
+    """Return the format of the tool that wrote a quantization entry."""
+    method = block.get("quant_method")
+    method = str(getattr(method, "value", method) or "").lower()
+    for format in SCALE_FORMATS.values():
+        if format.recognizes(entry, method):
+            return format.name
+    return AutoFP8.name
+
+
+def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[Declaration]:
+    inner = as_mapping(block.get("quantization"))
+    declarations: list[Declaration] = []
+    for entry in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype"):
+        for prefix, owner in (("quantization.", inner), ("", block)):
+            declarations += parse_entry(f"{where}.{prefix}{entry}", owner.get(entry))
+    for format in SCALE_FORMATS.values():
+        declarations += format.parse_block(where, block)
+    return _in_dialect(dialect, declarations)
+
+
+def _in_dialect(dialect: str, declarations: list[Declaration]) -> list[Declaration]:
+    return [replace(declaration, dialect=dialect) for declaration in declarations]

@@ -33,7 +33,9 @@ def reduce_scales(
         k, v = (_largest(scale, heads, tp_size) for scale in (layer.k, layer.v))
         for before, after in ((layer.k, k), (layer.v, v)):
             if tp_size > 1 and before.ndim:
-                after = _repeat_for_heads(after, before.shape[0])
+                repeats, remainder = divmod(before.shape[0], tp_size)
+                # One scale for all heads where they cannot be split.
+                after = after[:1] if remainder else after.repeat_interleave(repeats, 0)
             if before.ndim and (before != after).any():
                 what = "head" if heads else "layer" if tp_size == 1 else "rank"
                 losses[f"the largest scale of each {what} is written"].append(index)
@@ -78,10 +80,3 @@ def _largest(scale: torch.Tensor, heads: int | None, ranks: int) -> torch.Tensor
     if heads is None:
         return scale.max()
     return (scale.amax(1, keepdim=True) if scale.ndim else scale).expand(heads, 1).clone()
-
-
-def _repeat_for_heads(of_ranks: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the scale of each head, `[heads, 1]`; one for all where heads cannot be split."""
-    if heads % len(of_ranks):
-        return of_ranks[:1]
-    return of_ranks.repeat_interleave(heads // len(of_ranks), 0)

@@ -45,15 +45,8 @@ class Checkpoint:
     @cached_property
     def files(self) -> dict[str, str]:
         """The file of each tensor; the order of preference is that of transformers."""
-        return self.indexed_files or self._unindexed_files()
-
-    @cached_property
-    def scale_tensors(self) -> list[ScaleTensor]:
-        """The scales among its tensors, the best name first."""
-        return match_tensors(self.files, self.tensor_names, self.declaration)[0]
-
-    def _unindexed_files(self) -> dict[str, str]:
-        """Return the tensors of every file, when no index says which belong together."""
+        if self.indexed_files:
+            return self.indexed_files
         shards = self.folder.list_files(".safetensors")
         # The same weights in another layout, beside the ordinary ones.
         ordinary = [name for name in shards if not name.startswith("consolidated")]
@@ -67,3 +60,8 @@ class Checkpoint:
                     )
                 files[name] = shard
         return files
+
+    @cached_property
+    def scale_tensors(self) -> list[ScaleTensor]:
+        """The scales among its tensors, the best name first."""
+        return match_tensors(self.files, self.tensor_names, self.declaration)[0]

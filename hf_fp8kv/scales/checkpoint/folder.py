@@ -110,18 +110,13 @@ class HubFolder:
 
     def path(self, name: str) -> Path | None:
         def fetch() -> Path:
-            return Path(
-                hf_hub_download(
-                    self.repo,
-                    name,
-                    subfolder=self.subfolder,
-                    revision=self.revision,
-                    token=self.token,
-                    cache_dir=self.cache,
-                    local_files_only=self.offline,
-                    force_download=self.force_download and not self.offline,
-                )
-            )
+            force = self.force_download and not self.offline
+            path = hf_hub_download(
+                self.repo, name, subfolder=self.subfolder, revision=self.revision,
+                token=self.token, cache_dir=self.cache, local_files_only=self.offline,
+                force_download=force,
+            )  # fmt: skip
+            return Path(path)
 
         if name not in self.paths:
             self.paths[name] = self._ask(fetch)

@@ -83,9 +83,11 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
         return parts[0]
     largest = {index: _largest(checkpoint, index, parts) for index in parts[0].layers}
     merged = replace(parts[0], layers=largest)
-    warn_of_differences(
-        checkpoint.origin, [_numbers(part) for part in (merged, *parts)], len(files)
-    )
+    numbers = [
+        {index: (s.k.item(), s.v.item()) for index, s in part.layers.items()}
+        for part in (merged, *parts)
+    ]
+    warn_of_differences(checkpoint.origin, numbers, len(files))
     return merged
 
 
@@ -119,7 +121,3 @@ def _largest(checkpoint: Checkpoint, index: int, parts: list[ScaleData]) -> Laye
         )
     k, v = (torch.stack([getattr(layer, side) for layer in layers]).max() for side in "kv")
     return LayerScales(k, v, source=layers[0].source)
-
-
-def _numbers(scales: ScaleData) -> dict[int, tuple[float, float]]:
-    return {index: (s.k.item(), s.v.item()) for index, s in scales.layers.items()}
