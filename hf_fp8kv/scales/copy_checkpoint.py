@@ -119,9 +119,8 @@ def _transfer_files(
     left_out = {*new_files, *(n for f in SCALE_FORMATS.values() for n in f.own_files)}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
-            continue
-        if str(relative) in left_out:
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if hidden or not path.is_file() or str(relative) in left_out:
             continue
         if INDEX_FILE in new_files and str(relative) == ONLY_FILE:
             relative = Path(FIRST_FILE)

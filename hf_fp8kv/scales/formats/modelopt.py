@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ...errors import ScaleError
 from ...utils.text import format_value
-from ..checkpoint.config import HF_QUANT_CONFIG, Config
+from ..checkpoint.config import HF_QUANT_CONFIG, Config, as_mapping
 from ..checkpoint.tensor_names import PAIR, TensorName
 from ..layer_scales import ScaleData
 from .tensor_format import QuantizationFormat, to_json
@@ -63,8 +63,7 @@ def _declare_in_second(second: Config) -> bytes:
 
 
 def _new_second(config: Config) -> bytes:
-    block = config.get("quantization_config")
-    block = block if isinstance(block, dict) else {}
+    block = as_mapping(config.get("quantization_config"))
     quantization = {
         "quant_algo": block.get("quant_algo"),
         "kv_cache_quant_algo": "FP8",

@@ -67,9 +67,8 @@ class VllmJson(ScaleFormat):
         return self.files(scales, tp_size)
 
     def missing_facts(self, scales: ScaleData) -> list[str]:
-        if scales.model_type is not None:
-            return []
-        return ["model_type is not known and null, which vLLM and SGLang refuse"]
+        fact = "model_type is not known and null, which vLLM and SGLang refuse"
+        return [fact] if scales.model_type is None else []
 
     def _parse(self, path: Path, data: Config, request: Request, config: Config) -> ScaleData:
         cache = data.get("kv_cache")
