@@ -23,10 +23,6 @@ class FP8PagedLayer(PagedLayerBase):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look up the static scales, and allocate the pool for tokens of these shapes.
 
-        Args:
-            key_states: `[B, Hkv, T, Dk]`, of the model's dtype; no number is read.
-            value_states: `[B, Hkv, T, Dv]`.
-
         Raises:
             ScaleError: static scales that do not fit. ConfigError: a model that is not split.
         """
@@ -80,7 +76,7 @@ class FP8PagedLayer(PagedLayerBase):
     def _view(self, pages: Pages, start: int, stop: int) -> tuple[PagedKV, PagedKV]:
         ends = self.group.lengths_on(self.device, stop)
         plan = self.group.plan_on(self.device, start, stop, self.pool.heads, self.backend)
-        return self._handles(pages, ends, plan, start, stop, ragged=False)
+        return self._handles(pages, ends, plan, start, stop)
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
         """Return handles on all that is stored and not yet behind the window, or None."""

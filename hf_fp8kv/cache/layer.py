@@ -23,8 +23,6 @@ class PagedLayerBase(CacheLayerMixin):
 
     Attributes:
         index: the layer's number in the model; scales are looked up by it.
-        options: what the user chose.
-        group: the block table, and the layers that share it.
         pool: the bytes; shared with forks.
         k_static_scale: `[Hkv, Dk]`, float32, or None.
         v_static_scale: `[Hkv, Dv]`, float32, or None.
@@ -49,12 +47,7 @@ class PagedLayerBase(CacheLayerMixin):
         # The base class would assign `keys` and `values`, which are properties here.
         self.index, self.options, self.group = index, options, group
         self.whole_heads = whole_heads
-        self.pool = pool or PagePool(
-            options.page_size,
-            options.key_format,
-            options.value_format,
-            dynamic=options.dynamic_scales,
-        )
+        self.pool = pool or options.new_pool()
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False
@@ -150,15 +143,9 @@ class PagedLayerBase(CacheLayerMixin):
         return Pages(k, v, table)
 
     def _handles(
-        self,
-        pages: Pages,
-        lengths: torch.Tensor,
-        plan: torch.Tensor | None,
-        start: int,
-        stop: int,
-        *,
-        ragged: bool,
+        self, pages: Pages, lengths: torch.Tensor, plan: torch.Tensor | None, start: int, stop: int
     ) -> tuple[PagedKV, PagedKV]:
+        ragged = self.options.is_preallocated
         span = (start, stop, self.group.window or 0, ragged, self.backend)
         return (
             make_handle(pages, lengths, plan, "k", self.dtype, *span),

@@ -1,13 +1,14 @@
 """Options: what a user chose, checked once, and shared by all layers of a cache."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from .. import ops
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, parse_dtype
+from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.validation import check_ranks
 
@@ -27,10 +28,6 @@ class CacheOptions:
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
-        prefill: what a call on an empty cache attends to.
-        backend: as the user said it.
-        tp_rank: this process's rank among `tp_size` that share the heads of the model.
-        tp_size: how many processes share the heads.
     """
 
     key_format: str
@@ -47,55 +44,47 @@ class CacheOptions:
 
     @classmethod
     def parse(
-        cls,
-        *,
-        dtype: object,
-        key_dtype: object,
-        value_dtype: object,
-        scales: KVScales | float | None,
-        center_keys: object,
-        page_size: object,
-        max_cache_len: object,
-        max_pages: object,
-        prefill: object,
-        backend: object,
-        tp_rank: int,
-        tp_size: int,
+        cls, *, dtype: object, key_dtype: object, value_dtype: object, **fields: Any
     ) -> "CacheOptions":
-        """Return the checked options.
+        """Return the checked options; `fields` are the others, as the user said them.
 
         Raises:
             ConfigError: an argument cannot work. BackendError: the backend cannot run here.
         """
         both = parse_dtype(dtype)
-        if center_keys not in (None, True, False):
-            raise ConfigError(f"center_keys: expected None, True or False, got {center_keys!r}")
-        if prefill not in ("exact", "stored"):
-            raise ConfigError(f"prefill: expected 'exact' or 'stored', got {prefill!r}")
-        size = _positive(page_size, "page_size")
-        if size & (size - 1) or not 8 <= size <= 1024:
-            raise ConfigError(
-                f"page_size: expected a power of two from 8 to 1024 tokens, got {page_size!r}"
-            )
-        if not isinstance(backend, str):
-            raise ConfigError(f"backend: expected a name, got {backend!r}")
-        ops.choose_backend(backend, _DEVICE_OF_BACKEND.get(backend, torch.device("cpu")))
-        check_ranks(tp_rank, tp_size)
         options = cls(
             key_format=both if key_dtype is None else parse_dtype(key_dtype, "key_dtype"),
             value_format=both if value_dtype is None else parse_dtype(value_dtype, "value_dtype"),
-            scales=scales,
-            center_keys=center_keys,
-            page_size=size,
-            max_cache_len=_optional(max_cache_len, "max_cache_len"),
-            max_pages=_optional(max_pages, "max_pages"),
-            prefill=prefill,
-            backend=backend,
-            tp_rank=tp_rank,
-            tp_size=tp_size,
+            **fields,
         )
-        options._check_centers()
+        options._check()
         return options
+
+    def _check(self) -> None:
+        if self.center_keys not in (None, True, False):
+            raise ConfigError(
+                f"center_keys: expected None, True or False, got {self.center_keys!r}"
+            )
+        if self.prefill not in ("exact", "stored"):
+            raise ConfigError(f"prefill: expected 'exact' or 'stored', got {self.prefill!r}")
+        size = self.page_size
+        _check_positive(size, "page_size")
+        if size & (size - 1) or not 8 <= size <= 1024:
+            raise ConfigError(
+                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}"
+            )
+        for name in ("max_cache_len", "max_pages"):
+            if getattr(self, name) is not None:
+                _check_positive(getattr(self, name), name)
+        if not isinstance(self.backend, str):
+            raise ConfigError(f"backend: expected a name, got {self.backend!r}")
+        ops.choose_backend(self.backend, _DEVICE_OF_BACKEND.get(self.backend, torch.device("cpu")))
+        check_ranks(self.tp_rank, self.tp_size)
+        if self.center_keys and self.key_format == AUTO:
+            raise ConfigError(
+                "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as it "
+                "is; leave center_keys out, or choose a key_dtype"
+            )
 
     @property
     def is_preallocated(self) -> bool:
@@ -110,18 +99,14 @@ class CacheOptions:
     @property
     def first_call_centers(self) -> bool:
         """Whether the center is the mean of the first call."""
-        return self.center_keys is True and not self._scales_centered
+        centered = isinstance(self.scales, KVScales) and self.scales.centered
+        return self.center_keys is True and not centered
 
-    @property
-    def _scales_centered(self) -> bool:
-        return isinstance(self.scales, KVScales) and self.scales.centered
-
-    def _check_centers(self) -> None:
-        if self.center_keys and self.key_format == AUTO:
-            raise ConfigError(
-                "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as it "
-                "is; leave center_keys out, or choose a key_dtype"
-            )
+    def new_pool(self) -> PagePool:
+        """Return a pool without pages."""
+        return PagePool(
+            self.page_size, self.key_format, self.value_format, dynamic=self.dynamic_scales
+        )
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
@@ -137,40 +122,21 @@ class CacheOptions:
                 index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
                 tp_rank=self.tp_rank, tp_size=self.tp_size,
             )  # fmt: skip
-            k = (
-                layer.k * FORMATS[self.key_format].scale_from_e4m3
-                if self._is_quantized("k")
-                else None
+            k, v = (
+                None if name == AUTO else scale * FORMATS[name].scale_from_e4m3
+                for scale, name in ((layer.k, self.key_format), (layer.v, self.value_format))
             )
-            v = (
-                layer.v * FORMATS[self.value_format].scale_from_e4m3
-                if self._is_quantized("v")
-                else None
-            )
-            center = (
-                layer.k_center
-                if self.center_keys is not False and self._is_quantized("k")
-                else None
-            )
-            return k, v, center
+            return k, v, None if k is None or self.center_keys is False else layer.k_center
         constant = torch.tensor(self.scales, dtype=torch.float32)
-        k = constant.repeat(heads, k_dim) if self._is_quantized("k") else None
-        v = constant.repeat(heads, v_dim) if self._is_quantized("v") else None
+        k = None if self.key_format == AUTO else constant.repeat(heads, k_dim)
+        v = None if self.value_format == AUTO else constant.repeat(heads, v_dim)
         return k, v, None
-
-    def _is_quantized(self, side: str) -> bool:
-        return (self.key_format if side == "k" else self.value_format) != AUTO
 
 
 # The device is not known yet: a backend is asked whether it runs on one that it is made for.
 _DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
 
 
-def _positive(value: object, argument: str) -> int:
+def _check_positive(value: object, argument: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{argument}: expected a whole number above 0, got {value!r}")
-    return value
-
-
-def _optional(value: object, argument: str) -> int | None:
-    return None if value is None else _positive(value, argument)

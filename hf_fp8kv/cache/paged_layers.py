@@ -36,9 +36,6 @@ class PagedLayers:
     """The paged layers of one cache, and the groups that share a block table.
 
     Attributes:
-        options: what the user chose.
-        config: the decoder's config, or None.
-        budget: what the pages of all groups count against.
         groups: one group of layers, with one block table, for each window; None: no window.
         layers: the paged layers, in the order of the model.
     """
@@ -57,10 +54,7 @@ class PagedLayers:
     ) -> PagedLayerBase:
         """Add a paged layer to the group of its window, and return it.
 
-        Args:
-            index: its number in the model.
-            window: tokens that a query sees; None: all.
-            pool: the pages of a fork; None: the layer has its own.
+        `pool` holds the pages of a fork; None: the layer has its own.
         """
         if window not in self.groups:
             self.groups[window] = LayerGroup(self.budget, window)
@@ -81,11 +75,6 @@ class PagedLayers:
         """Return the layers that the config describes: paged ones, and transformers' own.
 
         Without a config there are none yet.
-
-        Raises:
-            ConfigError: `skip_layers` names layers that the model does not have; layers are needed
-                but there is no config; `tp_size` does not divide the KV heads.
-            ScaleError: there are static scales, but not for every paged layer.
         """
         config = self.config
         if config is None:
@@ -226,9 +215,6 @@ class PagedLayers:
 
     def select(self, sequences: torch.Tensor) -> None:
         """Make sequence `i` what sequence `sequences[i]` was; moves page numbers, not bytes.
-
-        Args:
-            sequences: `[B']`, integers on any device.
 
         Raises:
             ConfigError: numbers of sequences that do not exist; nothing was changed.

@@ -52,7 +52,7 @@ class PagedKV(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
-        """Returns the numbers that the stored bytes stand for, contiguous."""
+        """Return the numbers that the stored bytes stand for, contiguous."""
         return ops.gather(
             pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
             self.ragged, self.backend,
@@ -122,7 +122,7 @@ _MADE_DENSE = (
 
 
 def densify(x: Any) -> Any:
-    """Returns the dense tensor for a handle, and anything else as it is."""
+    """Return the dense tensor for a handle, and anything else as it is."""
     return x.dense() if isinstance(x, PagedKV) else x
 
 
@@ -144,7 +144,6 @@ def make_handle(
     """Return a handle.
 
     Args:
-        pages: of the layer.
         lengths: `[B]`, int32, tokens stored.
         plan: what `ops.make_plan` wrote for these lengths, or None.
         side: "k" or "v": what the handle looks like.

@@ -62,8 +62,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate all pages, the block table and the lengths, at addresses that stay.
 
-        Args and errors as `FP8PagedLayer.lazy_initialization`; OutOfPagesError: `max_pages` would
-        be passed.
+        Raises what `FP8PagedLayer.lazy_initialization` does, and OutOfPagesError.
         """
         self._prepare_scales(key_states, value_states)
         batch = key_states.shape[0]
@@ -135,7 +134,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             ops.make_plan(self.plan, self.lengths, tokens, window, 0, heads, self.backend)
 
     def _view(self, pages: Pages) -> tuple[PagedKV, PagedKV]:
-        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len, ragged=True)
+        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len)
 
     def _attends_fresh(self) -> bool:
         """Whether the model's attention takes keys shorter than `max_cache_len` at the prefill.

@@ -112,9 +112,7 @@ def unpack(
 def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions) -> PagePool:
     heads, k_dim, v_dim = facts["shape"]
     k_dtype, v_dtype = (getattr(torch, name) for name in facts["dtypes"])
-    pool = PagePool(
-        options.page_size, options.key_format, options.value_format, dynamic=options.dynamic_scales
-    )
+    pool = options.new_pool()
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     pool.allocate(key, key.new_empty((1, heads, 0, v_dim), dtype=v_dtype), pages)
     for name, tensor in pool.tensors().items():

@@ -55,11 +55,7 @@ def find_layers(
 def read_config(
     repo_or_dir: str | os.PathLike[str], hub: dict[str, Any], trust_remote_code: bool
 ) -> PreTrainedConfig:
-    """Return the config of a checkpoint.
-
-    Raises:
-        ConfigError: there is none that transformers can read.
-    """
+    """Return the config of a checkpoint, or raise ConfigError."""
     from transformers import AutoConfig
 
     given = {name: value for name, value in hub.items() if value is not None}

@@ -12,29 +12,19 @@ def config_field(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers refuses to name one value where layers have several
-        return next(
-            (
-                value
-                for c in config.per_layer_config
-                if (value := getattr(c, name, None)) is not None
-            ),
-            None,
-        )
+        values = (getattr(layer, name, None) for layer in config.per_layer_config)
+        return next((value for value in values if value is not None), None)
 
 
 @functools.cache
 def model_class(config_class: type) -> type[Any] | None:
     """Return the model class that a config belongs to, or None if transformers lists none."""
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        MODEL_MAPPING,
-    )
+    import transformers
 
     for mapping in (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-        MODEL_MAPPING,
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_MAPPING,
     ):
         if config_class in mapping:
             model = mapping[config_class]

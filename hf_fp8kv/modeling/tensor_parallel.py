@@ -102,11 +102,7 @@ def check_divides(config: Any, tp_size: int) -> None:
 def check_split(layer: int, here: int, whole: int | None, tp_size: int) -> None:
     """Raise ConfigError when all heads arrive where only a part of them was announced.
 
-    Args:
-        layer: which layer.
-        here: KV heads that the model hands over in this process.
-        whole: KV heads of the layer in the whole model; None: not known.
-        tp_size: over how many processes the heads are split, as the user says.
+    `here` are the KV heads handed over in this process, `whole` those of the whole model's layer.
     """
     if tp_size > 1 and here == whole:
         raise ConfigError(

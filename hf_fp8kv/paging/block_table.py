@@ -202,13 +202,8 @@ class BlockTable:
     def reserve(self, start: int, stop: int, batch: int) -> Copies:
         """Give every token of `start` to `stop - 1` a page that only its sequence holds.
 
-        Args:
-            start: the first token about to be written; `start // page_size >= first`.
-            stop: one past the last.
-            batch: sequences; fixed by the first call until `clear`.
-
-        Returns:
-            The pages whose content must be copied, `(sources, destinations)`.
+        `start // page_size >= first`; `batch` is fixed by the first call until `clear`. Return the
+        pages whose content must be copied, `(sources, destinations)`.
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
@@ -277,11 +272,8 @@ class BlockTable:
     def from_rows(cls, budget: PageBudget, rows: Ints, first: int) -> "BlockTable":
         """Return a table with an allocator of its own.
 
-        Args:
-            budget: what the pages count against.
-            rows: `[B, n]`, the pages of logical pages `first` to `first + n - 1`, numbered from 0
-                without gaps.
-            first: logical pages before this one have fallen out of the window.
+        `rows`, `[B, n]`, are the pages of logical pages `first` to `first + n - 1`, numbered from 0
+        without gaps.
 
         Raises:
             OutOfPagesError: the budget would be passed.
@@ -305,8 +297,7 @@ class BlockTable:
     def check(self, *others: "BlockTable") -> None:
         """Raise AssertionError with the counts unless allocator and tables agree.
 
-        Args:
-            others: every other table that shares the allocator.
+        `others` are all other tables that share the allocator.
         """
         tables = (self, *others)
         references = np.zeros(self.allocator.capacity, np.int64)

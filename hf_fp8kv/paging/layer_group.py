@@ -49,7 +49,7 @@ class LayerGroup:
         self._shared_plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
 
     def add(self, pool: PagePool) -> int:
-        """Add a layer; returns its place in `lengths`."""
+        """Add a layer, and return its place in `lengths`."""
         self.pools.append(pool)
         self.lengths.append(0)
         return len(self.lengths) - 1

@@ -33,12 +33,9 @@ class PagePool:
         self.is_allocated = False
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
-        """Make `pages` zeroed pages for tokens like these.
+        """Make `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
-        Args:
-            key: `[B, Hkv, T, Dk]`, of the model's dtype and device; only the shape is read.
-            value: `[B, Hkv, T, Dv]`.
-            pages: how many.
+        Only shapes, dtypes and the device are read.
         """
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
@@ -74,13 +71,8 @@ class PagePool:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the pool by name; each has the pages as its first axis."""
-        tensors = {
-            "k": self.k,
-            "v": self.v,
-            "k_token_scales": self.k_token_scales,
-            "v_token_scales": self.v_token_scales,
-        }
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        names = ("k", "v", "k_token_scales", "v_token_scales")
+        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages; the content stays, new pages are zero."""
