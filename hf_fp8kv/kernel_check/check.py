@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -158,39 +159,20 @@ def set_target(name: str) -> None:
     """Make Triton compile for the GPU `name` from now on."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.backends.driver import DriverBase
 
     if name.startswith("sm_"):
         target = GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
     else:
         target = GPUTarget("hip", name, 64)
 
-    class Driver(DriverBase):  # type: ignore[misc]
-        """As much of a driver as a compilation asks for."""
-
-        @classmethod
-        def is_active(cls) -> bool:
-            return True
-
-        def map_python_to_cpp_type(self, ty: str) -> str:
-            return ty
-
-        def get_current_target(self) -> GPUTarget:
-            return target
-
-        def get_active_torch_device(self) -> torch.device:
-            return torch.device("cpu")
-
-        def get_benchmarker(self) -> Any:
-            raise NotImplementedError
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    triton.runtime.driver.set_active(Driver())
+    # As much of a driver as a compilation asks for.
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
 
 
 def _row(target: Any, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:

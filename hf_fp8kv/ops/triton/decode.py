@@ -102,8 +102,7 @@ def _decode(
         out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
         partial_ptr: `[max_splits, Hkv, rows, Dv]`, float32, the sums of each split.
         stats_ptr: `[max_splits, Hkv, rows, 2]`, float32, their m_i and l_i.
-        batch, tokens: B and T.
-        start, stop, window: as in `ops.attend`.
+        start, stop, window: as in `ops.attend`; batch, tokens: B and T.
         factors: floats, see `Factors`.
         query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
     """

@@ -54,7 +54,6 @@ def _gather(
         out_ptr: `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: `[B]`, int32, read if RAGGED.
         table_ptr: `[B, M]`, int32; table_b: its batch stride.
-        start, stop: the first position and one past the last.
     """
     h = tl.program_id(1)
     b = tl.program_id(2)

@@ -85,8 +85,7 @@ def _write(
         lengths_ptr: `[B]`, int32.
         table_ptr: `[B, columns]`, int32; table_b: its batch stride.
         k, v: pointers, see `SidePointers`.
-        tokens: T.
-        limit: the most tokens that a sequence may hold.
+        tokens, limit: T, and the most tokens that a sequence may hold.
     """
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
