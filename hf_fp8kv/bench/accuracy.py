@@ -24,7 +24,7 @@ from ..formats import DISTINCT, FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import describe_run
-from .quality import STOCK, TEXTS, stock_cache
+from .quality import STOCK, TEXTS, describe_settings, stock_cache
 from .reporting import build_table, count_bytes
 
 if TYPE_CHECKING:
@@ -76,16 +76,7 @@ def run_accuracy_suite(
     granularity, on topics that share no paragraph with those that are scored. In rows with a
     center, every layer has one.
 
-    Args:
-        model: a causal language model, float32 to see the cache alone; left as it was.
-        tokenizer: the model's.
-        name: what to call the model in the result.
-        texts: how many topics of `pydoc_data.topics` to score.
-        prefill: tokens of each text that are not scored.
-        score: tokens of each text that are, after the others.
-        chunk: of which so many are one call of the model.
-        calibrated: tokens to calibrate on, at most.
-        progress: called with what is measured next, and the share that is done.
+    Arguments are those of `run_quality_suite`, and `calibrated`: tokens to calibrate on, at most.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
@@ -126,14 +117,13 @@ def run_accuracy_suite(
     return {
         **describe_run("accuracy", device=str(model.device)),
         "settings": {
-            "model": name, "dtype": str(model.dtype).removeprefix("torch."),
-            "attention": "fp8_paged", "texts": list(scored), "prefill": prefill, "score": score,
-            "chunk": chunk, "calibrated_tokens": corpus.tokens,
+            **describe_settings(model, name, scored, prefill=prefill, score=score, chunk=chunk),
+            "calibrated_tokens": corpus.tokens,
             "calibrated_on": list(others)[: corpus.texts],
             # False: it is not known what RoPE rotates, and K has a scale for each head instead.
             "k_per_channel": all(per_channel),
             "unquantised_bytes_per_token": 2 * sum(
-                sum(_numbers_per_token(of_layer)) for of_layer in ranges.values()
+                part[side].numel() for part in ranges.values() for side in ("k_max", "v_max")
             ),
         },
         "rows": [
@@ -211,11 +201,8 @@ def _split_topics(
         if ids.input_ids.shape[1] == length:
             scored[name] = ids.input_ids
             used |= paragraphs[name]
-    others = {
-        name: text
-        for name, text in sorted(topics.items())
-        if name not in scored and not paragraphs[name] & used
-    }
+    left = sorted(name for name in topics.keys() - scored if not paragraphs[name] & used)
+    others = {name: topics[name] for name in left}
     if len(scored) < count or not others:
         raise ConfigError(
             f"texts: expected at most {len(scored) - (not others)}, got {count}: no other topic "
@@ -293,10 +280,9 @@ def _last_rows(model: PreTrainedModel) -> list[_Row]:
     """Return the rows of unquantised K, and of transformers' own FP8 cache if it exists."""
     paged = partial(FP8PagedCache, model.config, dtype="fp8_e4m3", key_dtype="auto")
     rows = [_Row("K auto, V fp8_e4m3", DYNAMIC, False, paged)]
-    stock = stock_cache(model)
-    if stock is None:
-        return rows
-    return [*rows, _Row(STOCK, "of the first call, per tensor", False, stock)]
+    if stock := stock_cache(model):
+        rows.append(_Row(STOCK, "of the first call, per tensor", False, stock))
+    return rows
 
 
 def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
@@ -304,11 +290,6 @@ def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
     means = [scores.quality.kl for scores in by_text]
     error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
     return {**asdict(Scores.concat(by_text).quality), "kl_error": error, "kl_by_text": means}
-
-
-def _numbers_per_token(part: TensorDict) -> tuple[int, int]:
-    """Return how many numbers of K and of V a token has in one layer."""
-    return part["k_max"].numel(), part["v_max"].numel()
 
 
 def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) -> float:

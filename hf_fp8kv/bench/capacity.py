@@ -6,7 +6,6 @@ needed: the pages are made on torch's "meta" device, which has shapes and no mem
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,42 +24,24 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 # Shapes of well-known models, from their config.json: what decides how large a token is.
+_FIELDS = (
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
+)  # fmt: skip
+_SHAPES: dict[str, tuple[str | int | None, ...]] = {
+    "SmolLM2-135M": ("llama", 576, 30, 9, 3, 64, 49152),
+    "Llama-3.2-1B": ("llama", 2048, 16, 32, 8, 64, 128256),
+    "Qwen2.5-7B": ("qwen2", 3584, 28, 28, 4, None, 152064),
+    "Llama-3.1-8B": ("llama", 4096, 32, 32, 8, 128, 128256),
+    "Qwen3-8B": ("qwen3", 4096, 36, 32, 8, 128, 151936),
+    "Gemma-2-9B": ("gemma2", 3584, 42, 16, 8, 256, 256000, 4096),
+    "gpt-oss-20b": ("gpt_oss", 2880, 24, 64, 8, 64, 201088, 128),
+    "Llama-3.1-70B": ("llama", 8192, 80, 64, 8, 128, 128256),
+}
 MODELS: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {
-        "model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
-    },
-    "Qwen2.5-7B": {
-        "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-    },
-    "Llama-3.1-8B": {
-        "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    },
-    "Qwen3-8B": {
-        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
-    },
-    "Gemma-2-9B": {
-        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000,
-        "sliding_window": 4096,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
-        "sliding_window": 128,
-    },
-    "Llama-3.1-70B": {
-        "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    },
-}  # fmt: skip
+    name: {k: v for k, v in zip(_FIELDS, values, strict=False) if v is not None}
+    for name, values in _SHAPES.items()
+}
 
 # What transformers' engine does with each; flash reads keys and values in fewer copies than sdpa.
 STOCK = {"bf16, flash": "flash_attention_2", "bf16, sdpa": "sdpa"}
@@ -74,7 +55,6 @@ PERCENT = 0.9  # of the free memory; the engine's default on a GPU
 PAGE = 256
 
 
-@dataclass(frozen=True)
 class _Alone:
     """An engine's view of one process."""
 
@@ -103,8 +83,7 @@ def planned_tokens(
         settings: FP8 pages; None: transformers' own cache, in bfloat16.
         attention: that the planner reckons with.
         page_size: tokens per page.
-        max_batch_tokens: tokens that a step may have; it pays for their activations.
-        max_requests: requests that a step may have.
+        max_batch_tokens, max_requests: what a step may have; it pays for their activations.
 
     Raises:
         ConfigError: not even one step fits.
@@ -185,17 +164,23 @@ def run_capacity_suite(
             progress(model)
         text = shape_config.get_text_config()
         heads, dim = sizes(text)
-        numbers = 2 * heads * dim * text.num_hidden_layers
-        base = 0
-        for cache, attention in STOCK.items():
-            tokens = planned_tokens(text, memory, None, attention=attention)
-            base = base or tokens
-            rows.append(_row(model, cache, 2.0 * numbers, tokens, base))
+        plain = 4.0 * heads * dim * text.num_hidden_layers
+        planned = {
+            cache: (plain, planned_tokens(text, memory, None, attention=attention))
+            for cache, attention in STOCK.items()
+        }
+        _, base = planned["bf16, flash"]
         for cache, keywords in OURS.items():
             settings = ServingConfig.parse(backend="torch", **keywords)
             each = cache_class(settings).bytes_per_token(text, settings, torch.bfloat16)
-            tokens = planned_tokens(text, memory, settings)
-            rows.append(_row(model, cache, each, tokens, base))
+            planned[cache] = each, planned_tokens(text, memory, settings)
+        rows += [
+            {
+                "model": model, "cache": cache, "bytes_per_token": each, "tokens": tokens,
+                "ratio": tokens / base,
+            }
+            for cache, (each, tokens) in planned.items()
+        ]  # fmt: skip
     return {
         **describe_run("capacity"),
         "settings": {"memory_gib": memory_gib, "percent": PERCENT, "page_size": PAGE,
@@ -208,13 +193,6 @@ def shape(name: str) -> PreTrainedConfig:
     """Return the config of one of `MODELS`."""
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def _row(model: str, cache: str, each: float, tokens: int, base: int) -> dict[str, Any]:
-    return {
-        "model": model, "cache": cache, "bytes_per_token": each, "tokens": tokens,
-        "ratio": tokens / base,
-    }  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":

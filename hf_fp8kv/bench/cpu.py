@@ -98,32 +98,28 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         "measure": "left", "cache": "left", "tokens": "right", "median": "right",
         "quartiles": "right", "against": "left", "target": "right",
     }  # fmt: skip
+    cells = [
+        (
+            row["measure"], row["cache"], str(row["context"] or ""),
+            f"{format_number(row['value'])} {row['unit']}",
+            "" if row["low"] is None
+            else f"{format_number(row['low'])} - {format_number(row['high'])}",
+            row["against"] or "", "" if row["target"] is None else f"≤ {row['target']:g}",
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
     return build_table(
         columns,
-        (
-            (
-                row["measure"], row["cache"],
-                "" if row["context"] is None else str(row["context"]),
-                f"{format_number(row['value'])} {row['unit']}",
-                "" if row["low"] is None
-                else f"{format_number(row['low'])} - {format_number(row['high'])}",
-                row["against"] or "",
-                "" if row["target"] is None else f"≤ {row['target']:g}",
-            )
-            for row in result["rows"]
-        ),
+        cells,
         grouped=True,
         title=f"{heads[0]} query heads, {heads[1]} key/value heads, head size {heads[2]}, batch 1",
         caption=f"{hardware['cpu']}, {hardware['threads']} threads, medians and quartiles of "
         f"{result['settings']['pairs']} turns, {result['date']}",
-    )  # fmt: skip
+    )
 
 
 def _step_rows(seconds: dict[str, list[float]], tokens: int, *, last: bool) -> list[dict[str, Any]]:
-    rows = [
-        make_row("decode step", name, [1e3 * x for x in taken], "ms", context=tokens)
-        for name, taken in seconds.items()
-    ]
+    rows = _time_rows("decode step", seconds, tokens)
     for name in PAGED:
         for other in (DYNAMIC, QUANTIZED, FOLDED):
             ratios = [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
@@ -151,10 +147,11 @@ def _update_rows(
     """Return rows of the cache's update alone; a turn is the mean of 20 updates."""
     many = 20
     key = random_states(heads[1], 1, heads[2])
-    caches: dict[tuple[str, int], Cache] = {}
-    for tokens in (64, *context):
-        caches[E4M3, tokens] = fill(make_paged(heads, backend, E4M3), tokens, heads)
-        caches["DynamicCache", tokens] = fill(DynamicCache(), tokens, heads)
+    caches = {
+        (name, tokens): cache
+        for tokens in (64, *context)
+        for name, cache in _make_pair(tokens, heads, backend).items()
+    }
 
     def update(cache: Cache) -> None:
         for _ in range(many):
@@ -168,32 +165,33 @@ def _update_rows(
     ]
 
 
+def _make_pair(tokens: int, heads: Heads, backend: str) -> dict[str, Cache]:
+    """Return this package's cache and transformers' own, with so many tokens stored."""
+    paged = fill(make_paged(heads, backend, E4M3), tokens, heads)
+    return {E4M3: paged, "DynamicCache": fill(DynamicCache(), tokens, heads)}
+
+
 def _copy_rows(tokens: int, heads: Heads, backend: str, turns: int) -> list[dict[str, Any]]:
     """Return rows of a copy of a cache, and of a beam search's reorder: page numbers, not bytes."""
     order = torch.arange(_BEAMS).flip(0)
-    caches: dict[str, Cache] = {
-        E4M3: fill(make_paged(heads, backend, E4M3), tokens, heads),
-        "DynamicCache": fill(DynamicCache(), tokens, heads),
-    }
+    caches = _make_pair(tokens, heads, backend)
     copies: dict[str, Step] = {
         name: functools.partial(copy.deepcopy, cache) for name, cache in caches.items()
     }
-    rows = _turn_rows("deepcopy", copies, tokens, turns)
+    rows = _time_rows("deepcopy", take_turns(copies, turns), tokens)
     for cache in caches.values():
         cache.batch_repeat_interleave(_BEAMS)
     reorders: dict[str, Step] = {
         name: functools.partial(cache.reorder_cache, order)  # type: ignore[arg-type]
         for name, cache in caches.items()
     }
-    return rows + _turn_rows(f"reorder {_BEAMS} beams", reorders, tokens, turns)
+    return rows + _time_rows(f"reorder {_BEAMS} beams", take_turns(reorders, turns), tokens)
 
 
-def _turn_rows(
-    measure: str, steps: dict[str, Step], tokens: int, turns: int
-) -> list[dict[str, Any]]:
+def _time_rows(measure: str, seconds: dict[str, list[float]], tokens: int) -> list[dict[str, Any]]:
     return [
         make_row(measure, name, [1e3 * x for x in taken], "ms", context=tokens)
-        for name, taken in take_turns(steps, turns).items()
+        for name, taken in seconds.items()
     ]
 
 

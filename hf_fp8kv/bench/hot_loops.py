@@ -22,25 +22,16 @@ PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
 @dataclass(frozen=True)
 class Loop:
-    """A cache at a length, and what is done to it.
+    """A cache at a length, and what is done to it."""
 
-    Attributes:
-        cache: `PAGED` or `DYNAMIC`.
-        attends: whether attention follows the update.
-        tokens: stored before.
-        heads: query heads, key/value heads, head size: small ones leave the host's time alone.
-        layers: of the cache.
-        steps: decode steps of a turn.
-        options: of `FP8PagedCache`.
-    """
-
-    cache: str
-    attends: bool
-    tokens: int = 64
+    cache: str  # PAGED or DYNAMIC
+    attends: bool  # whether attention follows the update
+    tokens: int = 64  # stored before
+    # Query heads, key/value heads, head size: small ones leave the host's time alone.
     heads: tuple[int, int, int] = (4, 2, 16)
     layers: int = 4
-    steps: int = 48
-    options: tuple[tuple[str, Any], ...] = ()
+    steps: int = 48  # of decoding, in a turn
+    options: tuple[tuple[str, Any], ...] = ()  # of FP8PagedCache
 
 
 _LONG: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}

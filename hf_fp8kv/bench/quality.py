@@ -1,7 +1,7 @@
 """Quality suite: KL and top-1 of a model's predictions against the unquantised cache."""
 
 import pydoc_data.topics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,13 +80,23 @@ def run_quality_suite(
         ]
     return {
         **describe_run("quality", device=str(model.device)),
-        "settings": {"model": name, "dtype": str(model.dtype).removeprefix("torch."),
-                     "attention": "fp8_paged", "texts": topics, "prefill": prefill, "score": score,
-                     "chunk": chunk},
+        "settings": describe_settings(
+            model, name, topics, prefill=prefill, score=score, chunk=chunk
+        ),
         "rows": [
             {"cache": cache, **asdict(Scores.concat(batch[cache] for batch in scores).quality)}
             for cache in caches
         ],
+    }
+
+
+def describe_settings(
+    model: PreTrainedModel, name: str, topics: Iterable[str], **tokens: int
+) -> dict[str, Any]:
+    """Return the settings of a suite that scores topics, so many `tokens` of each."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {
+        "model": name, "dtype": dtype, "attention": "fp8_paged", "texts": list(topics), **tokens
     }  # fmt: skip
 
 

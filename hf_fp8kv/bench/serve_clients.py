@@ -25,23 +25,14 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Load:
-    """A load: what the clients do, and how much room there is.
-
-    Attributes:
-        name: of the rows.
-        clients: that ask at the same time.
-        requests: of all of them in a turn.
-        words: of a prompt, about a token each.
-        new_tokens: of an answer, at most.
-        blocks: pages of the stock server; the other one gets the same bytes.
-    """
+    """A load: what the clients do, and how much room there is."""
 
     name: str
-    clients: int
-    requests: int
-    words: int
-    new_tokens: int
-    blocks: int
+    clients: int  # that ask at the same time
+    requests: int  # of all clients in a turn
+    words: int  # of a prompt, about a token each
+    new_tokens: int  # of an answer, at most
+    blocks: int  # pages of the stock server; the other one gets the same bytes
 
 
 @dataclass(frozen=True)
@@ -58,21 +49,16 @@ class Answer:
 
 
 class Server:
-    """A server in a process of its own, and what its clients saw.
-
-    Attributes:
-        answers: of the turns that count.
-        throughput: new tokens a second, of each such turn.
-        failed: requests without an answer.
-        peak: bytes of memory, at most.
-        pages: `[at most in use, all, bytes of all]`; None where the server does not tell.
-    """
+    """A server in a process of its own, and what its clients saw."""
 
     def __init__(self, process: "subprocess.Popen[str]", port: int, model: str) -> None:
         self.process, self.port, self.model = process, port, model
+        # Of the turns that count: answers, and new tokens a second of each turn.
         self.answers: list[Answer] = []
         self.throughput: list[float] = []
+        # Requests without an answer, and bytes of memory at most.
         self.failed, self.peak = 0, 0
+        # At most in use, all, bytes of all; None where the server does not tell.
         self.pages: list[float] | None = None
 
     def take(self, load: Load, *, counts: bool, seed: int) -> None:
@@ -98,7 +84,7 @@ class Server:
             self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
 
     def _ask(self, load: Load, number: int) -> Answer | None:
-        """Send one request and reads its answer as it comes."""
+        """Send one request and read its answer as it comes."""
         words = random.Random(number).choices(_WORDS, k=load.words)
         text = f"{number}: {' '.join(words)}. Tell me more."
         body = {
@@ -136,10 +122,8 @@ class Server:
                 self.peak = max(self.peak, process.memory_info().rss)
             numbers = self._numbers()
             if "pages_used" in numbers:
-                used, total, size = (
-                    numbers[k] for k in ("pages_used", "pages_total", "bytes_total")
-                )
-                self.pages = [max(used, self.pages[0] if self.pages else 0), total, size]
+                used = max(numbers["pages_used"], self.pages[0] if self.pages else 0)
+                self.pages = [used, numbers["pages_total"], numbers["bytes_total"]]
 
     def _numbers(self) -> dict[str, float]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
@@ -169,8 +153,8 @@ def run_server(arguments: list[str], model: str) -> Iterator[Server]:
             if ready.is_set():
                 continue
             lines.append(line)
-            match = re.search(r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)", line)
-            if match:
+            pattern = r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)"
+            if match := re.search(pattern, line):
                 port.append(int(match[1]))
                 ready.set()
         ready.set()

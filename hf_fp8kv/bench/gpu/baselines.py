@@ -38,11 +38,9 @@ def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 def measure_decode(record: Record, section: str, case: Case) -> None:
     """Add rows for one new token: each backend of torch, and FlashInfer where there is one."""
-    forms = (
-        {"": _attend_grouped}
-        if case.heads.query == case.heads.kv
-        else {"": _attend_grouped, " folded": _attend_folded}
-    )
+    forms = {"": _attend_grouped}
+    if case.heads.query != case.heads.kv:
+        forms[" folded"] = _attend_folded
     for name, backend in _backends(record.stage).items():
         for suffix, form in forms.items():
             _measure_sdpa(record, section, case, f"sdpa {name}{suffix}", backend, form)
@@ -73,59 +71,46 @@ def _measure_sdpa(
 ) -> None:
     stage, size = record.stage, case.moved(BF16)
     layers = stage.copies(int(size))
-    if not record.is_wanted(section, str(case), name) or not record.fits(
-        f"{section}, {case}, {name}", layers * size * 1.1 + 2**31
-    ):
-        return
 
     def work() -> dict[str, Any]:
         pairs = make_dense(stage, case, layers)
-        rows = len(case.lengths) if case.is_ragged else 1
         heads = case.heads
-        shape = (len(case.lengths), heads.query, case.tokens, heads.dim)
-        query = torch.randn(shape, dtype=torch.bfloat16, device=stage.device)
+        query = stage.randn(len(case.lengths), heads.query, case.tokens, heads.dim)
         queries = query.split(1) if case.is_ragged else (query,)
         note = {}
         try:
-            output = _run(backend, form, queries[-1], *pairs[-1])
+            output = _attend_all(backend, form, queries[-1:], pairs[-1:])
         except RuntimeError:
             # A backend that does not take fewer KV heads gets each as often as it is needed.
             if form is _attend_folded or heads.query == heads.kv or case.is_ragged:
                 raise
-            pairs = [_repeat_heads(pair, heads.query // heads.kv) for pair in pairs]
-            output = _run(backend, form, queries[-1], *pairs[-1])
+            groups = heads.query // heads.kv
+            pairs = [
+                (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)) for k, v in pairs
+            ]
+            output = _attend_all(backend, form, queries[-1:], pairs[-1:])
             note["note"] = "KV heads repeated"
         expanded = pairs[-1][0].shape[1] != heads.kv
         stored = [x[:, :: heads.query // heads.kv] if expanded else x for x in pairs[-1]]
         error = check_dense(output, queries[-1], stored[0], stored[1], case)
         steps: list[Step] = [
-            functools.partial(_run_all, backend, form, queries, pairs[i * rows : (i + 1) * rows])
-            for i in range(layers)
+            functools.partial(_attend_all, backend, form, queries, pairs[i : i + len(queries)])
+            for i in range(0, len(pairs), len(queries))
         ]
-        return {
-            "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops,
-            "batch": len(case.lengths), "read": case.read, **note
-        }  # fmt: skip
+        timed = stage.time(steps)
+        return {"timed": timed, "error": error, "moved": size, **case.describe(), **note}
 
-    record.measure(section, str(case), name, work)
+    record.measure(section, case, name, work, size=layers * size * 1.1 + 2**31)
 
 
-def _run(
-    backend: SDPBackend, form: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
-    with sdpa_kernel(backend):
-        return form(q, k, v)
-
-
-def _run_all(
+def _attend_all(
     backend: SDPBackend, form: Attention, queries: Sequence[torch.Tensor], pairs: Sequence[Pair]
-) -> None:
-    for query, pair in zip(queries, pairs, strict=True):
-        _run(backend, form, query, *pair)
-
-
-def _repeat_heads(pair: Pair, groups: int) -> Pair:
-    return pair[0].repeat_interleave(groups, 1), pair[1].repeat_interleave(groups, 1)
+) -> torch.Tensor:
+    """Attend from each of the queries, and return the last output."""
+    with sdpa_kernel(backend):
+        for query, pair in zip(queries, pairs, strict=True):
+            output = form(query, *pair)
+    return output
 
 
 # -- FlashInfer ----------------------------------------------------------------------------------
@@ -137,10 +122,8 @@ def _measure_flashinfer(record: Record, section: str, case: Case) -> None:
             record.skip("FlashInfer is not installed")
         return
     for name, dtype in (("bf16", torch.bfloat16), ("e4m3", torch.float8_e4m3fn)):
-        row = f"flashinfer {name}"
-        if record.is_wanted(section, str(case), row):
-            work = functools.partial(_run_flashinfer, record, case, dtype)
-            record.measure(section, str(case), row, work)
+        work = functools.partial(_run_flashinfer, record, case, dtype)
+        record.measure(section, case, f"flashinfer {name}", work)
 
 
 def _run_flashinfer(record: Record, case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -159,13 +142,10 @@ def _run_flashinfer(record: Record, case: Case, dtype: torch.dtype) -> dict[str,
         starts.to(device), order.to(device), last.to(device), heads.query, heads.kv, heads.dim,
         PAGE_SIZE, q_data_type=torch.bfloat16, kv_data_type=dtype,
     )  # fmt: skip
-    query = torch.randn(
-        len(case.lengths), heads.query, heads.dim, dtype=torch.bfloat16, device=device
-    )
+    query = stage.randn(len(case.lengths), heads.query, heads.dim)
     shape = (total, heads.kv, PAGE_SIZE, heads.dim)
     pools = [
-        tuple(torch.randn(shape, dtype=torch.bfloat16, device=device).to(dtype) for _ in range(2))
-        for _ in range(stage.copies(size))
+        tuple(stage.randn(*shape).to(dtype) for _ in range(2)) for _ in range(stage.copies(size))
     ]
     steps = [functools.partial(wrapper.run, query, pool) for pool in pools]
     output = steps[-1]()
@@ -175,7 +155,4 @@ def _run_flashinfer(record: Record, case: Case, dtype: torch.dtype) -> dict[str,
         for pool in pools[-1]
     )
     error = check_dense(output[-1:, :, None], query[-1:, :, None], k, v, case)
-    return {
-        "timed": stage.time(steps), "error": error, "moved": size, "flops": case.flops,
-        "batch": len(case.lengths), "read": case.read,
-    }  # fmt: skip
+    return {"timed": stage.time(steps), "error": error, "moved": size, **case.describe()}

@@ -1,4 +1,4 @@
-"""What the device can do at most: reading, copying, multiplying matrices."""
+"""Ceilings of a device: bandwidth of reading and copying, rate of a matrix product."""
 
 import functools
 from typing import Any
@@ -14,13 +14,13 @@ SHAPES = ((4096, 4096, 8), (16384, 2048, 8), (16384, 4096, 4), (65536, 1024, 8))
 
 
 def measure(record: Record, backend: str) -> None:
-    """Adds the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
+    """Add the bandwidth of a copy and of reads, and the rate of a bf16 matrix product."""
     stage = record.stage
     size = 2**20 if stage.dry else 4 * 2**30
     # Random numbers: a device may handle zeros faster.
-    source = torch.randint(
-        -(2**31), 2**31 - 1, (size // 4,), dtype=torch.int32, device=stage.device
-    )
+    limits = torch.iinfo(torch.int32)
+    source = torch.empty(size // 4, dtype=torch.int32, device=stage.device)
+    source.random_(limits.min, limits.max)
 
     def one(case: str, name: str, step: Step, **fields: Any) -> None:
         record.measure(SECTION, case, name, lambda: {"timed": stage.time([step]), **fields})
@@ -35,6 +35,6 @@ def measure(record: Record, backend: str) -> None:
             name = "triton {} x {} x {}".format(*shape)
             one("read", name, functools.partial(read_all, source, *shape), moved=size)
     n = 64 if stage.dry else 8192
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=stage.device) for _ in range(2))
+    a, b = stage.randn(n, n), stage.randn(n, n)
     out = torch.empty_like(a)
     one("matmul", f"bf16 {n}", lambda: torch.matmul(a, b, out=out), flops=2 * n**3)

@@ -58,11 +58,6 @@ def measure_pages(
     name = name or kind.name
     stage, size = record.stage, case.moved(kind)
     layers = stage.copies(int(size))
-    # The check takes some, and the making of pages too.
-    if not record.is_wanted(section, str(case), name) or not record.fits(
-        f"{section}, {case}, {name}", layers * size * 1.1 + 2**31
-    ):
-        return None
 
     def work() -> dict[str, Any]:
         pools = pages_for(stage, kind, case, layers, sizes.pages)
@@ -73,19 +68,20 @@ def measure_pages(
             before()
             output = steps[-1]()
         error = check(output, query, pools[-1], case)
+        timed = stage.time(steps, before)
         return {
-            "timed": stage.time(steps, before), "error": error, "moved": size,
-            "flops": case.flops, "batch": len(case.lengths), "read": case.read, "layers": layers,
+            "timed": timed, "error": error, "moved": size, **case.describe(), "layers": layers
         }  # fmt: skip
 
-    return record.measure(section, str(case), name, work)
+    # The check takes some memory, and the making of pages too.
+    return record.measure(section, case, name, work, size=layers * size * 1.1 + 2**31)
 
 
 def make_query(record: Record, case: Case) -> torch.Tensor:
     heads = case.heads
-    shape = (len(case.lengths), case.tokens, heads.query, heads.dim)
     # As a model hands it over: heads and tokens have changed places.
-    return torch.randn(shape, dtype=torch.bfloat16, device=record.stage.device).transpose(1, 2)
+    query = record.stage.randn(len(case.lengths), case.tokens, heads.query, heads.dim)
+    return query.transpose(1, 2)
 
 
 def make_plan_step(record: Record, case: Case, backend: str) -> tuple[Step, Any, torch.Tensor]:
@@ -118,4 +114,4 @@ def _measure_plan(record: Record, sizes: Sizes, backend: str, section: str, case
         timed = record.stage.time([make_plan_step(record, case, backend)[0]] * 8)
         return {"timed": timed, "batch": len(case.lengths), "read": case.read}
 
-    record.measure(section, str(case), "split plan", work)
+    record.measure(section, case, "split plan", work)

@@ -27,7 +27,7 @@ from transformers import (
 from ...cache.cache import FP8PagedCache
 from ..reporting import count_bytes
 from .record import Record
-from .shapes import Sizes
+from .shapes import ModelShape, Sizes, format_tokens
 from .timing import Stage
 
 SECTION = "end to end"
@@ -37,19 +37,12 @@ SPARE = 8
 
 @dataclass(frozen=True)
 class _Contender:
-    """A cache, and how it is used.
+    """A cache, and how it is used."""
 
-    Attributes:
-        attention: the model's attention with it.
-        compiled: whether generate() compiles the decode step.
-        make: a cache for a config, so many tokens and a backend of ours.
-        bytes_per_number: of K and V, to see whether it fits.
-    """
-
-    attention: str
-    compiled: bool
-    make: Callable[[Any, int, str], Cache]
-    bytes_per_number: float
+    attention: str  # of the model
+    compiled: bool  # whether generate() compiles the decode step
+    make: Callable[[Any, int, str], Cache]  # for a config, so many tokens and a backend of ours
+    bytes_per_number: float  # of K and V, to see whether it fits
 
 
 def _quantized(config: Any, tokens: int, backend: str) -> Cache:
@@ -74,14 +67,14 @@ CONTENDERS = {
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each batch and context and each cache."""
     record.report("making a random model")
-    model = _model(sizes, record.stage)
+    model = make_model(sizes, record.stage)
     took: dict[bool, float] = {}
     contenders = dict(CONTENDERS)
     if why := _no_quantized(model.config):
         record.skip(f"QuantizedCache fp8: {why}")
         del contenders["QuantizedCache fp8 eager"]
     for batch, context in sizes.generate:
-        case = f"{batch} x {context // 1024}k" if context % 1024 == 0 else f"{batch} x {context}"
+        case = f"{batch} x {format_tokens(context)}"
         for name, contender in contenders.items():
             # What it took last time; without a graph, a new shape is not slower to begin. The
             # first case has the targets: nobody is left out there.
@@ -89,16 +82,11 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
             expected = 0.0 if is_first else took.get(contender.compiled, 0.0)
             stored = 2 * sizes.layers * sizes.heads.kv * sizes.heads.dim * batch * context
             size = stored * (contender.bytes_per_number + 2 / sizes.layers)
-            if not record.is_wanted(SECTION, case, name, expected) or not record.fits(
-                f"{SECTION}, {case}, {name}", size + 2**32
-            ):
-                continue
             began = time.perf_counter()
-            work = functools.partial(
-                _work, model, contender, sizes, batch, context, record.stage, backend
-            )
-            record.measure(SECTION, case, name, work)
-            took[contender.compiled] = time.perf_counter() - began
+            arguments = (record.stage, model, contender, sizes, batch, context, backend)
+            work = functools.partial(_work, *arguments)
+            if record.measure(SECTION, case, name, work, seconds=expected, size=size + 2**32):
+                took[contender.compiled] = time.perf_counter() - began
 
 
 def _no_quantized(config: Any) -> str | None:
@@ -110,12 +98,13 @@ def _no_quantized(config: Any) -> str | None:
     return None
 
 
-def _model(sizes: Sizes, stage: Stage) -> Any:
+def make_model(shape: ModelShape, stage: Stage) -> Any:
+    """Return a random Llama in bfloat16, on the device of `stage`."""
     config = LlamaConfig(
-        num_hidden_layers=sizes.layers, hidden_size=sizes.hidden,
-        intermediate_size=7 * sizes.hidden // 2, num_attention_heads=sizes.heads.query,
-        num_key_value_heads=sizes.heads.kv, head_dim=sizes.heads.dim,
-        vocab_size=sizes.vocabulary, max_position_embeddings=2**17,
+        num_hidden_layers=shape.layers, hidden_size=shape.hidden,
+        intermediate_size=7 * shape.hidden // 2, num_attention_heads=shape.heads.query,
+        num_key_value_heads=shape.heads.kv, head_dim=shape.heads.dim,
+        vocab_size=shape.vocabulary, max_position_embeddings=2**17,
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
@@ -124,10 +113,9 @@ def _model(sizes: Sizes, stage: Stage) -> Any:
     try:
         # On the device from the beginning: random numbers are made there at once.
         with torch.device(stage.device):
-            model = LlamaForCausalLM(config).eval()
+            return LlamaForCausalLM(config).eval()
     finally:
         torch.set_default_dtype(before)
-    return model
 
 
 class _Marks(LogitsProcessor):
@@ -157,12 +145,12 @@ class _Marks(LogitsProcessor):
 
 
 def _work(
+    stage: Stage,
     model: Any,
     contender: _Contender,
     sizes: Sizes,
     batch: int,
     context: int,
-    stage: Stage,
     backend: str,
 ) -> dict[str, Any]:
     tokens, warm = sizes.tokens[contender.compiled], sizes.warm[contender.compiled]
@@ -171,27 +159,26 @@ def _work(
     try:
         with torch.no_grad():
             cache = contender.make(model.config, context + tokens + warm + SPARE, backend)
-            _fill(cache, model, batch, context, stage)
-            return _generate(model, cache, contender.compiled, batch, context, tokens, warm, stage)
+            shape = (batch, sizes.heads.kv, context, sizes.heads.dim)
+            for layer in range(sizes.layers):
+                cache.update(stage.randn(*shape), stage.randn(*shape), layer)
+            ids = torch.randint(1, sizes.vocabulary, (batch, context + 1), device=stage.device)
+            stage.reset_peak()
+            return _generate(stage, model, cache, ids, tokens, warm, contender.compiled)
     finally:
         _forget_graphs(model)
 
 
 def _generate(
+    stage: Stage,
     model: Any,
     cache: Cache,
-    compiled: bool,
-    batch: int,
-    context: int,
+    ids: torch.Tensor,
     tokens: int,
     warm: int,
-    stage: Stage,
+    compiled: bool,
 ) -> dict[str, Any]:
-    if stage.is_gpu:
-        stage.clean()
-        torch.cuda.reset_peak_memory_stats(stage.device)
     marks = _Marks(stage)
-    ids = torch.randint(1, model.config.vocab_size, (batch, context + 1), device=stage.device)
     began = time.perf_counter()
     model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
@@ -204,11 +191,10 @@ def _generate(
         raise RuntimeError("expected finite logits")
     timed = sorted(steps[warm - 1 :])
     middle = statistics.median(timed)
-    peak = torch.cuda.max_memory_allocated(stage.device) if stage.is_gpu else None
     return {
-        "tokens_per_s": batch / middle, "step_ms": 1e3 * middle, "slowest_ms": 1e3 * timed[-1],
+        "tokens_per_s": len(ids) / middle, "step_ms": 1e3 * middle, "slowest_ms": 1e3 * timed[-1],
         "tokens": len(timed), "generate_s": total, "first_s": sum(steps[: warm - 1]),
-        "peak_bytes": peak, "cache_bytes": count_bytes(cache),
+        "peak_bytes": stage.peak_bytes(), "cache_bytes": count_bytes(cache),
     }  # fmt: skip
 
 
@@ -220,16 +206,6 @@ def _compiling(compiled: bool, stage: Stage) -> dict[str, Any]:
     config = CompileConfig(fullgraph=False, dynamic=False, backend="aot_eager", mode=None)  # type: ignore[arg-type]
     config._compile_all_devices = True  # type: ignore[assignment]
     return {"compile_config": config}
-
-
-def _fill(cache: Cache, model: Any, batch: int, context: int, stage: Stage) -> None:
-    config = model.config
-    shape = (batch, config.num_key_value_heads, context, config.head_dim)
-    for layer in range(config.num_hidden_layers):
-        key, value = (
-            torch.randn(shape, dtype=torch.bfloat16, device=stage.device) for _ in range(2)
-        )
-        cache.update(key, value, layer)
 
 
 def _forget_graphs(model: Any) -> None:

@@ -3,7 +3,7 @@
 import functools
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -37,15 +37,13 @@ def _make_empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pa
 
     def side(static: torch.Tensor | None, *shape: int) -> StoredSide:
         codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
-        scales = None
-        if dynamic:
-            slots = (count, heads.kv, PAGE_SIZE)
-            scales = torch.empty(slots, dtype=torch.bfloat16, device=device)
+        slots = (count, heads.kv, PAGE_SIZE)
+        scales = torch.empty(slots, dtype=torch.bfloat16, device=device) if dynamic else None
         return StoredSide(codes, scales, static, None, kind.format, heads.dim)
 
     k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
-    k = side(k_static, PAGE_SIZE, heads.dim)
-    return Pages(k, side(v_static, heads.dim, PAGE_SIZE), table)
+    k, v = side(k_static, PAGE_SIZE, heads.dim), side(v_static, heads.dim, PAGE_SIZE)
+    return Pages(k, v, table)
 
 
 def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:
@@ -58,37 +56,30 @@ def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[t
 def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> list[Pages]:
     """Return the pages of so many layers, which share one block table, as in a model.
 
-    Pages of a sequence lie scattered over the pool.
-
-    Args:
-        stage: the device.
-        kind: what is stored.
-        case: whose lengths and heads.
-        layers: how many.
-        count: different random pages.
+    Pages of a sequence lie scattered over the pool. `count` pages differ.
     """
     sample = _make_sample(kind, case.heads, count, stage.device)
     each = [-(-length // PAGE_SIZE) for length in case.lengths]
-    total = sum(each)
-    order = torch.randperm(total, device=stage.device).int()
-    table = torch.full((len(each), max(each)), -1, dtype=torch.int32, device=stage.device)
-    at = 0
-    for row, pages in enumerate(each):
-        table[row, :pages] = order[at : at + pages]
-        at += pages
-    made = []
+    order = torch.randperm(sum(each), device=stage.device).int()
+    table = torch.nn.utils.rnn.pad_sequence(order.split(each), batch_first=True, padding_value=-1)
+    layer_pages = []
     for _ in range(layers):
-        chosen = torch.randint(0, count, (total,), device=stage.device)
-        made.append(Pages(_select(sample.k, chosen), _select(sample.v, chosen), table))
-    return made
+        chosen = torch.randint(0, count, (len(order),), device=stage.device)
+        pages = map_stored(sample, functools.partial(torch.index_select, dim=0, index=chosen))
+        layer_pages.append(pages._replace(table=table))
+    return layer_pages
 
 
-def _select(side: StoredSide, pages: torch.Tensor) -> StoredSide:
-    scales = side.token_scales
-    return side._replace(
-        codes=side.codes.index_select(0, pages),
-        token_scales=None if scales is None else scales.index_select(0, pages),
-    )
+def map_stored(pages: Pages, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
+    """Return pages with changed codes and token scales of both sides."""
+
+    def change_side(side: StoredSide) -> StoredSide:
+        scales = side.token_scales
+        return side._replace(
+            codes=change(side.codes), token_scales=None if scales is None else change(scales)
+        )
+
+    return pages._replace(k=change_side(pages.k), v=change_side(pages.v))
 
 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -99,10 +90,10 @@ def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor
     rows = [(len(case.lengths), case.lengths[0])]
     if case.is_ragged:
         rows = [(1, length) for length in case.lengths]
+    heads = case.heads
 
     def numbers(batch: int, length: int) -> torch.Tensor:
-        shape = (batch, case.heads.kv, length, case.heads.dim)
-        return torch.randn(shape, dtype=torch.bfloat16, device=stage.device)
+        return stage.randn(batch, heads.kv, length, heads.dim)
 
     return [(numbers(*row), numbers(*row)) for _ in range(layers) for row in rows]
 
@@ -119,16 +110,11 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -> float:
-    """Return the error of `output`, against the reference on the same bytes.
+    """Return the error of `output` `[B, T, Hq, D]`, against the reference on the same bytes.
 
     The first, the last, the longest and a random sequence are looked at, each in one KV head: the
-    reference would not fit for all. Elsewhere the numbers must be finite.
-
-    Args:
-        output: `[B, T, Hq, D]`.
-        query: `[B, Hq, T, D]`.
-        pages: what was read.
-        case: how.
+    reference would not fit for all. Elsewhere the numbers must be finite. `query` is
+    `[B, Hq, T, D]`.
     """
     if not bool(output.isfinite().all()):
         return float("inf")
@@ -161,16 +147,12 @@ def _split_queries(tokens: int) -> list[tuple[int, int]]:
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     one = slice(head, head + 1)
-
-    def cut(side: StoredSide) -> StoredSide:
-        scales, static = side.token_scales, side.static_scale
-        return side._replace(
-            codes=side.codes[:, one],
-            token_scales=None if scales is None else scales[:, one],
-            static_scale=None if static is None else static[one],
-        )
-
-    return Pages(cut(pages.k), cut(pages.v), pages.table[sequence : sequence + 1])
+    cut = map_stored(pages, lambda stored: stored[:, one])
+    k, v = (
+        side._replace(static_scale=None if side.static_scale is None else side.static_scale[one])
+        for side in (cut.k, cut.v)
+    )
+    return Pages(k, v, pages.table[sequence : sequence + 1])
 
 
 def check_dense(

@@ -10,21 +10,12 @@ from ...ops.triton.target import launch
 def read_all(source: torch.Tensor, programs: int, block: int, ahead: int) -> torch.Tensor:
     """Return the largest of the exclusive-ors that each program took of every `block`-th number.
 
-    Args:
-        source: `[n]`, int32; n is a multiple of `programs * block * ahead`, or the rest is not
-            read.
-        programs: how many.
-        block: elements of one load.
-        ahead: independent loads of one iteration.
-
-    Returns:
-        `[programs]`, int32.
+    `source` is `[n]`, int32, and the result `[programs]`, int32. An iteration has `ahead`
+    independent loads of `block` elements; what remains after whole iterations is not read.
     """
     out = torch.empty((programs,), dtype=torch.int32, device=source.device)
     iterations = source.numel() // (programs * block * ahead)
-    launch(
-        _read, (programs,), source, out, iterations, BLOCK=block, AHEAD=ahead, num_warps=8,
-    )  # fmt: skip
+    launch(_read, (programs,), source, out, iterations, BLOCK=block, AHEAD=ahead, num_warps=8)
     return out
 
 

@@ -23,12 +23,10 @@ class DeviceLost(RuntimeError):
 
 
 class Record:
-    """Rows, and the clock of the section that is measured.
+    """Rows, and the clock of the section that is measured; rows are appended to `rows` in place.
 
     Attributes:
-        stage: the device.
-        rows: one for each thing that was measured or failed; `section`, `case` and `name` say
-            which.
+        report: called with what is done next.
         banned: contenders that lost the device once, and are not tried again.
         skipped: what the section that is measured had no time or no memory for.
     """
@@ -42,11 +40,10 @@ class Record:
         rows: list[Row] | None = None,
         banned: list[str] | None = None,
     ) -> None:
-        self.stage = stage
+        self.stage, self.report, self._keep = stage, progress, keep
         self.rows = [] if rows is None else rows
         self.banned = [] if banned is None else banned
         self.skipped: list[str] = []
-        self._progress, self._keep = progress, keep
         self._done = {_key(row) for row in self.rows}
         self._ends = float("inf")
 
@@ -59,43 +56,48 @@ class Record:
         """Return the seconds that the section still has."""
         return self._ends - time.perf_counter()
 
-    def report(self, message: str) -> None:
-        """Report what is done next."""
-        self._progress(message)
-
     def skip(self, what: str) -> None:
         """Note that something was not measured, and why."""
         self.skipped.append(what)
-        self._progress(f"skipped: {what}")
+        self.report(f"skipped: {what}")
 
-    def fits(self, what: str, size: float) -> bool:
-        """Return whether `size` bytes can be had, and notes `what` as skipped if not."""
-        free = self.stage.free()
-        if size > free:
-            self.skip(f"{what}: needs {size / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
-        return size <= free
+    def is_wanted(
+        self, section: str, case: str, name: str, seconds: float = 0.0, size: float = 0.0
+    ) -> bool:
+        """Return whether to measure this: it was not yet, may be, and has the time and the bytes.
 
-    def is_wanted(self, section: str, case: str, name: str, seconds: float = 0.0) -> bool:
-        """Return whether to measure this now: it was not yet, may be, and there is time.
-
-        Args:
-            section, case, name: which.
-            seconds: that it is expected to take.
+        What it has not is noted as skipped.
         """
         if (section, case, name) in self._done or name in self.banned:
             return False
         if self.seconds_left() < seconds or self.seconds_left() <= 0:
             self.skip(f"{section}, {case}, {name}: no time left")
             return False
-        return True
+        free = self.stage.free()
+        if size > free:
+            need = f"needs {size / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
+            self.skip(f"{section}, {case}, {name}: {need}")
+        return size <= free
 
-    def measure(self, section: str, case: str, name: str, work: Work) -> Row | None:
-        """Add a row with what `work` returns, or with its error.
+    def measure(
+        self,
+        section: str,
+        case: object,
+        name: str,
+        work: Work,
+        *,
+        seconds: float = 0.0,
+        size: float = 0.0,
+    ) -> Row | None:
+        """Add a row with what `work` returns, or with its error, and return it; None: not wanted.
+
+        `work` is expected to take so many `seconds`, and `size` bytes of memory.
 
         Raises:
             DeviceLost: `work` left the device unusable.
         """
-        if not self.is_wanted(section, case, name):
+        case = str(case)
+        if not self.is_wanted(section, case, name, seconds, size):
             return None
         began = time.perf_counter()
         try:
@@ -108,7 +110,7 @@ class Record:
             self.stage.clean()
             return row
         finally:
-            self._progress(f"{section}, {case}, {name}: {time.perf_counter() - began:.1f} s")
+            self.report(f"{section}, {case}, {name}: {time.perf_counter() - began:.1f} s")
         return self._add(section, case, name, **fields)
 
     def _add(self, section: str, case: str, name: str, **fields: Any) -> Row:

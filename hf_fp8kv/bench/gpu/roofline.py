@@ -22,12 +22,7 @@ _LOOKS = {
 
 
 def plot(result: dict[str, Any], path: str | Path) -> None:
-    """Write a PNG: bandwidth by bytes read, and the roofline.
-
-    Args:
-        result: what `run_gpu_suite` returned.
-        path: where to.
-    """
+    """Write a PNG of what `run_gpu_suite` returned: bandwidth by bytes read, and the roofline."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -56,32 +51,24 @@ def _looks(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 def _bandwidth(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
     decode = [row for row in rows if row["section"] == "decode"]
     for name, color, marker in _looks(decode):
-        points = sorted(
-            (row["moved"] / 2**20, row["gb_per_s"]) for row in decode if row["name"] == name
-        )
-        if points:
-            style = "-" if not name.startswith("sdpa") else ":"
-            axes.plot(
-                *zip(*points, strict=True), style, color=color, marker=marker, label=name,
-                linewidth=1, markersize=6, alpha=0.9,
-            )  # fmt: skip
-    for name, label, style in (
-        ("read_gb_per_s", "read bandwidth", "-"), ("copy_gb_per_s", "copy bandwidth", "--")
-    ):  # fmt: skip
-        if ceilings[name]:
-            text = f"{label}: {ceilings[name]:.0f} GB/s"
-            axes.axhline(ceilings[name], color="black", linestyle=style, linewidth=1, label=text)
+        own = [row for row in decode if row["name"] == name]
+        points = sorted((row["moved"] / 2**20, row["gb_per_s"]) for row in own)
+        axes.plot(
+            *zip(*points, strict=True), ":" if name.startswith("sdpa") else "-", color=color,
+            marker=marker, label=name, linewidth=1, markersize=6, alpha=0.9,
+        )  # fmt: skip
+    for name, style in (("read", "-"), ("copy", "--")):
+        if top := ceilings[f"{name}_gb_per_s"]:
+            label = f"{name} bandwidth: {top:.0f} GB/s"
+            axes.axhline(top, color="black", linestyle=style, linewidth=1, label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_formatter(
         lambda x, _place: f"{x:g} MiB" if x < 1024 else f"{x / 1024:g} GiB"
     )
-    axes.set_xlabel("K and V that a decode step reads (codes and scales)")
-    axes.set_ylabel("GB/s")
-    axes.set_title("decode: bandwidth reached")
-    axes.grid(visible=True, alpha=0.25)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, loc="lower right")
+    xlabel = "K and V that a decode step reads (codes and scales)"
+    axes.set(xlabel=xlabel, ylabel="GB/s", title="decode: bandwidth reached")
+    _add_grid_and_legend(axes)
 
 
 def _roofline(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
@@ -93,23 +80,24 @@ def _roofline(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -
             (row["flops"] / row["moved"], row["tflops"], sections[row["section"]])
             for row in drawn if row["name"] == name
         ]  # fmt: skip
-        if points:
-            x, y, sizes = zip(*points, strict=True)
-            axes.scatter(x, y, s=sizes, color=color, marker=marker, label=name, alpha=0.8)
+        x, y, sizes = zip(*points, strict=True)
+        axes.scatter(x, y, s=sizes, color=color, marker=marker, label=name, alpha=0.8)
     read, peak = ceilings["read_gb_per_s"], ceilings["matmul_tflops"]
     if xs and read and peak:
         low, high = min(xs) / 2, max(*xs, 4e3 * peak / read) * 2
         ridge = 1e3 * peak / read
         label = f"read {read:.0f} GB/s, bf16 matmul {peak:.0f} TFLOP/s"
-        axes.plot(
-            [low, ridge, high], [low * read / 1e3, peak, peak], color="black", linewidth=1,
-            label=label,
-        )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("arithmetic intensity, FLOP per byte of K and V")
-    axes.set_ylabel("TFLOP/s")
-    axes.set_title("roofline: decode (small), other shapes and extend (large)")
-    axes.grid(visible=True, which="major", alpha=0.25)
+        rates = [low * read / 1e3, peak, peak]
+        axes.plot([low, ridge, high], rates, color="black", linewidth=1, label=label)
+    axes.set(
+        xscale="log", yscale="log", ylabel="TFLOP/s",
+        xlabel="arithmetic intensity, FLOP per byte of K and V",
+        title="roofline: decode (small), other shapes and extend (large)",
+    )  # fmt: skip
+    _add_grid_and_legend(axes)
+
+
+def _add_grid_and_legend(axes: Any) -> None:
+    axes.grid(visible=True, alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, loc="lower right")

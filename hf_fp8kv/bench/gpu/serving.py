@@ -7,9 +7,8 @@ contender has pages for all of them, so that none waits and memory can be compar
 import functools
 import inspect
 import time
-from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ... import serving
 from ...serving.config import ServingConfig
 from ...serving.engines import cache_class
 from ..capacity import GIB, planned_tokens
-from .end_to_end import _model
+from .end_to_end import make_model
 from .record import Record
 from .shapes import Served, Sizes
 
@@ -29,22 +28,18 @@ SECTION = "serving"
 PLANNED = 40
 # Any: a random model's K and V are about 1.
 SCALE = 0.02
+# Seconds that a contender may take past the section's end.
+LATE = 10
 _FIELDS = inspect.signature(ContinuousBatchingConfig).parameters
 
 
 @dataclass(frozen=True)
 class _Contender:
-    """An engine and its configuration.
+    """An engine and its configuration."""
 
-    Attributes:
-        attention: of transformers' own engine; None: FP8 pages.
-        scales: of FP8 pages; None: dynamic.
-        settings: of a ContinuousBatchingConfig.
-    """
-
-    attention: str | None
-    scales: float | None
-    settings: dict[str, Any]
+    attention: str | None  # of transformers' own engine; None: FP8 pages
+    scales: float | None  # of FP8 pages; None: dynamic
+    settings: dict[str, Any]  # of a ContinuousBatchingConfig
 
 
 def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contender]:
@@ -61,7 +56,7 @@ def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contend
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     graphs = {"use_cuda_graph": True}
-    kind = cache_class(_settings(SCALE, backend))
+    kind = cache_class(ServingConfig.parse(scales=SCALE, backend=backend))
     on_gpu = record.stage.device.type == "cuda"
     if on_gpu and backend == "triton" and kind.has_block_table_steps(config):
         contenders["fp8 static, graphs"] = _Contender(None, SCALE, graphs)
@@ -73,24 +68,11 @@ def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contend
     return contenders
 
 
-def _settings(scales: float | None, backend: str) -> ServingConfig:
-    return ServingConfig.parse(
-        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None, center_keys=None,
-        backend=backend,
-    )  # fmt: skip
-
-
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each number of requests and each engine."""
-    served, stage = sizes.served, record.stage
+    served = sizes.served
     record.report("making a random model")
-    model = _model(
-        replace(
-            sizes, layers=served.layers, hidden=served.hidden, heads=served.heads,
-            vocabulary=served.vocabulary,
-        ),
-        stage,
-    )  # fmt: skip
+    model = make_model(served, record.stage)
     contenders = _contenders(record, model.config.get_text_config(), backend)
     took: dict[str, float] = {}
     for requests in served.requests:
@@ -100,15 +82,13 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
         numbers = 2 * served.layers * served.heads.kv * served.heads.dim
         for name, contender in contenders.items():
             # Twice as many requests or fewer need no more steps of decoding, which take the time.
-            if not record.is_wanted(SECTION, case, name, took.get(name, 0.0)):
-                continue
+            expected = took.get(name, 0.0)
             # In bfloat16, and the masks that SDPA wants beside it.
-            if not record.fits(f"{SECTION}, {case}, {name}", 3.0 * numbers * tokens + 2**34):
-                continue
+            size = 3.0 * numbers * tokens + 2**34
             began = time.perf_counter()
             work = functools.partial(_work, record, model, contender, served, prompts, backend)
-            record.measure(SECTION, case, name, work)
-            took[name] = time.perf_counter() - began
+            if record.measure(SECTION, case, name, work, seconds=expected, size=size):
+                took[name] = time.perf_counter() - began
 
 
 def _make_prompts(served: Served, requests: int) -> list[list[int]]:
@@ -138,23 +118,19 @@ def _work(
     config = ContinuousBatchingConfig(**{
         size: served.page_size, "num_blocks": pages, "max_batch_tokens": served.batch_tokens,
         "max_requests_per_batch": len(prompts), "allow_block_sharing": False,
-        "max_memory_percent": 0.9,
-        **contender.settings,
+        "max_memory_percent": 0.9, **contender.settings,
     })  # fmt: skip
     if config.use_cuda_graph:
         longest = served.prompts[1] + served.new
         config.max_blocks_per_request = -(-longest // served.page_size) + 1
     try:
-        if stage.is_gpu:
-            stage.clean()
-            torch.cuda.reset_peak_memory_stats(stage.device)
+        stage.reset_peak()
         seconds = _run(record, model, config, served, prompts)
-        peak = torch.cuda.max_memory_allocated(stage.device) if stage.is_gpu else None
         return {
             "tokens_per_s": len(prompts) * served.new / seconds, "seconds": seconds,
             "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * served.new,
-            "batch": len(prompts), "peak_bytes": peak,
-            "planned_tokens": _plan_tokens(model, contender, backend),
+            "batch": len(prompts), "peak_bytes": stage.peak_bytes(),
+            "planned_tokens": _plan_tokens(model, contender),
         }  # fmt: skip
     finally:
         serving.disable(model)
@@ -202,16 +178,11 @@ def _wait_for_answers(record: Record, manager: Any, prompts: list[list[int]], ne
                 raise RuntimeError(f"expected {new} tokens, got {len(out.generated_tokens)}")
 
 
-# Seconds that a contender may take past the section's end.
-LATE = 10
-
-
-def _plan_tokens(model: Any, contender: _Contender, backend: str) -> int:
+def _plan_tokens(model: Any, contender: _Contender) -> int:
     """Return the tokens that the engine's own planner makes room for."""
-    attention = contender.attention
-    plan: Callable[..., int] = functools.partial(
-        planned_tokens, deepcopy(model.config.get_text_config()), PLANNED * GIB
-    )
-    if attention is None:
-        return plan(_settings(contender.scales, "torch"))
-    return plan(None, attention=attention.removeprefix("paged|"))
+    config = deepcopy(model.config.get_text_config())
+    if contender.attention is None:
+        settings = ServingConfig.parse(scales=contender.scales, backend="torch")
+        return planned_tokens(config, PLANNED * GIB, settings)
+    attention = contender.attention.removeprefix("paged|")
+    return planned_tokens(config, PLANNED * GIB, None, attention=attention)

@@ -21,17 +21,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Kind:
-    """What K and V are stored as.
-
-    Attributes:
-        name: how a row calls it.
-        format: a key of `formats.FORMATS`, or "auto".
-        static: whether its scales are constants.
-    """
+    """What K and V are stored as."""
 
     name: str
-    format: str
-    static: bool = False
+    format: str  # a key of `formats.FORMATS`, or "auto"
+    static: bool = False  # whether its scales are constants
 
     def bytes_per_number(self, dim: int) -> float:
         """Bytes that are read for a stored number of K or V, its share of a scale among them."""
@@ -58,26 +52,17 @@ RAGGED = (4641, 45118, 1730, 1696)
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call.
-
-    Attributes:
-        lengths: tokens stored of each sequence, the new ones among them.
-        heads: of the layer.
-        tokens: new tokens of each sequence.
-        window: as in `ops.AttentionSpec`.
-        softcap: as in `ops.AttentionSpec`.
-        label: how a row calls it; "": by its batch and length.
-    """
+    """One attention call; `lengths` are the tokens stored, the new ones among them."""
 
     lengths: tuple[int, ...]
     heads: Heads = LLAMA
-    tokens: int = 1
+    tokens: int = 1  # new ones, of each sequence
     window: int = 0
     softcap: float = 0.0
-    label: str = ""
+    label: str = ""  # in a row; "": batch and length
 
     def __str__(self) -> str:
-        return self.label or f"{len(self.lengths)} x {_short(self.lengths[0])}"
+        return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
 
     @property
     def is_ragged(self) -> bool:
@@ -103,92 +88,71 @@ class Case:
         per_token = 2 * self.heads.kv * self.heads.dim
         return self.read * per_token * kind.bytes_per_number(self.heads.dim)
 
+    def describe(self) -> dict[str, int]:
+        """Return the fields of a row that say how much a call does."""
+        return {"flops": self.flops, "batch": len(self.lengths), "read": self.read}
+
     @property
     def flops(self) -> int:
         """Multiplications and additions of the two products, of what is visible only."""
-        visible = 0
-        for n in self.lengths:
-            if self.window:
-                visible += self.tokens * min(n, self.window)
-            else:
-                visible += self.tokens * n - self.tokens * (self.tokens - 1) // 2
+        if self.window:
+            visible = sum(self.tokens * min(n, self.window) for n in self.lengths)
+        else:
+            hidden = self.tokens * (self.tokens - 1) // 2
+            visible = self.tokens * sum(self.lengths) - hidden * len(self.lengths)
         return 4 * self.heads.query * self.heads.dim * visible
 
 
-def _short(tokens: int) -> str:
+def format_tokens(tokens: int) -> str:
+    """Return a number of tokens, short: "32k"."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 @dataclass(frozen=True)
-class Served:
-    """A model and its requests, for engines.
-
-    Attributes:
-        layers, hidden, vocabulary, heads: of the model.
-        requests: how many come at once, the most telling number first.
-        prompts: tokens of the shortest prompt and of the longest.
-        new: new tokens of each request.
-        warm: the same, in a run before the one that is timed.
-        page_size: tokens of a page.
-        batch_tokens: tokens of a step at most.
-    """
+class ModelShape:
+    """The shape of a random model."""
 
     layers: int
     hidden: int
     vocabulary: int
     heads: Heads
-    requests: tuple[int, ...]
-    prompts: tuple[int, int]
-    new: int
-    warm: int
-    page_size: int
-    batch_tokens: int
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The sizes of one run; `TINY` runs everywhere in seconds, and measures nothing.
+class Served(ModelShape):
+    """A model and its requests, for engines."""
 
-    Attributes:
-        decode: cases of one new token.
-        others: cases of other heads and attention, and of several new tokens.
-        writes: batches of one new token each.
-        prefill: tokens of a prefill.
-        extend: (tokens stored before, new tokens), of one sequence.
-        layers, hidden, vocabulary: of the model end to end; its heads are `heads`.
-        generate: (batch, context), the most telling first.
-        tokens: new tokens that are timed, eagerly and compiled.
-        warm: the first ones, which are not: compiling and recording graphs.
-        served: what engines run.
-        pages: random pages that stand for all others.
-        seconds: the share of each section, in proportion.
-    """
+    requests: tuple[int, ...]  # that come at once, the most telling number first
+    prompts: tuple[int, int]  # tokens of the shortest and of the longest
+    new: int  # tokens of each answer
+    warm: int  # the same, in a run before the one that is timed
+    page_size: int
+    batch_tokens: int  # of a step, at most
+
+
+@dataclass(frozen=True)
+class Sizes(ModelShape):
+    """The sizes of one run, and the model end to end; `TINY` measures nothing, in seconds."""
 
     decode: tuple[Case, ...]
-    others: tuple[Case, ...]
-    writes: tuple[int, ...]
-    prefill: int
-    extend: tuple[tuple[int, int], ...]
-    heads: Heads
-    layers: int
-    hidden: int
-    vocabulary: int
-    generate: tuple[tuple[int, int], ...]
-    tokens: tuple[int, int]
-    warm: tuple[int, int]
+    others: tuple[Case, ...]  # other heads and attention, and several new tokens
+    writes: tuple[int, ...]  # batches of one new token each
+    prefill: int  # tokens
+    extend: tuple[tuple[int, int], ...]  # tokens stored before, new tokens; of one sequence
+    generate: tuple[tuple[int, int], ...]  # batch, context; the most telling first
+    tokens: tuple[int, int]  # new ones that are timed, eagerly and compiled
+    warm: tuple[int, int]  # the first ones, which are not: compiling and recording graphs
     served: Served
-    pages: int
-    seconds: dict[str, float]
+    pages: int  # random ones, which stand for all others
+    seconds: dict[str, float]  # the share of each section, in proportion
 
 
 def _cases() -> tuple[Case, ...]:
     """Return the decode cases, first those that targets are about: time may run out."""
     first = [Case((32768,) * 16), Case((1024,)), Case((32768,)), Case((32768,) * 64)]
     first.append(Case(RAGGED, label="ragged"))
-    others = [
-        Case((1024 * n,) * batch) for batch in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)
-    ]  # fmt: skip
-    return (*first, *(case for case in others if case not in first))
+    others = [Case((1024 * n,) * batch) for batch in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)]
+    return tuple(dict.fromkeys(first + others))
 
 
 _LONG = (32768,) * 4

@@ -20,8 +20,9 @@ from .results import complete
 from .shapes import FULL, TINY, Sizes
 from .timing import Stage
 
+Section = Callable[[Record, Sizes, str], None]
 # name -> what measures it. The last takes what time there is.
-SECTIONS: dict[str, Callable[[Record, Sizes, str], None]] = {
+SECTIONS: dict[str, Section] = {
     "ceilings": lambda record, sizes, backend: ceilings.measure(record, backend),
     "write": write.measure,
     "decode": decode.measure,
@@ -31,7 +32,7 @@ SECTIONS: dict[str, Callable[[Record, Sizes, str], None]] = {
     "end to end": end_to_end.measure,
 }
 # Sections that are measured only when asked for.
-MORE: dict[str, Callable[[Record, Sizes, str], None]] = {"experiments": experiments.measure}
+MORE: dict[str, Section] = {"experiments": experiments.measure}
 
 
 def run_gpu_suite(
@@ -66,20 +67,18 @@ def run_gpu_suite(
     chosen = list(SECTIONS if sections is None else sections)
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(f"sections: expected some of {', '.join(known)}, got {unknown}")
-    stage = Stage(device, dry=dry)
-    if not dry and not (stage.is_gpu and torch.cuda.is_available()):
+    stage, has_gpu = Stage(device, dry=dry), torch.cuda.is_available()
+    if not dry and not (stage.is_gpu and has_gpu):
         raise ConfigError(
             f"the suite 'gpu' expected a CUDA or ROCm device, got {device!r}, and torch "
-            f"{'finds one' if torch.cuda.is_available() else 'finds none'}"
+            f"{'finds one' if has_gpu else 'finds none'}"
         )
     result: dict[str, Any] = {
         **describe_run("gpu", **_describe_gpu(stage)),
         "settings": {
             "device": str(stage.device), "backend": backend, "dry": dry, "seconds": seconds
         },
-        "sections": [],
-        "rows": [],
-        "banned": [],
+        "sections": [], "rows": [], "banned": [],
     }  # fmt: skip
     return continue_suite(result, chosen, seconds, progress or (lambda _message: None), save)
 
@@ -91,7 +90,7 @@ def continue_suite(
     progress: Callable[[str], None],
     save: Path | None,
 ) -> dict[str, Any]:
-    """Add sections to `result`, and returns it."""
+    """Add sections to `result`, and return it."""
     settings = result["settings"]
     stage = Stage(settings["device"], dry=settings["dry"])
     sizes, known = TINY if stage.dry else FULL, {**SECTIONS, **MORE}
@@ -128,34 +127,26 @@ def continue_suite(
             # A new process gets the device back. It repeats the section without the contender that
             # lost the device, if it is known which.
             remaining = chosen[index if again else index + 1 :]
-            return _continue_elsewhere(
-                result, remaining, ends - time.perf_counter(), progress, save
-            )
+            progress("the device is lost to this process: another one goes on")
+            return _continue_elsewhere(result, remaining, ends - time.perf_counter(), save)
         stage.clean()
         keep(0.0)
     return complete(result)
 
 
 def _continue_elsewhere(
-    result: dict[str, Any],
-    chosen: Sequence[str],
-    seconds: float,
-    progress: Callable[[str], None],
-    save: Path | None,
+    result: dict[str, Any], chosen: Sequence[str], seconds: float, save: Path | None
 ) -> dict[str, Any]:
-    progress("the device is lost to this process: another one goes on")
     with tempfile.TemporaryDirectory() as folder:
-        before, after = Path(folder, "before.json"), Path(folder, "after.json")
-        task = {"chosen": list(chosen), "seconds": seconds, "save": save and str(save)}
-        before.write_text(json.dumps({"result": result, "task": task}))
-        script = f"import sys; from {__name__} import _resume; _resume(*sys.argv[1:])"
+        path = Path(folder, "result.json")
+        path.write_text(json.dumps([result, chosen, seconds, save and str(save)]))
+        script = f"import sys; from {__name__} import _resume; _resume(sys.argv[1])"
         run = subprocess.run(
-            [sys.executable, "-c", script, str(before), str(after)], check=False, text=True,
+            [sys.executable, "-c", script, str(path)], check=False, text=True,
             capture_output=True, timeout=max(seconds, 1.0) + 60,
         )  # fmt: skip
         if run.returncode == 0:
-            resumed: dict[str, Any] = json.loads(after.read_text())
-            return resumed
+            return dict(json.loads(path.read_text()))
     result["sections"].append({
         "name": "another process", "seconds": 0.0, "share": 0.0, "skipped": list(chosen),
         "error": f"it ended with {run.returncode}: {run.stderr[-2000:]}",
@@ -163,18 +154,13 @@ def _continue_elsewhere(
     return complete(result)
 
 
-def _resume(before: str, after: str) -> None:
-    """Continue in another process: read the task, and write the result."""
-    given = json.loads(Path(before).read_text())
-    task = given["task"]
-    report = functools.partial(_write_line, sys.stderr)
-    save = None if task["save"] is None else Path(task["save"])
-    result = continue_suite(given["result"], task["chosen"], task["seconds"], report, save)
-    Path(after).write_text(json.dumps(result))
-
-
-def _write_line(stream: Any, message: str) -> None:
-    stream.write(message + "\n")
+def _resume(task: str) -> None:
+    """Continue in another process: read the task, and write the result in its place."""
+    path = Path(task)
+    result, chosen, seconds, save = json.loads(path.read_text())
+    report = functools.partial(print, file=sys.stderr)
+    save = None if save is None else Path(save)
+    path.write_text(json.dumps(continue_suite(result, chosen, seconds, report, save)))
 
 
 def _describe_gpu(stage: Stage) -> dict[str, object]:

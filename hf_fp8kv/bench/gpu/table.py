@@ -19,8 +19,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
     parts: list[RenderableType] = []
     for name, cell in _CELLS.items():
-        rows = [row for row in result["rows"] if row["section"] == name]
-        if rows:
+        if rows := [row for row in result["rows"] if row["section"] == name]:
             parts.append(_pivot(name, rows, cell))
     if tried := [row for row in result["rows"] if "parameters" in row]:
         parts.append(_experiments(tried))
@@ -48,21 +47,20 @@ def _rate(row: Row) -> str:
 
 
 def _write(row: Row) -> str:
-    return (
-        f"{number(row['us'])} {number(row.get('gb_per_s'))}"
-        if row["us"] > 50
-        else number(row["us"])
-    )
+    rate = f" {number(row.get('gb_per_s'))}" if row["us"] > 50 else ""
+    return number(row["us"]) + rate
+
+
+def _peak(row: Row) -> str:
+    return number(row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None)
 
 
 def _end(row: Row) -> str:
-    peak = row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None
-    return f"{number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {number(peak)}"
+    return f"{number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {_peak(row)}"
 
 
 def _served(row: Row) -> str:
-    peak = row["peak_bytes"] / 2**30 if row.get("peak_bytes") else None
-    return f"{number(row['tokens_per_s'])} {number(peak)} {row['planned_tokens'] // 1000}k"
+    return f"{number(row['tokens_per_s'])} {_peak(row)} {row['planned_tokens'] // 1000}k"
 
 
 # section -> what a cell shows
@@ -98,8 +96,8 @@ def _pivot(section: str, rows: list[Row], cell: Callable[[Row], str]) -> "Render
             [case, *(format_cell(cells.get((case, name))) for name in names)]
             for case in sorted(size, key=size.__getitem__)
         ],
-        title="\n" + _TITLES[section], **_style(),
-    )  # fmt: skip
+        **_style(_TITLES[section]),
+    )
 
 
 def _experiments(rows: list[Row]) -> "RenderableType":
@@ -115,14 +113,17 @@ def _experiments(rows: list[Row]) -> "RenderableType":
                 best["name"].split(": ")[1], str(len(good)),
             ])  # fmt: skip
     columns = ("", "stored as", "as it is", "best", "with", "attempts")
-    title = "\nlaunch parameters of decode: us"
-    return build_table(dict.fromkeys(columns, "left"), cells, title=title, **_style())
+    style = _style("launch parameters of decode: us")
+    return build_table(dict.fromkeys(columns, "left"), cells, **style)
 
 
-def _style() -> dict[str, Any]:
+def _style(title: str) -> dict[str, Any]:
     from rich.box import SIMPLE_HEAD
 
-    return {"title_justify": "left", "pad_edge": False, "box": SIMPLE_HEAD, "show_edge": False}
+    return {
+        "title": f"\n{title}", "title_justify": "left", "pad_edge": False, "box": SIMPLE_HEAD,
+        "show_edge": False,
+    }  # fmt: skip
 
 
 def _failures(result: dict[str, Any]) -> "RenderableType":
@@ -146,14 +147,13 @@ def _failures(result: dict[str, Any]) -> "RenderableType":
 
 def _targets(result: dict[str, Any]) -> "RenderableType":
     met = {None: "not measured", True: "yes", False: "NO"}
-    return build_table(
-        {"": "left", **dict.fromkeys(("target", "worst", "best", "cases", "met"), "right")},
+    rows = [
         [
-            [
-                row["what"], row["target"], number(row["value"]),
-                number(row.get("best")), str(row.get("cases", 0)), met[row["met"]],
-            ]
-            for row in result["targets"]
-        ],
-        title="\ntargets, worst case of each", **_style(),
-    )  # fmt: skip
+            row["what"], row["target"], number(row["value"]), number(row.get("best")),
+            str(row.get("cases", 0)), met[row["met"]],
+        ]
+        for row in result["targets"]
+    ]  # fmt: skip
+    columns = ("target", "worst", "best", "cases", "met")
+    style = _style("targets, worst case of each")
+    return build_table({"": "left", **dict.fromkeys(columns, "right")}, rows, **style)

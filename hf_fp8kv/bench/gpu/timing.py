@@ -24,30 +24,17 @@ RESERVE = 6 * 2**30
 
 @dataclass(frozen=True)
 class Timed:
-    """Microseconds of one call.
-
-    Attributes:
-        us: the median over replays.
-        low: the first quartile.
-        high: the third.
-        calls: calls in one replay.
-        note: why it was not replayed from a graph, where it was not.
-    """
+    """Microseconds of one call: the median over replays and the quartiles."""
 
     us: float
     low: float
     high: float
-    calls: int
-    note: str | None = None
+    calls: int  # in one replay
+    note: str | None = None  # why it was not replayed from a graph, where it was not
 
 
 class Stage:
-    """The device that is measured.
-
-    Attributes:
-        device: where tensors go.
-        dry: shapes are tiny and a clock is read: everything runs, and nothing is measured.
-    """
+    """The device that is measured; `dry`: everything runs on tiny shapes, and nothing counts."""
 
     def __init__(self, device: str | torch.device, *, dry: bool = False) -> None:
         self.device = torch.device(device)
@@ -65,6 +52,10 @@ class Stage:
             return 2**16
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Return normal random numbers of this shape, bfloat16."""
+        return torch.randn(shape, dtype=torch.bfloat16, device=self.device)
+
     def free(self) -> int:
         """Return the bytes that may still be taken."""
         if not self.is_gpu:
@@ -72,6 +63,16 @@ class Stage:
         # What torch holds and does not use counts as free: it gives it back before it gives up.
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return max(torch.cuda.mem_get_info(self.device)[0] + held - RESERVE, 0)
+
+    def reset_peak(self) -> None:
+        """Give back what nothing refers to, and begin to look for the peak of memory anew."""
+        if self.is_gpu:
+            self.clean()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that were taken at once; None: there is no memory of its own."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else None
 
     def clean(self) -> None:
         """Give back to the device what nothing refers to."""
@@ -105,80 +106,69 @@ class Stage:
             steps: calls that do the same to different buffers.
             before: run at the beginning of every replay, once for all: what layers share.
         """
-        first: Step = before or (lambda: None)
+
+        def run(rounds: int = 1) -> None:
+            if before is not None:
+                before()
+            for _ in range(rounds):
+                for step in steps:
+                    step()
+
         if not self.is_gpu:
-            return _time_by_clock(steps, first)
+            return _time_by_clock(run, len(steps))
         try:
-            return _time_by_graph(steps, first)
+            return _time_by_graph(run, len(steps))
         except RuntimeError as error:
             # What cannot be captured is timed as it is: its launches show.
             self.wait()
-            return _time_by_events(steps, first, f"no graph: {str(error).splitlines()[0]}")
+            run()
+            return _replay(run, len(steps), f"no graph: {str(error).splitlines()[0]}")
 
 
-def _time_by_clock(steps: Sequence[Step], first: Step) -> Timed:
-    def run() -> float:
+def _time_by_clock(run: Step, calls: int) -> Timed:
+    totals = []
+    for _ in range(4):
         began = time.perf_counter()
-        first()
-        for step in steps:
-            step()
-        return 1e6 * (time.perf_counter() - began)
-
-    run()
-    return _summarize([run() for _ in range(3)], len(steps))
+        run()
+        totals.append(1e6 * (time.perf_counter() - began))
+    return _summarize(totals[1:], calls)
 
 
-def _time_by_graph(steps: Sequence[Step], first: Step) -> Timed:
+def _time_by_graph(run: Callable[..., None], steps: int) -> Timed:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            first()
-            for step in steps:
-                step()
+            run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    rounds = 1
-    for _ in range(2):
+
+    def capture(rounds: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            first()
-            for _ in range(rounds):
-                for step in steps:
-                    step()
-        graph.replay()
-        took = _run_once(graph.replay)
-        calls = rounds * len(steps)
-        wanted = min(int(GRAPH / took) + 1, LARGEST_GRAPH // len(steps))
-        if took >= GRAPH / 2 or wanted <= 1 or rounds > 1:
-            break
-        rounds = wanted
-    count = max(FEWEST, min(int(REPLAYED / took), MOST))
-    return _summarize(_events(graph.replay, count), calls)
+            run(rounds)
+        return graph
+
+    graph, rounds = capture(1), 1
+    took = _milliseconds(graph.replay)
+    wanted = min(int(GRAPH / took) + 1, LARGEST_GRAPH // steps)
+    if took < GRAPH / 2 and wanted > 1:
+        graph, rounds = capture(wanted), wanted
+    return _replay(graph.replay, rounds * steps)
 
 
-def _time_by_events(steps: Sequence[Step], first: Step, note: str) -> Timed:
-    def run() -> None:
-        first()
-        for step in steps:
-            step()
-
-    run()
-    took = _run_once(run)
-    count = max(FEWEST, min(int(REPLAYED / took), MOST))
-    return _summarize(_events(run, count), len(steps), note)
+def _replay(run: Step, calls: int, note: str | None = None) -> Timed:
+    count = max(FEWEST, min(int(REPLAYED / _milliseconds(run)), MOST))
+    return _summarize(_events(run, count), calls, note)
 
 
-def _run_once(run: Step) -> float:
+def _milliseconds(run: Step) -> float:
     return _events(run, 1)[0] / 1e3
 
 
 def _events(run: Step, count: int) -> list[float]:
     """Return the microseconds of each of `count` runs."""
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(count)
-    ]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in marks:
         start.record()
         run()

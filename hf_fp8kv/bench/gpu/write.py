@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from ... import ops
-from ...ops import Pages, StoredSide, reference
-from .pools import pages_for
+from ...ops import Pages, reference
+from .pools import map_stored, pages_for
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
@@ -23,9 +23,8 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
         for batch in sizes.writes:
             case = Case((STORED + 1,) * batch, sizes.heads, label=f"{batch} x 1 token")
             _measure_case(record, sizes, backend, case, kind, layers)
-        case = Case(
-            (sizes.prefill,), sizes.heads, tokens=sizes.prefill, label=f"1 x {sizes.prefill}"
-        )
+        new = sizes.prefill
+        case = Case((new,), sizes.heads, tokens=new, label=f"1 x {new}")
         _measure_case(record, sizes, backend, case, kind, min(layers, 4))
 
 
@@ -39,53 +38,34 @@ def _measure_case(
         pools = pages_for(stage, kind, case, layers, sizes.pages)
         before = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device) - case.tokens
         shape = (len(case.lengths), case.tokens, heads.kv, heads.dim)
-        pairs = [
-            tuple(torch.randn(shape, dtype=torch.bfloat16, device=stage.device) for _ in range(2))
-            for _ in range(layers)
-        ]
+        states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * layers)]
+        pairs = list(zip(states[::2], states[1::2], strict=True))
         steps = [
-            functools.partial(
-                ops.write, pages, k.transpose(1, 2), v.transpose(1, 2), before, backend
-            )
+            functools.partial(ops.write, pages, k, v, before, backend)
             for pages, (k, v) in zip(pools, pairs, strict=True)
         ]
-        k, v = pairs[-1]
-        _check(pools[-1], k.transpose(1, 2), v.transpose(1, 2), before, backend)
+        _check(pools[-1], *pairs[-1], before, backend)
         # Read: the numbers; written: what is stored.
         moved = new * (2.0 + kind.bytes_per_number(heads.dim))
         return {"timed": stage.time(steps), "moved": moved, "layers": layers}
 
-    record.measure("write", str(case), kind.name, work)
+    record.measure("write", case, kind.name, work)
 
 
 def _check(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, backend: str
 ) -> None:
     """Raise RuntimeError unless every stored byte is the one that the reference stores."""
-    found, expected = _copy(pages), _copy(pages)
-    ops.write(found, key, value, before, backend)
+    written, expected = (map_stored(pages, torch.Tensor.clone) for _ in range(2))
+    ops.write(written, key, value, before, backend)
     reference.write(expected, key, value, before)
-    for side, one, other in (("k", found.k, expected.k), ("v", found.v, expected.v)):
-        for name, ours, theirs in (
-            ("codes", one.codes, other.codes),
-            ("token_scales", one.token_scales, other.token_scales),
-        ):
-            if ours is None or theirs is None:
+    for side in ("k", "v"):
+        for name in ("codes", "token_scales"):
+            ours, theirs = (getattr(getattr(p, side), name) for p in (written, expected))
+            if ours is None:
                 continue
             integers = torch.int16 if ours.dtype == torch.bfloat16 else ours.dtype
-            differ = int((ours.view(integers) != theirs.view(integers)).sum())
-            if differ:
+            if differ := int((ours.view(integers) != theirs.view(integers)).sum()):
                 raise RuntimeError(
                     f"expected the reference's bytes, got {differ} others in {side}.{name}"
                 )
-
-
-def _copy(pages: Pages) -> Pages:
-    return pages._replace(k=_copy_side(pages.k), v=_copy_side(pages.v))
-
-
-def _copy_side(side: StoredSide) -> StoredSide:
-    scales = side.token_scales
-    return side._replace(
-        codes=side.codes.clone(), token_scales=None if scales is None else scales.clone()
-    )
