@@ -1,11 +1,10 @@
 """Accuracy suite: predictions by format, kind of scales and center of K."""
 
-import pydoc_data.topics
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -24,7 +23,7 @@ from ..formats import DISTINCT, FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import describe_run
-from .quality import STOCK, TEXTS, describe_settings, stock_cache
+from .quality import STOCK, TEXTS, TOPICS, describe_settings, first_tokens, stock_cache
 from .reporting import build_table, count_bytes
 
 if TYPE_CHECKING:
@@ -95,24 +94,28 @@ def run_accuracy_suite(
         list(others.values()), tokenizer, max_tokens=calibrated, max_length=length, held_out=0
     )
     calls = 1 + 2 * sum(len(_scale_kinds(fmt)) for fmt in MEASURED) + len(_last_rows(model))
-    report = _PercentReporter(progress, corpus.tokens + texts * length * calls)
+    report = _report_percents(progress, corpus.tokens + texts * length * calls)
 
     def on_calibration(stage: str, tokens: int, resumed: bool) -> None:
         # What is read once more, to choose, is little, and not in the total.
         report("calibrating", tokens if stage == "text" else 0)
+
+    def on_call(text: int, cache: str, tokens: int) -> None:
+        report(f"text {text} of {texts}", tokens)
 
     options = CalibrationOptions("head", FORMATS[MEASURED[0]], margin=1.0, center=True)
     job = Job(model, layers, options, State(None, ""), on_calibration)
     ranges, choices = _calibrate(job, corpus)
     rows = [*_make_rows(model, choices), *_last_rows(model)]
     makers = {row.name: row.make for row in rows}
-    by_text: list[dict[str, Scores]] = []
     with paged_attention(model):
-        for number, ids in enumerate(scored.values(), 1):
-            by_text.append(compare_caches(
+        by_text = [
+            compare_caches(
                 model, ids.to(model.device), makers, prefill=prefill, chunk=chunk,
-                on_call=partial(report.on_call, f"text {number} of {texts}"),
-            ))  # fmt: skip
+                on_call=partial(on_call, number),
+            )
+            for number, ids in enumerate(scored.values(), 1)
+        ]  # fmt: skip
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
         **describe_run("accuracy", device=str(model.device)),
@@ -137,22 +140,20 @@ def run_accuracy_suite(
     }  # fmt: skip
 
 
-class _PercentReporter:
-    """Reports progress once per percent: each report may be a line."""
+def _report_percents(
+    progress: Callable[[str, float], None] | None, total: int
+) -> Callable[[str, int], None]:
+    """Return what reports progress once per percent of `total` tokens: a report may be a line."""
+    done = 0
 
-    def __init__(self, progress: Callable[[str, float], None] | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+    def report(what: str, tokens: int) -> None:
+        nonlocal done
+        before, done = done, done + tokens
+        percent = 100 * done // total
+        if progress is not None and percent > 100 * before // total:
+            progress(f"{percent} %: {what}", done / total)
 
-    def on_call(self, what: str, cache: str, tokens: int) -> None:
-        """Report a call of the model."""
-        self(what, tokens)
-
-    def __call__(self, what: str, tokens: int) -> None:
-        before = 100 * self._done // self._total
-        self._done += tokens
-        percent = 100 * self._done // self._total
-        if self._progress is not None and percent > before:
-            self._progress(f"{percent} %: {what}", self._done / self._total)
+    return report
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
@@ -187,22 +188,17 @@ def _split_topics(
     No topic shares a paragraph with one that is scored. Those of the quality suite are scored
     first, then the shortest ones that are long enough, which leaves the most for the calibration.
     """
-    topics: dict[str, str] = pydoc_data.topics.topics
-    paragraphs = {name: _find_paragraphs(text) for name, text in topics.items()}
-    shortest = sorted(topics.keys() - set(TEXTS), key=lambda name: (len(topics[name]), name))
+    paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
+    shortest = sorted(TOPICS.keys() - set(TEXTS), key=lambda name: (len(TOPICS[name]), name))
     scored: dict[str, torch.Tensor] = {}
     used: set[str] = set()
-    for name in (*TEXTS, *shortest):
-        if len(scored) == count:
-            break
-        if paragraphs[name] & used:
-            continue
-        ids = tokenizer(topics[name], truncation=True, max_length=length, return_tensors="pt")
-        if ids.input_ids.shape[1] == length:
-            scored[name] = ids.input_ids
-            used |= paragraphs[name]
-    left = sorted(name for name in topics.keys() - scored if not paragraphs[name] & used)
-    others = {name: topics[name] for name in left}
+    # `used` grows while the names are read.
+    names = (name for name in (*TEXTS, *shortest) if not paragraphs[name] & used)
+    for name, ids in islice(first_tokens(tokenizer, names, length), count):
+        scored[name] = ids
+        used |= paragraphs[name]
+    left = sorted(name for name in TOPICS.keys() - scored if not paragraphs[name] & used)
+    others = {name: TOPICS[name] for name in left}
     if len(scored) < count or not others:
         raise ConfigError(
             f"texts: expected at most {len(scored) - (not others)}, got {count}: no other topic "

@@ -1,9 +1,10 @@
 """Quality suite: KL and top-1 of a model's predictions against the unquantised cache."""
 
 import pydoc_data.topics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from .reporting import build_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+TOPICS: dict[str, str] = pydoc_data.topics.topics
 # The first ones of the topics of pydoc that are scored; then come the others, the longest first.
 TEXTS = ("objects", "execmodel", "import", "customization")
 CACHES: dict[str, dict[str, Any]] = {
@@ -121,21 +123,24 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
 def _select_texts(tokenizer: Any, count: int, length: int) -> tuple[list[str], torch.Tensor]:
     """Return the names of the topics, and their first tokens, `[count, length]`, int64."""
-    topics: dict[str, str] = pydoc_data.topics.topics
-    others = sorted(topics.keys() - set(TEXTS), key=lambda name: (-len(topics[name]), name))
-    tokens: dict[str, torch.Tensor] = {}
-    for name in (*TEXTS, *others):
-        if len(tokens) == count:
-            break
-        ids = tokenizer(topics[name], truncation=True, max_length=length, return_tensors="pt")
-        if ids.input_ids.shape[1] == length:
-            tokens[name] = ids.input_ids
+    others = sorted(TOPICS.keys() - set(TEXTS), key=lambda name: (-len(TOPICS[name]), name))
+    tokens = dict(islice(first_tokens(tokenizer, (*TEXTS, *others), length), count))
     if len(tokens) < count:
         raise ConfigError(
             f"texts: expected at most {len(tokens)}, got {count}: no other topic has {length} "
             "tokens"
         )
     return list(tokens), torch.cat(list(tokens.values()))
+
+
+def first_tokens(
+    tokenizer: Any, names: Iterable[str], length: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the topics that are long enough, and their first tokens, `[1, length]`, int64."""
+    for name in names:
+        ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
+        if ids.input_ids.shape[1] == length:
+            yield name, ids.input_ids
 
 
 def _cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:

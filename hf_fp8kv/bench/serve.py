@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..formats import AUTO, parse_dtype
+from ..serving.engines.common import sizes
 from ..utils import demo_model as demo
 from ..utils.environment import describe_run
 from .reporting import build_table, quartiles
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 
 STOCK, OURS = "transformers serve", "hf-fp8kv serve"
 _PERCENTILES = (50, 90, 99)
-
-
 LOADS = (
     Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
     Load("room for half", clients=12, requests=12, words=100, new_tokens=32, blocks=18),
@@ -104,11 +104,8 @@ def _page_bytes(name: str, page_size: int, dtype: str) -> int:
     """Return the bytes of a page of all layers; dynamic scales are in it."""
     from transformers import AutoConfig
 
-    from ..formats import AUTO, parse_dtype
-
     config = AutoConfig.from_pretrained(name).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, dim = sizes(config)
     plain = parse_dtype(dtype, "dtype") == AUTO
     token = dim * (4 if "32" in str(config.dtype) else 2) if plain else dim + 2
     return int(2 * config.num_hidden_layers * heads * page_size * token)
@@ -120,7 +117,8 @@ def _page_bytes(name: str, page_size: int, dtype: str) -> int:
 def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
     rows = []
     for name, server in servers.items():
-        rows.append(_row(load, "throughput", name, server.throughput, "tokens/s", server.failed))
+        speed = _row(load, "throughput", name, server.throughput, "tokens/s")
+        rows.append({**speed, "failed": server.failed})
         for measure, unit, values in (
             ("first token", "ms", [1e3 * answer.first for answer in server.answers]),
             ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
@@ -141,18 +139,12 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
 
 
 def _row(
-    load: Load,
-    measure: str,
-    server: str,
-    values: Sequence[float],
-    unit: str,
-    failed: int | None = None,
+    load: Load, measure: str, server: str, values: Sequence[float], unit: str
 ) -> dict[str, Any]:
     value, low, high = quartiles(values)
     return {
         "load": load.name, "measure": measure, "server": server, "against": None,
-        "value": value, "unit": unit, "low": low, "high": high,
-        "failed": failed,
+        "value": value, "unit": unit, "low": low, "high": high, "failed": None,
     }  # fmt: skip
 
 

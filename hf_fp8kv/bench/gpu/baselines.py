@@ -26,8 +26,11 @@ def _backends(stage: Stage) -> dict[str, SDPBackend]:
     return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def _attend_grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+def _attend_grouped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
+) -> torch.Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
 def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -38,7 +41,7 @@ def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
 
 def measure_decode(record: Record, section: str, case: Case) -> None:
     """Add rows for one new token: each backend of torch, and FlashInfer where there is one."""
-    forms = {"": _attend_grouped}
+    forms: dict[str, Attention] = {"": _attend_grouped}
     if case.heads.query != case.heads.kv:
         forms[" folded"] = _attend_folded
     for name, backend in _backends(record.stage).items():
@@ -51,9 +54,7 @@ def measure_extend(record: Record, case: Case) -> None:
     """Add rows for many new tokens: each backend of torch."""
     causal = causal_lower_right(case.tokens, case.lengths[0])
 
-    def square(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    square = functools.partial(_attend_grouped, is_causal=True)
 
     def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         # torch asks for equally many heads only here; its flash attention itself does not.

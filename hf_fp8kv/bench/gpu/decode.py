@@ -46,15 +46,9 @@ def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 def measure_pages(
-    record: Record,
-    sizes: Sizes,
-    backend: str,
-    section: str,
-    case: Case,
-    kind: Kind,
-    name: str | None = None,
+    record: Record, sizes: Sizes, backend: str, section: str, case: Case, kind: Kind, name: str = ""
 ) -> dict[str, Any] | None:
-    """Add a row for attention over pages, checked first; returns it."""
+    """Add a row for attention over pages, checked first, and return it."""
     name = name or kind.name
     stage, size = record.stage, case.moved(kind)
     layers = stage.copies(int(size))
@@ -107,11 +101,11 @@ def attend(
 
 def _measure_plan(record: Record, sizes: Sizes, backend: str, section: str, case: Case) -> None:
     """Add a row for the plan alone, which is made once per step."""
-    if ops.plan_rows(backend, record.stage.device, len(case.lengths), case.heads.kv) is None:
-        return
+    step, plan, _ = make_plan_step(record, case, backend)
 
     def work() -> dict[str, Any]:
-        timed = record.stage.time([make_plan_step(record, case, backend)[0]] * 8)
+        timed = record.stage.time([step] * 8)
         return {"timed": timed, "batch": len(case.lengths), "read": case.read}
 
-    record.measure(section, case, "split plan", work)
+    if plan is not None:
+        record.measure(section, case, "split plan", work)

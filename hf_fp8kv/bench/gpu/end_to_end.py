@@ -41,27 +41,28 @@ class _Contender:
 
     attention: str  # of the model
     compiled: bool  # whether generate() compiles the decode step
-    make: Callable[[Any, int, str], Cache]  # for a config, so many tokens and a backend of ours
+    make: Callable[[Any, int], Cache]  # for a config and so many tokens
     bytes_per_number: float  # of K and V, to see whether it fits
 
 
-def _quantized(config: Any, tokens: int, backend: str) -> Cache:
-    return QuantizedCache(backend="fp8", config=config)
+QUANTIZED = "QuantizedCache fp8 eager"
 
 
-CONTENDERS = {
-    "FP8PagedCache compiled": _Contender(
-        "fp8_paged", True, lambda c, n, b: FP8PagedCache(c, max_cache_len=n, backend=b), 1.02
-    ),
-    "StaticCache compiled": _Contender(
-        "sdpa", True, lambda c, n, b: StaticCache(config=c, max_cache_len=n), 2
-    ),
-    "DynamicCache eager": _Contender("sdpa", False, lambda c, n, b: DynamicCache(config=c), 2),
-    "FP8PagedCache eager": _Contender(
-        "fp8_paged", False, lambda c, n, b: FP8PagedCache(c, backend=b), 1.1
-    ),
-    "QuantizedCache fp8 eager": _Contender("sdpa", False, _quantized, 1.02),
-}
+def _contenders(backend: str) -> dict[str, _Contender]:
+    paged = functools.partial(FP8PagedCache, backend=backend)
+    return {
+        "FP8PagedCache compiled": _Contender(
+            "fp8_paged", True, lambda c, n: paged(c, max_cache_len=n), 1.02
+        ),
+        "StaticCache compiled": _Contender(
+            "sdpa", True, lambda c, n: StaticCache(config=c, max_cache_len=n), 2
+        ),
+        "DynamicCache eager": _Contender("sdpa", False, lambda c, n: DynamicCache(config=c), 2),
+        "FP8PagedCache eager": _Contender("fp8_paged", False, lambda c, n: paged(c), 1.1),
+        QUANTIZED: _Contender(
+            "sdpa", False, lambda c, n: QuantizedCache(backend="fp8", config=c), 1.02
+        ),
+    }
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
@@ -69,10 +70,12 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     record.report("making a random model")
     model = make_model(sizes, record.stage)
     took: dict[bool, float] = {}
-    contenders = dict(CONTENDERS)
-    if why := _no_quantized(model.config):
-        record.skip(f"QuantizedCache fp8: {why}")
-        del contenders["QuantizedCache fp8 eager"]
+    contenders = _contenders(backend)
+    try:
+        QuantizedCache(backend="fp8", config=model.config)
+    except (ImportError, ValueError) as error:
+        record.skip(f"QuantizedCache fp8: {error}")
+        del contenders[QUANTIZED]
     for batch, context in sizes.generate:
         case = f"{batch} x {format_tokens(context)}"
         for name, contender in contenders.items():
@@ -83,19 +86,9 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
             stored = 2 * sizes.layers * sizes.heads.kv * sizes.heads.dim * batch * context
             size = stored * (contender.bytes_per_number + 2 / sizes.layers)
             began = time.perf_counter()
-            arguments = (record.stage, model, contender, sizes, batch, context, backend)
-            work = functools.partial(_work, *arguments)
+            work = functools.partial(_work, record.stage, model, contender, sizes, batch, context)
             if record.measure(SECTION, case, name, work, seconds=expected, size=size + 2**32):
                 took[contender.compiled] = time.perf_counter() - began
-
-
-def _no_quantized(config: Any) -> str | None:
-    """Return why this transformers cannot make one; None: it can."""
-    try:
-        _quantized(config, 0, "")
-    except (ImportError, ValueError) as error:
-        return str(error)
-    return None
 
 
 def make_model(shape: ModelShape, stage: Stage) -> Any:
@@ -145,26 +138,21 @@ class _Marks(LogitsProcessor):
 
 
 def _work(
-    stage: Stage,
-    model: Any,
-    contender: _Contender,
-    sizes: Sizes,
-    batch: int,
-    context: int,
-    backend: str,
+    stage: Stage, model: Any, contender: _Contender, sizes: Sizes, batch: int, context: int
 ) -> dict[str, Any]:
     tokens, warm = sizes.tokens[contender.compiled], sizes.warm[contender.compiled]
     _forget_graphs(model)
     model.set_attn_implementation(contender.attention)
     try:
         with torch.no_grad():
-            cache = contender.make(model.config, context + tokens + warm + SPARE, backend)
+            cache = contender.make(model.config, context + tokens + warm + SPARE)
             shape = (batch, sizes.heads.kv, context, sizes.heads.dim)
             for layer in range(sizes.layers):
                 cache.update(stage.randn(*shape), stage.randn(*shape), layer)
             ids = torch.randint(1, sizes.vocabulary, (batch, context + 1), device=stage.device)
             stage.reset_peak()
-            return _generate(stage, model, cache, ids, tokens, warm, contender.compiled)
+            options = _compiling(contender.compiled, stage)
+            return _generate(stage, model, cache, ids, tokens, warm, options)
     finally:
         _forget_graphs(model)
 
@@ -176,14 +164,14 @@ def _generate(
     ids: torch.Tensor,
     tokens: int,
     warm: int,
-    compiled: bool,
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     marks = _Marks(stage)
     began = time.perf_counter()
     model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
         max_new_tokens=warm + tokens, do_sample=False, pad_token_id=0,
-        logits_processor=LogitsProcessorList([marks]), **_compiling(compiled, stage),
+        logits_processor=LogitsProcessorList([marks]), **options,
     )  # fmt: skip
     steps = marks.steps()
     total = time.perf_counter() - began

@@ -5,12 +5,12 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from ...formats import AUTO, FORMATS
 from ...ops import Pages, StoredSide, reference
-from ...ops.visibility import visible
 from .shapes import Case, Heads, Kind
 from .timing import Stage
 
@@ -159,21 +159,14 @@ def check_dense(
     output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
 ) -> float:
     """Return the error for dense K and V, `[B, Hkv, N, D]`, of `output` `[B, Hq, T, D]`."""
-    if not bool(output.isfinite().all()):
-        return float("inf")
-    groups, tokens, stored = case.heads.query // case.heads.kv, query.shape[2], k.shape[2]
-    worst = 0.0
-    for b, h in ((0, 0), (k.shape[0] - 1, case.heads.kv - 1)):
-        rows = slice(h * groups, (h + 1) * groups)
-        for first, last in _split_queries(tokens):
-            length = stored - tokens + last
-            ends = torch.tensor([length], device=k.device)
-            seen = visible(ends, last - first, 0, length, True, 0)
-            keys, values = k[b, h, :length].float(), v[b, h, :length].float()
-            logits = query[b, rows, first:last].float() @ keys.T * case.heads.dim**-0.5
-            expected = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-            worst = max(worst, relative_error(output[b, rows, first:last], expected))
-    return worst
+    dim = case.heads.dim
+    pages = Pages(
+        StoredSide(k, None, None, None, AUTO, dim),
+        StoredSide(v.transpose(2, 3), None, None, None, AUTO, dim),
+        torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
+    )
+    stored = replace(case, lengths=(k.shape[2],) * len(k))
+    return check(output.transpose(1, 2), query, pages, stored)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from .results import find_rows
+from .results import Row, find_rows
 from .timing import Stage, Timed
 
 # A relative RMS above this is not rounding to 16 bits, which gives 0.1 to 0.4 %; one lost page is
@@ -15,7 +16,6 @@ TOLERANCE = 0.01
 
 # Measures one thing, and returns fields of its row.
 Work = Callable[[], dict[str, Any]]
-Row = dict[str, Any]
 
 
 class DeviceLost(RuntimeError):
@@ -64,10 +64,7 @@ class Record:
     def is_wanted(
         self, section: str, case: str, name: str, seconds: float = 0.0, size: float = 0.0
     ) -> bool:
-        """Return whether to measure this: it was not yet, may be, and has the time and the bytes.
-
-        What it has not is noted as skipped.
-        """
+        """Return whether to measure this; what has no `seconds` or no `size` bytes is skipped."""
         if (section, case, name) in self._done or name in self.banned:
             return False
         if self.seconds_left() < seconds or self.seconds_left() <= 0:
@@ -80,24 +77,17 @@ class Record:
         return size <= free
 
     def measure(
-        self,
-        section: str,
-        case: object,
-        name: str,
-        work: Work,
-        *,
-        seconds: float = 0.0,
-        size: float = 0.0,
+        self, section: str, case: object, name: str, work: Work, **needs: float
     ) -> Row | None:
         """Add a row with what `work` returns, or with its error, and return it; None: not wanted.
 
-        `work` is expected to take so many `seconds`, and `size` bytes of memory.
+        `needs` are the seconds and the bytes that `is_wanted` asks about.
 
         Raises:
             DeviceLost: `work` left the device unusable.
         """
         case = str(case)
-        if not self.is_wanted(section, case, name, seconds, size):
+        if not self.is_wanted(section, case, name, **needs):
             return None
         began = time.perf_counter()
         try:
@@ -117,9 +107,7 @@ class Record:
         row: Row = {"section": section, "case": case, "name": name}
         timed = fields.pop("timed", None)
         if isinstance(timed, Timed):
-            row |= {"us": timed.us, "low": timed.low, "high": timed.high, "calls": timed.calls}
-            if timed.note:
-                row["note"] = timed.note
+            fields = asdict(timed) | fields
         row |= {key: value for key, value in fields.items() if value is not None}
         error = row.get("error")
         if error is not None and not error < TOLERANCE:

@@ -38,7 +38,7 @@ class _Contender:
     """An engine and its configuration."""
 
     attention: str | None  # of transformers' own engine; None: FP8 pages
-    scales: float | None  # of FP8 pages; None: dynamic
+    fp8: dict[str, Any]  # for `serving.enable`
     settings: dict[str, Any]  # of a ContinuousBatchingConfig
 
 
@@ -46,25 +46,27 @@ def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contend
     # Also the others run with what the engine itself chooses for them: flash with graphs.
     older = "auto_switch_to_flash" not in _FIELDS
     stay = {} if older else {"auto_switch_to_flash": False}
+    dynamic: dict[str, Any] = {"backend": backend}
+    static = dynamic | {"scales": SCALE}
     contenders = {
-        "fp8 static": _Contender(None, SCALE, {}),
-        "bf16 sdpa": _Contender("paged|sdpa" if older else "sdpa", None, stay),
-        "fp8 dynamic": _Contender(None, None, {}),
+        "fp8 static": _Contender(None, static, {}),
+        "bf16 sdpa": _Contender("paged|sdpa" if older else "sdpa", {}, stay),
+        "fp8 dynamic": _Contender(None, dynamic, {}),
     }
     if is_flash_attn_2_available():
-        contenders["bf16 flash"] = _Contender("flash_attention_2", None, {})
+        contenders["bf16 flash"] = _Contender("flash_attention_2", {}, {})
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     graphs = {"use_cuda_graph": True}
-    kind = cache_class(ServingConfig.parse(scales=SCALE, backend=backend))
+    kind = cache_class(ServingConfig.parse(**static))
     on_gpu = record.stage.device.type == "cuda"
     if on_gpu and backend == "triton" and kind.has_block_table_steps(config):
-        contenders["fp8 static, graphs"] = _Contender(None, SCALE, graphs)
-        contenders["fp8 dynamic, graphs"] = _Contender(None, None, graphs)
+        contenders["fp8 static, graphs"] = _Contender(None, static, graphs)
+        contenders["fp8 dynamic, graphs"] = _Contender(None, dynamic, graphs)
     else:
         record.skip("graphs of steps over FP8 pages: need a GPU and transformers 5.18 or later")
     if on_gpu:
-        contenders["fp8 static, async"] = _Contender(None, SCALE, {"use_async_batching": True})
+        contenders["fp8 static, async"] = _Contender(None, static, {"use_async_batching": True})
     return contenders
 
 
@@ -86,7 +88,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
             # In bfloat16, and the masks that SDPA wants beside it.
             size = 3.0 * numbers * tokens + 2**34
             began = time.perf_counter()
-            work = functools.partial(_work, record, model, contender, served, prompts, backend)
+            work = functools.partial(_work, record, model, contender, served, prompts)
             if record.measure(SECTION, case, name, work, seconds=expected, size=size):
                 took[name] = time.perf_counter() - began
 
@@ -102,17 +104,12 @@ def _make_prompts(served: Served, requests: int) -> list[list[int]]:
 
 
 def _work(
-    record: Record,
-    model: Any,
-    contender: _Contender,
-    served: Served,
-    prompts: list[list[int]],
-    backend: str,
+    record: Record, model: Any, contender: _Contender, served: Served, prompts: list[list[int]]
 ) -> dict[str, Any]:
     stage = record.stage
     model.set_attn_implementation(contender.attention or "sdpa")
     if contender.attention is None:
-        serving.enable(model, scales=contender.scales, backend=backend)
+        serving.enable(model, **contender.fp8)
     size = "page_size" if "page_size" in _FIELDS else "block_size"
     pages = sum(-(-(len(prompt) + served.new) // served.page_size) + 1 for prompt in prompts)
     config = ContinuousBatchingConfig(**{
@@ -182,7 +179,7 @@ def _plan_tokens(model: Any, contender: _Contender) -> int:
     """Return the tokens that the engine's own planner makes room for."""
     config = deepcopy(model.config.get_text_config())
     if contender.attention is None:
-        settings = ServingConfig.parse(scales=contender.scales, backend="torch")
+        settings = ServingConfig.parse(**contender.fp8 | {"backend": "torch"})
         return planned_tokens(config, PLANNED * GIB, settings)
     attention = contender.attention.removeprefix("paged|")
     return planned_tokens(config, PLANNED * GIB, None, attention=attention)

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..reporting import build_table
 from ..reporting import format_number as number
+from .results import Row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-Row = dict[str, Any]
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
