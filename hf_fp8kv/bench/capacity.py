@@ -65,6 +65,13 @@ class _Alone:
         return False
 
 
+def batching_config(page_size: int, **settings: Any) -> ContinuousBatchingConfig:
+    """Return a configuration of the engine; the name of a page's size depends on its version."""
+    fields = inspect.signature(ContinuousBatchingConfig).parameters
+    settings["page_size" if "page_size" in fields else "block_size"] = page_size
+    return ContinuousBatchingConfig(**settings)
+
+
 def planned_tokens(
     config: PreTrainedConfig,
     memory: int,
@@ -90,18 +97,16 @@ def planned_tokens(
     """
     cache = _planning_class(settings, int(memory * PERCENT))
     config._attn_implementation_internal = attention
-    cb: dict[str, Any] = {
-        "max_batch_tokens": max_batch_tokens, "max_requests_per_batch": max_requests,
-        "max_blocks_per_request": 0, "max_memory_percent": PERCENT,
-        "use_async_batching": False, "use_cuda_graph": False,
-    }  # fmt: skip
-    fields = inspect.signature(ContinuousBatchingConfig).parameters
-    cb["page_size" if "page_size" in fields else "block_size"] = page_size
+    batching = batching_config(
+        page_size, max_batch_tokens=max_batch_tokens, max_requests_per_batch=max_requests,
+        max_blocks_per_request=0, max_memory_percent=PERCENT, use_async_batching=False,
+        use_cuda_graph=False,
+    )  # fmt: skip
     by_version = {"tp_plan": {}, "model_supports_logits_to_keep": True}
     accepted = inspect.signature(stock.PagedAttentionCache.__init__).parameters
     try:
         planned = cache(
-            config=config, continuous_batching_config=ContinuousBatchingConfig(**cb),
+            config=config, continuous_batching_config=batching,
             device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16,
             **{name: value for name, value in by_version.items() if name in accepted},
         )  # fmt: skip
@@ -131,8 +136,7 @@ def _planning_class(settings: ServingConfig | None, available: int) -> Any:
         ours = cache_class(settings)
         make = fix_memory(ours.make_memory_handler)
         return type("PlanningCache", (ours,), {"make_memory_handler": make})
-    make = fix_memory(stock.PagedAttentionMemoryHandler)
-    engine = stock.PagedAttentionCache
+    engine, make = stock.PagedAttentionCache, fix_memory(stock.PagedAttentionMemoryHandler)
     init = rebind_globals(engine.__init__, PagedAttentionMemoryHandler=make)
     return type("PlanningCache", (engine,), {"__init__": init})
 
@@ -146,11 +150,8 @@ def run_capacity_suite(
 ) -> dict[str, Any]:
     """Return how many tokens fit, ready for JSON.
 
-    Args:
-        config: of a model; None: those of `MODELS`.
-        name: of that model.
-        memory_gib: memory that is free once the model is loaded.
-        progress: called with what is planned next.
+    Of one model, which has a name and a config, or of `MODELS`; `memory_gib` are free once the
+    model is loaded. `progress` is called with what is planned next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with

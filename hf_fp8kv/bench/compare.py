@@ -28,11 +28,8 @@ def compare_trees(
 ) -> list[dict[str, Any]]:
     """Return a row for each hot loop: `loop`, `old` and `new` in µs, `ratio`, `low` and `high`.
 
-    Args:
-        old, new: folders that hold a folder `hf_fp8kv`.
-        turns: of each loop in each tree; the first one more does not count.
-        backend: of FP8PagedCache.
-        loops: how the names of the loops to run begin.
+    `old` and `new` are folders that hold a folder `hf_fp8kv`. Each loop whose name begins with
+    `loops` has so many turns in each tree, after one that does not count.
 
     Raises:
         RuntimeError: a tree cannot run the loops.

@@ -53,13 +53,9 @@ def run_cpu_suite(
 ) -> dict[str, Any]:
     """Measure decode steps, updates, copies and memory, and return rows for JSON.
 
-    Args:
-        context: tokens already stored, ascending.
-        heads: query heads, key/value heads, head size.
-        pairs: turns; every contender runs once in each.
-        backend: of FP8PagedCache.
-        memory_tokens: tokens that processes of their own store, to see how they grow; None: skip.
-        progress: called with what is measured next.
+    Each contender runs once in each of the `pairs` turns, with so many tokens stored (`context`,
+    ascending). `heads` are query heads, key/value heads and head size. Processes of their own store
+    `memory_tokens`, to see how they grow; None: skip. `progress` is called with what is next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with

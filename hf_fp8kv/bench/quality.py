@@ -48,15 +48,9 @@ def run_quality_suite(
 ) -> dict[str, Any]:
     """Return what 8 bits do to the model's predictions on texts of Python's manual, for JSON.
 
-    Args:
-        model: a causal language model, float32 to see the cache alone; left as it was.
-        tokenizer: the model's.
-        name: what to call the model in the result.
-        texts: how many topics of `pydoc_data.topics` to score.
-        prefill: tokens of each text that are not scored.
-        score: tokens of each text that are, after the others.
-        chunk: of which so many are one call of the model.
-        progress: called with what is measured next, and the share that is done.
+    Of each text, `prefill` tokens are not scored and the next `score` are, in calls of `chunk`. The
+    model, a causal one, is left as it was; in float32 one sees the cache alone. `name` is what the
+    result calls it. `progress` is called with what is measured next, and the share that is done.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with

@@ -43,15 +43,9 @@ def run_serve_suite(
 ) -> dict[str, Any]:
     """Return what was measured, ready for JSON.
 
-    Args:
-        model: a folder or a hub id; None: the demo's model.
-        device: as both servers take it.
-        loads: what is asked of them.
-        page_size: tokens of a page, of both.
-        turns: every server has each load so often, after one that does not count.
-        dtype: of the FP8 pages.
-        batch_tokens: tokens of a step, of both.
-        progress: called with what is measured next.
+    The model is a folder or a hub id; None: the demo's. Every server has each load in so many
+    turns, after one that does not count. Both have pages and steps of so many tokens; `dtype` is
+    that of the FP8 pages. `progress` is called with what is measured next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with

@@ -151,27 +151,20 @@ def _work(
                 cache.update(stage.randn(*shape), stage.randn(*shape), layer)
             ids = torch.randint(1, sizes.vocabulary, (batch, context + 1), device=stage.device)
             stage.reset_peak()
-            options = _compiling(contender.compiled, stage)
-            return _generate(stage, model, cache, ids, tokens, warm, options)
+            options = {"max_new_tokens": warm + tokens, **_compiling(contender.compiled, stage)}
+            return _generate(stage, model, ids, warm, cache, options)
     finally:
         _forget_graphs(model)
 
 
 def _generate(
-    stage: Stage,
-    model: Any,
-    cache: Cache,
-    ids: torch.Tensor,
-    tokens: int,
-    warm: int,
-    options: dict[str, Any],
+    stage: Stage, model: Any, ids: torch.Tensor, warm: int, cache: Cache, options: dict[str, Any]
 ) -> dict[str, Any]:
     marks = _Marks(stage)
     began = time.perf_counter()
     model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
-        max_new_tokens=warm + tokens, do_sample=False, pad_token_id=0,
-        logits_processor=LogitsProcessorList([marks]), **options,
+        do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([marks]), **options,
     )  # fmt: skip
     steps = marks.steps()
     total = time.perf_counter() - began

@@ -21,17 +21,7 @@ CHECKED = 128
 
 @functools.lru_cache(maxsize=4)
 def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
-    """A few pages that the reference wrote: normal random numbers."""
-    shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
-    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    table = torch.arange(count, dtype=torch.int32, device=device)[None]
-    pages = _make_empty(kind, heads, count, table)
-    reference.write(pages, k, v, torch.zeros(1, dtype=torch.int32, device=device))
-    return pages
-
-
-def _make_empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pages:
-    device = table.device
+    """Return a few pages that the reference wrote: normal random numbers."""
     dtype = torch.bfloat16 if kind.format == AUTO else torch.uint8
     dynamic = kind.format != AUTO and not kind.static
 
@@ -43,7 +33,11 @@ def _make_empty(kind: Kind, heads: Heads, count: int, table: torch.Tensor) -> Pa
 
     k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
     k, v = side(k_static, PAGE_SIZE, heads.dim), side(v_static, heads.dim, PAGE_SIZE)
-    return Pages(k, v, table)
+    pages = Pages(k, v, torch.arange(count, dtype=torch.int32, device=device)[None])
+    shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
+    key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32, device=device))
+    return pages
 
 
 def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:

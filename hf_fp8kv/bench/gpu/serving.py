@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from ... import serving
 from ...serving.config import ServingConfig
 from ...serving.engines import cache_class
-from ..capacity import GIB, planned_tokens
+from ..capacity import GIB, PERCENT, batching_config, planned_tokens
 from .end_to_end import make_model
 from .record import Record
 from .shapes import Served, Sizes
@@ -30,7 +30,6 @@ PLANNED = 40
 SCALE = 0.02
 # Seconds that a contender may take past the section's end.
 LATE = 10
-_FIELDS = inspect.signature(ContinuousBatchingConfig).parameters
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class _Contender:
 
 def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contender]:
     # Also the others run with what the engine itself chooses for them: flash with graphs.
-    older = "auto_switch_to_flash" not in _FIELDS
+    older = "auto_switch_to_flash" not in inspect.signature(ContinuousBatchingConfig).parameters
     stay = {} if older else {"auto_switch_to_flash": False}
     dynamic: dict[str, Any] = {"backend": backend}
     static = dynamic | {"scales": SCALE}
@@ -110,13 +109,12 @@ def _work(
     model.set_attn_implementation(contender.attention or "sdpa")
     if contender.attention is None:
         serving.enable(model, **contender.fp8)
-    size = "page_size" if "page_size" in _FIELDS else "block_size"
     pages = sum(-(-(len(prompt) + served.new) // served.page_size) + 1 for prompt in prompts)
-    config = ContinuousBatchingConfig(**{
-        size: served.page_size, "num_blocks": pages, "max_batch_tokens": served.batch_tokens,
-        "max_requests_per_batch": len(prompts), "allow_block_sharing": False,
-        "max_memory_percent": 0.9, **contender.settings,
-    })  # fmt: skip
+    config = batching_config(
+        served.page_size, num_blocks=pages, max_batch_tokens=served.batch_tokens,
+        max_requests_per_batch=len(prompts), allow_block_sharing=False, max_memory_percent=PERCENT,
+        **contender.settings,
+    )  # fmt: skip
     if config.use_cuda_graph:
         longest = served.prompts[1] + served.new
         config.max_blocks_per_request = -(-longest // served.page_size) + 1

@@ -49,8 +49,7 @@ def run_gpu_suite(
 
     Args:
         progress: called with what is measured next.
-        device: a CUDA or ROCm device; in a dry run any.
-        backend: what reads and writes pages: "triton"; in a dry run any.
+        device, backend: a CUDA or ROCm device and "triton"; in a dry run any.
         dry: tiny shapes and a clock: everything runs, on any machine, and nothing is measured.
         sections: which of `SECTIONS` and "experiments", in their order; None: all of `SECTIONS`.
         seconds: for all of them; what there is no time for is noted as skipped.

@@ -17,9 +17,9 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     from rich.text import Text
 
     parts: list[RenderableType] = []
-    for name, cell in _CELLS.items():
+    for name, (cell, title) in _TABLES.items():
         if rows := [row for row in result["rows"] if row["section"] == name]:
-            parts.append(_pivot(name, rows, cell))
+            parts.append(_pivot(title, rows, cell))
     if tried := [row for row in result["rows"] if "parameters" in row]:
         parts.append(_experiments(tried))
     parts += [_failures(result), _targets(result)]
@@ -62,22 +62,24 @@ def _served(row: Row) -> str:
     return f"{number(row['tokens_per_s'])} {_peak(row)} {row['planned_tokens'] // 1000}k"
 
 
-# section -> what a cell shows
-_CELLS: dict[str, Callable[[Row], str]] = {
-    "write": _write, "decode": _attention, "others": _attention, "extend": _rate,
-    "serving": _served, "end to end": _end,
-}  # fmt: skip
-_TITLES = {
-    "write": "write, one layer: us (and GB/s)",
-    "decode": "decode, one layer: us, and the share of the read bandwidth that K and V are read at",
-    "others": "decode, other heads and attention: the same",
-    "extend": "new tokens over stored ones, one layer: us, TFLOP/s",
-    "serving": "continuous batching: tokens/s, GiB at the peak, tokens that would fit into 40 GiB",
-    "end to end": "generate(): tokens/s, GiB of cache, GiB at the peak",
+# section -> what a cell shows, and the title of the table
+_TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
+    "write": (_write, "write, one layer: us (and GB/s)"),
+    "decode": (
+        _attention,
+        "decode, one layer: us, and the share of the read bandwidth that K and V are read at",
+    ),
+    "others": (_attention, "decode, other heads and attention: the same"),
+    "extend": (_rate, "new tokens over stored ones, one layer: us, TFLOP/s"),
+    "serving": (
+        _served,
+        "continuous batching: tokens/s, GiB at the peak, tokens that would fit into 40 GiB",
+    ),
+    "end to end": (_end, "generate(): tokens/s, GiB of cache, GiB at the peak"),
 }
 
 
-def _pivot(section: str, rows: list[Row], cell: Callable[[Row], str]) -> "RenderableType":
+def _pivot(title: str, rows: list[Row], cell: Callable[[Row], str]) -> "RenderableType":
     """Return a table with a row for each case and a column for each contender."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
@@ -95,7 +97,7 @@ def _pivot(section: str, rows: list[Row], cell: Callable[[Row], str]) -> "Render
             [case, *(format_cell(cells.get((case, name))) for name in names)]
             for case in sorted(size, key=size.__getitem__)
         ],
-        **_style(_TITLES[section]),
+        **_style(title),
     )
 
 
