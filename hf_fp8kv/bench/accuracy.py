@@ -197,8 +197,8 @@ def _split_topics(
     for name, ids in islice(first_tokens(tokenizer, names, length), count):
         scored[name] = ids
         used |= paragraphs[name]
-    left = sorted(name for name in TOPICS.keys() - scored if not paragraphs[name] & used)
-    others = {name: TOPICS[name] for name in left}
+    left = (name for name in TOPICS.keys() - scored if not paragraphs[name] & used)
+    others = {name: TOPICS[name] for name in sorted(left)}
     if len(scored) < count or not others:
         raise ConfigError(
             f"texts: expected at most {len(scored) - (not others)}, got {count}: no other topic "

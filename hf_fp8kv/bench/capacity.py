@@ -53,6 +53,8 @@ OURS: dict[str, dict[str, Any]] = {
 GIB = 2**30
 PERCENT = 0.9  # of the free memory; the engine's default on a GPU
 PAGE = 256
+# What a step may have at most; it pays for their activations.
+BATCH_TOKENS, REQUESTS = 8192, 256
 
 
 class _Alone:
@@ -73,14 +75,7 @@ def batching_config(page_size: int, **settings: Any) -> ContinuousBatchingConfig
 
 
 def planned_tokens(
-    config: PreTrainedConfig,
-    memory: int,
-    settings: ServingConfig | None,
-    *,
-    attention: str = NAME,
-    page_size: int = PAGE,
-    max_batch_tokens: int = 8192,
-    max_requests: int = 256,
+    config: PreTrainedConfig, memory: int, settings: ServingConfig | None, *, attention: str = NAME
 ) -> int:
     """Return how many tokens the engine's planner makes room for, in layers of every kind.
 
@@ -89,8 +84,6 @@ def planned_tokens(
         memory: bytes that are free once the model is loaded.
         settings: FP8 pages; None: transformers' own cache, in bfloat16.
         attention: that the planner reckons with.
-        page_size: tokens per page.
-        max_batch_tokens, max_requests: what a step may have; it pays for their activations.
 
     Raises:
         ConfigError: not even one step fits.
@@ -98,7 +91,7 @@ def planned_tokens(
     cache = _planning_class(settings, int(memory * PERCENT))
     config._attn_implementation_internal = attention
     batching = batching_config(
-        page_size, max_batch_tokens=max_batch_tokens, max_requests_per_batch=max_requests,
+        PAGE, max_batch_tokens=BATCH_TOKENS, max_requests_per_batch=REQUESTS,
         max_blocks_per_request=0, max_memory_percent=PERCENT, use_async_batching=False,
         use_cuda_graph=False,
     )  # fmt: skip
@@ -112,11 +105,11 @@ def planned_tokens(
         )  # fmt: skip
     except (MemoryError, ValueError) as error:
         raise ConfigError(
-            f"memory: expected room for a step of {max_batch_tokens} tokens and for pages, got "
+            f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
             f"{memory / GIB:.3g} GiB: {error}"
         ) from error
     # transformers 5.17 counts blocks of a group of layers, later versions those of all layers.
-    return int(planned.num_blocks) // getattr(planned, "num_groups", 1) * page_size
+    return int(planned.num_blocks) // getattr(planned, "num_groups", 1) * PAGE
 
 
 def _planning_class(settings: ServingConfig | None, available: int) -> Any:
@@ -185,7 +178,7 @@ def run_capacity_suite(
     return {
         **describe_run("capacity"),
         "settings": {"memory_gib": memory_gib, "percent": PERCENT, "page_size": PAGE,
-                     "max_batch_tokens": 8192, "max_requests": 256},
+                     "max_batch_tokens": BATCH_TOKENS, "max_requests": REQUESTS},
         "rows": rows,
     }  # fmt: skip
 
