@@ -21,8 +21,10 @@ PYTEST_ARGS ?= -n 2
 CPU_MATRIX_ARGS ?=
 
 OLDEST_TRANSFORMERS := 5.17.0
-OLDEST_TESTS ?= tests/cache tests/serving tests/distributed \
-  tests/calibration/test_calibrate.py tests/bench/test_bench_capacity.py
+OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \
+  cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py \
+  serving/test_serving.py serving/test_serving_layouts.py serving/test_serve.py \
+  bench/test_bench_capacity.py)
 
 GPU_PYTHON ?=
 GPU_OUT ?= $(or $(OUT),build/gpu)
