@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..formats import AUTO, parse_dtype
 from ..serving.engines.common import sizes
-from ..utils import demo_model as demo
+from ..utils import demo_model
 from ..utils.environment import describe_run
 from .reporting import build_table, quartiles
 from .serve_clients import Load, Server, run_server
@@ -56,7 +56,7 @@ def run_serve_suite(
         ConfigError: a server does not start, or answers nothing.
     """
     report = progress or (lambda _message: None)
-    name = model or str(demo.model_path())
+    name = model or str(demo_model.model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
         both = {

@@ -118,7 +118,7 @@ def serve(
     }
     from ..serving.server.config import ServerConfig
     from ..serving.server.options import check_options
-    from ..utils import demo_model as demo
+    from ..utils import demo_model
 
     command: Any = ctx.command
     check_options(options, command.stock_defaults())
@@ -130,7 +130,7 @@ def serve(
         grace=grace,
         metrics_interval=metrics_interval,
     )
-    name = model or str(demo.model_path())
+    name = model or str(demo_model.model_path())
     from ..serving.server.run import serve as run
 
     with _log_to_stderr():

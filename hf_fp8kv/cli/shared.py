@@ -22,13 +22,13 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..utils import demo_model as demo
+    from ..utils import demo_model
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = name or str(demo.model_path())
+    folder = name or str(demo_model.model_path())
     try:
-        with nullcontext() if name else demo.hide_progress_bars():
+        with nullcontext() if name else demo_model.hide_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_fp8kv import ops
-from hf_fp8kv.formats import FORMATS
-from hf_fp8kv.formats import codec as quantize
+from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.ops import Pages, StoredSide
 
@@ -154,7 +153,7 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     share = torch.randint(500, 513, (4, dim)) / 1024
     worst = (top + step * (torch.randint(0, 4, (4, dim)) + share)) * torch.randn(4, dim).sign()
     worst[:, 3] = fmt.max
-    error = (decode(encode(worst, fmt), fmt) - worst).abs() * quantize.error_unit(fmt)
+    error = (decode(encode(worst, fmt), fmt) - worst).abs() * codec.error_unit(fmt)
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
     check(shaped(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
 
@@ -174,7 +173,7 @@ def test_a_scale_does_not_depend_on_its_neighbours(monkeypatch):
     fmt = FORMATS["fp8_e3m4"]
     expected = search_scale(x, fmt)
     for chunk in (1, 7, 1000):
-        monkeypatch.setattr(quantize, "SEARCH_CHUNK", chunk)
+        monkeypatch.setattr(codec, "SEARCH_CHUNK", chunk)
         same_scales(search_scale(x, fmt), expected)
     same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
     assert search_scale(x.view(2, -1, 1, 48), fmt).shape == (2, len(x) // 2, 1)
@@ -199,7 +198,7 @@ def fmt_size(name: str) -> float:
 def test_as_many_scales_as_lanes():
     """The numba backend keeps one scale per lane."""
     lanes = pytest.importorskip("hf_fp8kv.ops.numba.lanes")
-    assert lanes.LANES == quantize.SEARCH_STEPS
+    assert lanes.LANES == codec.SEARCH_STEPS
 
 
 # What it gains.
@@ -216,8 +215,8 @@ def squared_error(x: Tensor, scale: Tensor, name: str) -> Tensor:
 def candidates(x: Tensor, name: str) -> list[Tensor]:
     first = dynamic_scale(x, FORMATS[name]).double()
     found = []
-    for step in range(quantize.SEARCH_STEPS):
-        mantissa, exponent = torch.frexp((first * 2.0 ** (step / quantize.SEARCH_STEPS)).float())
+    for step in range(codec.SEARCH_STEPS):
+        mantissa, exponent = torch.frexp((first * 2.0 ** (step / codec.SEARCH_STEPS)).float())
         up = torch.ldexp((mantissa.double() * 256).ceil() / 256, exponent)
         found.append(up.to(torch.bfloat16))
     return found

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.formats import AUTO, FORMATS
-from hf_fp8kv.formats import codec as quantize
+from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
@@ -144,7 +143,7 @@ def bits(x: Tensor, name: str) -> Tensor:
     if x.dtype != torch.uint8:
         return x.contiguous().view(torch.uint8)
     fmt = FORMATS[name]
-    is_nan = quantize.code_table(fmt, x.device).isnan()
+    is_nan = codec.code_table(fmt, x.device).isnan()
     return torch.where(is_nan[x.int()], fmt.nan_code, x)
 
 
@@ -326,7 +325,7 @@ def test_the_encoder_on_numbers_of_every_binade(name):
     _encode[(len(lower),)](
         x, found, encoder.encoder_for(name), 1 << 16, enable_fp_fusion=False, num_warps=8
     )
-    right = quantize.encode(x.cpu(), FORMATS[name])
+    right = codec.encode(x.cpu(), FORMATS[name])
     assert_same(bits(found.cpu(), name), bits(right, name))
 
 
@@ -340,7 +339,7 @@ def _scales(first, scales, N: tl.constexpr, STEPS: tl.constexpr):
 
 def test_the_scales_that_are_tried():
     """From every mantissa of bfloat16; the power is never so near to a tie that it could miss."""
-    steps = quantize.SEARCH_STEPS
+    steps = codec.SEARCH_STEPS
     exact = (128 + torch.arange(128.0).double())[:, None] * 2 ** (
         torch.arange(1, steps).double() / steps
     )
@@ -352,7 +351,7 @@ def test_the_scales_that_are_tried():
     first = torch.cat([first, first[:128]]).to(DEVICE)
     found = torch.empty(len(first), steps, device=DEVICE)
     _scales[(1,)](first, found, len(first), steps, enable_fp_fusion=False)
-    tried = (first.cpu()[:, None] * quantize._octave(torch.device("cpu"))).view(torch.int32)
+    tried = (first.cpu()[:, None] * codec._octave(torch.device("cpu"))).view(torch.int32)
     assert_same(found.cpu().view(torch.int32), (tried + 0xFFFF) & -0x10000)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...formats import AUTO, MIN_SCALE
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import raise_overrun
-from ..torch import backend as chunked
+from ..torch import backend as torch_backend
 from . import attend as attention
 from . import gather as gathering
 from . import write as writing
@@ -95,7 +95,7 @@ def _threads(numbers: int) -> int:
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     """Store new tokens: the bytes of `reference.write`."""
     if not _READABLE.issuperset((pages.k.codes.dtype, pages.v.codes.dtype)):
-        chunked.write(pages, key, value, lengths)
+        torch_backend.write(pages, key, value, lengths)
         return
     pages, lengths = _plain(pages), no_gaps(lengths)
     k, v, _ = pages
@@ -136,7 +136,7 @@ def gather(
     is_k = side == "k"
     chosen = pages.k if is_k else pages.v
     if not _READABLE.issuperset((chosen.codes.dtype, dtype)):
-        return chunked.gather(pages, lengths, side, start, stop, dtype, ragged)
+        return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
     heads, batch = pages.heads, len(pages.table)
     out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype)
     blocks = -(-(stop - start) // gathering.BLOCK)
@@ -156,7 +156,7 @@ def attend(
 ) -> Tensor:
     """Return softmax attention, as `reference.attend` up to rounding."""
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
-        return chunked.attend(query, pages, lengths, start, stop, spec)
+        return torch_backend.attend(query, pages, lengths, start, stop, spec)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
     k, v, _ = pages
     batch, q_heads, tokens, k_dim = query.shape
