@@ -130,15 +130,18 @@ class PagedLayers:
             self.groups[group.window].record_past = group.record_past
         self._link_groups()
         stock = iter(snapshot.stock_layers)
-        layers: list[Any] = []
-        for state in snapshot.layers:
-            if state is None:
-                layers.append(next(stock))
-                continue
-            layer = self.new_layer(state.index, state.group.window, state.pool if shares else None)
-            if shares or copies:
-                layer.restore(state)
-            layers.append(layer)
+        layers: list[Any] = [
+            next(stock)
+            if state is None
+            else self.new_layer(state.index, state.group.window, state.pool if shares else None)
+            for state in snapshot.layers
+        ]
+        if shares or copies:
+            # Not before all exist: a preallocated layer takes pages in every group, and the layers
+            # of a group say that it takes no more than it needs.
+            for layer, state in zip(layers, snapshot.layers, strict=True):
+                if state is not None:
+                    layer.restore(state)
         if copies:
             _match_widths(layers)
         return layers
