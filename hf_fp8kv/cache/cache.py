@@ -1,10 +1,10 @@
 """`FP8PagedCache`: the cache that `generate()` is given."""
 
 import copy
-import dataclasses
 import logging
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -328,8 +328,10 @@ class FP8PagedCache(DynamicCache):
         that holds them is gone.
         """
         snapshot = self._snapshot()
-        stock = copy.deepcopy(snapshot.stock_layers)
-        return self._restore(dataclasses.replace(snapshot, stock_layers=stock))
+        twin = self._restore(replace(snapshot, stock_layers=copy.deepcopy(snapshot.stock_layers)))
+        # Attributes of a subclass, too, and what a user has set.
+        vars(twin).update({**vars(self), **vars(twin)})
+        return twin
 
     def _snapshot(self) -> CacheSnapshot:
         return self._paged.snapshot(self.layers, open_ended=self.open_ended)

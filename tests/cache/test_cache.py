@@ -1,5 +1,7 @@
 """The cache itself: contents after every operation, sizes, budgets, and what is refused."""
 
+import copy
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -159,6 +161,33 @@ def test_forks_share_and_part() -> None:
     assert cache.budget.held == held
     feed(cache, 1)
     assert cache.budget.held == held, "the last holder writes in place"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_copies_of_a_preallocated_cache_take_no_more_pages(name: str, tmp_path: Path) -> None:
+    cache = FP8PagedCache(config(name), max_cache_len=20, **EXACT)
+    k = feed(cache, 11)
+    taken = cache.memory_footprint()
+    twins = [cache.fork(), pickle.loads(pickle.dumps(cache)),
+             FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))]  # fmt: skip
+    for twin in twins:
+        assert twin.memory_footprint() == taken
+        assert_same(content(twin), k)
+
+
+def test_copies_have_the_attributes_of_a_subclass() -> None:
+    class Named(FP8PagedCache):
+        def __init__(self, name: str) -> None:
+            super().__init__(config())
+            self.name = name
+
+    cache = Named("first")
+    feed(cache, 5)
+    for twin in (cache.fork(), copy.copy(cache), copy.deepcopy(cache)):
+        assert type(twin) is Named
+        twin.name += ", copied"
+        assert twin.name == "first, copied"
+    assert cache.name == "first"
 
 
 def test_dropping_the_original_leaves_the_fork() -> None:
@@ -476,7 +505,6 @@ def test_a_failure_in_a_later_layer_leaves_no_trace() -> None:
 
 
 def test_empty_caches_travel(tmp_path: Path) -> None:
-    import pickle
 
     for length in (None, 32):
         cache = FP8PagedCache(config(), max_cache_len=length, **EXACT)
