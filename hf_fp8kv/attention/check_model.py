@@ -12,6 +12,7 @@ from ..cache.cache import FP8PagedCache
 from ..cache.layer import PagedLayerBase
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, Fp8KVError
+from ..modeling.exact_states import NOTE, rounds_states
 from ..modeling.model_support import config_field, refusal
 from .switching import eval_mode, watched_attention
 
@@ -47,12 +48,14 @@ class ModelReport:
         layers: one report per layer; empty when the model is refused.
         refused: why the model cannot use the cache at all; empty when it can.
         probed: whether the model was run to find out; else only its class and config were read.
+        note: what else matters for this model; empty when nothing does.
     """
 
     model: str
     layers: tuple[LayerReport, ...]
     refused: str = ""
     probed: bool = False
+    note: str = ""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -74,6 +77,7 @@ class ModelReport:
             "path": self.path,
             "refused": self.refused,
             "probed": self.probed,
+            "note": self.note,
             "counts": self.counts,
             "layers": [vars(layer) for layer in self.layers],
         }
@@ -88,6 +92,8 @@ class ModelReport:
             if layer.why and (layer.path, layer.why) not in shown:
                 shown.add((layer.path, layer.why))
                 lines.append(f"  {layer.path} (layer {layer.index}, {layer.kind}): {layer.why}")
+        if self.note:
+            lines.append(f"  note: {self.note}")
         return "\n".join(lines)
 
 
@@ -120,7 +126,8 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report(index, layer, interface, paged, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    return ModelReport(name, layers, probed=paged is not None)
+    note = NOTE if rounds_states(model) else ""
+    return ModelReport(name, layers, probed=paged is not None, note=note)
 
 
 def _report(

@@ -15,6 +15,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
 from ..errors import ConfigError
+from ..modeling.exact_states import exact_states
 from ..ops.visibility import visible
 from .model_quirks import adds_mask, needs_complete_mask, relies_on_mask
 
@@ -196,10 +197,11 @@ def engine_step() -> Iterator[None]:
     """Make no masks in this thread: the model runs a step of a continuous-batching engine.
 
     The engine packs requests into one row, and its cache knows where each begins. A mask over all
-    tokens of the step would be built from their positions and never used.
+    tokens of the step would be built from their positions and never used. K and V stay unrounded.
     """
     before, _engine.runs = getattr(_engine, "runs", False), True
     try:
-        yield
+        with exact_states():
+            yield
     finally:
         _engine.runs = before

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from ..errors import ConfigError, Fp8KVError
+from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
 from ..paging.block_table import PageBudget
@@ -73,6 +74,7 @@ class FP8PagedCache(DynamicCache):
     """
 
     config: PreTrainedConfig | None
+    takes_exact_states = True
 
     def __init__(
         self,
@@ -98,12 +100,12 @@ class FP8PagedCache(DynamicCache):
                 "offloading: expected False, got True: 8-bit pages are read where they are; call "
                 "offload() and prefetch() of the layers yourself"
             )
-        if config is not None and not isinstance(config, PreTrainedConfig):
-            raise ConfigError(
-                f"config: expected a model's config or None, got {type(config).__name__}; "
-                "write FP8PagedCache(model.config)"
-            )
         if config is not None:
+            if not isinstance(config, PreTrainedConfig):
+                raise ConfigError(
+                    f"config: expected a model's config or None, got {type(config).__name__}; "
+                    "write FP8PagedCache(model.config)"
+                )
             refuse_config(config)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
@@ -130,7 +132,6 @@ class FP8PagedCache(DynamicCache):
         self.options, self.config, self.budget = options, config, budget
         self._paged = PagedLayers(options, config, budget)
         self.groups: dict[int | None, LayerGroup] = self._paged.groups
-        # Without a config layers are added as the model asks.
         self.open_ended = config is None
         # The layer that was written last, and the tokens it was given.
         self._last_update = (0, 0)
@@ -253,6 +254,7 @@ class FP8PagedCache(DynamicCache):
                 f"holds {self.host_length()} tokens: pass the whole text, the cached part "
                 "included, and at least one token more, or make a new cache (or cache.reset())"
             )
+        pass_exact_states()  # before the first layer; a model may have come after its cache
         return super().get_mask_sizes(query_length, layer_idx)
 
     def host_length(self) -> int:

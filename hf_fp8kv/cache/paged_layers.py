@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 )
 
 from ..errors import ConfigError, ScaleError
+from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers
 from ..modeling.tensor_parallel import check_divides, kv_heads
 from ..paging.block_table import PageBudget
@@ -46,6 +47,7 @@ class PagedLayers:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
         self.layers: list[PagedLayerBase] = []
+        pass_exact_states()
 
     # -- making layers -----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..errors import ConfigError
+from ..modeling.exact_states import exact_states
 
 UNQUANTISED = "unquantised"
 
@@ -117,9 +118,10 @@ def _compute_logits(
     """Return `[B, T, vocabulary]`; where they are not scored, of the last token alone."""
     text = "decoder_input_ids" if inputs else "input_ids"
     options = {} if scored else last_logit_only(model)
-    logits: torch.Tensor = model(
-        **{text: ids}, **inputs, past_key_values=cache, use_cache=True, **options
-    ).logits
+    with exact_states():  # also under the yardstick
+        logits: torch.Tensor = model(
+            **{text: ids}, **inputs, past_key_values=cache, use_cache=True, **options
+        ).logits
     if scored and logits.shape[1] != ids.shape[1]:
         raise ConfigError(
             f"model: expected logits of {ids.shape[1]} tokens, got {logits.shape[1]} from "

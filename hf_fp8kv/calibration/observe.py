@@ -9,6 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
+from ..modeling.exact_states import exact_states
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_only
 
@@ -125,7 +126,7 @@ def observe(
         positions = torch.arange(first_position, first_position + ids.shape[1], device=device)
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), exact_states():
             model(**inputs, past_key_values=cache, use_cache=True, **last_logit_only(model))
     except Fp8KVError:
         raise

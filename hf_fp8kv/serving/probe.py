@@ -16,6 +16,7 @@ from ..attention.masks import engine_step
 from ..attention.switching import eval_mode, get_implementations, set_implementations
 from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
+from ..modeling.exact_states import exact_states
 from .config import ServingConfig
 from .engines.common import EngineCache, sizes
 from .layout import LayerPages
@@ -59,7 +60,7 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
     ids = ((torch.arange(sum(LENGTHS), device=model.device) * 37 + 11) % vocabulary)[None]
     before = get_implementations(model)
     try:
-        with torch.no_grad(), eval_mode(model):
+        with torch.no_grad(), eval_mode(model), exact_states():
             # For both: the model's own may leave something out, such as sdpa a softcap.
             model.set_attn_implementation(NAME)
             wanted = [

@@ -1,0 +1,80 @@
+"""Exact K and V from models whose attention would round them before any cache sees them.
+
+When transformers loads a checkpoint that declares a KV cache, and the package compressed-tensors is
+installed, each attention module hands its K and V to a `QuantizedKVCache` of that package. It
+rounds them with the checkpoint's scales, and passes them on to the cache of the call. An FP8 cache
+behind it would quantise what is quantised already, and a calibration would see clipped numbers.
+
+So that wrapper's `forward`, the only function that this package ever replaces, gets a condition in
+front: K and V pass unrounded to a cache that says `takes_exact_states`, and within
+`exact_states()`. With any other cache everything is as before, for each call anew.
+"""
+
+import functools
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..utils.warn_once import warn_once
+
+logger = logging.getLogger(__name__)
+
+NOTE = (
+    "this checkpoint declares a KV cache, for which compressed-tensors rounds K and V to 8 bits "
+    "before they reach a cache; with an FP8 cache they stay unrounded, since it quantises them "
+    "itself"
+)
+_MARK = "_hf_fp8kv_exact"
+_thread = threading.local()
+
+
+def _wrapper_class() -> Any:
+    """Return the class of the modules that round K and V; None while its package is not loaded."""
+    module = sys.modules.get("compressed_tensors.modeling.kvcache")
+    return getattr(module, "QuantizedKVCache", None)
+
+
+def pass_exact_states() -> None:
+    """Put the condition in front of the wrapper's `forward`, if its package is loaded by now."""
+    wrapper = _wrapper_class()
+    if wrapper is None or hasattr(wrapper.forward, _MARK):
+        return
+    round_and_store = wrapper.forward
+
+    @functools.wraps(round_and_store)
+    def forward(self: Any, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = None if self.past_key_values is None else self.past_key_values()
+        exact = getattr(_thread, "exact", False) or getattr(cache, "takes_exact_states", False)
+        if not exact:
+            return round_and_store(self, key_states, value_states, *args, **kwargs)
+        warn_once(logger, NOTE)
+        self.past_key_values = None
+        if cache is None:
+            return key_states, value_states
+        return cache.update(key_states, value_states, *args, **kwargs)
+
+    setattr(forward, _MARK, True)
+    wrapper.forward = forward
+
+
+@contextmanager
+def exact_states() -> Iterator[None]:
+    """Keep K and V unrounded in this thread for a while, whatever cache a call has, also none."""
+    pass_exact_states()
+    before = getattr(_thread, "exact", False)
+    _thread.exact = True
+    try:
+        yield
+    finally:
+        _thread.exact = before
+
+
+def rounds_states(model: torch.nn.Module) -> bool:
+    """Return whether attention modules of the model round K and V for caches other than ours."""
+    wrapper = _wrapper_class()
+    return wrapper is not None and any(isinstance(part, wrapper) for part in model.modules())

@@ -1,0 +1,74 @@
+"""Checkpoints that declare a KV cache in the format compressed-tensors, and models made from them.
+
+The scales are much too small, so that whatever rounds with them changes K and V beyond recognition.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_fp8kv import KVScales, LayerScales
+from tests.helpers.tiny_models import tiny
+
+LAYERS, HEADS = 2, 2
+# With codes up to 448 they reach 0.9 and 0.67; K and V of the model reach far beyond both.
+TOO_SMALL = KVScales(
+    {
+        index: LayerScales(
+            torch.tensor([[0.002], [0.003]]) / (index + 1),
+            torch.tensor([[0.0015], [0.001]]) / (index + 1),
+        )
+        for index in range(LAYERS)
+    },
+    model_type="llama",
+)
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_WEIGHTS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_FP8, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+
+def save_plain(folder: Path) -> Path:
+    """Save a tiny Llama without any quantization."""
+    tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0].save_pretrained(folder)
+    return folder
+
+
+def save_w8a8(folder: Path) -> Path:
+    """Save the same with weights and activations in FP8, and nothing said of a KV cache."""
+    model = tiny("llama", num_hidden_layers=LAYERS, num_key_value_heads=HEADS)[0]
+    tensors = model.state_dict()
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        weight = tensors[name]
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[name.replace("weight", "weight_scale")] = scale
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": _WEIGHTS}))
+    return folder
+
+
+def declare(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint with scales that are too small."""
+    TOO_SMALL.save_pretrained(folder, format="compressed-tensors", checkpoint=checkpoint)
+    return folder
+
+
+def load(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+    """Load a checkpoint as users do."""
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()

@@ -1,0 +1,268 @@
+"""Models whose K and V compressed-tensors rounds: all is as on the original weights here.
+
+`original` is a model without a declared KV cache, `declared` the same weights with one whose
+scales are much too small.
+"""
+
+import gc
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import hf_fp8kv
+from hf_fp8kv import FP8PagedCache, calibrate, check_model, serving
+from hf_fp8kv.calibration import measure
+from hf_fp8kv.calibration.divergence import compare_caches
+from hf_fp8kv.modeling import exact_states as module
+from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounds_states
+from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_w8a8
+from tests.helpers.serving_tools import batched, prompts
+
+pytest.importorskip("compressed_tensors")
+pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
+
+IDS = torch.randint(3, 99, (2, 65), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module", params=["dense", "w8a8"])
+def folders(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp(request.param)
+    save = save_plain if request.param == "dense" else save_w8a8
+    plain = save(root / "plain")
+    return plain, declare(plain, root / "declared")
+
+
+@pytest.fixture(scope="module")
+def dense_folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("only-dense")
+    plain = save_plain(root / "plain")
+    return plain, declare(plain, root / "declared")
+
+
+@pytest.fixture
+def pair(dense_folders):
+    return tuple(load(folder) for folder in dense_folders)
+
+
+@torch.no_grad()
+def run(model: Any, cache: Any, ids: torch.Tensor = IDS, prompt: int = 63) -> list[torch.Tensor]:
+    """Logits of a prompt, and of the tokens after it one by one."""
+    parts = (ids[:, :prompt], *ids[:, prompt:].split(1, 1))
+    return [model(part, past_key_values=cache).logits for part in parts]
+
+
+def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    assert len(left) == len(right)
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def take_condition_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = module._wrapper_class().forward
+    original = getattr(forward, "__wrapped__", forward)
+    monkeypatch.setattr(module._wrapper_class(), "forward", original)
+
+
+def far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all((a - b).abs().max() > 0.3 for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa", "eager"])
+def test_a_cache_gets_what_the_original_weights_give(folders, attention):
+    original, declared = (load(folder, attention) for folder in folders)
+    assert rounds_states(declared)
+    assert not rounds_states(original)
+    rounded = run(declared, DynamicCache(config=declared.config))
+    assert far_apart(rounded, run(original, DynamicCache(config=original.config)))
+    for options in (
+        {"page_size": 16},
+        {"page_size": 16, "prefill": "stored"},
+        {"dtype": "auto"},
+        {"scales": TOO_SMALL},
+        {"skip_layers": [1]},
+        {"max_cache_len": 80},
+    ):
+        caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
+        assert_same(run(original, caches[0]), run(declared, caches[1]))
+    # The prefill is exact: it is what the original weights give without any quantised cache.
+    exact = run(original, DynamicCache(config=original.config))[0]
+    assert torch.equal(run(declared, FP8PagedCache(declared.config))[0], exact)
+    # Another cache gets K and V rounded as ever, also at once after ours.
+    assert_same(run(declared, DynamicCache(config=declared.config)), rounded)
+
+
+def test_other_caches_and_no_cache_are_as_without_this_package(pair, monkeypatch):
+    declared = pair[1]
+
+    def run_others() -> list[torch.Tensor]:
+        caches = (
+            DynamicCache(config=declared.config),
+            StaticCache(config=declared.config, max_cache_len=80),
+        )
+        with torch.no_grad():
+            alone = declared(IDS, use_cache=False).logits
+        return [alone, *(part for cache in caches for part in run(declared, cache))]
+
+    run(declared, FP8PagedCache(declared.config))
+    with_condition = run_others()
+    take_condition_away(monkeypatch)
+    assert_same(run_others(), with_condition)
+
+
+def test_a_cache_that_was_made_before_the_package_was_loaded(pair, monkeypatch):
+    original, declared = pair
+    expected = run(original, FP8PagedCache(original.config))
+    take_condition_away(monkeypatch)
+    with monkeypatch.context() as absent:
+        absent.delitem(module.sys.modules, "compressed_tensors.modeling.kvcache")
+        caches = FP8PagedCache(), FP8PagedCache(declared.config)
+    for cache in caches:
+        take_condition_away(monkeypatch)
+        assert_same(run(declared, cache), expected)
+
+
+def test_no_cache_is_kept_alive(pair):
+    cache = FP8PagedCache(pair[1].config)
+    run(pair[1], cache)
+    wrappers = [m.kv_cache for m in pair[1].modules() if hasattr(m, "kv_cache")]
+    assert [wrapper.past_key_values for wrapper in wrappers] == [None, None]
+    gc.collect()
+    assert not [x for x in gc.get_referrers(cache) if x in wrappers]
+
+
+def test_forks_beams_and_padding(pair):
+    inputs = {"attention_mask": torch.ones_like(IDS)}
+    inputs["attention_mask"][0, :5] = 0
+    found = []
+    for model in pair:
+        cache = FP8PagedCache(model.config, page_size=16)
+        text = model.generate(
+            IDS, **inputs, past_key_values=cache, num_beams=3, max_new_tokens=9, pad_token_id=0
+        )
+        fork = cache.fork()
+        with torch.no_grad():
+            found.append((text, model(IDS[:1, :1].expand(6, 1), past_key_values=fork).logits))
+    assert_same(*found)
+
+
+def test_enable_and_disable(pair):
+    original, declared = pair
+    options = {
+        "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+
+    def logits(model: Any, **more: Any) -> list[torch.Tensor]:
+        return list(model.generate(IDS, **options, **more).logits)
+
+    before = logits(declared)
+    for model in pair:
+        hf_fp8kv.enable(model)
+    ours = logits(declared)
+    assert_same(ours, logits(original))
+    assert (ours[0] - before[0]).abs().max() > 0.3
+    other = logits(declared, past_key_values=DynamicCache(config=declared.config))
+    torch.testing.assert_close(other[0], before[0])
+    for model in pair:
+        hf_fp8kv.disable(model)
+    assert_same(logits(declared), before)
+
+
+def test_it_is_said_once(pair, caplog, monkeypatch):
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+    original, declared = pair
+    run(original, FP8PagedCache(original.config))
+    run(declared, DynamicCache(config=declared.config))
+    assert Counter(caplog.messages)[NOTE] == 0
+    for _ in range(2):
+        run(declared, FP8PagedCache(declared.config))
+    assert Counter(caplog.messages)[NOTE] == 1
+
+
+def test_check_model_says_so(pair):
+    original, declared = (check_model(model) for model in pair)
+    assert original.note == ""
+    assert declared.note == NOTE
+    assert declared.to_dict() == original.to_dict() | {"note": NOTE}
+    assert NOTE in str(declared)
+    assert NOTE not in str(original)
+
+
+def test_calibrate_and_measure(pair):
+    texts = [row.tolist() for row in torch.randint(3, 99, (6, 40), generator=torch.Generator())]
+    quiet = {"max_length": 40, "held_out": 60, "progress": False}
+    expected, found = (calibrate(model, texts, **quiet) for model in pair)
+    assert found.layers.keys() == expected.layers.keys()
+    for index, layer in expected.layers.items():
+        assert torch.equal(found.layers[index].k, layer.k)
+        assert torch.equal(found.layers[index].v, layer.v)
+        assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
+    assert found.report.quality == expected.report.quality
+    assert found.report.layers == expected.report.layers
+    # Scales that are too small stay visible: nobody clips K to them beforehand.
+    reports = [measure(model, TOO_SMALL, texts, progress=False) for model in pair]
+    assert reports[0].quality == reports[1].quality
+    static, dynamic = (reports[1].quality[row].kl for row in (1, 2))
+    assert static > 5 * dynamic
+
+
+def test_the_yardstick_of_a_comparison_is_unquantised(pair):
+    original, declared = (
+        compare_caches(
+            model, IDS, {"ours": lambda model=model: FP8PagedCache(model.config)}, prefill=40
+        )["ours"].kl
+        for model in pair
+    )
+    assert torch.equal(original, declared)
+
+
+def test_serving(pair):
+    texts = prompts()[:4]
+    answers = []
+    for model in pair:
+        serving.enable(model)
+        answers.append(batched(model, texts))
+        model.destroy_cached_continuous_batching_manager()
+        serving.disable(model)
+    assert answers[0] == answers[1]
+    rounded = pair[1].generate(torch.tensor(texts[1:2]), max_new_tokens=24, pad_token_id=0)
+    assert rounded[0, len(texts[1]) :].tolist() != answers[1][1]
+
+
+def test_a_thread_that_keeps_states_exact_changes_no_other(pair):
+    declared = pair[1]
+    rounded = run(declared, DynamicCache(config=declared.config))
+    found: list[list[torch.Tensor]] = []
+
+    def work() -> None:
+        found.append(run(declared, DynamicCache(config=declared.config)))
+
+    with exact_states():
+        with exact_states():
+            pass
+        assert far_apart(run(declared, DynamicCache(config=declared.config)), rounded)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert_same(found[0], rounded)
+    with pytest.raises(KeyError), exact_states():
+        raise KeyError
+    assert_same(run(declared, DynamicCache(config=declared.config)), rounded)
+
+
+def test_compiled(pair):
+    original, declared = pair
+    for model in pair:
+        model.set_attn_implementation("fp8_paged")
+    caches = [FP8PagedCache(model.config, max_cache_len=80) for model in pair]
+    expected = run(original, caches[0])
+    torch.compiler.reset()
+    with torch.no_grad():
+        declared(IDS[:, :63], past_key_values=caches[1])
+        step = torch.compile(declared, fullgraph=True, backend="aot_eager")
+        for position in (63, 64):
+            logits = step(IDS[:, position : position + 1], past_key_values=caches[1]).logits
+            torch.testing.assert_close(logits, expected[position - 62])
