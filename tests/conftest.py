@@ -108,10 +108,10 @@ def _default_dtype() -> Iterator[None]:
 def demo_model_path() -> Path:
     """The folder of the demo model (SmolLM2-135M-Instruct, bf16), converted on first use."""
     from hf_fp8kv.errors import ConfigError
-    from hf_fp8kv.utils import demo_model as demo
+    from hf_fp8kv.utils import demo_model
 
     try:
-        return demo.model_path()
+        return demo_model.model_path()
     except ConfigError as error:
         if os.environ.get("CI"):
             raise  # CI installs the model: a skip there would hide half of the tests

@@ -10,8 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv.bench import contenders, cpu_memory
-from hf_fp8kv.bench import cpu as bench
+from hf_fp8kv.bench import contenders, cpu, cpu_memory
 from hf_fp8kv.formats import DISTINCT
 
 SMALL = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
@@ -19,7 +18,7 @@ SMALL = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torc
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, object]:
-    return bench.run_cpu_suite(**SMALL, memory_tokens=None)
+    return cpu.run_cpu_suite(**SMALL, memory_tokens=None)
 
 
 def test_it_is_json(result):
@@ -42,8 +41,8 @@ def test_every_pair_is_measured_at_every_context(result):
         for row in result["rows"]
         if row["measure"] == "ratio"
     }
-    for cache in bench.PAGED:
-        for other in (bench.DYNAMIC, bench.QUANTIZED, bench.FOLDED):
+    for cache in cpu.PAGED:
+        for other in (cpu.DYNAMIC, cpu.QUANTIZED, cpu.FOLDED):
             for context in SMALL["context"]:
                 assert (cache, other, context) in found
 
@@ -68,17 +67,17 @@ def test_every_format_is_measured(result):
 
 
 def test_targets_are_those_of_the_longest_context(result):
-    speed = [row for row in result["rows"] if row["against"] in bench.TARGETS]
+    speed = [row for row in result["rows"] if row["against"] in cpu.TARGETS]
     for row in speed:
-        expected = bench.TARGETS[row["against"]] if row["context"] == 128 else None
+        expected = cpu.TARGETS[row["against"]] if row["context"] == 128 else None
         assert row["target"] == expected
 
 
 def test_the_table(result):
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(bench.format_table(result))
+    console.print(cpu.format_table(result))
     text = console.export_text()
-    for name in (*bench.PAGED, bench.DYNAMIC, bench.FOLDED, "bytes per token", "≤ 0.35"):
+    for name in (*cpu.PAGED, cpu.DYNAMIC, cpu.FOLDED, "bytes per token", "≤ 0.35"):
         assert name in text
 
 
@@ -107,7 +106,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 def test_bytes_meet_their_targets():
     rows = cpu_memory.measure_bytes((32, 8, 128), "torch")
     ratios = [row for row in rows if row["measure"] == "ratio"]
-    assert len(ratios) == len(bench.PAGED)
+    assert len(ratios) == len(cpu.PAGED)
     for row in ratios:
         assert row["value"] <= row["target"]
 
@@ -129,7 +128,7 @@ def test_a_process_that_fails_says_why(monkeypatch):
 
 @pytest.mark.slow
 def test_the_speed_that_is_promised():
-    result = bench.run_cpu_suite(context=(1024, 16384), pairs=9, memory_tokens=None)
+    result = cpu.run_cpu_suite(context=(1024, 16384), pairs=9, memory_tokens=None)
     for row in result["rows"]:
         if row["target"] is not None:
             assert row["value"] <= row["target"], row

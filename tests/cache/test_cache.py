@@ -349,9 +349,9 @@ def test_a_declared_scale_that_is_not_used_is_told_once(caplog: pytest.LogCaptur
         "quant_method": "compressed-tensors", "config_groups": {},
         "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"},
     }  # fmt: skip
-    from hf_fp8kv.utils import warn_once as once
+    from hf_fp8kv.utils import warn_once
 
-    once._WARNED.clear()
+    warn_once._WARNED.clear()
     for _ in range(2):
         FP8PagedCache(declared)
     assert sum("declares static KV scales" in r.message for r in caplog.records) == 1

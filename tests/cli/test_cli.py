@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_fp8kv.bench import cpu as bench
-from hf_fp8kv.bench import quality
+from hf_fp8kv.bench import cpu, quality
 from hf_fp8kv.cli import values
 from hf_fp8kv.cli.side_by_side import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
@@ -275,9 +274,9 @@ def test_bench_refuses_a_path_that_cannot_be_written_before_it_measures(run, mea
 
 def test_bench_takes_what_the_real_suite_gives(run, monkeypatch):
     small = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
-    real = bench.run_cpu_suite
+    real = cpu.run_cpu_suite
     monkeypatch.setattr(
-        bench, "run_cpu_suite", lambda **more: real(**small, memory_tokens=None, **more)
+        cpu, "run_cpu_suite", lambda **more: real(**small, memory_tokens=None, **more)
     )
     code, out, err = run("bench", "--suite", "cpu")
     assert code == 0, err

@@ -20,9 +20,9 @@ from numba.core import event  # noqa: E402
 
 from hf_fp8kv import ops  # noqa: E402
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
-from hf_fp8kv.ops.numba import backend as cpu  # noqa: E402
+from hf_fp8kv.ops.numba import backend as numba_backend  # noqa: E402
 from hf_fp8kv.ops.numba import lanes  # noqa: E402
-from hf_fp8kv.ops.torch import backend as chunked  # noqa: E402
+from hf_fp8kv.ops.torch import backend as torch_backend  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
 from tests.ops.test_ops import copy, map_pages, with_scales  # noqa: E402
@@ -49,7 +49,9 @@ def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32)
     return pages
 
 
-def attend(pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu) -> torch.Tensor:
+def attend(
+    pages: Pages, query: torch.Tensor, tokens: int, module: Any = numba_backend
+) -> torch.Tensor:
     lengths = torch.tensor([tokens], dtype=torch.int32)
     found = module.attend(query, pages, lengths, 0, tokens, AttentionSpec(0.2, causal=True))
     assert isinstance(found, torch.Tensor)
@@ -59,8 +61,8 @@ def attend(pages: Pages, query: torch.Tensor, tokens: int, module: Any = cpu) ->
 @pytest.fixture
 def many_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every call is split, however small."""
-    monkeypatch.setattr(cpu, "GRAIN", 64)
-    monkeypatch.setattr(cpu, "SPLIT", 16)
+    monkeypatch.setattr(numba_backend, "GRAIN", 64)
+    monkeypatch.setattr(numba_backend, "SPLIT", 16)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -83,12 +85,12 @@ def test_write_and_gather_on_many_threads():
     other = map_pages(torch.zeros_like, pages)._replace(table=pages.table)
     key, value = torch.randn(2, 1, HEADS, 700, DIM)
     none = torch.zeros(1, dtype=torch.int32)
-    cpu.write(pages, key, value, none)
+    numba_backend.write(pages, key, value, none)
     reference.write(other, key, value, none)
     assert_same_pool(pages, other)
     for side in ("k", "v"):
         arguments = (none + 700, side, 5, 699, torch.bfloat16, False)
-        assert_same(cpu.gather(pages, *arguments), reference.gather(pages, *arguments))
+        assert_same(numba_backend.gather(pages, *arguments), reference.gather(pages, *arguments))
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -99,7 +101,7 @@ def test_threads_that_never_start_cost_nothing(monkeypatch):
         def submit(self, *_: object) -> Future[None]:
             return Future()
 
-    monkeypatch.setattr(cpu, "_pool", lambda _process: Asleep())
+    monkeypatch.setattr(numba_backend, "_pool", lambda _process: Asleep())
     pages, query = make(700), torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 700, reference)
     torch.testing.assert_close(attend(pages, query, 700), expected, rtol=1e-5, atol=1e-6)
@@ -117,7 +119,7 @@ def test_an_error_on_another_thread_is_raised():
             pass
 
     with pytest.raises(ZeroDivisionError):
-        cpu._run(kernel, 2)
+        numba_backend._run(kernel, 2)
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -139,9 +141,11 @@ def test_calls_from_several_threads_at_once():
 
 
 def test_one_thread_is_respected(monkeypatch):
-    monkeypatch.setattr(cpu, "GRAIN", 1)
+    monkeypatch.setattr(numba_backend, "GRAIN", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(cpu, "_pool", lambda _process: pytest.fail("a thread was started"))
+    monkeypatch.setattr(
+        numba_backend, "_pool", lambda _process: pytest.fail("a thread was started")
+    )
     attend(make(700), torch.randn(1, 6, 1, DIM), 700)
 
 
@@ -152,25 +156,27 @@ def test_float64_is_handed_over(fmt):
     query = torch.randn(1, 6, 1, DIM, dtype=torch.float64)
     found = attend(pages, query, 40)
     assert found.dtype == torch.float64
-    assert_same(found, attend(pages, query, 40, chunked))
+    assert_same(found, attend(pages, query, 40, torch_backend))
     key = torch.randn(1, HEADS, 2, DIM, dtype=torch.float64)
     at = torch.tensor([30], dtype=torch.int32)
-    cpu.write(pages, key, key, at)
+    numba_backend.write(pages, key, key, at)
     reference.write(other, key, key, at)
     assert_same(pages.k.codes, other.k.codes)
     assert_same(pages.v.codes, other.v.codes)
-    found = cpu.gather(pages, at, "v", 0, 32, torch.float64, False)
+    found = numba_backend.gather(pages, at, "v", 0, 32, torch.float64, False)
     assert_same(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
 
 
 def test_a_cpu_without_float16_is_handed_over(monkeypatch):
-    monkeypatch.setattr(cpu, "_READABLE", frozenset())
-    monkeypatch.setattr(cpu, "_run", lambda *_: pytest.fail("a kernel ran"))
+    monkeypatch.setattr(numba_backend, "_READABLE", frozenset())
+    monkeypatch.setattr(numba_backend, "_run", lambda *_: pytest.fail("a kernel ran"))
     pages, query = make(40), torch.randn(1, 6, 1, DIM)
-    assert_same(attend(pages, query, 40), attend(pages, query, 40, chunked))
+    assert_same(attend(pages, query, 40), attend(pages, query, 40, torch_backend))
     key = torch.randn(1, HEADS, 2, DIM)
-    cpu.write(pages, key, key, torch.zeros(1, dtype=torch.int32))
-    cpu.gather(pages, torch.tensor([40], dtype=torch.int32), "k", 0, 40, torch.float32, False)
+    numba_backend.write(pages, key, key, torch.zeros(1, dtype=torch.int32))
+    numba_backend.gather(
+        pages, torch.tensor([40], dtype=torch.int32), "k", 0, 40, torch.float32, False
+    )
 
 
 def test_scales_of_any_layout():
@@ -202,7 +208,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     script = """
         import json, torch
         from numba.core import event
-        from hf_fp8kv.ops.numba import attend as attending, backend as cpu, gather, write
+        from hf_fp8kv.ops.numba import attend as attention, backend, gather, write
         from tests.ops.test_numba import attend, make
 
         with event.install_recorder("numba:compile") as compiled:
@@ -211,9 +217,9 @@ def test_a_second_process_compiles_nothing(tmp_path):
                 for heads, tokens in ((2, 1), (6, 5)):
                     attend(pages, torch.randn(1, heads, tokens, 32).to(dtype), 40)
                 lengths = torch.tensor([39], dtype=torch.int32)
-                cpu.write(pages, *torch.randn(2, 1, 2, 1, 32).to(dtype), lengths)
-                cpu.gather(pages, lengths, "v", 0, 39, dtype, True)
-        kernels = (attending.attend, attending.finish, write.write, gather.gather)
+                backend.write(pages, *torch.randn(2, 1, 2, 1, 32).to(dtype), lengths)
+                backend.gather(pages, lengths, "v", 0, 39, dtype, True)
+        kernels = (attention.attend, attention.finish, write.write, gather.gather)
         print(json.dumps([len(compiled.buffer), [len(k.signatures) for k in kernels]]))
     """
     folders = [str(Path(__file__).parents[2]), *sys.path]

