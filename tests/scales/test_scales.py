@@ -315,7 +315,7 @@ def test_for_layer_refuses_another_model(change, message):
 # Our own file.
 
 SCALES = st.floats(2.0**-100, 2.0**100, width=32)
-CENTRES = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
+CENTERS = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
 
 
 @st.composite
@@ -330,7 +330,7 @@ def layers(draw) -> LayerScales:
 
     k_shape = draw(st.sampled_from([(), (heads, 1), (1, k_dim), (heads, k_dim)]))
     v_shape = draw(st.sampled_from([(), (heads, 1), (1, v_dim), (heads, v_dim)]))
-    center = tensor(CENTRES, (heads, k_dim)) if draw(st.booleans()) else None
+    center = tensor(CENTERS, (heads, k_dim)) if draw(st.booleans()) else None
     return LayerScales(tensor(SCALES, k_shape), tensor(SCALES, v_shape), center)
 
 

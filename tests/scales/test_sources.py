@@ -3,7 +3,8 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +47,15 @@ def assert_helpful(error: pytest.ExceptionInfo[ScaleError]) -> None:
     assert "expected" in message
     assert ", got " in message or ", found " in message
     assert "; " in message.split("expected", 1)[1]
+
+
+@contextmanager
+def refused(message: str, path: Path | str = "") -> Iterator[None]:
+    """Expect a helpful ScaleError that names the path."""
+    with pytest.raises(ScaleError, match=message) as error:
+        yield
+    assert str(path) in str(error.value)
+    assert_helpful(error)
 
 
 def copied(name: str, tmp_path: Path) -> Path:
@@ -520,6 +530,13 @@ def test_numbers_do_not_depend_on_the_default_dtype(tmp_path):
 Spoil = Callable[[Path], object]
 
 
+def assert_refused(folder: Path, spoil: Spoil, message: str, path: Path | str = "") -> None:
+    """Spoil a checkpoint, and expect that it is refused."""
+    spoil(folder)
+    with refused(message, path):
+        KVScales.from_pretrained(folder)
+
+
 def spoiled_json(old: str, new: str) -> Spoil:
     """Replaces text of the golden kv_cache_scales.json."""
 
@@ -625,10 +642,8 @@ def test_a_bad_json_is_refused(tmp_path, spoil, message):
     spoil(folder)
     path = folder / "kv_cache_scales.json"
     for read in (lambda: KVScales.from_file(path), lambda: KVScales.from_pretrained(folder)):
-        with pytest.raises(ScaleError, match=message) as error:
+        with refused(message, path):
             read()
-        assert str(path) in str(error.value)
-        assert_helpful(error)
 
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -795,11 +810,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize(("spoil", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
 def test_a_bad_checkpoint_is_refused(tmp_path, spoil, message):
     folder = copied("autofp8", tmp_path)
-    spoil(folder)
-    with pytest.raises(ScaleError, match=message) as error:
-        KVScales.from_pretrained(folder)
-    assert str(folder) in str(error.value)
-    assert_helpful(error)
+    assert_refused(folder, spoil, message, folder)
     with pytest.raises(ScaleError):
         resolve(str(folder))
 
@@ -872,11 +883,7 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
 def test_a_bad_index_is_refused(tmp_path, spoil, message):
-    folder = copied("compressed-tensors-heads", tmp_path)
-    spoil(folder)
-    with pytest.raises(ScaleError, match=message) as error:
-        KVScales.from_pretrained(folder)
-    assert_helpful(error)
+    assert_refused(copied("compressed-tensors-heads", tmp_path), spoil, message)
 
 
 OWN = "kv_scales.safetensors"
@@ -895,12 +902,12 @@ def pair(k: float = 0.5, v: float = 0.25) -> dict[str, torch.Tensor]:
     return {"layers.0.k_scale": torch.tensor(k), "layers.0.v_scale": torch.tensor(v)}
 
 
-CENTRE = "layers.0.k_center"
+CENTER = "layers.0.k_center"
 BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "zero": (own(pair(k=0.0)), "K scale.*layers.0.*got 0.0"),
     "nan": (own(pair(v=float("nan"))), "V scale.*layers.0.*got nan"),
-    "center-nan": (own(pair() | {CENTRE: torch.full((2, 2), float("nan"))}), "center of K.*nan"),
-    "center-scalar": (own(pair() | {CENTRE: torch.zeros(())}), "center of K.*shape"),
+    "center-nan": (own(pair() | {CENTER: torch.full((2, 2), float("nan"))}), "center of K.*nan"),
+    "center-scalar": (own(pair() | {CENTER: torch.zeros(())}), "center of K.*shape"),
     "other-dtype": (own({n: t.half() for n, t in pair().items()}), "in F32, got layers.0"),
     "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "expected k_scale and v_scale"),
     "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "got model.norm"),
@@ -925,15 +932,11 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
 @pytest.mark.parametrize(("spoil", "message"), BAD_OWN.values(), ids=BAD_OWN)
 def test_a_bad_file_of_ours_is_refused_and_nothing_else_is_tried(tmp_path, spoil, message):
     folder = copied("autofp8", tmp_path)
-    spoil(folder)
-    with pytest.raises(ScaleError, match=message) as error:
-        KVScales.from_pretrained(folder)
-    assert str(folder / OWN) in str(error.value)
-    assert_helpful(error)
+    assert_refused(folder, spoil, message, folder / OWN)
 
 
 def test_a_good_file_of_ours_is_not_refused(tmp_path):
-    own(pair() | {CENTRE: torch.tensor([[1.0, -2.0]])})(tmp_path)
+    own(pair() | {CENTER: torch.tensor([[1.0, -2.0]])})(tmp_path)
     layer = KVScales.from_pretrained(tmp_path).layers[0]
     assert (layer.k.item(), layer.v.item()) == (0.5, 0.25)
     assert layer.k_center.tolist() == [[1.0, -2.0]]
@@ -955,10 +958,8 @@ def test_a_file_of_another_kind_is_refused(tmp_path, name, message):
     path = tmp_path / name
     if name not in (".", "scales.json"):
         torch.save({"a": torch.ones(1)}, path)
-    with pytest.raises(ScaleError, match=message) as error:
+    with refused(message, path):
         KVScales.from_file(path)
-    assert str(path) in str(error.value)
-    assert_helpful(error)
 
 
 BAD_REQUESTS = {
@@ -975,9 +976,8 @@ BAD_REQUESTS = {
 
 @pytest.mark.parametrize(("options", "message"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_a_bad_request_is_refused(options, message):
-    with pytest.raises(ScaleError, match=message) as error:
+    with refused(message):
         KVScales.from_file(DATA / "vllm-two-ranks" / "kv_cache_scales.json", **options)
-    assert_helpful(error)
 
 
 @pytest.mark.parametrize("name", ["vllm", "autofp8"])
