@@ -125,19 +125,20 @@ def run_accuracy_suite(
             "calibrated_on": list(others)[: corpus.texts],
             # False: it is not known what RoPE rotates, and K has a scale for each head instead.
             "k_per_channel": all(per_channel),
-            "unquantised_bytes_per_token": 2 * sum(
-                part[side].numel() for part in ranges.values() for side in ("k_max", "v_max")
-            ),
+            "unquantised_bytes_per_token": 2
+            * sum(part[side].numel() for part in ranges.values() for side in ("k_max", "v_max")),
         },
         "rows": [
             {
-                "format": row.format, "scales": row.scales, "centered": row.centered,
+                "format": row.format,
+                "scales": row.scales,
+                "centered": row.centered,
                 **_summarize([scores[row.name] for scores in by_text]),
                 "bytes_per_token": _bytes_per_token(row.make(), ranges, length),
             }
             for row in rows
         ],
-    }  # fmt: skip
+    }
 
 
 def _report_percents(

@@ -99,10 +99,13 @@ def planned_tokens(
     accepted = inspect.signature(stock.PagedAttentionCache.__init__).parameters
     try:
         planned = cache(
-            config=config, continuous_batching_config=batching,
-            device=torch.device("meta"), distributed_helper=_Alone(), dtype=torch.bfloat16,
+            config=config,
+            continuous_batching_config=batching,
+            device=torch.device("meta"),
+            distributed_helper=_Alone(),
+            dtype=torch.bfloat16,
             **{name: value for name, value in by_version.items() if name in accepted},
-        )  # fmt: skip
+        )
     except (MemoryError, ValueError) as error:
         raise ConfigError(
             f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
@@ -170,11 +173,14 @@ def run_capacity_suite(
             planned[cache] = each, planned_tokens(text, memory, settings)
         rows += [
             {
-                "model": model, "cache": cache, "bytes_per_token": each, "tokens": tokens,
+                "model": model,
+                "cache": cache,
+                "bytes_per_token": each,
+                "tokens": tokens,
                 "ratio": tokens / base,
             }
             for cache, (each, tokens) in planned.items()
-        ]  # fmt: skip
+        ]
     return {
         **describe_run("capacity"),
         "settings": {"memory_gib": memory_gib, "percent": PERCENT, "page_size": PAGE,
@@ -197,8 +203,11 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
         (
             (
-                row["model"], row["cache"], f"{row['bytes_per_token'] / 1024:.1f}",
-                f"{row['tokens']:,}", f"{row['ratio']:.2f}",
+                row["model"],
+                row["cache"],
+                f"{row['bytes_per_token'] / 1024:.1f}",
+                f"{row['tokens']:,}",
+                f"{row['ratio']:.2f}",
             )
             for row in result["rows"]
         ),
@@ -207,4 +216,4 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         caption=f"transformers {result['versions']['transformers']}: its engine's own plan, "
         f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
         f"calculated, not run. {result['date'][:10]}",
-    )  # fmt: skip
+    )

@@ -57,8 +57,11 @@ def measure_processes(tokens: int, heads: Heads, backend: str) -> list[dict[str,
         script = f"import sys; from {__name__} import _grow; _grow(sys.argv[1])"
         run = subprocess.run(
             [sys.executable, "-c", script, task],
-            env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if run.returncode:
             raise RuntimeError(f"the process that measures {name} ended with:\n{run.stderr}")
         grown[name] = float(run.stdout.split()[-1])

@@ -88,9 +88,12 @@ class Server:
         words = random.Random(number).choices(_WORDS, k=load.words)
         text = f"{number}: {' '.join(words)}. Tell me more."
         body = {
-            "model": self.model, "stream": True, "temperature": 0, "max_tokens": load.new_tokens,
+            "model": self.model,
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": load.new_tokens,
             "messages": [{"role": "user", "content": text}],
-        }  # fmt: skip
+        }
         times: list[float] = []
         tokens = 0
         began = time.perf_counter()
@@ -141,9 +144,12 @@ def run_server(arguments: list[str], model: str) -> Iterator[Server]:
     # Threads that wait by spinning are slow where something else runs, such as the clients here.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env=environment,
-    )  # fmt: skip
+    )
     lines: list[str] = []
     port: list[int] = []
     ready = threading.Event()

@@ -63,9 +63,7 @@ def measure_pages(
             output = steps[-1]()
         error = check(output, query, pools[-1], case)
         timed = stage.time(steps, before)
-        return {
-            "timed": timed, "error": error, "moved": size, **case.describe(), "layers": layers
-        }  # fmt: skip
+        return {"timed": timed, "error": error, "moved": size, **case.describe(), "layers": layers}
 
     # The check takes some memory, and the making of pages too.
     return record.measure(section, case, name, work, size=layers * size * 1.1 + 2**31)

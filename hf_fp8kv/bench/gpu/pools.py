@@ -124,10 +124,13 @@ def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -
             # Queries are the last of what is stored: earlier ones see a shorter text.
             length = case.lengths[b] - case.tokens + last
             expected = reference.attend(
-                query[b : b + 1, rows, first:last], one,
+                query[b : b + 1, rows, first:last],
+                one,
                 torch.tensor([length], dtype=torch.int32, device=query.device),
-                0, length, case.attention_spec(),
-            )  # fmt: skip
+                0,
+                length,
+                case.attention_spec(),
+            )
             worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
     return worst
 

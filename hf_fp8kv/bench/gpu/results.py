@@ -38,7 +38,7 @@ def line(result: dict[str, Any]) -> dict[str, Any]:
         "missed": [t["what"] for t in result["targets"] if t["met"] is False],
         "failed": sum("failed" in row for row in result["rows"]),
         "errors": [s["name"] for s in result["sections"] if s["error"]],
-    }  # fmt: skip
+    }
 
 
 def find_rows(rows: list[Row], section: str, **fields: Any) -> list[Row]:

@@ -78,8 +78,9 @@ def _roofline(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -
     for name, color, marker in _looks(drawn):
         points = [
             (row["flops"] / row["moved"], row["tflops"], sections[row["section"]])
-            for row in drawn if row["name"] == name
-        ]  # fmt: skip
+            for row in drawn
+            if row["name"] == name
+        ]
         x, y, sizes = zip(*points, strict=True)
         axes.scatter(x, y, s=sizes, color=color, marker=marker, label=name, alpha=0.8)
     read, peak = ceilings["read_gb_per_s"], ceilings["matmul_tflops"]
@@ -90,10 +91,12 @@ def _roofline(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -
         rates = [low * read / 1e3, peak, peak]
         axes.plot([low, ridge, high], rates, color="black", linewidth=1, label=label)
     axes.set(
-        xscale="log", yscale="log", ylabel="TFLOP/s",
+        xscale="log",
+        yscale="log",
+        ylabel="TFLOP/s",
         xlabel="arithmetic intensity, FLOP per byte of K and V",
         title="roofline: decode (small), other shapes and extend (large)",
-    )  # fmt: skip
+    )
     _add_grid_and_legend(axes)
 
 

@@ -122,11 +122,14 @@ def _work(
         stage.reset_peak()
         seconds = _run(record, model, config, served, prompts)
         return {
-            "tokens_per_s": len(prompts) * served.new / seconds, "seconds": seconds,
-            "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * served.new,
-            "batch": len(prompts), "peak_bytes": stage.peak_bytes(),
+            "tokens_per_s": len(prompts) * served.new / seconds,
+            "seconds": seconds,
+            "prompt_tokens": sum(map(len, prompts)),
+            "new_tokens": len(prompts) * served.new,
+            "batch": len(prompts),
+            "peak_bytes": stage.peak_bytes(),
             "planned_tokens": _plan_tokens(model, contender),
-        }  # fmt: skip
+        }
     finally:
         serving.disable(model)
         model.set_attn_implementation("sdpa")

@@ -141,9 +141,12 @@ def _continue_elsewhere(
         path.write_text(json.dumps([result, chosen, seconds, save and str(save)]))
         script = f"import sys; from {__name__} import _resume; _resume(sys.argv[1])"
         run = subprocess.run(
-            [sys.executable, "-c", script, str(path)], check=False, text=True,
-            capture_output=True, timeout=max(seconds, 1.0) + 60,
-        )  # fmt: skip
+            [sys.executable, "-c", script, str(path)],
+            check=False,
+            text=True,
+            capture_output=True,
+            timeout=max(seconds, 1.0) + 60,
+        )
         if run.returncode == 0:
             return dict(json.loads(path.read_text()))
     result["sections"].append({
@@ -167,7 +170,10 @@ def _describe_gpu(stage: Stage) -> dict[str, object]:
         return {}
     properties = torch.cuda.get_device_properties(stage.device)
     return {
-        "gpu": properties.name, "capability": f"{properties.major}.{properties.minor}",
-        "processors": properties.multi_processor_count, "memory_bytes": properties.total_memory,
-        "cache_bytes": stage.cache_bytes, "cuda": torch.version.cuda or torch.version.hip,
-    }  # fmt: skip
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "cache_bytes": stage.cache_bytes,
+        "cuda": torch.version.cuda or torch.version.hip,
+    }

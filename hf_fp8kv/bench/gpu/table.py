@@ -122,9 +122,12 @@ def _style(title: str) -> dict[str, Any]:
     from rich.box import SIMPLE_HEAD
 
     return {
-        "title": f"\n{title}", "title_justify": "left", "pad_edge": False, "box": SIMPLE_HEAD,
+        "title": f"\n{title}",
+        "title_justify": "left",
+        "pad_edge": False,
+        "box": SIMPLE_HEAD,
         "show_edge": False,
-    }  # fmt: skip
+    }
 
 
 def _failures(result: dict[str, Any]) -> "RenderableType":
@@ -132,8 +135,9 @@ def _failures(result: dict[str, Any]) -> "RenderableType":
 
     lines = [
         f"failed: {row['section']}, {row['case']}, {row['name']}: {row['failed']}"
-        for row in result["rows"] if "failed" in row
-    ]  # fmt: skip
+        for row in result["rows"]
+        if "failed" in row
+    ]
     for section in result["sections"]:
         if section["error"]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")
