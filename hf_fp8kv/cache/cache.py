@@ -101,11 +101,6 @@ class FP8PagedCache(DynamicCache):
                 "offload() and prefetch() of the layers yourself"
             )
         if config is not None:
-            if not isinstance(config, PreTrainedConfig):
-                raise ConfigError(
-                    f"config: expected a model's config or None, got {type(config).__name__}; "
-                    "write FP8PagedCache(model.config)"
-                )
             refuse_config(config)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,

@@ -4,6 +4,8 @@ import functools
 import inspect
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from ..errors import ConfigError
 
 
@@ -49,8 +51,13 @@ def refusal(kind: type[Any]) -> str:
 
 
 def refuse_config(config: Any) -> None:
-    """Raise ConfigError for the config of a model that cannot use the cache."""
+    """Raise ConfigError for what is no config, or that of a model that cannot use the cache."""
     config_class: type = type(config)
+    if not isinstance(config, PreTrainedConfig):
+        raise ConfigError(
+            f"config: expected a model's config or None, got {config_class.__name__}; write "
+            "FP8PagedCache(model.config)"
+        )
     kind = model_class(config_class)
     if kind is not None and (why := refusal(kind)):
         raise ConfigError(
