@@ -8,9 +8,12 @@ from types import ModuleType
 
 import pytest
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 import hf_fp8kv
+from hf_fp8kv.attention.switching import watched_attention
+from tests.helpers.tiny_models import tiny
 
 HEAVY = ("triton", "numba", "matplotlib")
 LATER = ("hf_fp8kv.serving", "transformers.generation.continuous_batching.cache")
@@ -132,3 +135,15 @@ def test_registering_again_changes_nothing(registry):
     after = registry._global_mapping
     assert list(after) == list(before)
     assert all(after[name] is before[name] for name in before)
+
+
+def test_registered_functions_take_the_arguments_of_sdpa_in_its_order():
+    """Code that wraps every registered function passes some of them by position."""
+    expected = ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"]
+    expected += ["is_causal", "position_bias"]
+    model, _ = tiny("gqa")
+    with watched_attention(model, lambda *_: None):
+        ours = {n: f for n, f in AttentionInterface().items() if n.startswith("fp8_paged")}
+    assert set(ours) == {"fp8_paged", "fp8_paged_watched"}
+    for name, function in {**ours, "sdpa": sdpa_attention_forward}.items():
+        assert list(inspect.signature(function).parameters)[:9] == expected, name

@@ -42,16 +42,19 @@ def fp8_paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over stored pages if K and V are `PagedKV`, else by ordinary attention.
+
+    The first parameters are in the order of transformers' own functions: code that wraps all
+    registered functions passes some of them by position.
 
     Args:
         module: the attention module; asked for `is_causal`.
@@ -60,13 +63,13 @@ def fp8_paged_attention(
         value: a `PagedKV`, or `[B, Hkv, N, Dv]`.
         attention_mask: the result of `fp8_paged_mask`, or a custom mask `[B, 1 | Hq, T, N]`, bool
             (True is visible) or additive.
-        scaling: None: `Dk ** -0.5`.
         dropout: of the attention weights; makes K and V dense.
+        scaling: None: `Dk ** -0.5`.
+        is_causal: None: the module's.
+        position_bias: `[1 | B, Hq, T, N]`, added to the logits.
         sliding_window: tokens that a query sees; None: the window of the cache's layer.
         softcap: of the logits.
         s_aux: `[Hq]`, attention sinks.
-        position_bias: `[1 | B, Hq, T, N]`, added to the logits.
-        is_causal: None: the module's.
         kwargs: of a model's own attention code; `cache` is an engine's cache.
 
     Returns:

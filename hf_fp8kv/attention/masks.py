@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+from ..cache.layer import MaskLength
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..ops.visibility import visible
@@ -50,7 +51,7 @@ def fp8_paged_mask(
         for models that add it to their scores themselves.
 
     Raises:
-        ConfigError: `attention_mask` does not cover the cached and the new tokens.
+        ConfigError: `attention_mask` does not cover the tokens in our cache and the new ones.
     """
     if getattr(_engine, "runs", False):
         return None
@@ -87,12 +88,15 @@ def fp8_paged_mask(
         return torch.ones(
             (batch_size, 1, 1, kv_length), dtype=torch.uint8, device=kwargs.get("device", "cpu")
         )
-    if attention_mask.shape[-1] < kv_offset + kv_length:
+    missing = kv_offset + kv_length - attention_mask.shape[-1]
+    if missing > 0 and isinstance(kv_length, MaskLength):
         raise ConfigError(
             f"expected an attention_mask over all {kv_offset + kv_length} tokens (cached and new), "
             f"got one over {attention_mask.shape[-1]}; pass the mask of the whole text, or a cache "
             "that does not hold other tokens"
         )
+    if missing > 0:  # under sdpa, transformers hides what the mask does not cover
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     # Reading the values synchronizes with a GPU: do it once, at the prefill, not at each step.
     look = (present.is_cpu or q_length > 1) and not torch.compiler.is_compiling()

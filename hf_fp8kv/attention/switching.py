@@ -1,5 +1,6 @@
 """Switching: the attention that a model uses, read, set for a while and put back."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ def watched_attention(
     """
     name = f"{NAME}_watched"
 
+    @functools.wraps(fp8_paged_attention)
     def watch(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         index = getattr(module, "layer_idx", None)
         if index is not None:

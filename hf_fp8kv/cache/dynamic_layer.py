@@ -7,7 +7,7 @@ import torch
 
 from .. import ops
 from ..ops import Pages
-from .layer import PagedLayerBase, parse_crop
+from .layer import MaskLength, PagedLayerBase, parse_crop
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
 
@@ -103,7 +103,7 @@ class FP8PagedLayer(PagedLayerBase):
         """Return the columns of the mask, and the position of the first."""
         length = self.get_seq_length()
         start = self.group.visible_from(length)
-        return length + query_length - start, start
+        return MaskLength(length + query_length - start), start
 
     def get_max_length(self) -> int:
         """Return -1, no maximum, or the window of a sliding layer, as transformers' layers do."""

@@ -18,6 +18,10 @@ from .paged_tensor import PagedKV, make_handle
 from .snapshot import LayerSnapshot
 
 
+class MaskLength(int):
+    """The columns of a mask for paged layers: functions that make masks are not given the cache."""
+
+
 class PagedLayerBase(CacheLayerMixin):
     """A layer stored in pages: what `FP8PagedLayer` and `FP8PagedPreallocatedLayer` share.
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
@@ -34,7 +35,8 @@ def model_class(config_class: type) -> type[Any] | None:
     return None
 
 
-@functools.cache
+# torch.compile and torch.export call it instead of tracing it: the answer comes from source code.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def uses_interface(config_class: type) -> bool:
     """Whether models of this config look their attention up in transformers' registry."""
     model = model_class(config_class)

@@ -307,6 +307,23 @@ def test_without_a_cache_of_ours_it_is_ordinary_attention() -> None:
     losses[1].backward()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("columns", [3, 10, 15, 16, 17])
+def test_a_short_mask_beside_a_stock_cache(columns: int) -> None:
+    """Of 13 cached and 3 new tokens; transformers hides what the mask does not cover."""
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    stock, _ = tiny("gqa", attn_implementation="sdpa")
+    mask = torch.ones(2, columns, dtype=torch.long)
+    mask[0, :2] = 0
+    found = []
+    for each in (model, stock):
+        cache = DynamicCache()
+        each(inputs["input_ids"], past_key_values=cache)
+        more = inputs["input_ids"][:, :3]
+        found.append(each(more, attention_mask=mask, past_key_values=cache).logits)
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_custom_4d_mask() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     stock, _ = tiny("gqa", attn_implementation="sdpa")
