@@ -1,4 +1,4 @@
-"""Which stored positions a query sees."""
+"""Visibility: the stored positions that a query sees, and what a window is."""
 
 from typing import TypeVar
 

@@ -46,7 +46,8 @@ def _check_tensor(tensor: object, what: str) -> torch.Tensor:
         raise ScaleError(f"{what}: expected a tensor with data, got {got}")
     if tensor.dtype not in _DTYPES:
         raise ScaleError(
-            f"{what}: expected one of float32, bfloat16, float16, float64, got {tensor.dtype}"
+            f"{what}: expected float32, bfloat16, float16 or float64, got {tensor.dtype}; "
+            "convert it"
         )
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 

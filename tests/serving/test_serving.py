@@ -95,7 +95,7 @@ class TestSameTokens:
         check(model, agree=True, dtype="auto")
 
     @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
-    def test_centerd_keys(self, name: str) -> None:
+    def test_centered_keys(self, name: str) -> None:
         model = make(name)
         check(model, scales=head_scales(model, center=True))
 

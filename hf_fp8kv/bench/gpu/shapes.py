@@ -28,7 +28,7 @@ class Kind:
     static: bool = False  # whether its scales are constants
 
     def bytes_per_number(self, dim: int) -> float:
-        """Bytes that are read for a stored number of K or V, its share of a scale among them."""
+        """Return the bytes read for a stored number of K or V, with its share of a scale."""
         if self.format == AUTO:
             return 2.0
         return 1.0 if self.static else 1.0 + 2.0 / dim
@@ -84,7 +84,7 @@ class Case:
         )
 
     def moved(self, kind: Kind) -> float:
-        """Bytes of K and V that are read."""
+        """Return the bytes of K and V that are read."""
         per_token = 2 * self.heads.kv * self.heads.dim
         return self.read * per_token * kind.bytes_per_number(self.heads.dim)
 

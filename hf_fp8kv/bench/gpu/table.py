@@ -36,7 +36,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
 
 
 def _attention(row: Row) -> str:
-    """Microseconds, and the share of the read bandwidth."""
+    """Return microseconds, and the share of the read bandwidth."""
     share = f" {100 * row['of_read']:.0f}%" if "of_read" in row else ""
     return number(row["us"]) + share
 
