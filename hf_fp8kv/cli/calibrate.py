@@ -129,7 +129,7 @@ def calibrate(
         # With a checkpoint, its copy has the scales in --format, and OUT has them as hf_fp8kv.
         out_format = "hf_fp8kv" if checkpoint else to
         _check_out(folder, out_format, overwrite)
-        _check_checkpoint(checkpoint, to, folder / COPY)
+        _check_checkpoint(checkpoint, to, folder / COPY, overwrite)
         loaded, tokenizer = load_model(model, device, model_dtype)
         with _resumable(folder / STATE) as state:
             from ..calibration import calibrate as run
@@ -138,7 +138,9 @@ def calibrate(
             paths = _save(scales, folder, out_format, overwrite)
             if checkpoint is not None:
                 print_note(f"{folder}: scales written; copying {checkpoint}")
-                paths += scales.save_pretrained(folder / COPY, format=to, checkpoint=checkpoint)
+                paths += scales.save_pretrained(
+                    folder / COPY, format=to, checkpoint=checkpoint, overwrite=overwrite
+                )
             state.unlink(missing_ok=True)
     _print_result(scales, paths, warnings, as_json)
 
@@ -173,9 +175,10 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     check_folder(folder, files, overwrite=overwrite)
 
 
-def _check_checkpoint(checkpoint: str | None, format: str, copy: Path) -> None:
+def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite: bool) -> None:
     """Check that a copy of the checkpoint can be written, as far as possible without the scales."""
     from ..scales import SCALE_FORMATS
+    from ..scales.copy_checkpoint import open_source
 
     if checkpoint is None:
         return
@@ -191,6 +194,7 @@ def _check_checkpoint(checkpoint: str | None, format: str, copy: Path) -> None:
             f"{copy}: expected a new or empty folder, got one with files; a copy of a checkpoint "
             "never replaces anything, choose another --out"
         )
+    open_source(Path(checkpoint), SCALE_FORMATS[format], overwrite=overwrite)
 
 
 @contextlib.contextmanager

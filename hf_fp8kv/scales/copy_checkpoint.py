@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,13 +13,14 @@ from ..errors import ScaleError
 from ..utils.files import PICKLES, read_header, read_json, write_all
 from ..utils.text import format_list, format_value
 from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
-from .checkpoint.config import Declaration, text_config
+from .checkpoint.config import HF_QUANT_CONFIG, Declaration, text_config
 from .checkpoint.folder import LocalFolder
-from .checkpoint.tensor_names import FOREIGN, ZERO_POINT
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
+from .formats.tensor_format import to_json
 from .layer_scales import LayerScales, ScaleData, take_rank
 from .load import read_checkpoint
 from .reduce import reduce_scales
+from .remove_scales import copy_without, find_scales, remove_declaration, remove_from_index
 from .request import Request
 
 Weights = Literal["copy", "link"]
@@ -27,24 +29,25 @@ _WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 
 def copy_checkpoint(
     scales: ScaleData, source: Path, target: Path, format: ScaleFormat, weights: Weights,
-    tp_size: int,
+    tp_size: int, *, overwrite: bool = False,
 ) -> tuple[list[Path], list[str]]:  # fmt: skip
     """Make `target` a copy of `source` with the scales; on any error it is not there at all.
 
-    The paths that differ from the source are returned, and what was lost, for people.
+    With `overwrite` the copy is without the scales that the source has. The paths that differ from
+    the source are returned, and what was lost, for people.
     """
     _check_folders(source, target, weights)
-    config = read_json(source / "config.json", unique=False)
-    checkpoint = Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
-    _check_files(source, checkpoint.files)
+    checkpoint = open_source(source, format, overwrite=overwrite)
     _check_scales(scales, checkpoint, format)
     reduced, losses = reduce_scales(scales, format, tp_size)
     new_files = format.checkpoint_files(reduced, checkpoint, tp_size)
+    if checkpoint.left_out:
+        new_files = {"config.json": to_json(checkpoint.config), **new_files}
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir()
-        _transfer_files(source, staging, new_files, weights)
+        changed = _transfer_files(source, staging, new_files, weights, checkpoint.left_out)
         write_all({staging / name: content for name, content in new_files.items()})
         for rank in range(tp_size):
             written = take_rank(reduced.layers, rank, tp_size)
@@ -59,7 +62,27 @@ def copy_checkpoint(
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return [target / name for name in new_files], losses
+    return [target / name for name in (*changed, *new_files)], losses
+
+
+def open_source(source: Path, format: ScaleFormat, *, overwrite: bool) -> Checkpoint:
+    """Return a checkpoint to copy, without its scales; ScaleError for some without `overwrite`."""
+    config = read_json(source / "config.json", unique=False)
+    checkpoint = Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
+    _check_files(source, checkpoint.files)
+    present = find_scales(checkpoint)
+    if present and not overwrite:
+        raise ScaleError(
+            f"{source}: expected a checkpoint without KV scales, got {format_list(present)}; use "
+            "the one that it was made from, or pass overwrite=True (--overwrite) to replace them "
+            "in the copy"
+        )
+    if not present:
+        return checkpoint
+    second = source / HF_QUANT_CONFIG
+    second_config = read_json(second, unique=False) if second.is_file() else None
+    config = remove_declaration(str(source), config, second_config, format)
+    return replace(checkpoint, config=config, left_out=frozenset(present))
 
 
 def _check_folders(source: Path, target: Path, weights: str) -> None:
@@ -90,20 +113,13 @@ def _check_files(source: Path, files: Mapping[str, str]) -> None:
 
 
 def _check_scales(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat) -> None:
-    """Raise ScaleError if the scales are of another model, or the checkpoint has some already."""
+    """Raise ScaleError if the scales are of another model, or not for its servers."""
     config, text = checkpoint.config, text_config(checkpoint.config)
     types = [config.get("model_type"), text.get("model_type")]
     if scales.model_type is not None and scales.model_type not in types and any(types):
         raise ScaleError(
             f"{checkpoint.origin}: expected a {scales.model_type!r} model, which the scales are "
             f"of, got {types[0]!r}; use the checkpoint that they were made for"
-        )
-    patterns = [*(known.pattern for known in TENSOR_NAMES), *(p for p, _ in FOREIGN), ZERO_POINT]
-    present = [name for name in checkpoint.files if any(p.fullmatch(name) for p in patterns)]
-    if present:
-        raise ScaleError(
-            f"{checkpoint.origin}: expected a checkpoint without KV scales, got "
-            f"{format_list(present)}; use the one that it was made from"
         )
     if format.for_servers and text.get("kv_lora_rank"):
         raise ScaleError(
@@ -113,9 +129,15 @@ def _check_scales(scales: ScaleData, checkpoint: Checkpoint, format: ScaleFormat
 
 
 def _transfer_files(
-    source: Path, staging: Path, new_files: Collection[str], weights: Weights
-) -> None:
-    """Link or copy everything but hidden files, older scales and what is written anew."""
+    source: Path, staging: Path, new_files: Collection[str], weights: Weights,
+    removed: Collection[str],
+) -> list[str]:  # fmt: skip
+    """Link or copy everything but hidden files, older scales and what is written anew.
+
+    Files with tensors that are `removed` are copied without them, and not at all without others;
+    the names of the copies that differ are returned.
+    """
+    changed = []
     left_out = {*new_files, *(n for f in SCALE_FORMATS.values() for n in f.own_files)}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
@@ -126,13 +148,22 @@ def _transfer_files(
             relative = Path(FIRST_FILE)
         place = staging / relative
         place.parent.mkdir(parents=True, exist_ok=True)
-        if weights == "link" and path.suffix.lower() in _WEIGHTS:
+        names = read_header(path)[0] if removed and path.suffix == ".safetensors" else ()
+        if removed and path.name.endswith(".safetensors.index.json"):
+            remove_from_index(path, place, removed)
+            changed.append(str(relative))
+        elif not set(names).isdisjoint(removed):
+            if not set(names) <= set(removed):
+                copy_without(path, place, removed)
+                changed.append(str(relative))
+        elif weights == "link" and path.suffix.lower() in _WEIGHTS:
             # The Hub's cache holds symbolic links: the file itself is what stays.
             os.link(path.resolve(), place)
         else:
             shutil.copy2(path, place)
             with place.open("rb") as file:
                 os.fsync(file.fileno())
+    return changed
 
 
 def _check_copy(

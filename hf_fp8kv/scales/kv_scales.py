@@ -170,7 +170,8 @@ class KVScales(ScaleData):
             checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
                 a copy of it with the scales. Its weights stay the same to the byte.
             weights: "link": the weights of the copy are hard links, on the same disk.
-            overwrite: replaces the scales that are there; never the files of a checkpoint.
+            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy;
+                never the files of a checkpoint.
             tp_size: for "vllm-json": for how many ranks; each gets the largest scale of its heads.
 
         Raises:
@@ -179,7 +180,7 @@ class KVScales(ScaleData):
         scale_format, target = _find_format(format, tp_size), Path(folder)
         if checkpoint is not None:
             paths, losses = copy_checkpoint(
-                self, Path(checkpoint), target, scale_format, weights, tp_size
+                self, Path(checkpoint), target, scale_format, weights, tp_size, overwrite=overwrite
             )
         else:
             reduced, losses = reduce_scales(self, scale_format, tp_size)

@@ -85,7 +85,7 @@ def _read_folder(folder: Folder, request: Request) -> ScaleData:
 
 def declared_kv_scales(config: object) -> str | None:
     """Describe the static FP8 KV scales that a config, or the dict of one, declares; or None."""
-    declared = _find_declaration(config)
+    declared = find_declaration(config)
     return declared.what if declared.kind == "static" else None
 
 
@@ -94,11 +94,11 @@ def _open_checkpoint(folder: Folder) -> Checkpoint:
     path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     second = None if second_path is None else read_json(second_path, unique=False)
-    declared = _find_declaration(config, second)
+    declared = find_declaration(config, second)
     return Checkpoint(folder, config, declared, TENSOR_NAMES, OWN_FILES)
 
 
-def _find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
+def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
     """Return what a config, and ModelOpt's second config beside it, say of static KV scales."""
     owners = [("", config), *nested_configs("", config)]
     declarations: list[Declaration] = []

@@ -137,6 +137,21 @@ def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
     assert str(copy / "model-kv-scales.safetensors") in out.splitlines()
 
 
+def test_a_copy_of_a_checkpoint_that_has_scales(run, calibration, model, tmp_path):
+    old = tmp_path / "old"
+    random_scales("tensor").save_pretrained(old, format="compressed-tensors", checkpoint=model)
+    options = ("--checkpoint", str(old), "--format", "compressed-tensors")
+    code, out, err = run(*options)
+    assert (code, out, calibration.calls) == (1, "", [])
+    assert "k_scale" in err
+    assert "--overwrite" in err
+    code, _, err = run(*options, "--overwrite")
+    assert code == 0, err
+    own = KVScales.from_pretrained(tmp_path / "out").layers
+    copied = KVScales.from_pretrained(tmp_path / "out" / "checkpoint").layers
+    assert all(torch.equal(own[i].k, copied[i].k) for i in own)
+
+
 def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibration, tmp_path):
     other = random_scales("tensor")
     other.save_pretrained(tmp_path / "out")

@@ -1,6 +1,6 @@
 """Checkpoint: which tensors lie in which files, and what the configs beside them declare."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ class Checkpoint:
     declaration: Declaration
     tensor_names: Sequence[TensorName]
     own_files: Sequence[str]  # those that the formats keep scales in, apart from the weights
+    left_out: Collection[str] = ()  # tensors that are not part of it
 
     @property
     def origin(self) -> str:
@@ -45,6 +46,10 @@ class Checkpoint:
     @cached_property
     def files(self) -> dict[str, str]:
         """The file of each tensor; the order of preference is that of transformers."""
+        files = self._find_files()
+        return {name: file for name, file in files.items() if name not in self.left_out}
+
+    def _find_files(self) -> dict[str, str]:
         if self.indexed_files:
             return self.indexed_files
         shards = self.folder.list_files(".safetensors")

@@ -36,6 +36,9 @@ class ScaleFormat(ABC):
         """Return what a quantization entry of a config declares in a way of this format alone."""
         return []
 
+    def remove_declaration(self, block: dict[str, object]) -> None:  # noqa: B027
+        """Remove from a quantization entry what `declare` would not replace."""
+
     def read_file(self, path: Path, request: Request) -> ScaleData | None:
         """Return the scales of one file; None if it is no file of this format's own."""
         return None

@@ -29,14 +29,20 @@ class CompressedTensors(QuantizationFormat):
         """Parse the outputs of named projections, which were the cache before `kv_cache_scheme`."""
         declarations = []
         for name, group in as_mapping(block.get("config_groups")).items():
-            targets = as_mapping(group).get("targets")
-            targets = list(map(str, targets)) if isinstance(targets, list) else []
-            if any("k_proj" in target or "v_proj" in target for target in targets):
+            if _targets_projections(group):
                 declarations += parse_entry(
                     f"{where}.config_groups.{name}.output_activations (kv_cache)",
                     as_mapping(group).get("output_activations"),
                 )
         return declarations
+
+    def remove_declaration(self, block: dict[str, object]) -> None:
+        groups = block.get("config_groups")
+        for name, group in dict(as_mapping(groups)).items():
+            if isinstance(groups, dict) and isinstance(group, dict) and _targets_projections(group):
+                group.pop("output_activations", None)
+                if not group.get("weights") and not group.get("input_activations"):
+                    del groups[name]
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
         per_head = any(layer.k.ndim for layer in scales.layers.values())
@@ -45,3 +51,10 @@ class CompressedTensors(QuantizationFormat):
         block["kv_cache_scheme"] = {"strategy": "attn_head" if per_head else "tensor", **_SCHEME}
         # vLLM fills in the numbers of heads only beside this entry.
         block.setdefault("config_groups", {})
+
+
+def _targets_projections(group: object) -> bool:
+    """Return whether a config group names the projections of K or V."""
+    targets = as_mapping(group).get("targets")
+    targets = list(map(str, targets)) if isinstance(targets, list) else []
+    return any("k_proj" in target or "v_proj" in target for target in targets)

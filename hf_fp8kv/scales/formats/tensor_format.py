@@ -71,9 +71,11 @@ class TensorFormat(ScaleFormat):
             )
         tensors = self.tensors(scales.layers, _attention_modules(checkpoint, scales.layers))
         index, second = folder.path(INDEX_FILE), folder.path(HF_QUANT_CONFIG)
-        metadata = None if index is None else read_json(index).get("metadata")
+        # Sizes in the metadata are of all tensors: without some they are counted again.
+        whole = index is not None and not checkpoint.left_out
+        metadata = read_json(index).get("metadata") if index is not None and whole else None
         paths = [folder.path(file) for file in set(files.values())]
-        total = sum(_tensor_bytes(path) for path in paths if path is not None)
+        total = sum(_tensor_bytes(path, files) for path in paths if path is not None)
         renamed = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in files.items()}
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
@@ -208,8 +210,9 @@ def _modules_with_weights(files: Iterable[str]) -> list[str]:
     return sorted(modules | experts)
 
 
-def _tensor_bytes(path: Path) -> int:
-    """Return the bytes of a safetensors file after its header."""
+def _tensor_bytes(path: Path, names: Collection[str]) -> int:
+    """Return the bytes of those of the tensors that are in a safetensors file."""
     with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    return path.stat().st_size - 8 - header
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    spans = [header[name]["data_offsets"] for name in header.keys() & names]
+    return sum(stop - start for start, stop in spans)

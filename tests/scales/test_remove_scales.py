@@ -1,0 +1,212 @@
+"""Copies of checkpoints that have KV scales, with others in their place (`overwrite=True`)."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_fp8kv import FP8PagedCache, KVScales
+from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.scales.checkpoint.checkpoint import Checkpoint
+from hf_fp8kv.scales.checkpoint.config import Declaration
+from hf_fp8kv.scales.checkpoint.folder import LocalFolder
+from hf_fp8kv.scales.remove_scales import copy_without
+from tests.helpers.declared import LAYERS, TOO_SMALL, declare, load, save_plain, save_w8a8
+from tests.scales.test_export import PATCHED, content, random_scales
+from tests.scales.test_sources import assert_helpful
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NEW = random_scales("head", seed=5, layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return save_plain(tmp_path_factory.mktemp("checkpoint") / "plain")
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every file, as a reader finds them that does not ask the index."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        if path.name != "kv_scales.safetensors":
+            found = load_file(path)
+            assert not found.keys() & tensors.keys()
+            tensors |= found
+    return tensors
+
+
+def same_scales(left: KVScales, right: KVScales) -> bool:
+    pairs = [(left.layers[i], right.layers[i]) for i in range(LAYERS)]
+    return all(torch.equal(a.k, b.k) and torch.equal(a.v, b.v) for a, b in pairs)
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "hf_fp8kv", "tgi", "vllm-json"])
+@pytest.mark.parametrize("source", ["compressed-tensors", "tgi", "hf_fp8kv"])
+def test_other_scales_take_the_place_of_those_that_are_there(tmp_path, plain, source, target):
+    TOO_SMALL.save_pretrained(tmp_path / "old", format=source, checkpoint=plain)
+    before = content(tmp_path / "old")
+    paths = NEW.save_pretrained(
+        tmp_path / "new", format=target, checkpoint=tmp_path / "old", overwrite=True
+    )
+    assert content(tmp_path / "old") == before
+    assert all(path.is_file() for path in paths)
+    # It is what a copy of the original weights is, but for names of files and the index.
+    NEW.save_pretrained(tmp_path / "direct", format=target, checkpoint=plain)
+    found, wanted = (all_tensors(tmp_path / name) for name in ("new", "direct"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("new", "direct")]
+    assert configs[0] == configs[1]
+    assert same_scales(*(KVScales.from_pretrained(tmp_path / name) for name in ("new", "direct")))
+
+
+@pytest.mark.parametrize("format", [f for f in PATCHED if f not in ("hf_fp8kv", "vllm-json")])
+def test_every_format_replaces_its_own(tmp_path, plain, format):
+    TOO_SMALL.save_pretrained(tmp_path / "old", format=format, checkpoint=plain)
+    arguments: dict[str, Any] = {"format": format, "checkpoint": tmp_path / "old"}
+    with pytest.raises(ScaleError, match="expected a checkpoint without KV scales") as error:
+        NEW.save_pretrained(tmp_path / "new", **arguments)
+    assert_helpful(error)
+    assert "--overwrite" in str(error.value)
+    assert not (tmp_path / "new").exists()
+    NEW.save_pretrained(tmp_path / "new", **arguments, overwrite=True)
+    NEW.save_pretrained(tmp_path / "direct", format=format, checkpoint=plain)
+    assert same_scales(*(KVScales.from_pretrained(tmp_path / name) for name in ("new", "direct")))
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_text())
+    assert index == json.loads((tmp_path / "direct" / "model.safetensors.index.json").read_text())
+
+
+@pytest.mark.parametrize("weights", ["copy", "link"])
+def test_scales_among_the_weights(tmp_path, plain, weights):
+    """As LLM Compressor writes them: in the files of the weights, with the config of before."""
+    old = tmp_path / "old"
+    declare(plain, old)
+    tensors = all_tensors(old)
+    tensors["model.layers.0.self_attn.k_zero_point"] = torch.zeros(1, dtype=torch.int8)
+    for path in (*old.glob("*.safetensors"), old / "model.safetensors.index.json"):
+        path.unlink()
+    names = sorted(tensors)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    half = len(names) // 2
+    files = dict.fromkeys(names[:half], first) | dict.fromkeys(names[half:], second)
+    for file in (first, second):
+        save_file({n: tensors[n] for n in names if files[n] == file}, old / file, {"format": "pt"})
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    (old / "model.safetensors.index.json").write_text(json.dumps(index))
+    for target in ("compressed-tensors", "hf_fp8kv"):
+        new = tmp_path / target
+        NEW.save_pretrained(new, format=target, checkpoint=old, weights=weights, overwrite=True)
+        assert same_scales(KVScales.from_pretrained(new), NEW)
+        left, wanted = all_tensors(new), load_file(plain / "model.safetensors")
+        assert all(torch.equal(left.pop(name), tensor) for name, tensor in wanted.items())
+        assert len(left) == (2 * LAYERS if target == "compressed-tensors" else 0)
+        listed = json.loads((new / "model.safetensors.index.json").read_text())["weight_map"]
+        assert listed.keys() == all_tensors(new).keys()
+        with safe_open(new / first, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
+    old = tmp_path / "old"
+    old.mkdir()
+    outputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    tensors = load_file(plain / "model.safetensors")
+    for layer in range(LAYERS):
+        for side in "kv":
+            name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
+            tensors[name] = torch.tensor([0.25])
+    save_file(tensors, old / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    groups = {
+        "group_0": {"targets": ["Linear"], "weights": weights},
+        "group_1": {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": outputs},
+    }
+    block = {"quant_method": "compressed-tensors", "config_groups": groups}
+    (old / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+    assert KVScales.from_pretrained(old).layers[0].k == 0.25
+    for target in ("compressed-tensors", "hf_fp8kv"):
+        new = tmp_path / target
+        NEW.save_pretrained(new, format=target, checkpoint=old, overwrite=True)
+        assert same_scales(KVScales.from_pretrained(new), NEW)
+        assert not [name for name in all_tensors(new) if "output_scale" in name]
+        kept = json.loads((new / "config.json").read_text())["quantization_config"]
+        assert kept["config_groups"] == {"group_0": groups["group_0"]}
+        assert ("kv_cache_scheme" in kept) == (target == "compressed-tensors")
+
+
+def test_a_declaration_that_would_stay_is_refused(tmp_path, plain):
+    TOO_SMALL.save_pretrained(tmp_path / "old", format="modelopt", checkpoint=plain)
+    before = content(tmp_path)
+    with pytest.raises(ScaleError, match=r"hf_quant_config\.json") as error:
+        NEW.save_pretrained(
+            tmp_path / "new", format="tgi", checkpoint=tmp_path / "old", overwrite=True
+        )
+    assert_helpful(error)
+    assert "choose modelopt" in str(error.value)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("save", [save_plain, save_w8a8], ids=["dense", "w8a8"])
+def test_a_model_with_replaced_scales_loads_and_uses_them(tmp_path, caplog, save):
+    pytest.importorskip("compressed_tensors")
+    declare(save(tmp_path / "plain"), tmp_path / "old")
+    NEW.save_pretrained(
+        tmp_path / "new", format="compressed-tensors", checkpoint=tmp_path / "old", overwrite=True
+    )
+    caplog.set_level(logging.WARNING)
+    model = load(tmp_path / "new")
+    assert "newly initialized" not in caplog.text
+    scale = model.model.layers[1].self_attn.k_scale
+    assert torch.equal(scale.flatten(), NEW.layers[1].k.flatten().to(scale.dtype))
+    cache = FP8PagedCache.from_pretrained(tmp_path / "new")
+    with torch.no_grad():
+        logits = model(torch.arange(3, 20)[None], past_key_values=cache).logits
+        wanted = load(tmp_path / "plain")(torch.arange(3, 20)[None]).logits
+    assert torch.equal(logits, wanted)
+
+
+def test_tensors_keep_their_bytes_and_are_aligned(tmp_path):
+    kinds = (torch.uint8, torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64)
+    tensors = {"empty": torch.zeros(0, 4), "scalar": torch.tensor(0.3)}
+    for number, kind in enumerate(kinds):
+        tensors[f"t{number}"] = torch.arange(1, 7 + 3 * number).reshape(3, -1).to(kind)
+        tensors[f"u{number}"] = torch.arange(4, 7 + number).to(kind)
+    # Narrow numbers first: without some of them the others would not be aligned.
+    header, data = {"__metadata__": {"who": "me"}}, b""
+    for name, tensor in tensors.items():
+        raw = tensor.flatten().view(torch.uint8).numpy().tobytes()
+        dtype = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}[tensor.element_size()]
+        dtype = "F8_E4M3" if tensor.dtype == torch.float8_e4m3fn else dtype
+        offsets = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+        data += raw
+    text = json.dumps(header).encode()
+    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    dropped = {"t1", "u0", "t4", "not there"}
+    copy_without(tmp_path / "a", tmp_path / "b", dropped)
+    found = load_file(tmp_path / "b")
+    assert found.keys() == tensors.keys() - dropped
+    for name, tensor in found.items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor.float(), tensors[name].float())
+    with safe_open(tmp_path / "b", "pt") as file:
+        assert file.metadata() == {"who": "me"}
+    written = (tmp_path / "b").read_bytes()
+    size = int.from_bytes(written[:8], "little")
+    assert size % 8 == 0
+    for name, entry in json.loads(written[8 : 8 + size]).items():
+        if name != "__metadata__" and tensors[name].numel():
+            assert entry["data_offsets"][0] % tensors[name].element_size() == 0
+
+
+def test_a_checkpoint_without_the_tensors_that_are_left_out(plain):
+    whole = Checkpoint(LocalFolder(plain), {}, Declaration(), (), ())
+    part = Checkpoint(LocalFolder(plain), {}, Declaration(), (), (), {"lm_head.weight"})
+    assert whole.files.keys() - part.files.keys() == {"lm_head.weight"}
