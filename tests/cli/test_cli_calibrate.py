@@ -139,7 +139,9 @@ def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
 
 def test_a_copy_of_a_checkpoint_that_has_scales(run, calibration, model, tmp_path):
     old = tmp_path / "old"
-    random_scales("tensor").save_pretrained(old, format="compressed-tensors", checkpoint=model)
+    random_scales("tensor", layers=2).save_pretrained(
+        old, format="compressed-tensors", checkpoint=model
+    )
     options = ("--checkpoint", str(old), "--format", "compressed-tensors")
     code, out, err = run(*options)
     assert (code, out, calibration.calls) == (1, "", [])

@@ -126,7 +126,8 @@ def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
     config = json.loads((plain / "config.json").read_text())
     groups = {
         "group_0": {"targets": ["Linear"], "weights": weights},
-        "group_1": {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": outputs},
+        "group_1": {"targets": ["re:.*k_proj"], "output_activations": outputs},
+        "group_2": {"targets": ["re:.*v_proj"], "weights": weights, "output_activations": outputs},
     }
     block = {"quant_method": "compressed-tensors", "config_groups": groups}
     (old / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
@@ -137,7 +138,8 @@ def test_outputs_of_projections_that_were_the_cache_once(tmp_path, plain):
         assert same_scales(KVScales.from_pretrained(new), NEW)
         assert not [name for name in all_tensors(new) if "output_scale" in name]
         kept = json.loads((new / "config.json").read_text())["quantization_config"]
-        assert kept["config_groups"] == {"group_0": groups["group_0"]}
+        without = {"targets": ["re:.*v_proj"], "weights": weights}
+        assert kept["config_groups"] == {"group_0": groups["group_0"], "group_2": without}
         assert ("kv_cache_scheme" in kept) == (target == "compressed-tensors")
 
 
