@@ -1,7 +1,7 @@
 """A pipeline with an FP8 cache and without a keyword: `enable(model)` and `disable(model)`.
 
     python examples/pipeline.py
-    python examples/pipeline.py --model path/or/hub-id --dtype fp8_e3m4
+    python examples/pipeline.py --model path/or/hub-id --dtype fp8
 
 The prompts differ in length, so the batch is padded on the left. `disable` restores the model: the
 last line prints which cache it uses then.
@@ -25,7 +25,7 @@ PROMPTS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", default="fp8_e4m3", help="storage dtype of K and V")
+    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
     parser.add_argument("--new-tokens", type=int, default=12)
     args = parser.parse_args()
     name = args.model or model_path()

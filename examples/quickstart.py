@@ -1,7 +1,7 @@
 """The two lines that change, and the memory they save.
 
     python examples/quickstart.py
-    python examples/quickstart.py --model path/or/hub-id --dtype fp8_e3m4
+    python examples/quickstart.py --model path/or/hub-id --dtype fp8
 
 One prompt is continued twice, with transformers' own cache and with FP8 pages; then the sizes of
 both caches are printed. The default is the small demo model, which does not need the Hub.
@@ -20,7 +20,7 @@ from hf_fp8kv.utils.demo_model import model_path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
-    parser.add_argument("--dtype", default="fp8_e4m3", help="storage dtype of K and V")
+    parser.add_argument("--dtype", help="storage dtype of K and V; default: fp8_e3m4")
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--new-tokens", type=int, default=24)
     args = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> None:
     usual_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in usual.layers)
     size = paged.memory_footprint()
     print(f"DynamicCache: {tokenizer.decode(before[0, length:])!r}")
-    print(f"{args.dtype}: {tokenizer.decode(after[0, length:])!r}")
+    print(f"FP8PagedCache: {tokenizer.decode(after[0, length:])!r}")
     print(f"tokens held: {size['tokens']}")
     print(f"DynamicCache: {usual_bytes:,} bytes")
     print(f"FP8PagedCache: {size['total']:,} bytes, {size['total'] / usual_bytes:.3f} of it")

@@ -89,7 +89,7 @@ def test_quickstart_counts_both_caches(run):
     assert used == _pages(int(tokens)) * PAGE * STORED
     assert used < total
     assert share == pytest.approx(total / usual, abs=5e-4)
-    assert len(re.findall(r"^(?:DynamicCache|fp8_e4m3): '.+'$", printed, re.MULTILINE)) == 2
+    assert len(re.findall(r"^(?:DynamicCache|FP8PagedCache): '.+'$", printed, re.MULTILINE)) == 2
 
 
 def test_forks_answer_like_caches_of_their_own_and_share_their_pages(run):

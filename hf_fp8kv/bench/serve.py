@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..formats import AUTO, parse_dtype
+from ..formats import AUTO, DEFAULT_DTYPE, parse_dtype
 from ..serving.engines.common import sizes
 from ..utils import demo_model
 from ..utils.environment import describe_run
@@ -37,7 +37,7 @@ def run_serve_suite(
     loads: Sequence[Load] = LOADS,
     page_size: int = 64,
     turns: int = 3,
-    dtype: str = "fp8",
+    dtype: str = DEFAULT_DTYPE,
     batch_tokens: int = 512,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:

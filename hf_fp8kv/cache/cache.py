@@ -45,16 +45,18 @@ class FP8PagedCache(DynamicCache):
 
     Args:
         config: the model's config; None: layers are added as the model asks, all full attention.
-        dtype: what K and V are stored in: "fp8_e4m3" ("fp8", "fp8_e4m3fn"), "fp8_e4m3fnuz",
-            "fp8_e5m2", "fp8_e3m4", or "auto": the model's dtype, as it is.
+        dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
+            "fp8_e4m3fnuz", "fp8_e5m2", or "auto": the model's dtype, as it is. None: "fp8_e3m4"
+            with keys centered (see `center_keys`), or "fp8_e4m3" if `scales` are given.
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
             repository of the Hub: static ones. A number: that constant, in the unit of the stored
             format (`real = stored * scale`).
-        center_keys: store K minus a frozen center per head and channel. None: if `scales` carry
-            centers; True: if they do not, the mean of the first call, per sequence (padding among
-            it); False: never.
+        center_keys: store K minus a frozen center per head and channel. True: the center that
+            `scales` carry, or else one of each sequence's own, from the first call. False: never.
+            None: if `scales` carry centers, and if `dtype` and `scales` are None, K is in
+            "fp8_e3m4" and `prefill` is "exact".
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
             stay, for `torch.compile` and CUDA graphs. None: pages are taken as tokens come.
@@ -80,7 +82,7 @@ class FP8PagedCache(DynamicCache):
         self,
         config: PreTrainedConfig | None = None,
         *,
-        dtype: str | torch.dtype = "fp8_e4m3",
+        dtype: str | torch.dtype | None = None,
         key_dtype: str | torch.dtype | None = None,
         value_dtype: str | torch.dtype | None = None,
         scales: "KVScales | str | os.PathLike[str] | float | None" = None,

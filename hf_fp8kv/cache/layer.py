@@ -111,7 +111,7 @@ class PagedLayerBase(CacheLayerMixin):
         if self._scale_center is not None:
             return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
         if self.options.first_call_centers and self.options.key_format != AUTO:
-            return key.detach().float().mean(2)
+            return _find_center(key.detach()[:, :, -_CENTER_TOKENS:].float())
         return None
 
     def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -260,9 +260,17 @@ class PagedLayerBase(CacheLayerMixin):
 _SETUP = (
     "k_static_scale", "v_static_scale", "_scale_center", "backend", "dtype", "v_dtype", "device",
 )  # fmt: skip
+# Padding is on the left in generation, and a center of few tokens is as good as one of all
+# (docs/accuracy.md): that of the last ones needs no mask, and has no padding in it.
+_CENTER_TOKENS = 16
 _WHOLE_CACHE = (
     "{0} expected the whole cache, got one layer: layers share one block table; call cache.{0}"
 )
+
+
+def _find_center(key: torch.Tensor) -> torch.Tensor:
+    """Return the mean `[B, Hkv, Dk]` of finite `[B, Hkv, n, Dk]`, float32; 0 where there is none."""
+    return key.where(key.isfinite(), torch.nan).nanmean(2).nan_to_num(0.0, 0.0, 0.0)
 
 
 def parse_crop(tokens_to_remove: int) -> int:

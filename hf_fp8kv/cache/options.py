@@ -7,7 +7,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO, FORMATS, parse_dtype
+from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, parse_dtype
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.validation import check_ranks
@@ -23,8 +23,8 @@ class CacheOptions:
         key_format: a key of `FORMATS`, or "auto".
         value_format: the same for V.
         scales: static scales, a constant, or None for dynamic ones.
-        center_keys: None: if the scales carry centers; True: if not, the mean of the first call;
-            False: never.
+        center_keys: None: if the scales carry centers; True: if not, from the first call; False:
+            never.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
@@ -44,17 +44,32 @@ class CacheOptions:
 
     @classmethod
     def parse(
-        cls, *, dtype: object, key_dtype: object, value_dtype: object, **fields: Any
+        cls,
+        *,
+        dtype: object,
+        key_dtype: object,
+        value_dtype: object,
+        scales: KVScales | float | None,
+        center_keys: bool | None,
+        **fields: Any,
     ) -> "CacheOptions":
         """Return the checked options; `fields` are the others, as the user said them.
 
         Raises:
             ConfigError: an argument cannot work. BackendError: the backend cannot run here.
         """
-        both = parse_dtype(dtype)
+        default = DEFAULT_DTYPE if scales is None else STATIC_DTYPE
+        both = default if dtype is None else parse_dtype(dtype)
+        key_format = both if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
+        # prefill="stored" promises that the way a text is cut into calls changes nothing.
+        may_center = dtype is None and scales is None and fields["prefill"] == "exact"
+        if center_keys is None and may_center and key_format == DEFAULT_DTYPE:
+            center_keys = True
         options = cls(
-            key_format=both if key_dtype is None else parse_dtype(key_dtype, "key_dtype"),
+            key_format=key_format,
             value_format=both if value_dtype is None else parse_dtype(value_dtype, "value_dtype"),
+            scales=scales,
+            center_keys=center_keys,
             **fields,
         )
         options._check()

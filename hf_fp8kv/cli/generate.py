@@ -31,7 +31,7 @@ def generate(
         str, typer.Argument(help="The text to continue or answer; - reads it from stdin.")
     ] = "London is the capital of",
     model: Model = None,
-    kv_cache_dtype: CacheDtype = "fp8",
+    kv_cache_dtype: CacheDtype = None,
     key_dtype: KeyDtype = None,
     value_dtype: ValueDtype = None,
     scales: StaticScales = None,
@@ -68,7 +68,7 @@ def generate(
     """Answer a prompt with the default cache and with FP8 pages, side by side."""
     room = parse_memory(memory)
     options: dict[str, Any] = {
-        "dtype": parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
+        "dtype": kv_cache_dtype and parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
         "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
         "scales": parse_scales(scales),

@@ -69,7 +69,7 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="A folder or a Hub id. Default: the demo model.")
     ] = None,
-    kv_cache_dtype: CacheDtype = "fp8",
+    kv_cache_dtype: CacheDtype = None,
     key_dtype: KeyDtype = None,
     value_dtype: ValueDtype = None,
     scales: StaticScales = None,
@@ -109,7 +109,7 @@ def serve(
     """
     options: dict[str, Any] = ctx.obj
     pages = {
-        "dtype": parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
+        "dtype": kv_cache_dtype and parse_dtype(kv_cache_dtype, "--kv-cache-dtype"),
         "key_dtype": key_dtype and parse_dtype(key_dtype, "--key-dtype"),
         "value_dtype": value_dtype and parse_dtype(value_dtype, "--value-dtype"),
         "scales": parse_scales(scales),

@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import ConfigError
-from ..formats import ALIASES, AUTO, FORMATS
+from ..formats import ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
 
 
 def dtypes() -> Iterable[str]:
@@ -83,10 +83,11 @@ Scales = Annotated[
 ]
 _cache_dtypes = complete_from(cache_dtypes)
 CacheDtype = Annotated[
-    str,
+    str | None,
     typer.Option(
         help=f"{', '.join((*FORMATS, AUTO))}; "
-        f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}.",
+        f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}. "
+        f"Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
         autocompletion=_cache_dtypes,
     ),
 ]

@@ -1,5 +1,25 @@
 """Formats: what one stored byte means."""
 
-from .formats import ALIASES, AUTO, DISTINCT, FORMATS, MIN_SCALE, Format, parse_dtype
+from .formats import (
+    ALIASES,
+    AUTO,
+    DEFAULT_DTYPE,
+    DISTINCT,
+    FORMATS,
+    MIN_SCALE,
+    STATIC_DTYPE,
+    Format,
+    parse_dtype,
+)
 
-__all__ = ["ALIASES", "AUTO", "DISTINCT", "FORMATS", "MIN_SCALE", "Format", "parse_dtype"]
+__all__ = [
+    "ALIASES",
+    "AUTO",
+    "DEFAULT_DTYPE",
+    "DISTINCT",
+    "FORMATS",
+    "MIN_SCALE",
+    "STATIC_DTYPE",
+    "Format",
+    "parse_dtype",
+]

@@ -70,6 +70,10 @@ FORMATS: dict[str, Format] = {
 # The first format of each precision: FNUZ has the errors of E4M3.
 DISTINCT = tuple({fmt.mantissa_bits: fmt for fmt in reversed(FORMATS.values())}.values())[::-1]
 
+# What a cache stores in unless it is told: with scales of its own, and with static ones, which
+# checkpoints have for E4M3.
+DEFAULT_DTYPE, STATIC_DTYPE = "fp8_e3m4", "fp8_e4m3"
+
 ALIASES = {"fp8": "fp8_e4m3", "fp8_e4m3fn": "fp8_e4m3"}
 
 

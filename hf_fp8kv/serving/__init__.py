@@ -28,7 +28,7 @@ def enable(
     model: PreTrainedModel,
     *,
     scales: KVScales | str | os.PathLike[str] | float | None = None,
-    dtype: str = "fp8_e4m3",
+    dtype: str | None = None,
     key_dtype: str | None = None,
     value_dtype: str | None = None,
     center_keys: bool | None = None,
@@ -50,7 +50,7 @@ def enable(
             running, and whatever it ran before afterwards.
         scales: as `FP8PagedCache` takes them, of all heads under tensor parallelism. None: one per
             token and head, stored in the page.
-        dtype: as `FP8PagedCache` takes it.
+        dtype: as `FP8PagedCache` takes it. None: "fp8_e3m4", or "fp8_e4m3" if scales are given.
         key_dtype: overrides one side.
         value_dtype: overrides one side.
         center_keys: None: if the scales carry centers; False: never. True asks for scales that do:

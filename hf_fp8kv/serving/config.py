@@ -30,7 +30,7 @@ class ServingConfig:
         cls,
         *,
         scales: KVScales | str | os.PathLike[str] | float | None = None,
-        dtype: object = "fp8_e4m3",
+        dtype: object = None,
         key_dtype: object = None,
         value_dtype: object = None,
         center_keys: bool | None = None,

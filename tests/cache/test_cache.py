@@ -288,12 +288,13 @@ def test_scales_of_k_and_v_are_not_swapped() -> None:
     assert_same(decode(codes[2], codes[0]) * 2.0, tokens(3)[0])
 
 
-def test_dynamic_scales_do_not_depend_on_company() -> None:
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e3m4"])
+def test_dynamic_scales_do_not_depend_on_company(dtype: str) -> None:
     """Batch mates, padding and the way a text is cut must not change a token's bytes."""
     k = torch.randn(2, HEADS, 20, DIM) * torch.logspace(-3, 3, 20)[:, None]
-    whole = FP8PagedCache(config(), page_size=8)
+    whole = FP8PagedCache(config(), page_size=8, dtype=dtype)
     whole.update(k, -k, 0)
-    alone = FP8PagedCache(config(), page_size=8)
+    alone = FP8PagedCache(config(), page_size=8, dtype=dtype)
     for part in k[1:].split(3, dim=2):
         alone.update(part, -part, 0)
     assert_same(whole.layers[0].keys.dense()[1:], alone.layers[0].keys.dense())
@@ -399,7 +400,7 @@ def test_without_a_config_layers_come_as_asked() -> None:
     ("keywords", "message"),
     [
         ({"dtype": "int8"}, "dtype: expected one of"),
-        ({"dtype": None}, "dtype"),
+        ({"dtype": 8}, "dtype"),
         ({"key_dtype": "fp4"}, "key_dtype"),
         ({"value_dtype": torch.int8}, "value_dtype"),
         ({"page_size": 0}, "page_size"),

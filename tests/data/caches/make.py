@@ -38,20 +38,26 @@ def make_scales(*, center: bool) -> KVScales:
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dynamic": ("llama", {}),
-    "dynamic-e3m4-e5m2": ("llama", {"key_dtype": "fp8_e3m4", "value_dtype": "fp8_e5m2"}),
-    "first-call-centers": ("llama", {"center_keys": True}),
+    "dynamic": ("llama", {"dtype": "fp8_e4m3"}),
+    "dynamic-e3m4-e5m2": (
+        "llama",
+        {"dtype": "fp8_e4m3", "key_dtype": "fp8_e3m4", "value_dtype": "fp8_e5m2"},
+    ),
+    "first-call-centers": ("llama", {"dtype": "fp8_e4m3", "center_keys": True}),
     "static-scales": ("llama", {"scales": make_scales(center=False)}),
     "centered": ("llama", {"scales": make_scales(center=True)}),
     "constant-scale": ("llama", {"scales": 0.5}),
     "auto": ("llama", {"dtype": "auto"}),
-    "sliding": ("mistral", {}),
-    "two-groups": ("gemma3", {}),
-    "stock-layers": ("gemma3", {"skip_layers": ["sliding_attention"]}),
-    "preallocated": ("llama", {"max_cache_len": 30}),
-    "preallocated-two-groups": ("gemma3", {"max_cache_len": 30, "center_keys": True}),
-    "without-config": ("", {}),
-    "empty": ("llama", {}),
+    "sliding": ("mistral", {"dtype": "fp8_e4m3"}),
+    "two-groups": ("gemma3", {"dtype": "fp8_e4m3"}),
+    "stock-layers": ("gemma3", {"dtype": "fp8_e4m3", "skip_layers": ["sliding_attention"]}),
+    "preallocated": ("llama", {"dtype": "fp8_e4m3", "max_cache_len": 30}),
+    "preallocated-two-groups": (
+        "gemma3",
+        {"dtype": "fp8_e4m3", "max_cache_len": 30, "center_keys": True},
+    ),
+    "without-config": ("", {"dtype": "fp8_e4m3"}),
+    "empty": ("llama", {"dtype": "fp8_e4m3"}),
 }
 
 
