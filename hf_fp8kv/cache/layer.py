@@ -262,7 +262,7 @@ _SETUP = (
 )  # fmt: skip
 # Padding is on the left in generation, and a center of few tokens is as good as one of all
 # (docs/accuracy.md): that of the last ones needs no mask, and has no padding in it.
-_CENTER_TOKENS = 16
+_CENTER_TOKENS = 32
 _WHOLE_CACHE = (
     "{0} expected the whole cache, got one layer: layers share one block table; call cache.{0}"
 )
