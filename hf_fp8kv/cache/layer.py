@@ -269,7 +269,7 @@ _WHOLE_CACHE = (
 
 
 def _find_center(key: torch.Tensor) -> torch.Tensor:
-    """Return the mean `[B, Hkv, Dk]` of finite `[B, Hkv, n, Dk]`, float32; 0 where there is none."""
+    """Return the mean `[B, Hkv, Dk]` of what is finite in `[B, Hkv, n, Dk]`, float32; else 0."""
     return key.where(key.isfinite(), torch.nan).nanmean(2).nan_to_num(0.0, 0.0, 0.0)
 
 

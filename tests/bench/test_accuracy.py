@@ -164,7 +164,7 @@ def test_other_rows_use_no_calibration(run, fmt, centered):
 def test_k_as_it_is(run):
     options = run.cache("K auto, V fp8_e4m3", DYNAMIC, False).options
     assert (options.key_format, options.value_format) == ("auto", "fp8_e4m3")
-    assert CACHES["K auto, V fp8_e4m3"] == {"key_dtype": "auto"}
+    assert CACHES["K auto, V fp8_e4m3"] == {"dtype": "fp8_e4m3", "key_dtype": "auto"}
 
 
 def test_bytes_per_token(run):

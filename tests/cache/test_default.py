@@ -1,0 +1,242 @@
+"""The default: E3M4, a scale for each token and head, and K minus a center of the first call."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EncoderDecoderCache, PreTrainedModel
+
+from hf_fp8kv import FP8PagedCache, KVScales, disable, enable
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats.codec import decode, encode, search_scale
+from hf_fp8kv.serving.config import ServingConfig
+from tests.helpers.assertions import assert_same
+from tests.helpers.tiny_models import build, causal_config, tiny
+
+pytestmark = pytest.mark.text
+
+E3M4, E4M3 = "fp8_e3m4", "fp8_e4m3"
+HEADS, DIM = 2, 16
+
+
+def new_cache(**keywords: Any) -> FP8PagedCache:
+    return FP8PagedCache(causal_config("llama"), page_size=8, **keywords)
+
+
+def biased(count: int, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    """`[batch, HEADS, count, DIM]`, with a common part that dwarfs the tokens' own."""
+    generator = torch.Generator().manual_seed(seed)
+    bias = 20 * torch.randn(batch, HEADS, 1, DIM, generator=generator)
+    return bias + torch.randn(batch, HEADS, count, DIM, generator=generator)
+
+
+def read(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
+    return cache.layers[layer].keys.dense()[:, :, : cache.host_length()]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "formats", "centered"),
+    [
+        ({}, (E3M4, E3M4), True),
+        ({"max_cache_len": 64}, (E3M4, E3M4), True),
+        ({"key_dtype": E3M4, "value_dtype": "fp8_e5m2"}, (E3M4, "fp8_e5m2"), True),
+        ({"center_keys": False}, (E3M4, E3M4), False),
+        # A text may be cut anywhere, which a center would show.
+        ({"prefill": "stored"}, (E3M4, E3M4), False),
+        ({"prefill": "stored", "center_keys": True}, (E3M4, E3M4), True),
+        ({"key_dtype": "auto"}, ("auto", E3M4), False),
+        ({"key_dtype": E4M3}, (E4M3, E3M4), False),
+        ({"dtype": "fp8"}, (E4M3, E4M3), False),
+        ({"dtype": torch.float8_e4m3fn}, (E4M3, E4M3), False),
+        ({"dtype": E3M4}, (E3M4, E3M4), False),
+        ({"dtype": "fp8", "center_keys": True}, (E4M3, E4M3), True),
+        ({"dtype": "auto"}, ("auto", "auto"), False),
+        # Static scales are made for E4M3.
+        ({"scales": 0.5}, (E4M3, E4M3), False),
+        ({"scales": KVScales.uniform(2)}, (E4M3, E4M3), False),
+        ({"scales": 0.5, "key_dtype": E3M4}, (E3M4, E4M3), False),
+        ({"scales": 0.5, "center_keys": True}, (E4M3, E4M3), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_keywords_choose(
+    keywords: dict[str, Any], formats: tuple[str, str], centered: bool
+) -> None:
+    cache = new_cache(**keywords)
+    cache.update(biased(9), biased(9, seed=1), 0)
+    layer: Any = cache.layers[0]
+    assert (layer.pool.key_format, layer.pool.value_format) == formats
+    assert (layer.k_center is not None) == centered
+
+
+def test_a_checkpoint_keeps_e4m3(tmp_path: Path) -> None:
+    KVScales.uniform(2, k=0.5).save_pretrained(tmp_path, format="vllm-json")
+    cache = FP8PagedCache.from_pretrained(tmp_path, config=causal_config("llama"))
+    assert (cache.options.key_format, cache.options.first_call_centers) == (E4M3, False)
+
+
+@pytest.mark.parametrize("room", [None, 144], ids=["", "preallocated"])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100])
+def test_the_center_is_the_mean_of_the_last_tokens(count: int, room: int | None) -> None:
+    k, v = biased(count), biased(count, seed=1)
+    cache = new_cache(max_cache_len=room)
+    cache.update(k, v, 0)
+    more = biased(3, seed=2)
+    cache.update(more, more, 0)
+    center = k[:, :, -32:].mean(2)
+    layer: Any = cache.layers[0]
+    torch.testing.assert_close(layer.k_center, center, rtol=1e-6, atol=1e-6)
+    # K as the specification stores it, V without a center.
+    fmt, center = FORMATS[E3M4], layer.k_center[:, :, None]
+    both = torch.cat([k, more], 2) - center
+    scale = search_scale(both, fmt).float()[..., None]
+    expected = decode(encode(both * scale.reciprocal(), fmt), fmt) * scale + center
+    torch.testing.assert_close(read(cache), expected, rtol=1e-6, atol=1e-5)
+    values = layer.values.dense()[:, :, : count + 3]
+    assert_same(values[:, :, count:], new_values(more))
+    assert (read(cache)[:, :, :count] - k).abs().max() < 0.2
+
+
+def new_values(v: torch.Tensor) -> torch.Tensor:
+    cache = new_cache(dtype=E3M4)
+    cache.update(v, v, 0)
+    return cache.layers[0].values.dense()
+
+
+@pytest.mark.parametrize("junk", [7.0, 1e30, torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("room", [None, 520], ids=["", "preallocated"])
+def test_padding_on_the_left_has_no_say(junk: float, room: int | None) -> None:
+    """480 of 512 columns are padding in one row, and none in the other."""
+    k = biased(512)
+    padded = k.clone()
+    padded[0, :, :480] = junk
+    caches = []
+    for keys in (k, padded):
+        cache = new_cache(max_cache_len=room)
+        cache.update(keys, keys, 0)
+        caches.append(cache)
+    plain, junky = (read(cache) for cache in caches)
+    assert_same(junky[1], plain[1])
+    assert_same(junky[0, :, 480:], plain[0, :, 480:])
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_spoils_no_center(junk: float) -> None:
+    """In a text shorter than the padding that the center would see."""
+    k = biased(12)
+    k[0, :, :9] = junk
+    k[1, 0, 4, 3] = junk
+    cache = new_cache()
+    cache.update(k, torch.ones_like(k), 0)
+    center: Any = cache.layers[0].k_center
+    torch.testing.assert_close(center[0], k[0, :, 9:].mean(1))
+    assert center.isfinite().all()
+    assert (read(cache)[0, :, 9:] - k[0, :, 9:]).abs().max() < 0.2
+    nothing = new_cache()
+    nothing.update(torch.full_like(k, junk), torch.ones_like(k), 0)
+    assert not nothing.layers[0].k_center.any()
+
+
+@pytest.mark.parametrize("room", [None, 64], ids=["", "preallocated"])
+def test_a_first_chunk_decides_until_the_cache_is_empty(room: int | None) -> None:
+    cache = new_cache(max_cache_len=room)
+    k = biased(30)
+    centers = []
+    for part in k.split((10, 7, 13), dim=2):
+        cache.update(part, part, 0)
+        centers.append(cache.layers[0].k_center.clone())
+    torch.testing.assert_close(centers[0], k[:, :, :10].mean(2))
+    assert_same(centers[1], centers[0])
+    assert_same(centers[2], centers[0])
+    cache.crop(-29)
+    assert_same(cache.layers[0].k_center, centers[0])
+    for empty in (lambda: cache.crop(-1), cache.reset):
+        empty()
+        other = biased(5, seed=3)
+        cache.update(other, other, 0)
+        torch.testing.assert_close(cache.layers[0].k_center, other.mean(2))
+        cache.crop(-4)
+
+
+MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")
+
+
+@pytest.mark.parametrize("room", [None, 32], ids=["", "preallocated"])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None:
+    """Whoever reads the pages adds the center back where it is seen: softcap, sinks, dense K."""
+    dense = "eager" if name in ("sinks", "softcap") else "sdpa"
+    logits = []
+    for attention in ("fp8_paged", dense):
+        model, inputs = tiny(name, attn_implementation=attention)
+        shift_keys(model)
+        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        of_model = []
+        for part in (ids, ids[:, 2:5], ids[:, 4:5]):
+            mask = mask if not of_model else torch.cat([mask, torch.ones_like(part)], 1)
+            of_model.append(model(part, attention_mask=mask, past_key_values=cache).logits)
+        assert all(layer.k_center is not None for layer in cache.paged_layers)
+        # Nothing is looked at in rows that are padding.
+        logits.append(torch.cat([of_model[0][:, -1:], *of_model[1:]], 1))
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def shift_keys(model: PreTrainedModel) -> None:
+    """Give every bias of K's projection something to do, where a model has one."""
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in model.named_parameters():
+        if name.endswith("k_proj.bias"):
+            weight.data.copy_(10 * torch.randn(weight.shape, generator=generator))
+
+
+@torch.no_grad()
+def test_biased_keys_lose_less() -> None:
+    """Of a Qwen2, whose K has a bias: what a center is for, under each attention and padded."""
+    divergence: dict[Any, float] = {}
+    for attention in ("fp8_paged", "sdpa"):
+        model, inputs = tiny("qwen2", attn_implementation=attention)
+        shift_keys(model)
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        caches = {
+            "none": FP8PagedCache(model.config, dtype="auto"),
+            "default": FP8PagedCache(model.config),
+            "plain": FP8PagedCache(model.config, dtype=E3M4),
+        }
+        log_p = {}
+        for kind, cache in caches.items():
+            model(ids, attention_mask=mask[:, : ids.shape[1]], past_key_values=cache)
+            out = model(ids, attention_mask=mask, past_key_values=cache).logits
+            log_p[kind] = out.double().log_softmax(-1)
+        for kind in ("default", "plain"):
+            kl = (log_p["none"].exp() * (log_p["none"] - log_p[kind])).sum(-1)
+            divergence[attention, kind] = kl.mean().item()
+        assert divergence[attention, "default"] < divergence[attention, "plain"] / 2
+    both = divergence["fp8_paged", "default"], divergence["sdpa", "default"]
+    assert both[0] == pytest.approx(both[1], rel=0.01)
+
+
+def test_enable_gives_every_cache_the_default() -> None:
+    model, inputs = tiny("gqa")
+    enable(model)
+    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    cache = model.generate(**inputs, **how).past_key_values
+    assert cache.options.key_format == E3M4
+    assert all(layer.k_center is not None for layer in cache.layers)
+    disable(model)
+    model, inputs = build("seq2seq/bart")
+    enable(model)
+    both = model.generate(**inputs, **how).past_key_values
+    assert isinstance(both, EncoderDecoderCache)
+    for cache in (both.self_attention_cache, both.cross_attention_cache):
+        assert all(layer.k_center is not None for layer in cache.layers)
+
+
+def test_pages_of_many_requests_have_no_center_of_their_own() -> None:
+    options = ServingConfig.parse().options
+    assert (options.key_format, options.value_format) == (E3M4, E3M4)
+    assert not options.first_call_centers
+    assert ServingConfig.parse(scales=0.5).options.key_format == E4M3
