@@ -117,7 +117,8 @@ def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
     assert code == 0
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "200":
-        for part in ("DynamicCache bfloat16", "pages of 64, fp8_e3m4, K centered", "of 9", "fit into 500 MB"):
+        pages = "pages of 64, fp8_e3m4, K centered"
+        for part in ("DynamicCache bfloat16", pages, "of 9", "fit into 500 MB"):
             assert part in out
 
 
