@@ -22,7 +22,7 @@ CPU_MATRIX_ARGS ?=
 
 OLDEST_TRANSFORMERS := 5.17.0
 OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \
-  cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py \
+  cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py modeling/test_exact_states.py \
   serving/test_serving.py serving/test_serving_layouts.py serving/test_serve.py \
   bench/test_bench_capacity.py)
 

@@ -12,7 +12,7 @@ from ..cache.cache import FP8PagedCache
 from ..cache.layer import PagedLayerBase
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, Fp8KVError
-from ..modeling.exact_states import NOTE, rounds_states
+from ..modeling.exact_states import rounding_note
 from ..modeling.model_support import config_field, refusal
 from .switching import eval_mode, watched_attention
 
@@ -126,8 +126,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
         _report(index, layer, interface, paged, model.config)
         for index, layer in enumerate(cache.layers)
     )
-    note = NOTE if rounds_states(model) else ""
-    return ModelReport(name, layers, probed=paged is not None, note=note)
+    return ModelReport(name, layers, probed=paged is not None, note=rounding_note(model))
 
 
 def _report(

@@ -8,6 +8,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
+from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from .fp8_paged import NAME
@@ -45,6 +46,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
             "without enable()"
         )
     cache_keywords = {**tensor_parallel(model), **cache_keywords}
+    warn_of_rounding(model)
     FP8PagedCache(model.config, **cache_keywords)  # raises now if a keyword is invalid
     if _SAVED in vars(model):
         disable(model)

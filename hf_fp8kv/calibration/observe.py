@@ -9,7 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
-from ..modeling.exact_states import exact_states
+from ..modeling.exact_states import exact_states, warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
 from .divergence import last_logit_only
 
@@ -90,6 +90,7 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
             "(tensor parallelism); load it in one process (device_map='auto' spreads its layers), "
             "and use the scales with any number of processes"
         )
+    warn_of_rounding(model)
     # A constant scale, since there is nothing to say of scales that the checkpoint declares.
     layers = FP8PagedCache(model.config, scales=1.0, backend="torch").paged_layers
     if not layers:

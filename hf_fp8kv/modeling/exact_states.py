@@ -29,6 +29,11 @@ NOTE = (
     "before they reach a cache; with an FP8 cache they stay unrounded, since it quantises them "
     "itself"
 )
+_PROJECTIONS_NOTE = (
+    "this checkpoint declares the outputs of {} as its KV cache, and compressed-tensors rounds them "
+    "to 8 bits: caches and calibration get rounded numbers; load the model with quantization_config="
+    "CompressedTensorsConfig(dequantize=True), which keeps them as they are"
+)
 _MARK = "_hf_fp8kv_exact"
 _thread = threading.local()
 
@@ -74,7 +79,26 @@ def exact_states() -> Iterator[None]:
         _thread.exact = before
 
 
-def rounds_states(model: torch.nn.Module) -> bool:
-    """Return whether attention modules of the model round K and V for caches other than ours."""
+def rounding_note(model: torch.nn.Module) -> str:
+    """Return what to know of a model whose K and V are rounded outside of caches; empty for most.
+
+    Checkpoints of before the KV cache had a scheme of its own declare the outputs of projections:
+    these are rounded by the layers themselves, which nothing here can prevent.
+    """
+    projections = {
+        name.rpartition(".")[2]
+        for name, part in model.named_modules()
+        if name.endswith(("k_proj", "v_proj"))
+        and getattr(getattr(part, "quantization_scheme", None), "output_activations", None)
+    }
+    if projections:
+        return _PROJECTIONS_NOTE.format(" and ".join(sorted(projections)))
     wrapper = _wrapper_class()
-    return wrapper is not None and any(isinstance(part, wrapper) for part in model.modules())
+    wrapped = wrapper is not None and any(isinstance(part, wrapper) for part in model.modules())
+    return NOTE if wrapped else ""
+
+
+def warn_of_rounding(model: torch.nn.Module) -> None:
+    """Say once what `rounding_note` says, before the model is used with an FP8 cache."""
+    if note := rounding_note(model):
+        warn_once(logger, note)

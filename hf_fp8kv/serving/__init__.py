@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..modeling.exact_states import warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.kv_scales import KVScales
 from .config import ServingConfig
@@ -95,6 +96,7 @@ def enable(
     cache_class(config).check(model, config)
     if probe:
         check_packing(model, config)
+    warn_of_rounding(model)
     disable(model)
     Enabled.install(model, config)
     return model

@@ -5,9 +5,10 @@ The scales are much too small, so that whatever rounds with them changes K and V
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_fp8kv import KVScales, LayerScales
@@ -69,6 +70,24 @@ def declare(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, attention: str = "sdpa") -> PreTrainedModel:
+def save_projections(checkpoint: Path, folder: Path) -> Path:
+    """Copy a checkpoint as it was before `kv_cache_scheme`: the cache is outputs of projections."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    for layer in range(LAYERS):
+        for side, scale in (("k", 0.002), ("v", 0.0015)):
+            name = f"model.layers.{layer}.self_attn.{side}_proj.output_scale"
+            tensors[name] = torch.tensor([scale])
+    outputs = {**_FP8, "strategy": "tensor", "dynamic": False}
+    group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "output_activations": outputs}
+    block = {**_WEIGHTS, "format": "dense", "config_groups": {"group_0": group}}
+    config = json.loads((checkpoint / "config.json").read_text())
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": block}))
+    return folder
+
+
+def load(folder: Path, attention: str = "sdpa", **more: Any) -> PreTrainedModel:
     """Load a checkpoint as users do."""
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
+    more["attn_implementation"] = attention
+    return AutoModelForCausalLM.from_pretrained(folder, **more).eval()

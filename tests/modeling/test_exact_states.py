@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import CompressedTensorsConfig, DynamicCache, StaticCache
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, calibrate, check_model, serving
 from hf_fp8kv.calibration import measure
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.modeling import exact_states as module
-from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounds_states
-from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_w8a8
+from hf_fp8kv.modeling.exact_states import NOTE, exact_states, rounding_note
+from tests.helpers.declared import TOO_SMALL, declare, load, save_plain, save_projections, save_w8a8
 from tests.helpers.serving_tools import batched, prompts
 
 pytest.importorskip("compressed_tensors")
@@ -73,8 +73,8 @@ def far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("attention", ["fp8_paged", "sdpa", "eager"])
 def test_a_cache_gets_what_the_original_weights_give(folders, attention):
     original, declared = (load(folder, attention) for folder in folders)
-    assert rounds_states(declared)
-    assert not rounds_states(original)
+    assert rounding_note(declared) == NOTE
+    assert not rounding_note(original)
     rounded = run(declared, DynamicCache(config=declared.config))
     assert far_apart(rounded, run(original, DynamicCache(config=original.config)))
     for options in (
@@ -189,6 +189,33 @@ def test_check_model_says_so(pair):
     assert declared.to_dict() == original.to_dict() | {"note": NOTE}
     assert NOTE in str(declared)
     assert NOTE not in str(original)
+
+
+def test_outputs_of_projections_cannot_be_kept_exact_and_it_is_said(
+    dense_folders, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+    folder = save_projections(dense_folders[0], tmp_path / "old")
+    model, original = load(folder), load(dense_folders[0])
+    note = rounding_note(model)
+    assert "k_proj and v_proj" in note
+    assert check_model(model).note == note
+    texts = [row.tolist() for row in IDS[:, :40]]
+    for use in (
+        lambda: hf_fp8kv.enable(model),
+        lambda: serving.enable(model, probe=False),
+        lambda: measure(model, TOO_SMALL, texts, progress=False),
+    ):
+        monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+        caplog.clear()
+        use()
+        assert Counter(caplog.messages)[note] == 1
+    exact = run(original, FP8PagedCache(original.config))
+    assert far_apart(run(model, FP8PagedCache(model.config)), exact)
+    # What the message says to do is right.
+    kept = load(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert rounding_note(kept) == ""
+    assert_same(run(kept, FP8PagedCache(kept.config)), exact)
 
 
 def test_calibrate_and_measure(pair):
