@@ -30,9 +30,9 @@ NOTE = (
     "itself"
 )
 _PROJECTIONS_NOTE = (
-    "this checkpoint declares the outputs of {} as its KV cache, and compressed-tensors rounds them "
-    "to 8 bits: caches and calibration get rounded numbers; load the model with quantization_config="
-    "CompressedTensorsConfig(dequantize=True), which keeps them as they are"
+    "this checkpoint declares the outputs of {} as its KV cache, and compressed-tensors rounds "
+    "them to 8 bits: caches and calibration get rounded numbers; load the model with "
+    "quantization_config=CompressedTensorsConfig(dequantize=True), which keeps them as they are"
 )
 _MARK = "_hf_fp8kv_exact"
 _thread = threading.local()
