@@ -16,7 +16,7 @@ from ..errors import ConfigError, Fp8KVError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
-from ..paging.block_table import PageBudget
+from ..paging.page_allocator import PageBudget
 from ..paging.layer_group import LayerGroup
 from ..scales import KVScales, declared_kv_scales
 from ..scales.kv_scales import resolve
@@ -234,6 +234,8 @@ class FP8PagedCache(DynamicCache):
             raise
         if not torch.compiler.is_compiling():
             self._last_update = (layer_idx, key_states.shape[2])
+            if layer_idx == self._paged.last:
+                self._paged.end_step()
         if getattr(self.config, "_attn_implementation", None) == "flex_attention":
             # Flex attention is an operator of the compiler, which takes no tensor subclasses.
             return densify(keys), densify(values)

@@ -7,6 +7,7 @@ import torch
 
 from .. import ops
 from ..ops import Pages
+from ..paging.passage import Passage
 from .layer import MaskLength, PagedLayerBase, parse_crop
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
@@ -63,14 +64,37 @@ class FP8PagedLayer(PagedLayerBase):
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._prefetch_if_offloaded()
-        self.pool.grow(group.table.allocator.capacity)
         if start == 0:
             self.k_center = self._first_center(key)
+        if group.window is not None and (passage := group.passage(start, stop)):
+            return self._pass_through(passage, key_states, value_states)
+        self.pool.grow(group.table.allocator.capacity)
         pages = self._pages(group.table_on(self.device))
         ops.write(pages, key, value, group.lengths_on(self.device, start), self.backend)
         group.lengths[self.member] = stop
         if start == 0 and self.options.prefill == "exact":
             return key_states, value_states
+        return self._view(pages, group.visible_from(start), stop)
+
+    def _pass_through(
+        self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the last window of the tokens, and return what all of them attend to."""
+        group, start, stop = self.group, passage.start, passage.stop
+        key, value = key_states.detach(), value_states.detach()
+        if start == 0 and self.options.prefill == "exact":
+            self.pool.grow(group.table.allocator.capacity)
+            first = group.table.first * group.page_size
+            pages = self._pages(group.table_on(self.device))
+            written = group.lengths_on(self.device, first)
+            ops.write(pages, key[:, :, first:], value[:, :, first:], written, self.backend)
+            group.lengths[self.member] = stop
+            return key_states, value_states
+        scratch = passage.open(self.pool)
+        pages = self._pages(passage.rows_on(self.device), scratch)
+        ops.write(pages, key, value, group.lengths_on(self.device, start), self.backend)
+        self.pool = group.keep_passed(self.member, passage, scratch)
+        group.lengths[self.member] = stop
         return self._view(pages, group.visible_from(start), stop)
 
     def _view(self, pages: Pages, start: int, stop: int) -> tuple[PagedKV, PagedKV]:

@@ -135,8 +135,9 @@ class PagedLayerBase(CacheLayerMixin):
                 "batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 
-    def _pages(self, table: torch.Tensor) -> Pages:
-        pool = self.pool
+    def _pages(self, table: torch.Tensor, pool: PagePool | None = None) -> Pages:
+        """Return the pages of the layer's pool, or of another, and their block table."""
+        pool = pool or self.pool
         k = StoredSide(
             pool.k, pool.k_token_scales, self.k_static_scale, self.k_center, pool.key_format,
             pool.k_dim,

@@ -19,7 +19,7 @@ from ..errors import ConfigError, ScaleError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers
 from ..modeling.tensor_parallel import check_divides, kv_heads
-from ..paging.block_table import PageBudget
+from ..paging.page_allocator import PageBudget
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from ..scales import KVScales
@@ -47,6 +47,8 @@ class PagedLayers:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
         self.layers: list[PagedLayerBase] = []
+        # The number of the last paged layer in the model.
+        self.last = -1
         pass_exact_states()
 
     # -- making layers -----------------------------------------------------------------------
@@ -71,6 +73,7 @@ class PagedLayers:
         else:
             layer = FP8PagedLayer(index, self.options, group, heads, pool)
         self.layers.append(layer)
+        self.last = index
         return layer
 
     def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
@@ -198,10 +201,23 @@ class PagedLayers:
             return
         lengths = [layer.host_length() for layer in self.layers if layer.index == index]
         start = lengths[0] if lengths else self.host_length() - tokens
+        for group in self.groups.values():
+            members = [
+                layer.member
+                for layer in self.layers
+                if layer.group is group
+                and layer.index < index
+                and layer.host_length() == start + tokens
+            ]
+            group.undo(start, tokens, members)
         for layer in self.layers:
-            if layer.index < index and layer.host_length() == start + tokens:
-                layer.group.crop(tokens, [layer.member])
+            layer.pool = layer.group.pools[layer.member]
         self._free_empty()
+
+    def end_step(self) -> None:
+        """Give back what layers kept in case that a later one refuses the step."""
+        for group in self.groups.values():
+            group.finish_passage()
 
     def reset(self) -> None:
         """Remove all tokens; the addresses of the preallocated form stay."""
@@ -242,6 +258,9 @@ class PagedLayers:
             layer.select_rows(sequences)
         if self.options.is_preallocated:
             self._unshare(length)
+        else:
+            for group in self.groups.values():
+                group.shrink()
 
     def memory_footprint(self) -> Counter[str]:
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""

@@ -14,8 +14,9 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ConfigError
-from ..paging.block_table import BlockTable, PageBudget
+from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
+from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from .options import CacheOptions

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..paging.block_table import PageBudget
+from ..paging.page_allocator import PageBudget
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from .options import CacheOptions

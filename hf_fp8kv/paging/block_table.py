@@ -1,9 +1,8 @@
 """Block table: which page holds which token. Integers only, no bytes.
 
-A `PageAllocator` hands out page numbers and counts who holds each. A `BlockTable` lists, for every
-sequence of a batch, its pages in order; all sequences of a batch hold the same number of tokens
-(padding included), as transformers' caches do. Forks of a table share an allocator. All allocators
-of a cache share a `PageBudget`.
+A `BlockTable` lists, for every sequence of a batch, its pages in order; all sequences of a batch
+hold the same number of tokens (padding included), as transformers' caches do. Forks of a table
+share an allocator.
 
     logical page     0   1   2   3   4          tokens 0 .. S-1 are in logical page 0
     sequence 0       7   3   9   -1  -1         three pages in use (first = 0, count = 3)
@@ -11,146 +10,14 @@ of a cache share a `PageBudget`.
 """
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import OutOfPagesError
+from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 
-NO_PAGE = -1
-# The pool grows by at least this many tokens, and by at least 1/32 of what is held: waste stays
-# under 4 % from 8k tokens on, and each byte is moved about 32 times in its life at most.
-GROWTH_TOKENS = 256
-GROWTH_SHARE = 32
-
-Ints = npt.NDArray[np.int32]
 Copies = tuple[Ints, Ints]
 """Pages to copy, `(sources, destinations)`, before the destinations are written."""
-
-
-class PageBudget:
-    """How many pages all allocators that share it may hold at once.
-
-    Attributes:
-        page_size: slots per page, in tokens.
-        max_pages: the most pages held at once; None: no limit.
-        held: pages held now.
-    """
-
-    def __init__(self, page_size: int, max_pages: int | None = None) -> None:
-        self.page_size = page_size
-        self.max_pages = max_pages
-        self.held = 0
-
-    def require(self, pages: int) -> None:
-        """Raise OutOfPagesError if `pages` more would pass the budget; change nothing."""
-        if self.max_pages is not None and self.held + pages > self.max_pages:
-            raise OutOfPagesError(
-                f"expected at most {self.max_pages} pages of {self.page_size} tokens (max_pages), "
-                f"got a call that needs {pages} more with {self.held} in use; raise max_pages, "
-                "drop a fork, crop or reset the cache",
-                needed=pages,
-                available=self.max_pages - self.held,
-            )
-
-
-class PageAllocator:
-    """The page numbers that exist, and how many places of block tables hold each."""
-
-    def __init__(self, budget: PageBudget) -> None:
-        self.budget = budget
-        self.references: Ints = np.zeros(0, np.int32)
-        self._free: list[int] = []
-        self._orphans: list[Ints] = []
-        self._counting = False
-        # Whether pages are made as needed and no more: for a table that never grows.
-        self.exact = False
-
-    @property
-    def page_size(self) -> int:
-        """Slots per page, in tokens."""
-        return self.budget.page_size
-
-    @property
-    def capacity(self) -> int:
-        """Pages that exist, held or free: a pool must have at least this many."""
-        return len(self.references)
-
-    @property
-    def free(self) -> int:
-        """Pages that exist and are held by nobody."""
-        return len(self._free)
-
-    @property
-    def held(self) -> int:
-        """Pages held by at least one block table."""
-        return self.capacity - self.free
-
-    def take(self, pages: int) -> Ints:
-        """Return `pages` page numbers, each held once; make new ones in steps if needed."""
-        self.budget.require(pages)
-        missing = pages - self.free
-        if missing > 0:
-            step = max(-(-GROWTH_TOKENS // self.page_size), self.capacity // GROWTH_SHARE)
-            if self.exact:
-                step = 0
-            self._extend(missing + step if self.capacity == 0 else max(missing, step))
-        numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
-        self.references[numbers] = 1
-        self.budget.held += pages
-        return numbers
-
-    def reset(self) -> None:
-        """Remove every page; only while none is held."""
-        assert self.held == 0, f"{self.held} pages are held"
-        self.references, self._free = np.zeros(0, np.int32), []
-
-    def _extend(self, pages: int) -> None:
-        if self.budget.max_pages is not None:
-            pages = min(pages, self.budget.max_pages - self.capacity)
-        first = self.capacity
-        self.references = np.concatenate([self.references, np.zeros(pages, np.int32)])
-        # Lowest numbers first: the pages of one sequence stay close together.
-        self._free[:0] = range(first + pages - 1, first - 1, -1)
-
-    def share(self, pages: Ints) -> None:
-        """Count one more holder for each entry of `pages` (NO_PAGE entries are skipped)."""
-        np.add.at(self.references, pages[pages != NO_PAGE], 1)
-
-    def drop(self, pages: Ints) -> None:
-        """Count one holder less for each entry; a page without a holder is free again."""
-        with self.counting():
-            held = pages[pages != NO_PAGE]
-            np.subtract.at(self.references, held, 1)
-            freed = sorted(set(held[self.references[held] == 0].tolist()), reverse=True)
-            self._free.extend(freed)
-            self.budget.held -= len(freed)
-
-    def abandon(self, pages: Ints) -> None:
-        """Drop the pages of a table that is gone: now, or after what is being counted.
-
-        The garbage collector may find a table in the middle of another one's work.
-        """
-        self._orphans.append(pages)
-        if not self._counting:
-            self._drop_orphans()
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Keep tables that go away from changing a count within."""
-        outer, self._counting = self._counting, True
-        try:
-            yield
-        finally:
-            self._counting = outer
-            if not outer:
-                self._drop_orphans()
-
-    def _drop_orphans(self) -> None:
-        while self._orphans:
-            self.drop(self._orphans.pop())
 
 
 class BlockTable:
@@ -199,25 +66,26 @@ class BlockTable:
         new = max(0, self._pages(stop) - self.count) * batch
         return new + len(self._shared(start, stop))
 
-    def reserve(self, start: int, stop: int, batch: int) -> Copies:
+    def reserve(self, start: int, stop: int, batch: int, *, granted: bool = False) -> Copies:
         """Give every token of `start` to `stop - 1` a page that only its sequence holds.
 
-        `start // page_size >= first`; `batch` is fixed by the first call until `clear`. Return the
-        pages whose content must be copied, `(sources, destinations)`.
+        `start // page_size >= first`; `batch` is fixed by the first call until `clear`; `granted`
+        as in `PageAllocator.take`. Return the pages whose content must be copied,
+        `(sources, destinations)`.
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
         with self.allocator.counting():
-            return self._reserve(start, stop, batch)
+            return self._reserve(start, stop, batch, granted)
 
-    def _reserve(self, start: int, stop: int, batch: int) -> Copies:
+    def _reserve(self, start: int, stop: int, batch: int, granted: bool) -> Copies:
         new = max(0, self._pages(stop) - self.count)
         shared = self._shared(start, stop)
         if new == 0 and not shared:
             return _NO_COPIES
-        numbers = self.allocator.take(new * batch + len(shared))
+        numbers = self.allocator.take(new * batch + len(shared), granted=granted)
         if self.batch == 0:
             self.rows = np.full((batch, 0), NO_PAGE, np.int32)
         self._widen(self.count + new)
@@ -243,6 +111,30 @@ class BlockTable:
         first = min(token // self.page_size, self.count)
         numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
         return int((self.allocator.references[numbers] == listed).sum())
+
+    def skip(self, token: int) -> None:
+        """Leave out the pages that would hold only tokens before `token`, in a table without pages.
+
+        `reserve` then goes on from there: `start` of its first call is in page `first`.
+        """
+        assert self.first == self.count, f"pages {self.first} to {self.count} are in use"
+        self.first = self.count = token // self.page_size
+
+    def compact(self) -> Ints | None:
+        """Renumber the pages from 0; return the old number of each.
+
+        None: another table holds pages, which knows them by their numbers; nothing was changed.
+        """
+        allocator = self.allocator
+        with allocator.counting():
+            used = self.used()
+            if int(allocator.references.sum()) != used.size:
+                return None
+            pages, places = np.unique(used, return_inverse=True)
+            used[:] = places.reshape(used.shape)
+            allocator.renumber(pages)
+            self.version += 1
+            return pages
 
     def release(self, token: int) -> None:
         """Drop the pages that hold only tokens before `token`."""
@@ -279,7 +171,9 @@ class BlockTable:
             OutOfPagesError: the budget would be passed.
         """
         table = cls(PageAllocator(budget))
+        table.allocator.exact = True
         pages = table.allocator.take(int(rows.max(initial=-1)) + 1)
+        table.allocator.exact = False
         table.rows = np.concatenate([np.full((len(rows), first), NO_PAGE, np.int32), rows], axis=1)
         table.first, table.count = first, first + rows.shape[1]
         # `take` counted each page once, the rows may list it more often.

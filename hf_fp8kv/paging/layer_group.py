@@ -9,8 +9,10 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..ops.visibility import first_visible
-from .block_table import NO_PAGE, BlockTable, Copies, PageAllocator, PageBudget
+from .block_table import BlockTable, Copies
+from .page_allocator import NO_PAGE, PageAllocator, PageBudget
 from .page_pool import PagePool, zeros
+from .passage import Passage
 
 # A step needs two tensors of lengths on each device, for before and after it, and one plan for
 # each number of KV heads.
@@ -39,6 +41,11 @@ class LayerGroup:
         self.pools: list[PagePool] = []
         self.lengths: list[int] = []
         self.record_past = False
+        if window is not None:
+            self.table.allocator.exact = True
+            # Pages per sequence that a window is in, the next token among it, wherever it begins.
+            self._window_pages = (window + self.page_size - 2) // self.page_size + 1
+        self._passage: Passage | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
         self._prepared: tuple[int, int, int] | None = None
         self._device_tables: dict[torch.device, torch.Tensor] = {}
@@ -81,17 +88,133 @@ class LayerGroup:
             return
         others = [group for ref in self.siblings if (group := ref()) and group is not self]
         groups = [self, *(group for group in others if group.length == start)]
-        needed = sum(g.table.pages_needed(start, stop, batch) for g in groups)
-        if needed:
-            freed = sum(
-                g.table.count_releasable(g.first_needed(keep_recorded=True)) for g in groups
-            )
-            self.table.allocator.budget.require(needed - freed)
         for group in groups:
-            group.release_passed(keep_recorded=True)
+            group.end_passage()
+        demands = [group._demand(start, stop, batch) for group in groups]
+        if needed := sum(pages for pages, _ in demands):
+            self.table.allocator.budget.require(needed - sum(freed for _, freed in demands))
         for group in groups:
-            group.copy_pages(group.table.reserve(start, stop, batch))
+            group._make_room(start, stop, batch)
             group._prepared = (start, stop, group.table.version)
+
+    def _passes(self, start: int, stop: int) -> bool:
+        """Return whether a call is longer than the pages that a window is in have room for.
+
+        All of its tokens then go to scratch pages, and the last window of them is kept.
+        """
+        if self.window is None or self.record_past:
+            return False
+        pages = -(-stop // self.page_size) - self.visible_from(start) // self.page_size
+        # Layers that advance apart need pages for the slowest: then everything is kept.
+        return pages > self._window_pages and all(n in (0, start) for n in self.lengths)
+
+    def _demand(self, start: int, stop: int, batch: int) -> tuple[int, int]:
+        """Return how many pages a call takes, and how many it gives back before."""
+        table = self.table
+        if self._passes(start, stop):
+            pages = -(-stop // self.page_size) - self.visible_from(stop) // self.page_size
+            return pages * batch, table.count_releasable(table.count * self.page_size)
+        freed = table.count_releasable(self.first_needed(keep_recorded=True))
+        return table.pages_needed(start, stop, batch), freed
+
+    def _make_room(self, start: int, stop: int, batch: int) -> None:
+        kept = start
+        if not self._passes(start, stop):
+            self.release_passed(keep_recorded=True)
+            self.shrink()
+        else:
+            kept = self.visible_from(stop) // self.page_size * self.page_size
+            if start:
+                self._passage = Passage(start, stop, self.table)
+                self._replace_table(BlockTable(PageAllocator(self.table.allocator.budget)))
+                self.table.allocator.exact = True
+            else:
+                self.table.clear()
+            self.table.skip(kept)
+        self.copy_pages(self.table.reserve(kept, stop, batch, granted=True))
+
+    def _replace_table(self, table: BlockTable) -> None:
+        # Versions go on, since what was made of the old table must not be taken for the new one.
+        table.version = self.table.version + 1
+        self.table = table
+
+    def passage(self, start: int, stop: int) -> Passage | None:
+        """Return how the tokens of a call pass that is longer than the window has room for.
+
+        None: they are all stored. On an empty group the caller may do without the passage.
+        """
+        if self.table.first * self.page_size <= self.visible_from(start):
+            return None
+        passage = self._passage
+        if passage is None or (passage.start, passage.stop) != (start, stop):
+            assert start == 0, f"a passage from {start} to {stop} was not prepared"
+            passage = self._passage = Passage(start, stop)
+        passage.lay_out(self.table, self.visible_from(start))
+        return passage
+
+    def keep_passed(self, member: int, passage: Passage, scratch: PagePool) -> PagePool:
+        """Copy the last window from the scratch pages to the member's pool, and return that.
+
+        It is a new one if the old one holds tokens, which `undo` may want.
+        """
+        pool = self.pools[member]
+        if passage.table is not None:
+            passage.pools[member] = pool
+            pool = self.pools[member] = pool.like(self.table.allocator.capacity)
+        pool.grow(self.table.allocator.capacity)
+        pool.copy(passage.kept, scratch)
+        return pool
+
+    def finish_passage(self) -> None:
+        """Give back what a long call replaced, if every layer has stored its tokens."""
+        passage = self._passage
+        if passage and (not passage.table or all(n in (0, passage.stop) for n in self.lengths)):
+            self._passage = None
+
+    def end_passage(self) -> None:
+        """Do what `finish_passage` does, or take a call back that no layer has stored.
+
+        Raises:
+            ConfigError: some layers have stored it, and others have not.
+        """
+        self.finish_passage()
+        passage = self._passage
+        if passage is None:
+            return
+        if not passage.pools:
+            self._undo_passage(passage)
+        else:
+            raise ConfigError(
+                f"expected every layer to store the tokens {passage.start} to {passage.stop - 1}, "
+                f"got some layers at {passage.stop} and others at {passage.start} tokens, and a "
+                f"window of {self.window} that a call as long moves on; reset the cache"
+            )
+
+    def _undo_passage(self, passage: Passage) -> None:
+        assert passage.table is not None
+        for member, pool in passage.pools.items():
+            self.pools[member], self.lengths[member] = pool, passage.start
+        self._replace_table(passage.table)
+        self._passage = None
+
+    def undo(self, start: int, tokens: int, members: list[int]) -> None:
+        """Take back a step of `tokens` from `start` that `members` have stored."""
+        passage = self._passage
+        if passage is not None and passage.table is not None and passage.start == start:
+            self._undo_passage(passage)
+        else:
+            self.crop(tokens, members)
+
+    def shrink(self) -> None:
+        """Renumber the pages and give bytes back, if few are held and no fork holds any."""
+        if not self.table.allocator.is_sparse:
+            return
+        pages = self.table.compact()
+        if pages is None:
+            return
+        for pool in self.pools:
+            if pool.is_allocated:
+                pool.keep(pages)
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages in every pool, and give each pool room for every page that exists."""
@@ -126,15 +249,18 @@ class LayerGroup:
 
     def crop(self, tokens: int, members: list[int] | None = None) -> None:
         """Remove the last `tokens` tokens, in every layer or in `members`."""
+        self.end_passage()
         for i in range(len(self.lengths)) if members is None else members:
             self.lengths[i] = max(self.lengths[i] - tokens, 0)
         self.table.truncate(self.length)
         if not self.length:
             self.clear()
         self.release_passed()
+        self.shrink()
 
     def select(self, sequences: npt.NDArray[np.int64]) -> None:
         """Make sequence `i` what sequence `sequences[i]` was."""
+        self.end_passage()
         if self.table.batch:
             self.table.select(sequences)
 
@@ -142,10 +268,11 @@ class LayerGroup:
         """Drop all tokens; the batch size is free again."""
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
-        self._prepared = None
+        self._prepared = self._passage = None
 
     def fork(self) -> "LayerGroup":
         """Return a group without layers over the same pages: O(pages), no bytes are copied."""
+        self.end_passage()
         # Whoever writes next must look again at which pages are shared.
         self._prepared = None
         fork = LayerGroup(self.table.allocator.budget, self.window, self.table.fork())

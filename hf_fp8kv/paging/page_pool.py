@@ -4,7 +4,7 @@ import torch
 
 from ..errors import ConfigError
 from ..formats import AUTO
-from .block_table import Copies
+from .block_table import Copies, Ints
 
 
 class PagePool:
@@ -85,11 +85,28 @@ class PagePool:
             setattr(self, name, new)
             del old
 
-    def copy(self, copies: Copies) -> None:
-        """Copy pages, given as `(sources, destinations)`."""
+    def like(self, pages: int) -> "PagePool":
+        """Return a pool of `pages` zeroed pages of the same kind."""
+        pool = PagePool(self.page_size, self.key_format, self.value_format, dynamic=self.dynamic)
+        pool.allocate(*self.empty_tokens(1), pages)
+        return pool
+
+    def copy(self, copies: Copies, source: "PagePool | None" = None) -> None:
+        """Copy pages, given as `(sources, destinations)`, within the pool or from `source`."""
         sources, destinations = (torch.from_numpy(c).to(self.k.device).long() for c in copies)
-        for tensor in self.tensors().values():
-            tensor[destinations] = tensor[sources]
+        origin = (source or self).tensors()
+        for name, tensor in self.tensors().items():
+            tensor[destinations] = origin[name][sources]
+
+    def keep(self, pages: Ints) -> None:
+        """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
+        kept = torch.from_numpy(pages[pages < self.pages]).to(self.k.device).long()
+        # One tensor after the other, as in `grow`.
+        for name, old in self.tensors().items():
+            new = zeros((len(pages), *old.shape[1:]), old.dtype, old.device)
+            new[: len(kept)] = old[kept]
+            setattr(self, name, new)
+            del old
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""

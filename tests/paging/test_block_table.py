@@ -20,8 +20,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
-from hf_fp8kv.paging.block_table import NO_PAGE, BlockTable, PageAllocator, PageBudget
+from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.layer_group import LayerGroup
+from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 
 CPU = torch.device("cpu")
@@ -125,6 +126,20 @@ class ModelTable:
     def clear(self) -> None:
         self.pages, self.first = [], 0
 
+    def passes(self, start: int, stop: int) -> bool:
+        """A call from `start` to `stop` needs more pages than a window is ever in."""
+        if self.window is None or self.record_past:
+            return False
+        most = (self.window + self.page_size - 2) // self.page_size + 1
+        return -(-stop // self.page_size) - self.visible_from(start) // self.page_size > most
+
+    def start_over(self, stop: int, batch: int) -> int:
+        """Only the window of the token at `stop` is left; returns how many pages were taken."""
+        self.first = self.visible_from(stop) // self.page_size
+        numbers = range(self.first, -(-stop // self.page_size))
+        self.pages = [{n: ModelPage() for n in numbers} for _ in range(batch)]
+        return batch * len(numbers)
+
     def take(self, start: int, stop: int, batch: int, others: list["ModelTable"]) -> int:
         """Every position to be written has a page of its own; returns how many were taken."""
         self.pages = self.pages or [{} for _ in range(batch)]
@@ -215,7 +230,6 @@ class Pages(RuleBasedStateMachine):
             groups[name], models[name] = LayerGroup(self.budget, size), ModelTable(page_size, size)
             for fmt in FORMATS_OF_LAYERS[name]:
                 groups[name].add(PagePool(page_size, fmt, fmt, dynamic=True))
-        self.allocators = [group.table.allocator for group in groups.values()]
         self.caches = [Cache(groups, models)]
         self.next_token = 1
 
@@ -227,11 +241,22 @@ class Pages(RuleBasedStateMachine):
         after, taken = {}, 0
         for name, model in cache.models.items():
             new = after[name] = model.copied()
+            if new.passes(cache.length, cache.length + tokens):
+                taken += new.start_over(cache.length + tokens, batch)
+                continue
             if not new.record_past:
                 new.settle(cache.length)
             others = [c.models[name] for c in self.caches if c is not cache]
             taken += new.take(cache.length, cache.length + tokens, batch, [*others, new])
         return after, taken
+
+    def tables(self) -> dict[PageAllocator, list[BlockTable]]:
+        """The tables of each allocator."""
+        tables: dict[PageAllocator, list[BlockTable]] = {}
+        for cache in self.caches:
+            for group in cache.groups.values():
+                tables.setdefault(group.table.allocator, []).append(group.table)
+        return tables
 
     def model_held(self) -> int:
         return len(
@@ -244,12 +269,14 @@ class Pages(RuleBasedStateMachine):
             }
         )
 
-    def held_if_settled(self, cache: Cache) -> int:
-        """Pages held once the pages behind the window of `cache` are given back."""
+    def held_if_settled(self, cache: Cache, tokens: int) -> int:
+        """Pages held once a step of `cache` has given back what it does not need."""
         pages = set()
         for other in self.caches:
             for model in other.models.values():
                 now = model.copied()
+                if other is cache and now.passes(cache.length, cache.length + tokens):
+                    continue
                 if other is cache and not now.record_past:
                     now.settle(cache.length)
                 pages |= {id(p) for row in now.pages for p in row.values()}
@@ -263,7 +290,7 @@ class Pages(RuleBasedStateMachine):
         after, taken = self.predicted(cache, tokens, batch)
         available = None
         if self.budget.max_pages is not None:
-            available = self.budget.max_pages - self.held_if_settled(cache)
+            available = self.budget.max_pages - self.held_if_settled(cache, tokens)
         if available is not None and taken > available:
             self.write_is_refused(cache, start, stop, batch, taken, available)
             return
@@ -271,19 +298,53 @@ class Pages(RuleBasedStateMachine):
         ids = np.arange(self.next_token, self.next_token + count).reshape(batch, tokens)
         self.next_token += count
         for group in cache.groups.values():
-            for member, pool in enumerate(group.pools):
-                group.prepare(start, stop, batch)
-                capacity = group.table.allocator.capacity
-                if not pool.is_allocated:
-                    like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
-                    pool.allocate(*like, capacity)
-                pool.grow(capacity)
-                write(pool, group.table_on(CPU).numpy(), start, ids)
-                group.lengths[member] = stop
+            for member in range(len(group.pools)):
+                self.write_layer(cache, group, member, ids)
+        for group in cache.groups.values():
+            group.finish_passage()
         cache.models = after
         cache.sequences = cache.sequences or [[] for _ in range(batch)]
         for sequence, new in zip(cache.sequences, ids.tolist(), strict=True):
             sequence += new
+
+    def write_layer(self, cache: Cache, group: LayerGroup, member: int, ids: np.ndarray) -> None:
+        """What a layer does."""
+        start, stop = cache.length, cache.length + ids.shape[1]
+        group.prepare(start, stop, len(ids))
+        pool, capacity = group.pools[member], group.table.allocator.capacity
+        if not pool.is_allocated:
+            like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
+            pool.allocate(*like, capacity)
+        passage = group.passage(start, stop)
+        if passage is None:
+            pool.grow(capacity)
+            write(pool, group.table_on(CPU).numpy(), start, ids)
+        else:
+            scratch = passage.open(pool)
+            write(scratch, passage.rows, start, ids)
+            seen = group.visible_from(start)
+            past = np.array(cache.sequences or [[]] * len(ids), np.int64)[:, seen:]
+            both = np.concatenate([past, ids], axis=1)
+            assert_holds(scratch, passage.rows, seen, both)
+            group.keep_passed(member, passage, scratch)
+        group.lengths[member] = stop
+
+    @rule(data=st.data(), tokens=st.integers(1, 20), batch=st.integers(1, 3))
+    def write_in_vain(self, data: st.DataObject, tokens: int, batch: int) -> None:
+        """A layer in the middle of a step refuses it; all of it is taken back."""
+        cache = self.pick(data)
+        batch = len(cache.sequences) or batch
+        if self.budget.max_pages is not None:
+            return
+        layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
+        written = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
+        for group, member in written:
+            self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
+        for group in cache.groups.values():
+            group.undo(cache.length, tokens, [m for g, m in written if g is group])
+        for model in cache.models.values():
+            if not model.passes(cache.length, cache.length + tokens):
+                model.settle(cache.length)
 
     def write_is_refused(
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
@@ -384,9 +445,8 @@ class Pages(RuleBasedStateMachine):
     def tables_and_counts_agree(self) -> None:
         if not hasattr(self, "caches"):
             return
-        for name in FORMATS_OF_LAYERS:
-            first, *others = [cache.groups[name].table for cache in self.caches]
-            first.check(*others)
+        for tables in self.tables().values():
+            tables[0].check(*tables[1:])
         for cache in self.caches:
             for group in cache.groups.values():
                 group.check()
@@ -396,10 +456,10 @@ class Pages(RuleBasedStateMachine):
         if not hasattr(self, "caches"):
             return
         assert self.budget.held == self.model_held()
-        assert self.budget.held == sum(allocator.held for allocator in self.allocators)
+        assert self.budget.held == sum(allocator.held for allocator in self.tables())
         if self.budget.max_pages is not None:
             assert self.budget.held <= self.budget.max_pages
-            assert all(a.capacity <= self.budget.max_pages for a in self.allocators)
+            assert all(a.capacity <= self.budget.max_pages for a in self.tables())
 
     @invariant()
     def every_sequence_of_every_fork_is_what_was_written(self) -> None:
@@ -427,7 +487,7 @@ class Pages(RuleBasedStateMachine):
         self.caches = [self.pick(data)]
         self.clear(data)
         assert self.budget.held == 0
-        for allocator in self.allocators:
+        for allocator in self.tables():
             assert allocator.held == 0
             assert not allocator.references.any()
             assert sorted(allocator._free) == list(range(allocator.capacity))
@@ -697,7 +757,8 @@ def _interrupted(call: Callable[[], object], moment: int, what: Callable[[], Non
 
 def test_a_table_alive_at_the_end_of_the_process_says_nothing():
     code = (
-        "from hf_fp8kv.paging.block_table import BlockTable, PageAllocator, PageBudget\n"
+        "from hf_fp8kv.paging.block_table import BlockTable\n"
+        "from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget\n"
         "table = BlockTable(PageAllocator(PageBudget(4)))\n"
         "table.reserve(0, 9, 2)\n"
         "table.self = table\n"
