@@ -16,8 +16,8 @@ from ..errors import ConfigError, Fp8KVError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
-from ..paging.page_allocator import PageBudget
 from ..paging.layer_group import LayerGroup
+from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
 from ..scales.kv_scales import resolve
 from ..utils.tensors import collect_tensors
@@ -213,8 +213,8 @@ class FP8PagedCache(DynamicCache):
             As `update` of the layer; dense tensors under flex attention.
 
         Raises:
-            ConfigError, ScaleError, OutOfPagesError: as `update` of the layer. What earlier layers
-                stored in this step is removed: the cache is as it was before the step.
+            ConfigError, ScaleError, OutOfPagesError: as `update` of the layer. The cache is as it
+                was before the step.
         """
         if self.open_ended:
             while len(self.layers) <= layer_idx:

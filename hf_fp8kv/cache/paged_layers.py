@@ -19,9 +19,10 @@ from ..errors import ConfigError, ScaleError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers
 from ..modeling.tensor_parallel import check_divides, kv_heads
-from ..paging.page_allocator import PageBudget
 from ..paging.layer_group import LayerGroup
+from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
+from ..paging.preallocated_group import PreallocatedGroup
 from ..scales import KVScales
 from .dynamic_layer import FP8PagedLayer
 from .layer import PagedLayerBase
@@ -61,20 +62,29 @@ class PagedLayers:
         `pool` holds the pages of a fork; None: the layer has its own.
         """
         if window not in self.groups:
-            self.groups[window] = LayerGroup(self.budget, window)
+            self.groups[window] = self._new_group(window)
             self._link_groups()
         group = self.groups[window]
         heads = None
         if self.options.tp_size > 1 and self.config is not None:
             heads = kv_heads(self.config, index)
         layer: PagedLayerBase
-        if self.options.is_preallocated:
+        if isinstance(group, PreallocatedGroup):
             layer = FP8PagedPreallocatedLayer(index, self.options, group, heads, self.config)
         else:
             layer = FP8PagedLayer(index, self.options, group, heads, pool)
         self.layers.append(layer)
         self.last = index
         return layer
+
+    def _new_group(self, window: int | None) -> LayerGroup:
+        if self.options.is_preallocated:
+            return PreallocatedGroup(self.budget, window)
+        return LayerGroup(self.budget, window)
+
+    def _preallocated(self) -> list[PreallocatedGroup]:
+        """Return the groups of the preallocated form; in the dynamic form there are none."""
+        return [group for group in self.groups.values() if isinstance(group, PreallocatedGroup)]
 
     def layers_for(self, skip_layers: Collection[int | str]) -> list[Any]:
         """Return the layers that the config describes: paged ones, and transformers' own.
@@ -110,7 +120,12 @@ class PagedLayers:
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
-        groups = {window: group.fork() for window, group in self.groups.items()}
+        groups = {
+            window: group.fork_at(self.host_length())
+            if isinstance(group, PreallocatedGroup) and group.ring
+            else group.fork()
+            for window, group in self.groups.items()
+        }
         states: list[LayerSnapshot | None] = []
         stock = []
         for layer in layers:
@@ -131,7 +146,7 @@ class PagedLayers:
         copies = self.options.is_preallocated
         shares = not copies and any(group.table.count for group in snapshot.groups)
         for group in snapshot.groups:
-            self.groups[group.window] = group if shares else LayerGroup(self.budget, group.window)
+            self.groups[group.window] = group if shares else self._new_group(group.window)
             self.groups[group.window].record_past = group.record_past
         self._link_groups()
         stock = iter(snapshot.stock_layers)
@@ -180,8 +195,12 @@ class PagedLayers:
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""
-        for group in self.groups.values():
-            group.check_crop(tokens)
+        if not self.options.is_preallocated:
+            for group in self.groups.values():
+                group.check_crop(tokens)
+        elif any(group.ring for group in self._preallocated()):
+            for group in self._preallocated():
+                group.check_crop_from(tokens, self.host_length())
 
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens, and give pages behind the window back."""
@@ -192,8 +211,12 @@ class PagedLayers:
             return
         for layer in self.layers:
             layer.crop(-tokens)
+        length = self.host_length()
+        if not length:
+            for group in self._preallocated():
+                group.lost = 0
         if tokens:
-            self._unshare(self.host_length())
+            self._unshare(length)
 
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
@@ -228,11 +251,10 @@ class PagedLayers:
             return
         for layer in self.layers:
             layer.reset()
-        if any(group.table.is_shared for group in self.groups.values()):
-            # Sequences that came from one beam: each gets pages of its own again.
-            for group in self.groups.values():
-                group.table.truncate(0)
-            self._unshare(0)
+        # Sequences that came from one beam: each gets pages of its own again.
+        for group in self.groups.values():
+            group.clear()
+        self._refresh_layers()
 
     def select(self, sequences: torch.Tensor) -> None:
         """Make sequence `i` what sequence `sequences[i]` was; moves page numbers, not bytes.
@@ -273,14 +295,16 @@ class PagedLayers:
 
     def _unshare(self, length: int) -> None:
         """Give each sequence of the preallocated form pages of its own from `length` on."""
-        assert self.options.max_cache_len is not None
-        batch = self.batch
-        for group in self.groups.values():
-            if batch:
-                group.copy_pages(group.table.reserve(length, self.options.max_cache_len, batch))
+        if self.batch:
+            for group in self._preallocated():
+                group.unshare(length)
+        self._refresh_layers()
+
+    def _refresh_layers(self) -> None:
+        """Bring changes of the block tables to the layers of the preallocated form."""
         for layer in self.layers:
             assert isinstance(layer, FP8PagedPreallocatedLayer)
-            layer.refresh(batch)
+            layer.refresh(self.batch)
 
     def _free_empty(self) -> None:
         """Free the centers of layers without tokens, and the memory of pools without pages."""

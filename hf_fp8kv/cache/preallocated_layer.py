@@ -1,8 +1,8 @@
 """One layer of the preallocated form: fixed addresses for torch.compile and CUDA graphs.
 
-Everything is taken at the first call: all pages of `max_cache_len` tokens, and the whole block
-table. A step then only writes into tensors that exist. What changes which page holds what (reorder,
-crop) happens between steps and in place.
+Everything is taken at the first call: the pages of `max_cache_len` tokens, or of a window, and the
+whole block table. A step then only writes into tensors that exist. What changes which page holds
+what (reorder, crop) happens between steps and in place.
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from .. import ops
 from ..errors import OutOfPagesError
 from ..ops import Pages
-from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import zeros
+from ..paging.preallocated_group import PreallocatedGroup
 from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
 from .paged_tensor import PagedKV
@@ -23,7 +23,9 @@ from .snapshot import LayerSnapshot
 class FP8PagedPreallocatedLayer(PagedLayerBase):
     """A layer with room for `max_cache_len` tokens per sequence, at fixed addresses.
 
-    A sliding layer keeps all of its tokens too; the window is a matter of attention.
+    A sliding layer has room for its window: the block table names the same pages over and over. A
+    call of more tokens than fit beside the window attends to scratch pages, and leaves the last
+    window in the layer's own.
 
     Attributes:
         lengths: `[B]`, int32, tokens stored: a tensor, since a number that changes with each step
@@ -35,6 +37,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     """
 
     is_compileable = True
+    group: PreallocatedGroup
     lengths: torch.Tensor
     table: torch.Tensor
     plan: torch.Tensor | None
@@ -44,14 +47,13 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self,
         index: int,
         options: CacheOptions,
-        group: LayerGroup,
+        group: PreallocatedGroup,
         whole_heads: int | None = None,
         config: Any = None,
     ) -> None:
         super().__init__(index, options, group, whole_heads)
         self.config = config
         assert options.max_cache_len is not None
-        group.table.allocator.exact = True
         self.max_cache_len = options.max_cache_len
         # Whether nothing was written since the start or a reset. It changes once per generate
         # call, at the prefill, which is not compiled.
@@ -66,7 +68,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """
         self._prepare_scales(key_states, value_states)
         batch = key_states.shape[0]
-        self.group.prepare(0, self.max_cache_len, batch)
+        self.group.preallocate(self.max_cache_len, batch)
         self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
         self.table = self.group.table_on(self.device)
         self.lengths = zeros((batch,), torch.int32, self.device)
@@ -117,15 +119,75 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.is_empty = False
             if not torch.compiler.is_compiling():
                 self._max_written = max(self._max_written, key.shape[2])
-        pages = self._pages(self.table)
-        ops.write(pages, key, value, self.lengths, self.backend, self.max_cache_len)
-        self.lengths.add_(key.shape[2])
-        self._fill_plan(key.shape[2])
-        if was_empty and self.options.prefill == "exact":
+        attends_fresh = was_empty and self.options.prefill == "exact"
+        pages = self._store(key, value, is_read=not attends_fresh)
+        if attends_fresh:
             if self._attends_fresh():
                 return key_states, value_states
             return self._pad(key_states), self._pad(value_states)
         return self._view(pages)
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool) -> Pages:
+        """Store new tokens, and return the pages that hold what they see if that `is_read`."""
+        tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
+        first, target, lengths = 0, pages, self.lengths
+        passes = ring > 0 and tokens > self.group.tokens_at_once
+        if passes and is_read:
+            begin = self._first_in_ring(lengths)
+            target = self._make_scratch(pages, begin, tokens)
+        elif passes:
+            # The cache is empty: only the last pages of these tokens will ever be read.
+            first = max((tokens - 1) // pages.page_size - ring + 1, 0) * pages.page_size
+            lengths = lengths + first
+        ops.write(
+            target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
+            self.max_cache_len,
+        )  # fmt: skip
+        self.lengths.add_(tokens)
+        if passes and is_read:
+            end = self._first_in_ring(self.lengths)
+            for own, scratch in zip(_tensors(pages), _tensors(target), strict=True):
+                kept = scratch.unflatten(0, (len(lengths), -1))
+                index = (end - begin)[:, None] + torch.arange(ring, device=end.device)
+                rows = torch.arange(len(lengths), device=end.device)[:, None]
+                own.index_copy_(0, self._ring_pages(end).flatten(), kept[rows, index].flatten(0, 1))
+        self._fill_plan(tokens)
+        return target
+
+    def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the first logical page in the ring after `lengths` tokens: `[B]`, int64."""
+        last = torch.div(lengths.long() - 1, self.pool.page_size, rounding_mode="floor")
+        return (last - self.group.ring + 1).clamp(min=0)
+
+    def _ring_pages(self, first: torch.Tensor) -> torch.Tensor:
+        """Return the pages of the ring from logical page `first` on, `[B, ring]`, int64."""
+        logical = first[:, None] + torch.arange(self.group.ring, device=first.device)
+        # Past the end there is nothing to be written on a GPU, where nothing raises.
+        return self.table.long().gather(1, logical.clamp(max=self.table.shape[1] - 1))
+
+    def _make_scratch(self, pages: Pages, first: torch.Tensor, tokens: int) -> Pages:
+        """Return pages with the content of the ring and room for `tokens` more.
+
+        `first`, `[B]`, is the first logical page of the ring.
+        """
+        ring = self.group.ring
+        batch, room = len(first), ring + -(-tokens // pages.page_size)
+        own = self._ring_pages(first)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            scratch = tensor.new_zeros((batch, room, *tensor.shape[1:]))
+            scratch[:, :ring] = tensor[own]
+            return scratch.flatten(0, 1)
+
+        sides = []
+        for side in (pages.k, pages.v):
+            scales = None if side.token_scales is None else copied(side.token_scales)
+            sides.append(side._replace(codes=copied(side.codes), token_scales=scales))
+        # Other positions have no page here; no query sees them.
+        column = torch.arange(self.table.shape[1], device=first.device) - first[:, None]
+        start = torch.arange(batch, device=first.device)[:, None] * room
+        table = (start + column.clamp(0, room - 1)).int()
+        return Pages(*sides, table)
 
     def _fill_plan(self, tokens: int) -> None:
         if self.fills_plan:
@@ -149,10 +211,17 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         return torch.nn.functional.pad(fresh, (0, 0, 0, padding))
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
-        """Return handles on all positions, stored or not, or None before the first call."""
+        """Return handles on all positions, stored or not, or None before the first call.
+
+        Those of a ring begin with what the next token sees; that waits for the device.
+        """
         if not self.is_initialized:
             return None
-        return self._view(self._pages(self.table))
+        pages = self._pages(self.table)
+        if not self.group.ring:
+            return self._view(pages)
+        first = self.group.visible_from(self.host_length())
+        return self._handles(pages, self.lengths, self.plan, first, self.max_cache_len)
 
     def get_seq_length(self) -> Any:
         """Return the tokens stored: a tensor `[]` once there are any (as StaticLayer), else 0."""
@@ -204,14 +273,24 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self.is_empty = True
         self._max_written = 0
 
+    def activate_past_recording(self) -> None:
+        """Keep all tokens from now on; a ring becomes room for all, at new addresses."""
+        super().activate_past_recording()
+        if self.is_initialized:
+            self.group.unroll(self.host_length())
+            self.refresh(self.batch_size)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, in place.
 
         After `reorder_cache`, crop the whole cache, not one layer: pages of sequences that then
         part ways must be copied for all layers at once.
+
+        Raises what `FP8PagedLayer.crop` does.
         """
         tokens = parse_crop(tokens_to_remove)
         if tokens and self.is_initialized:
+            self.group.check_crop_from(tokens, self.host_length())
             self.lengths.sub_(tokens).clamp_(min=0)
             if not self.is_empty and not self.host_length():
                 self.is_empty = True
@@ -256,14 +335,18 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """Take a copy of what a layer held; each sequence gets pages of its own."""
         if snapshot.pool is None:
             return
-        rows = torch.from_numpy(snapshot.group.table.used()).long()
-        self.lazy_initialization(*snapshot.pool.empty_tokens(len(rows)))
+        stored = snapshot.group.table
+        self.lazy_initialization(*snapshot.pool.empty_tokens(stored.batch))
+        # A ring has no room for more than the last pages.
+        first = max(stored.first, stored.count - (self.group.ring or stored.count))
+        rows = torch.from_numpy(stored.rows[:, first : stored.count]).long()
+        self.group.lost = first * self.pool.page_size
         length = snapshot.length
         self.lengths.fill_(length)
         self._fill_plan(1)
         self.is_empty = isinstance(length, int) and length == 0
         self._max_written = length if isinstance(length, int) else self.max_cache_len
-        pages = self.table[:, : rows.shape[1]].long().reshape(-1)
+        pages = self.table[:, first : stored.count].long().reshape(-1)
         sources = snapshot.pool.tensors()
         for name, tensor in self.pool.tensors().items():
             source = sources[name]
@@ -279,3 +362,9 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
         tables = self.lengths.nbytes if self.is_initialized else 0
         return super().memory_footprint() | {"tables": tables}
+
+
+def _tensors(pages: Pages) -> list[torch.Tensor]:
+    """Return the tensors of pages that a write changes."""
+    sides = (pages.k.codes, pages.v.codes, pages.k.token_scales, pages.v.token_scales)
+    return [tensor for tensor in sides if tensor is not None]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..paging.page_allocator import PageBudget
 from ..paging.layer_group import LayerGroup
+from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
 

@@ -153,6 +153,16 @@ class BlockTable:
         self.allocator.drop(old)
         self.version += 1
 
+    def unroll(self, first: int, count: int) -> None:
+        """Make a table whose column `i % columns` is logical page `i` one of pages `first` on."""
+        old, columns = self.used().ravel().copy(), np.arange(first, count)
+        rows = np.full((self.batch, count), NO_PAGE, np.int32)
+        rows[:, first:] = self.rows[:, columns % max(self.count, 1)]
+        self.rows, self.first, self.count = rows, first, count
+        self.allocator.share(self.used().ravel())
+        self.allocator.drop(old)
+        self.version += 1
+
     def fork(self) -> "BlockTable":
         """Return a table with the same pages, each held once more."""
         fork = BlockTable(self.allocator)

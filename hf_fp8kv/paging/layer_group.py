@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
 from .page_allocator import NO_PAGE, PageAllocator, PageBudget
-from .page_pool import PagePool, zeros
+from .page_pool import PagePool
 from .passage import Passage
 
 # A step needs two tensors of lengths on each device, for before and after it, and one plan for
@@ -52,8 +52,6 @@ class LayerGroup:
         self._device_tables_version = -1
         self._device_lengths: dict[tuple[torch.device, int, int], torch.Tensor] = {}
         self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
-        # The preallocated form's: the buffer, the batch it is for, and the member that fills it.
-        self._shared_plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
 
     def add(self, pool: PagePool) -> int:
         """Add a layer, and return its place in `lengths`."""
@@ -238,12 +236,15 @@ class LayerGroup:
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
-        length = max(self.length - tokens, 0)
-        lost = self.table.first * self.page_size
+        self._check_kept(tokens, self.length, self.table.first * self.page_size)
+
+    def _check_kept(self, tokens: int, stored: int, lost: int) -> None:
+        """Raise ConfigError unless the first of `stored - tokens` that is seen is not `lost`."""
+        length = max(stored - tokens, 0)
         if tokens and length and self.visible_from(length) < lost:
             raise ConfigError(
                 f"crop: expected to go back at most to what the window still holds (token {lost} "
-                f"on), got {tokens} tokens to remove from {self.length} under a window of "
+                f"on), got {tokens} tokens to remove from {stored} under a window of "
                 f"{self.window}; call activate_past_recording() before these tokens are written"
             )
 
@@ -289,9 +290,13 @@ class LayerGroup:
             # A copy: the rows change in place later, and a handle may still read this. Preallocated
             # layers write into it, in inference mode or outside.
             with torch.inference_mode(False), torch.no_grad():
-                rows = torch.from_numpy(self.table.rows[:, : self.table.count].copy())
-                table = self._device_tables[device] = rows.to(device)
+                table = torch.from_numpy(self._logical_rows()).to(device)
+                self._device_tables[device] = table
         return table
+
+    def _logical_rows(self) -> npt.NDArray[np.int32]:
+        """Return a copy of the page of each logical page, `[B, columns]`."""
+        return self.table.rows[:, : self.table.count].copy()
 
     def lengths_on(self, device: torch.device, length: int) -> torch.Tensor:
         """Return `length` for each sequence, `[B]`, int32, on `device`; made once per step."""
@@ -323,28 +328,6 @@ class LayerGroup:
                 ops.make_plan(plan, self.lengths_on(device, stop), 1, 0, start, heads, backend)
             self._plans[key] = plan
         return self._plans[key]
-
-    def shared_plan(
-        self, member: int, lengths: torch.Tensor, heads: int, backend: str
-    ) -> tuple[torch.Tensor | None, bool]:
-        """Return a plan for preallocated layers, and whether `member` fills it.
-
-        It stays at its address.
-
-        None: the backend has no plans. The first member that asks for it fills it at each step. A
-        plan is a partition of all positions, whichever lengths it was made for: one that was not
-        filled again is balanced less well, and as right.
-        """
-        device, batch = lengths.device, len(lengths)
-        rows = ops.plan_rows(backend, device, batch, heads)
-        if rows is None:
-            return None, False
-        plan, planned, leader = self._shared_plans.get((device, heads), (None, 0, member))
-        if plan is None or planned != batch:
-            plan, leader = zeros((rows, 4), torch.int32, device), member
-            ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
-            self._shared_plans[device, heads] = plan, batch, leader
-        return plan, leader == member
 
     def memory_footprint(self) -> dict[str, int]:
         """Return the bytes of the block table and its copies on devices, as `tables`."""

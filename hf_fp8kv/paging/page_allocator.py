@@ -83,7 +83,8 @@ class PageAllocator:
     @property
     def is_sparse(self) -> bool:
         """Whether so few pages are held that it is worth renumbering them."""
-        return 0 < self.held * SHRINK_SHARE <= self.capacity
+        few = 0 < self.held * SHRINK_SHARE <= self.capacity
+        return few and self.free * self.page_size > GROWTH_TOKENS
 
     def take(self, pages: int, *, granted: bool = False) -> Ints:
         """Return `pages` page numbers, each held once; make new ones in steps if needed.

@@ -13,6 +13,8 @@ from hf_fp8kv.cache.paged_tensor import densify
 from tests.data.caches.make import CASES, continue_cache, make_cache
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
+# A window's pages are a ring by now, of which sequences share none: the tokens are the same.
+NOW_OTHER_PAGES = {"preallocated-two-groups"}
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -46,7 +48,8 @@ def assert_same_content(found: FP8PagedCache, expected: FP8PagedCache) -> None:
 def test_a_golden_file_loads_and_goes_on(name: str, tmp_path: Path) -> None:
     golden = FOLDER / f"{name}.safetensors"
     made, cache = make_cache(name), FP8PagedCache.load(golden)
-    assert_same_file(made.save(tmp_path / "made.safetensors"), golden)
+    if name not in NOW_OTHER_PAGES:
+        assert_same_file(made.save(tmp_path / "made.safetensors"), golden)
     assert_same_content(cache, made)
     continue_cache(cache)
     expected = FP8PagedCache.load(FOLDER / f"{name}.continued.safetensors")
