@@ -130,8 +130,6 @@ class FP8PagedCache(DynamicCache):
         self._paged = PagedLayers(options, config, budget)
         self.groups: dict[int | None, LayerGroup] = self._paged.groups
         self.open_ended = config is None
-        # The layer that was written last, and the tokens it was given.
-        self._last_update = (0, 0)
 
     @classmethod
     def from_pretrained(
@@ -227,15 +225,10 @@ class FP8PagedCache(DynamicCache):
                 )
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except Fp8KVError:
-            last, tokens = self._last_update
-            if last < layer_idx and tokens == key_states.shape[-2]:
-                self._paged.undo_step(layer_idx, tokens)
-                self._last_update = (len(self.layers), 0)
+            self._paged.undo_step(layer_idx, key_states.shape[-2])
             raise
         if not torch.compiler.is_compiling():
-            self._last_update = (layer_idx, key_states.shape[2])
-            if layer_idx == self._paged.last:
-                self._paged.end_step()
+            self._paged.end_layer(layer_idx, key_states.shape[2])
         if getattr(self.config, "_attn_implementation", None) == "flex_attention":
             # Flex attention is an operator of the compiler, which takes no tensor subclasses.
             return densify(keys), densify(values)

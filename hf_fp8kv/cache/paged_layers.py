@@ -49,7 +49,9 @@ class PagedLayers:
         self.groups: dict[int | None, LayerGroup] = {}
         self.layers: list[PagedLayerBase] = []
         # The number of the last paged layer in the model.
-        self.last = -1
+        self._last = -1
+        # The layer that was written last, and the tokens it was given.
+        self._written = (0, 0)
         pass_exact_states()
 
     # -- making layers -----------------------------------------------------------------------
@@ -74,7 +76,7 @@ class PagedLayers:
         else:
             layer = FP8PagedLayer(index, self.options, group, heads, pool)
         self.layers.append(layer)
-        self.last = index
+        self._last = index
         return layer
 
     def _new_group(self, window: int | None) -> LayerGroup:
@@ -218,10 +220,21 @@ class PagedLayers:
         if tokens:
             self._unshare(length)
 
+    def end_layer(self, index: int, tokens: int) -> None:
+        """Note that layer `index` has stored `tokens`.
+
+        After the last one give back what others kept in case that the step is refused.
+        """
+        self._written = (index, tokens)
+        if index == self._last:
+            for group in self.groups.values():
+                group.finish_passage()
+
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
-        if self.options.is_preallocated:
+        if self.options.is_preallocated or self._written[0] >= index or self._written[1] != tokens:
             return
+        self._written = (len(self.layers), 0)
         lengths = [layer.host_length() for layer in self.layers if layer.index == index]
         start = lengths[0] if lengths else self.host_length() - tokens
         for group in self.groups.values():
@@ -236,11 +249,6 @@ class PagedLayers:
         for layer in self.layers:
             layer.pool = layer.group.pools[layer.member]
         self._free_empty()
-
-    def end_step(self) -> None:
-        """Give back what layers kept in case that a later one refuses the step."""
-        for group in self.groups.values():
-            group.finish_passage()
 
     def reset(self) -> None:
         """Remove all tokens; the addresses of the preallocated form stay."""

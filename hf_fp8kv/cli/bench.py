@@ -18,6 +18,7 @@ _SUITES = {
     "accuracy": ("hf_fp8kv.bench.accuracy", "run_accuracy_suite"),
     "serve": ("hf_fp8kv.bench.serve", "run_serve_suite"),
     "capacity": ("hf_fp8kv.bench.capacity", "run_capacity_suite"),
+    "memory": ("hf_fp8kv.bench.memory", "run_memory_suite"),
 }
 
 
@@ -27,7 +28,7 @@ def bench(
         typer.Option(
             help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
             "by format, kind of scales and center (minutes). capacity: how many tokens fit. "
-            "serve: the server under load.",
+            "memory: bytes of models with sliding windows. serve: the server under load.",
             autocompletion=complete_from(lambda: _SUITES),
         ),
     ] = "cpu",
