@@ -236,6 +236,7 @@ class LayerGroup:
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
+        self.end_passage()
         self._check_kept(tokens, self.length, self.table.first * self.page_size)
 
     def _check_kept(self, tokens: int, stored: int, lost: int) -> None:
