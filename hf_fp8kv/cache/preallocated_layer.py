@@ -179,15 +179,18 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             scratch[:, :ring] = tensor[own]
             return scratch.flatten(0, 1)
 
-        sides = []
-        for side in (pages.k, pages.v):
-            scales = None if side.token_scales is None else copied(side.token_scales)
-            sides.append(side._replace(codes=copied(side.codes), token_scales=scales))
+        k, v = (
+            side._replace(
+                codes=copied(side.codes),
+                token_scales=None if side.token_scales is None else copied(side.token_scales),
+            )
+            for side in (pages.k, pages.v)
+        )
         # Other positions have no page here; no query sees them.
         column = torch.arange(self.table.shape[1], device=first.device) - first[:, None]
         start = torch.arange(batch, device=first.device)[:, None] * room
         table = (start + column.clamp(0, room - 1)).int()
-        return Pages(*sides, table)
+        return Pages(k, v, table)
 
     def _fill_plan(self, tokens: int) -> None:
         if self.fills_plan:

@@ -4,7 +4,8 @@ import torch
 
 from ..errors import ConfigError
 from ..formats import AUTO
-from .block_table import Copies, Ints
+from .block_table import Copies
+from .page_allocator import Ints
 
 
 class PagePool:
