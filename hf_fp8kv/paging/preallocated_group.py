@@ -37,13 +37,11 @@ class PreallocatedGroup(LayerGroup):
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
-        groups = [group for ref in self.siblings if (group := ref())]
-        rooms = [group._room(tokens) for group in groups]
-        demands = [
-            g.table.pages_needed(0, room, batch) for g, room in zip(groups, rooms, strict=True)
-        ]
-        self.table.allocator.budget.require(sum(demands))
-        for group, room in zip(groups, rooms, strict=True):
+        siblings = [ref() for ref in self.siblings]
+        rooms = [(g, g._room(tokens)) for g in siblings if isinstance(g, PreallocatedGroup)]
+        needed = sum(group.table.pages_needed(0, room, batch) for group, room in rooms)
+        self.table.allocator.budget.require(needed)
+        for group, room in rooms:
             group.copy_pages(group.table.reserve(0, room, batch))
             group.columns = -(-tokens // self.page_size)
             group.ring = group.table.count if group.table.count < group.columns else 0
