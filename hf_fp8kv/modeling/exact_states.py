@@ -31,8 +31,8 @@ NOTE = (
 )
 _PROJECTIONS_NOTE = (
     "this checkpoint declares the outputs of {} as its KV cache, and compressed-tensors rounds "
-    "them to 8 bits: caches and calibration get rounded numbers; load the model with "
-    "quantization_config=CompressedTensorsConfig(dequantize=True), which keeps them as they are"
+    "them to 8 bits: caches and calibration get rounded numbers; load a copy that declares the "
+    "cache itself: hf-fp8kv convert OLD COPY --checkpoint OLD --to compressed-tensors --overwrite"
 )
 _MARK = "_hf_fp8kv_exact"
 _thread = threading.local()
