@@ -63,16 +63,16 @@ class Row:
 def check_targets(
     names: Sequence[str] = tuple(TARGETS),
     *,
-    few: bool = False,
+    variants: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> dict[str, list[Row]]:
     """Return the rows of each target; two processes at a time.
 
-    A process that fails is a row that says so. `few`: only some variants are compiled. `progress`
-    is called with what was compiled, and the share that is done.
+    A process that fails is a row that says so. `variants`: names of those to compile; empty: all.
+    `progress` is called with what was compiled, and the share that is done.
     """
     names = list(dict.fromkeys(names))
-    of_each = len(list_variants(few))
+    of_each = len(list_variants(variants))
     done = 0
     lock = threading.Lock()
 
@@ -83,7 +83,7 @@ def check_targets(
             progress(row, min(1.0, done / (of_each * len(names))))
 
     def check(name: str) -> list[Row]:
-        return list(_check_in_process(name, few, report_progress))
+        return list(_check_in_process(name, variants, report_progress))
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(names, pool.map(check, names), strict=True))
@@ -99,8 +99,10 @@ def make_environment() -> dict[str, str]:
     return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
-def _check_in_process(name: str, few: bool, on_row: Callable[[str], None]) -> Iterator[Row]:
-    command = [sys.executable, "-m", "hf_fp8kv.kernel_check.check", name, *(["few"] if few else [])]
+def _check_in_process(
+    name: str, variants: Sequence[str], on_row: Callable[[str], None]
+) -> Iterator[Row]:
+    command = [sys.executable, "-m", "hf_fp8kv.kernel_check.check", name, *variants]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -211,12 +213,12 @@ def tables(reports: dict[str, list[Row]]) -> "list[RenderableType]":
     return parts
 
 
-def main(name: str, few: bool) -> None:
+def main(name: str, *variants: str) -> None:
     """Write a line of JSON per row: what a process of `check_targets` does."""
-    for row in compile_kernels(name, list_variants(few)):
+    for row in compile_kernels(name, list_variants(variants)):
         sys.stdout.write(json.dumps(asdict(row)) + "\n")
         sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], "few" in sys.argv[2:])
+    main(*sys.argv[1:])

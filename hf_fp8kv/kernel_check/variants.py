@@ -4,6 +4,7 @@ A variant is called as a cache calls it, on small tensors on the CPU; see check.
 """
 
 import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,8 @@ class Variant:
         return sum(w * d for w, d in zip(width, self.dims, strict=True))
 
 
-def list_variants(few: bool = False) -> list[Variant]:
-    """Return what is compiled for every target; `few`: a third of it, some of every kind."""
+def list_variants(names: Collection[str] = ()) -> list[Variant]:
+    """Return what is compiled for every target, or those of `names` only."""
     formats: list[dict[str, Any]] = [{"k": name, "v": name} for name in FORMATS]
     # Those that no hardware knows are read by moving bits everywhere.
     own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
@@ -94,22 +95,8 @@ def list_variants(few: bool = False) -> list[Variant]:
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **gather, extras=(side,)) for gather in gathers for side in "kv"),
     ]
-    return [variant for variant in variants if _is_one_of_few(variant)] if few else variants
+    return [variant for variant in variants if not names or variant.name in names]
 
-
-def _is_one_of_few(variant: Variant) -> bool:
-    plain = Variant("decode", variant.k, variant.k, main=True)
-    return variant == plain or variant.name in _FEW
-
-
-_FEW = {
-    "decode e4m3 static D128", "decode e4m3 D64", "decode e4m3 D256", "decode e4m3 D128 page 16",
-    "decode e4m3 D128 window softcap sinks mask center", "decode e4m3 D128 float32",
-    "extend e4m3 D128 T1024", "extend e4m3 D256 T1024", "extend e4m3 D128 T128",
-    "extend e4m3 D128 T1024 window softcap sinks mask center",
-    "write e4m3 D128", "write e4m3 D128 T128", "write e4m3 static D128 T128 center",
-    "gather e4m3 D128 k", "gather e4m3 D128 v",
-}  # fmt: skip
 
 HEADS, BATCH, LENGTH = 8, 3, 2001
 
