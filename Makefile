@@ -17,7 +17,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-PYTEST_ARGS ?= -n 2
+# Each process begins with one half, so that a fixture of a module is made once.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 CPU_MATRIX_ARGS ?=
 
 OLDEST_TRANSFORMERS := 5.17.0

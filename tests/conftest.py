@@ -3,6 +3,7 @@
 RUN_SLOW=1 also runs the tests marked slow. Tests marked gpu run where torch finds a device.
 """
 
+import gc
 import os
 
 # Read by huggingface_hub and transformers when they are imported, hence before everything else.
@@ -46,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(no_gpu)
         if item.get_closest_marker("slow") and os.environ.get("RUN_SLOW", "0") == "0":
             item.add_marker(not_asked)
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported out of every later garbage collection; transformers asks for many."""
+    gc.collect()
+    gc.freeze()
 
 
 def _devices() -> list[object]:
