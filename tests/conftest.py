@@ -12,6 +12,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read when torch is imported. Threads that wait by spinning make a suite of tiny models up to eight
 # times slower on a machine that is busy with something else.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A pool of processes that compile takes longer to start than what these tests compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import random
 from collections.abc import Iterator

@@ -111,6 +111,7 @@ def test_bytes_meet_their_targets():
         assert row["value"] <= row["target"]
 
 
+@pytest.mark.slow
 def test_memory_of_processes():
     """Two processes that grow: no dense copy of the pages stays anywhere."""
     rows = cpu_memory.measure_processes(2048, (8, 8, 128), "auto")
@@ -120,6 +121,7 @@ def test_memory_of_processes():
     assert grown["FP8PagedCache e4m3"] < 0.65 * stored
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_says_why(monkeypatch):
     monkeypatch.setattr(cpu_memory, "PAGED", {"FP8PagedCache e4m3": {}})
     with pytest.raises(RuntimeError, match="BackendError"):

@@ -203,6 +203,7 @@ def test_no_folder_for_the_cache(monkeypatch):
     assert compiled == [len]
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing(tmp_path):
     """One signature per kernel whatever the formats, dtypes and shapes; found on disk again."""
     script = """
