@@ -2,7 +2,8 @@
 
 Each case is two files: `NAME.safetensors`, a cache after a prompt, and
 `NAME.continued.safetensors`, the same cache after `continue_cache`. They were written at commit
-3a78b0b, before this layout of the package; write them anew only with a new version of the format.
+3a78b0b, before this layout of the package, and those of the default at 5936a2b; write them anew
+only with a new version of the format.
 """
 
 import sys
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dtype": "fp8_e4m3", "max_cache_len": 30, "center_keys": True},
     ),
     "without-config": ("", {"dtype": "fp8_e4m3"}),
+    "default": ("llama", {}),
+    "default-preallocated": ("gemma3", {"max_cache_len": 30}),
     "empty": ("llama", {"dtype": "fp8_e4m3"}),
 }
 
