@@ -68,9 +68,13 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """
         self._prepare_scales(key_states, value_states)
         batch = key_states.shape[0]
-        self.group.preallocate(self.max_cache_len, batch)
-        self.pool.allocate(key_states, value_states, self.group.table.allocator.capacity)
-        self.table = self.group.table_on(self.device)
+        if torch.compiler.is_compiling():
+            self.table, pages = self.group.defer(self.max_cache_len, batch, self.device)
+        else:
+            self.group.preallocate(self.max_cache_len, batch)
+            self.table = self.group.table_on(self.device)
+            pages = self.group.table.allocator.capacity
+        self.pool.allocate(key_states, value_states, pages)
         self.lengths = zeros((batch,), torch.int32, self.device)
         if self._scale_center is not None or self.options.first_call_centers:
             shape = (batch, *self.pool.k.shape[1::2])

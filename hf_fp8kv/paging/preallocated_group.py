@@ -25,11 +25,42 @@ class PreallocatedGroup(LayerGroup):
     """
 
     def __init__(self, budget: PageBudget, window: int | None = None) -> None:
+        self._deferred: tuple[int, int] | None = None
         super().__init__(budget, window, BlockTable(PageAllocator(budget)))
         self.table.allocator.exact = True
         self.columns = self.ring = self.lost = 0
         # The buffer, the batch it is for, and the member that fills it.
         self._shared_plans: dict[tuple[object, ...], tuple[torch.Tensor, int, int]] = {}
+
+    @property
+    def table(self) -> BlockTable:
+        """The block table, after what `defer` put off."""
+        if self._deferred is not None:
+            arguments, self._deferred = self._deferred, None
+            self.preallocate(*arguments)
+        return self._table
+
+    @table.setter
+    def table(self, table: BlockTable) -> None:
+        self._table = table
+
+    @property
+    def page_size(self) -> int:
+        """Slots per page, in tokens."""
+        return self._table.page_size
+
+    def defer(self, tokens: int, batch: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Return the first table on `device`, and its pages, and `preallocate` later.
+
+        For a compiled region: there pages cannot be counted, and nothing but tensors stays.
+        """
+        columns = -(-tokens // self.page_size)
+        count = -(-self._room(tokens) // self.page_size)
+        self.ring = count if count < columns else 0
+        self._deferred = tokens, batch
+        first = torch.arange(0, batch * count, count, dtype=torch.int32, device=device)
+        column = torch.arange(columns, dtype=torch.int32, device=device) % count
+        return first[:, None] + column, batch * count
 
     def preallocate(self, tokens: int, batch: int) -> None:
         """Take the pages of `tokens` per sequence, in this and in every other group of the cache.
