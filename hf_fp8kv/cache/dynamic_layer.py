@@ -8,7 +8,7 @@ import torch
 from .. import ops
 from ..ops import Pages
 from ..paging.passage import Passage
-from .layer import MaskLength, PagedLayerBase, parse_crop
+from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
 
@@ -50,6 +50,8 @@ class FP8PagedLayer(PagedLayerBase):
             ScaleError: static scales that do not fit.
             OutOfPagesError: the budget would be passed. The cache is as it was in each case.
         """
+        if torch.compiler.is_compiling():
+            return _update_uncompiled(self, key_states, value_states)
         self._check_tokens(key_states, value_states)
         key, value = key_states.detach(), value_states.detach()
         group = self.group
@@ -127,7 +129,8 @@ class FP8PagedLayer(PagedLayerBase):
         """Return the columns of the mask, and the position of the first."""
         length = self.get_seq_length()
         start = self.group.visible_from(length)
-        return MaskLength(length + query_length - start), start
+        columns = length + query_length - start
+        return (columns if torch.compiler.is_compiling() else MaskLength(columns)), start
 
     def get_max_length(self) -> int:
         """Return -1, no maximum, or the window of a sliding layer, as transformers' layers do."""
@@ -175,3 +178,14 @@ class FP8PagedLayer(PagedLayerBase):
             vars(self).update(snapshot.setup)
         self.k_center = snapshot.k_center
         self._ready = True
+
+
+@torch.compiler.disable(
+    reason="a growing FP8PagedCache counts its pages in Python; for fullgraph=True preallocate it: "
+    "FP8PagedCache(config, max_cache_len=...)"
+)  # type: ignore[untyped-decorator]
+def _update_uncompiled(
+    layer: FP8PagedLayer, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    refuse_export()
+    return layer.update(key, value)

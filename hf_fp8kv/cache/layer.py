@@ -286,3 +286,13 @@ def parse_crop(tokens_to_remove: int) -> int:
             "crop(-n) removes the last n tokens"
         )
     return -tokens_to_remove
+
+
+def refuse_export() -> None:
+    """Raise ConfigError where torch.export runs Python with tensors that have no content."""
+    if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+        raise ConfigError(
+            "expected torch.export with strict=True and a preallocated cache, which the module "
+            "holds, got another export of FP8PagedCache; export the model without a cache "
+            "(use_cache=False), or compile it with torch.compile"
+        )

@@ -14,7 +14,7 @@ from ..errors import OutOfPagesError
 from ..ops import Pages
 from ..paging.page_pool import zeros
 from ..paging.preallocated_group import PreallocatedGroup
-from .layer import PagedLayerBase, parse_crop
+from .layer import PagedLayerBase, parse_crop, refuse_export
 from .options import CacheOptions
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
@@ -68,12 +68,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """
         self._prepare_scales(key_states, value_states)
         batch = key_states.shape[0]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.options.max_pages is None:
             self.table, pages = self.group.defer(self.max_cache_len, batch, self.device)
         else:
-            self.group.preallocate(self.max_cache_len, batch)
-            self.table = self.group.table_on(self.device)
-            pages = self.group.table.allocator.capacity
+            self.table, pages = _preallocate(self.group, self.max_cache_len, batch, self.device)
         self.pool.allocate(key_states, value_states, pages)
         self.lengths = zeros((batch,), torch.int32, self.device)
         if self._scale_center is not None or self.options.first_call_centers:
@@ -112,6 +110,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             if self.is_initialized and key_states.device != self.device:
                 self.move_to(key_states.device)
             self._prefetch_if_offloaded()
+        refuse_export()
         key, value = key_states.detach(), value_states.detach()
         if not self.is_initialized:
             self.lazy_initialization(key, value)
@@ -375,3 +374,14 @@ def _tensors(pages: Pages) -> list[torch.Tensor]:
     """Return the tensors of pages that a write changes."""
     sides = (pages.k.codes, pages.v.codes, pages.k.token_scales, pages.v.token_scales)
     return [tensor for tensor in sides if tensor is not None]
+
+
+@torch.compiler.disable(
+    reason="a budget (max_pages) is counted in Python; for fullgraph=True leave it out, or make "
+    "the first call, or early_initialization(), outside of compiled code"
+)  # type: ignore[untyped-decorator]
+def _preallocate(
+    group: PreallocatedGroup, tokens: int, batch: int, device: torch.device
+) -> tuple[torch.Tensor, int]:
+    group.preallocate(tokens, batch)
+    return group.table_on(device), group.table.allocator.capacity

@@ -1,0 +1,85 @@
+"""torch.compile and torch.export as the first thing in a process, and what they refuse."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from transformers import DynamicCache
+
+from hf_fp8kv import ConfigError, FP8PagedCache
+from tests.helpers.compile_first import agree, cases, logits
+from tests.helpers.tiny_models import tiny
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
+def test_compile_first(name: str) -> None:
+    command = [sys.executable, "-m", "tests.helpers.compile_first", name]
+    ran = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    model, _ = tiny(name)
+    assert ran.stdout.splitlines() == [*cases(model.config), "export"]
+
+
+@torch.no_grad()
+def test_a_growing_cache_is_compiled_around() -> None:
+    torch._dynamo.reset()
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
+    compiled = torch.compile(model, backend="eager")
+    agree(logits(compiled, caches[0], inputs), logits(model, caches[1], inputs))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [({}, "max_cache_len"), ({"max_cache_len": 40, "max_pages": 99}, "early_initialization")],
+)
+def test_what_cannot_be_one_graph_says_what_to_do(keywords: dict[str, int], message: str) -> None:
+    torch._dynamo.reset()
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(Unsupported, match=message):
+        compiled(**inputs, past_key_values=FP8PagedCache(model.config, **keywords))
+
+
+class Holder(torch.nn.Module):
+    """A module that holds the cache of its model."""
+
+    def __init__(self, model: torch.nn.Module, cache: FP8PagedCache) -> None:
+        super().__init__()
+        self.model, self.cache = model, cache
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, past_key_values=self.cache).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("room", [None, 40])
+def test_export_with_a_cache(room: int | None) -> None:
+    torch._dynamo.reset()
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    cache = FP8PagedCache(model.config, max_cache_len=room)
+    ids = inputs["input_ids"]
+    with pytest.raises(ConfigError, match="strict=True"):
+        torch.export.export(Holder(model, cache), (ids,), strict=False)
+    assert not cache.paged_layers[0].is_initialized
+    with pytest.raises(Exception, match="FP8PagedCache.*not supported"):
+        torch.export.export(model, (ids,), {"past_key_values": cache}, strict=True)
+    if room is None:
+        with pytest.raises(Unsupported, match="max_cache_len"):
+            torch.export.export(Holder(model, cache), (ids,), strict=True)
+        return
+    exported = torch.export.export(Holder(model, cache), (ids,), strict=True)
+    expected = model(ids, past_key_values=DynamicCache()).logits
+    agree([exported.module()(ids)], [expected])
+    assert not cache.paged_layers[0].is_initialized

@@ -1,0 +1,113 @@
+"""A model of which torch.compile or torch.export is the first thing that is done in a process.
+
+    python -m tests.helpers.compile_first gemma3_text
+
+An eager call would load code and fill caches that tracing could then use. The caches of the
+process are emptied between the cases, so that each is as the first.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.modeling.model_support import model_class
+from tests.helpers.tiny_models import tiny
+
+Run = Callable[[Any, Any], list[torch.Tensor]]
+ROOM = 40
+
+
+def cases(config: Any) -> dict[str, Callable[[], Any]]:
+    """Every kind of cache that a compiled model can be given."""
+    return {
+        "no cache": lambda: None,
+        "DynamicCache": lambda: DynamicCache(config=config),
+        "StaticCache": lambda: StaticCache(config, max_cache_len=ROOM),
+        "preallocated": lambda: FP8PagedCache(config, page_size=16, max_cache_len=ROOM),
+        "preallocated, stored": lambda: FP8PagedCache(
+            config, page_size=16, max_cache_len=ROOM, prefill="stored", scales=0.05,
+            center_keys=True,
+        ),
+    }  # fmt: skip
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Empty what an earlier call would have filled."""
+    torch._dynamo.reset()
+    counters.clear()
+    model_class.cache_clear()
+    if "_can_set_attn_implementation_cached_value" in vars(type(model)):
+        del type(model)._can_set_attn_implementation_cached_value
+
+
+def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The prompt, two single tokens, and with a cache of ours three more after a reorder."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    found = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
+    for step in range(2 if cache is not None else 0):
+        mask = torch.cat([mask, mask[:, -1:]], 1)
+        token = ids[:, step + 3 : step + 4]
+        found.append(forward(input_ids=token, attention_mask=mask, past_key_values=cache).logits)
+    return found
+
+
+def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What the cache can do afterwards, outside of compiled code."""
+    assert cache.host_length() == inputs["input_ids"].shape[1] + 2
+    for layer in cache.paged_layers:
+        layer.group.table.check()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.crop(-1)
+    mask = torch.ones(2, cache.host_length() + 1, dtype=torch.long)
+    token = inputs["input_ids"][:, :1]
+    return [
+        model(input_ids=token, attention_mask=mask, past_key_values=each).logits
+        for each in (cache.fork(), cache)
+    ]
+
+
+def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """What the compiler makes of a model may round otherwise."""
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3, msg=lambda m: f"{index}: {m}")
+
+
+@torch.no_grad()
+def main(name: str) -> None:
+    """Compile first in every case, then compare with eager calls; then export."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
+    for case, make in cases(model.config).items():
+        forget(model)
+        # AOTAutograd takes our handles apart; for the others the tracing alone is of interest.
+        backend = "aot_eager" if case.startswith("preallocated") else "eager"
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        caches = [make() for _ in range(2)]
+        got = [logits(compiled, cache, inputs) for cache in caches]
+        assert not counters["graph_break"]
+        if case.startswith("preallocated"):
+            assert counters["stats"]["unique_graphs"] == 2, "a second cache was compiled again"
+        eager = make()
+        expected = logits(model, eager, inputs)
+        agree(got[0], expected)
+        agree(got[1], expected)
+        if case.startswith("preallocated"):
+            agree(after(model, caches[0], inputs), after(model, eager, inputs))
+        print(case, flush=True)
+    forget(model)
+    inputs = {**inputs, "use_cache": False}
+    exported = torch.export.export(model, (), inputs, strict=True)
+    agree([exported.module()(**inputs).logits], [model(**inputs).logits])
+    print("export", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
