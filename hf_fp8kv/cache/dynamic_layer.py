@@ -156,6 +156,34 @@ class FP8PagedLayer(PagedLayerBase):
         self.group.check_crop(tokens)
         self.crop_member(tokens)
 
+    def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store these tokens instead of all that are stored: at most as many, encoded again.
+
+        The first of the stored ones are kept as they are, without encoding them again.
+
+        Raises:
+            ConfigError: more tokens, or of another kind, or a layer with a window.
+            OutOfPagesError: pages that forks hold, too, do not fit the budget a second time.
+        """
+        self._check_tokens(key, value)
+        length, tokens = self.get_seq_length(), key.shape[2]
+        if self.group.window is not None or tokens > length:
+            raise ConfigError(
+                f"expected at most {length} keys and values for a layer without a window, got "
+                f"{tokens} for {self}; leave layers with a window as they are"
+            )
+        stored = self.stored()
+        assert stored is not None
+        if all(
+            torch.equal(old.dense()[:, :, :tokens], new)
+            for old, new in zip(stored, (key, value), strict=True)
+        ):
+            self.crop_member(length - tokens)
+            return
+        self.group.prepare(0, tokens, key.shape[0])
+        self.crop_member(length)
+        self.update(key, value)
+
     def select_rows(self, sequences: torch.Tensor) -> None:
         """Select sequences `[B']` of what this layer alone holds: the center."""
         if self.k_center is not None:

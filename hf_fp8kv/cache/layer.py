@@ -14,7 +14,7 @@ from ..ops import Pages, StoredSide
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
-from .paged_tensor import PagedKV, make_handle
+from .paged_tensor import PagedKV, densify, make_handle
 from .snapshot import LayerSnapshot
 
 
@@ -55,6 +55,8 @@ class PagedLayerBase(CacheLayerMixin):
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False
+        # What was assigned to `keys` or `values`, until the other one is.
+        self._assigned: dict[str, torch.Tensor] = {}
         self._clear_scales()
 
     def __repr__(self) -> str:
@@ -116,6 +118,11 @@ class PagedLayerBase(CacheLayerMixin):
 
     def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise ConfigError for tokens that this layer cannot take; change nothing."""
+        if self._assigned:
+            raise ConfigError(
+                "expected both layer.keys and layer.values to be assigned, got "
+                f"{'keys' if 'k' in self._assigned else 'values'} alone; assign the other, too"
+            )
         if key.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] == 0:
             raise ConfigError(
                 "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
@@ -163,11 +170,30 @@ class PagedLayerBase(CacheLayerMixin):
         both = self.stored()
         return None if both is None else both[0]
 
+    @keys.setter
+    def keys(self, tokens: torch.Tensor) -> None:
+        self._assign("k", tokens)
+
     @property
     def values(self) -> PagedKV | None:  # type: ignore[override]
         """The stored values, as `update` returns them; None before the first token."""
         both = self.stored()
         return None if both is None else both[1]
+
+    @values.setter
+    def values(self, tokens: torch.Tensor) -> None:
+        self._assign("v", tokens)
+
+    def _assign(self, side: str, tokens: torch.Tensor) -> None:
+        """Replace what is stored once both sides were assigned, as code for dense layers does."""
+        self._assigned[side] = tokens
+        if len(self._assigned) == 2:
+            key, value = (self._assigned.pop(side) for side in ("k", "v"))
+            self.replace(densify(key), densify(value))
+
+    @abstractmethod
+    def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store these tokens instead of all that are stored."""
 
     @abstractmethod
     def stored(self) -> tuple[PagedKV, PagedKV] | None:

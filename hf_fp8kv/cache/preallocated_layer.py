@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..errors import OutOfPagesError
+from ..errors import ConfigError, OutOfPagesError
 from ..ops import Pages
 from ..paging.page_pool import zeros
 from ..paging.preallocated_group import PreallocatedGroup
@@ -322,6 +322,13 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.lengths = self.lengths.to(device)
         self.table = self.group.table_on(device)
         self._share_plan()
+
+    def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Raise ConfigError: the length is a matter of the whole cache."""
+        raise ConfigError(
+            "expected a growing cache where layer.keys and layer.values are assigned, got a "
+            "preallocated one; leave max_cache_len out"
+        )
 
     def select_rows(self, sequences: torch.Tensor) -> None:
         """Select sequences `[B']` of what this layer alone holds: centers and lengths."""
