@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from .. import ops
+from ..errors import ConfigError
 from ..ops import Pages
 from ..paging.passage import Passage
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export

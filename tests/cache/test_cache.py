@@ -529,6 +529,69 @@ def test_handles_are_read_only() -> None:
         cache.layers[0].keys.mul_(2)
 
 
+@pytest.mark.parametrize("kept", [1, 7, 8, 9, 20, 21])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_assigned_keys_and_values_are_stored(kept: int, scattered: bool) -> None:
+    """What libraries that drop tokens do, with DynamicCache, after each layer of a call."""
+    cache = FP8PagedCache(config(), page_size=8, scales=1.0)
+    rows = torch.arange(21) if not scattered else torch.randperm(21)
+    rows = rows[:kept]
+    k = tokens(21)
+    for index in range(LAYERS):
+        cache.update(k + index / 2, -k - index / 2, index)
+        layer = cache.layers[index]
+        fork = cache.fork() if index == LAYERS - 1 else None
+        layer.keys = layer.keys[:, :, rows]
+        assert layer.get_seq_length() == 21, "half of an assignment changes nothing"
+        layer.values = layer.values[:, :, rows]
+    assert_same(content(cache), k[:, :, rows])
+    more = feed(cache, 3, seed=1)
+    assert_same(content(cache), torch.cat([k[:, :, rows], more], 2))
+    assert fork is not None
+    assert_same(fork.layers[1].keys.dense(), k + 0.5)
+
+
+def test_the_first_tokens_are_kept_without_encoding_them_again() -> None:
+    cache = FP8PagedCache(config(), page_size=8)
+    k, v = torch.randn(2, HEADS, 21, DIM), torch.randn(2, HEADS, 21, DIM)
+    cache.update(k, v, 0)
+    layer = cache.layers[0]
+    before = layer.pool.k.clone()
+    layer.keys, layer.values = layer.keys[:, :, :17], layer.values[:, :, :17]
+    assert layer.get_seq_length() == 17
+    assert_same(layer.pool.k, before)
+
+
+def test_what_cannot_be_assigned() -> None:
+    cache = FP8PagedCache(config(), page_size=8)
+    feed(cache, 9)
+    layer = cache.layers[0]
+    before = layer.keys.dense()
+    more = torch.randn(2, HEADS, 10, DIM)
+    for key, value, message in (
+        (more, more, "at most 9"),
+        (more[:, :, :5], more[:, :, :4], "expected keys"),
+        (more[:, :1, :5], more[:, :1, :5], "first call's"),
+        (more[:1, :, :5], more[:1, :, :5], "2 sequences"),
+    ):
+        layer.keys = key
+        with pytest.raises(ConfigError, match=message):
+            layer.values = value
+    layer.keys = more[:, :, :5]
+    with pytest.raises(ConfigError, match="keys alone"):
+        cache.update(more, more, 0)
+    layer.values = more[:, :, :5]
+    assert layer.get_seq_length() == 5
+    assert before.shape[2] == 9
+    window = FP8PagedCache(config("mistral", sliding_window=8)).layers[0]
+    static = FP8PagedCache(config(), max_cache_len=20).layers[0]
+    for other in (window, static):
+        other.update(more, more)
+        other.keys = more[:, :, :5]
+        with pytest.raises(ConfigError, match=r"without a window|growing"):
+            other.values = more[:, :, :5]
+
+
 def test_overrun_where_a_write_cannot_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the host keeps an upper bound and looks only when it may matter."""
     cache = FP8PagedCache(config(), max_cache_len=20, **EXACT)

@@ -73,7 +73,7 @@ def test_export_with_a_cache(room: int | None) -> None:
     with pytest.raises(ConfigError, match="strict=True"):
         torch.export.export(Holder(model, cache), (ids,), strict=False)
     assert not cache.paged_layers[0].is_initialized
-    with pytest.raises(Exception, match="FP8PagedCache.*not supported"):
+    with pytest.raises(Exception, match=r"FP8PagedCache.*not supported"):
         torch.export.export(model, (ids,), {"past_key_values": cache}, strict=True)
     if room is None:
         with pytest.raises(Unsupported, match="max_cache_len"):
