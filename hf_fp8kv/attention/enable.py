@@ -2,9 +2,10 @@
 
 import logging
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
-from transformers import EncoderDecoderCache, PreTrainedModel
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
@@ -18,9 +19,12 @@ logger = logging.getLogger(__name__)
 
 _SAVED = "_hf_fp8kv_enabled"
 _HOOK = "_prepare_cache_for_generation"
+# Types of PEFT's adapters that put keys and values into the cache.
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
+_Model = TypeVar("_Model")
 
 
-def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
+def enable(model: _Model, **cache_keywords: Any) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
     Each call gets a new cache, unless it passes one, or asks for another kind of cache or for
@@ -28,7 +32,7 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
     change the keywords; `disable` undoes everything.
 
     Args:
-        model: a model with `generate`.
+        model: a model with `generate`, or PEFT's wrapper of one.
         cache_keywords: of `FP8PagedCache`; `tp_rank` and `tp_size` come from the model.
 
     Returns:
@@ -38,34 +42,41 @@ def enable(model: PreTrainedModel, **cache_keywords: Any) -> PreTrainedModel:
         ConfigError: the model cannot use the cache.
         ScaleError, BackendError: a keyword is invalid.
     """
-    if not isinstance(model, PreTrainedModel) or not hasattr(model, _HOOK):
+    base = _unwrap(model)
+    if not isinstance(base, PreTrainedModel) or not hasattr(base, _HOOK):
         raise ConfigError(f"model: expected a model with generate(), got {type(model).__name__}")
-    if why := refusal(type(model)):
+    if why := refusal(type(base)):
         raise ConfigError(
-            f"expected a model that can use this cache, got {type(model).__name__}: {why}; use it "
+            f"expected a model that can use this cache, got {type(base).__name__}: {why}; use it "
             "without enable()"
         )
-    cache_keywords = {**tensor_parallel(model), **cache_keywords}
-    warn_of_rounding(model)
-    FP8PagedCache(model.config, **cache_keywords)  # raises now if a keyword is invalid
-    if _SAVED in vars(model):
-        disable(model)
-    before = get_implementations(model)
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(NAME)
-    vars(model)[_HOOK] = _PrepareCache(model, cache_keywords)
-    vars(model)[_SAVED] = before
+    cache_keywords = {**tensor_parallel(base), **cache_keywords}
+    warn_of_rounding(base)
+    FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
+    if _SAVED in vars(base):
+        disable(base)
+    before = get_implementations(base)
+    if base._can_set_attn_implementation():
+        base.set_attn_implementation(NAME)
+    vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
+    vars(base)[_SAVED] = before
     return model
 
 
-def disable(model: PreTrainedModel) -> PreTrainedModel:
+def disable(model: _Model) -> _Model:
     """Undo `enable`, if it was called. Return the model."""
-    before = vars(model).pop(_SAVED, None)
+    base = _unwrap(model)
+    before = vars(base).pop(_SAVED, None)
     if before is not None:
-        del vars(model)[_HOOK]
-        if model._can_set_attn_implementation():
-            set_implementations(model, before)
+        del vars(base)[_HOOK]
+        if base._can_set_attn_implementation():
+            set_implementations(base, before)
     return model
+
+
+def _unwrap(model: Any) -> Any:
+    """Return the model whose `generate` runs: PEFT's wrappers pass the call on."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class _PrepareCache:
@@ -93,14 +104,50 @@ class _PrepareCache:
             cache = model_kwargs["past_key_values"] = _new_cache(model, self._keywords)
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
+            self._take_prefix(model)
         stock = type(model)._prepare_cache_for_generation
         return stock(model, generation_config, model_kwargs, *args, **kwargs)
+
+    def _take_prefix(self, model: PreTrainedModel) -> None:
+        """Store the prefix of PEFT's prefix tuning: it replaces an empty cache with its own.
+
+        PEFT sets this method of the model for the time of a `generate`, and puts it back.
+        """
+        prepare: Any = model.prepare_inputs_for_generation
+        config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
+        if config is None or config.peft_type not in _PREFIXES:
+            return
+
+        def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
+            inputs = prepare(*args, **kwargs)
+            prefix = inputs.get("past_key_values")
+            if type(prefix) is DynamicCache:
+                cache = inputs["past_key_values"] = _new_cache(model, self._keywords)
+                layers: list[Any] = prefix.layers
+                for index, layer in enumerate(layers):
+                    if getattr(layer, "keys", None) is not None:
+                        cache.update(*_fill_up(layer), index)
+            return inputs
+
+        vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_PrepareCache":
         return _PrepareCache(memo.get(id(self._owner), self._owner), dict(self._keywords))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _PrepareCache, (self._owner, self._keywords)
+
+
+def _fill_up(layer: Any) -> list[torch.Tensor]:
+    """Return keys and values of all positions of a layer, which may hold only its window.
+
+    No query sees the others; they are the mean, and so change no center.
+    """
+    filled, tokens = [], layer.get_seq_length()
+    for dense in (layer.keys, layer.values):
+        unseen = dense.mean(2, keepdim=True).expand(-1, -1, tokens - dense.shape[2], -1)
+        filled.append(torch.cat([unseen, dense], 2))
+    return filled
 
 
 def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -> bool:

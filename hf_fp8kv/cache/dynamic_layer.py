@@ -52,7 +52,9 @@ class FP8PagedLayer(PagedLayerBase):
             OutOfPagesError: the budget would be passed. The cache is as it was in each case.
         """
         if torch.compiler.is_compiling():
-            return _update_uncompiled(self, key_states, value_states)
+            both: tuple[torch.Tensor, torch.Tensor]
+            both = _update_uncompiled(self, key_states, value_states)
+            return both
         self._check_tokens(key_states, value_states)
         key, value = key_states.detach(), value_states.detach()
         group = self.group

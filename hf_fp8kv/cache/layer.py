@@ -165,27 +165,31 @@ class PagedLayerBase(CacheLayerMixin):
         )
 
     @property
-    def keys(self) -> PagedKV | None:  # type: ignore[override]
+    def keys(self) -> PagedKV | None:
         """The stored keys, as `update` returns them; None before the first token."""
         both = self.stored()
         return None if both is None else both[0]
 
     @keys.setter
-    def keys(self, tokens: torch.Tensor) -> None:
+    def keys(self, tokens: torch.Tensor | None) -> None:
         self._assign("k", tokens)
 
     @property
-    def values(self) -> PagedKV | None:  # type: ignore[override]
+    def values(self) -> PagedKV | None:
         """The stored values, as `update` returns them; None before the first token."""
         both = self.stored()
         return None if both is None else both[1]
 
     @values.setter
-    def values(self, tokens: torch.Tensor) -> None:
+    def values(self, tokens: torch.Tensor | None) -> None:
         self._assign("v", tokens)
 
-    def _assign(self, side: str, tokens: torch.Tensor) -> None:
+    def _assign(self, side: str, tokens: torch.Tensor | None) -> None:
         """Replace what is stored once both sides were assigned, as code for dense layers does."""
+        if tokens is None:
+            raise ConfigError(
+                "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
+            )
         self._assigned[side] = tokens
         if len(self._assigned) == 2:
             key, value = (self._assigned.pop(side) for side in ("k", "v"))

@@ -1,0 +1,237 @@
+"""Other libraries on top of the cache: kvpress drops stored tokens, PEFT wraps models.
+
+Stand-ins do what these libraries do; where they are installed, they are used themselves.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
+from hf_fp8kv.attention.switching import watched_attention
+from tests.helpers.assertions import assert_same
+from tests.helpers.tiny_models import tiny
+
+pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
+
+Score = Callable[[torch.Tensor], torch.Tensor]
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+PROMPT = 40
+PRESSES = ("KnormPress", "RandomPress", "StreamingLLMPress", "TOVAPress", "ExpectedAttentionPress",
+           "KeyDiffPress", "SnapKVPress")  # fmt: skip
+
+
+@contextmanager
+def wrapped_functions() -> Iterator[None]:
+    """Every registered function takes `dropout` by position, as kvpress' wrappers pass it."""
+
+    def wrap(inner: Any) -> Any:
+        def wrapper(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any,
+            **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            return inner(module, query, key, value, attention_mask, dropout, **kwargs)
+
+        return wrapper
+
+    before = dict(AttentionInterface._global_mapping)
+    for name, function in before.items():
+        ALL_ATTENTION_FUNCTIONS[name] = wrap(function)
+    try:
+        yield
+    finally:
+        AttentionInterface._global_mapping.update(before)
+        for name in before:
+            ALL_ATTENTION_FUNCTIONS._local_mapping.pop(name, None)
+
+
+@contextmanager
+def press(model: Any, score: Score, kept: int) -> Iterator[None]:
+    """After each layer's first call, keep the tokens of the highest scores, for each head."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        keys, values = layer.keys, layer.values
+        indices = score(keys).topk(kept, dim=-1).indices
+        indices = indices[..., None].expand(-1, -1, -1, module.head_dim)
+        layer.keys = keys.gather(2, indices).contiguous()
+        layer.values = values.gather(2, indices).contiguous()
+
+    hooks = [
+        layer.self_attn.register_forward_hook(hook, with_kwargs=True)
+        for layer in model.model.layers
+    ]
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
+
+
+@torch.no_grad()
+def answer(model: Any, cache: Any, pressed: Any) -> torch.Tensor:
+    """The logits after a pressed prompt: three tokens, two single ones; then once more."""
+    ids = torch.randint(4, 90, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    with pressed:
+        model.model(ids, past_key_values=cache, cache_position=torch.arange(PROMPT))
+    lengths = [layer.get_seq_length() for layer in cache.layers]
+    found = []
+    for _ in range(2):
+        for first, count in ((0, 3), (3, 1), (4, 1)):
+            positions = torch.arange(PROMPT + first, PROMPT + first + count)[None]
+            more = ids[:, first : first + count]
+            found.append(model(more, past_key_values=cache, position_ids=positions).logits)
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.keys = layer.keys[:, :, :length]
+            layer.values = layer.values[:, :, :length]
+        assert [layer.get_seq_length() for layer in cache.layers] == lengths
+    return torch.cat(found, 1)
+
+
+SCORES: dict[str, Score] = {
+    "norm": lambda keys: -keys.norm(dim=-1),
+    "sinks and last": lambda keys: (torch.arange(keys.shape[2]) - 4.5).abs().expand(keys.shape[:3]),
+    "random": lambda keys: torch.rand(keys.shape[:3], generator=torch.Generator().manual_seed(3)),
+    "difference": lambda keys: -torch.cosine_similarity(keys, keys.mean(2, keepdim=True), dim=-1),
+    "channel": lambda keys: keys[..., 0] * 1,
+}
+
+
+@pytest.mark.parametrize("kept", [17, 16, 15])
+@pytest.mark.parametrize("name", SCORES)
+def test_pressed(name: str, kept: int) -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    stock, _ = tiny("gqa", attn_implementation="sdpa")
+    expected = answer(stock, DynamicCache(), press(stock, SCORES[name], kept))
+    with wrapped_functions():
+        cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
+        got = answer(model, cache, press(model, SCORES[name], kept))
+        assert cache.get_seq_length() == kept
+        assert torch.allclose(got, expected, rtol=1e-3, atol=1e-3)
+        eight = FP8PagedCache(model.config, page_size=16)
+        assert answer(model, eight, press(model, SCORES[name], kept)).isfinite().all()
+        assert eight.layers[1].get_seq_length() == kept
+
+
+def test_wrapped_functions_take_dropout_by_position() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
+    with wrapped_functions():
+        got = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
+        assert_same(got, expected)
+        seen: list[int] = []
+        with watched_attention(model, lambda index, *_: seen.append(index)):
+            model(**inputs)
+        assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
+def test_a_write_into_the_keys_of_attention_says_what_to_do(implementation: str) -> None:
+    """Presses that mask tokens of single heads do this."""
+    cache = FP8PagedCache(tiny("gqa", attn_implementation=implementation)[0].config)
+    k = torch.randn(1, 2, 9, 16)
+    cache.update(k, k, 0)
+    keys, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
+    with pytest.raises(ConfigError, match="write into a copy"):
+        keys[torch.tensor([0]), torch.tensor([0]), torch.tensor([3])] = k[:, 0, 0]
+
+
+@pytest.mark.parametrize("name", PRESSES)
+@pytest.mark.parametrize("first", ["kvpress", "hf_fp8kv"])
+def test_kvpress(name: str, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvpress = pytest.importorskip("kvpress")
+    if first == "kvpress":  # then our functions are registered after the others were wrapped
+        monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", {})
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    stock, _ = tiny("gqa", attn_implementation="sdpa")
+    options = {"window_size": 8} if name == "SnapKVPress" else {}
+    options |= {"seed": 1} if name == "RandomPress" else {}
+    both = [getattr(kvpress, name)(compression_ratio=0.5, **options) for _ in range(2)]
+    expected = answer(stock, DynamicCache(), both[0](stock))
+    cache = FP8PagedCache(model.config, page_size=16, dtype="auto")
+    assert torch.allclose(answer(model, cache, both[1](model)), expected, rtol=1e-3, atol=1e-3)
+    assert cache.get_seq_length() == PROMPT // 2
+
+
+# -- PEFT ----------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.nn.Module):
+    """What PEFT's wrapper of a model does in `generate`; with a prefix it brings a cache."""
+
+    def __init__(self, model: Any, prefix: int) -> None:
+        super().__init__()
+        self.base_model = model
+        self.prefix = prefix
+        self.active_peft_config = type("C", (), {"peft_type": "PREFIX_TUNING"})
+        if not prefix:
+            self.active_peft_config.peft_type = "LORA"
+        self.prepare_base = model.prepare_inputs_for_generation
+
+    def get_base_model(self) -> Any:
+        return self.base_model
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.prepare_base(*args, **kwargs)
+        ids, cache = inputs["input_ids"], inputs["past_key_values"]
+        if self.prefix:
+            seen = torch.ones(len(ids), self.prefix, dtype=torch.long)
+            inputs["attention_mask"] = torch.cat([seen, inputs["attention_mask"]], 1)
+            inputs.pop("position_ids", None)
+            if cache.get_seq_length():
+                inputs["input_ids"] = ids[:, -1:]
+            else:
+                generator = torch.Generator().manual_seed(7)
+                cache = inputs["past_key_values"] = DynamicCache(config=self.base_model.config)
+                for layer in range(2):
+                    shape = (2, len(ids), 2, self.prefix, 16)
+                    cache.update(*torch.randn(shape, generator=generator), layer)
+        return inputs
+
+    def generate(self, **kwargs: Any) -> Any:
+        self.base_model.prepare_inputs_for_generation = self.prepare
+        try:
+            return self.base_model.generate(**kwargs)
+        finally:
+            self.base_model.prepare_inputs_for_generation = self.prepare_base
+
+
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
+@pytest.mark.parametrize("prefix", [0, 5, 20])
+def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
+    model, inputs = tiny(name, attn_implementation="eager")
+    wrapper = Wrapper(model, prefix)
+    options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = wrapper.generate(**options)
+    length = expected.past_key_values.get_seq_length()
+    assert length == prefix + 13 + 5
+    assert enable(wrapper, dtype="auto") is wrapper
+    got = wrapper.generate(**options)
+    assert isinstance(got.past_key_values, FP8PagedCache)
+    assert got.past_key_values.get_seq_length() == length
+    assert torch.allclose(torch.cat(got.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
+    enable(wrapper)
+    stored = wrapper.generate(**options).past_key_values
+    assert stored.layers[0].pool.k.dtype == torch.uint8
+    assert disable(wrapper) is wrapper
+    last = wrapper.generate(**options)
+    assert type(last.past_key_values) is DynamicCache
+    assert_same(last.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "PrefixTuningConfig", "PromptTuningConfig"])
+def test_peft(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = tiny("sliding_and_full", attn_implementation="eager")
+    options = {"init_lora_weights": False} if kind == "LoraConfig" else {"num_virtual_tokens": 20}
+    wrapper = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+    keywords = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = wrapper.eval().generate(**keywords)
+    got = enable(wrapper, dtype="auto").generate(**keywords)
+    assert isinstance(got.past_key_values, FP8PagedCache)
+    assert torch.allclose(torch.cat(got.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
