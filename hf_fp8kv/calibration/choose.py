@@ -26,9 +26,10 @@ import torch
 from ..formats import Format
 from ..formats.codec import SEARCH_STEPS, round_to_format
 from ..ops.visibility import first_visible
-from ..scales.layer_scales import Granularity
-from .observe import TensorDict
+from ..scales.layer_scales import Granularity, LayerScales
+from .observe import TensorDict, merge_ranges
 from .pairs import Partners
+from .positions import SPREAD
 
 # What a larger scale may cost, and how many octaves up are tried.
 _ROOM_COST = 1.02
@@ -103,17 +104,25 @@ class Trial:
 
 
 def make_trials(
-    ranges: TensorDict, partners: Partners, options: CalibrationOptions
+    ranges: TensorDict, partners: Partners, options: CalibrationOptions, far: TensorDict | None
 ) -> dict[str, Trial]:
-    """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted."""
+    """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted.
+
+    `far` is the range of text at other positions (None: not known). The center is the mean over all
+    positions, in which what turns a lot cancels, and its scale covers what K is there.
+    """
     finest = options
     if options.granularity == "channel" and partners.k is None:
         # Not knowing what is rotated into a channel, its range says nothing of other positions.
         finest = replace(options, granularity="head")
     trials = {"k": _make_trial("k", ranges, finest), "v": _make_trial("v", ranges, options)}
     if options.center:
-        mean = (ranges["k_sum"] / ranges["count"]).float()
-        trials["k_centered"] = _make_trial("k", ranges, finest, mean)
+        mean = ranges["k_sum"] / ranges["count"]
+        if far is not None:
+            # As many windows as `far` has stand for all positions; those of the text are one more.
+            mean = (mean + SPREAD * (far["k_sum"] / far["count"]).to(mean)) / (1 + SPREAD)
+            ranges = merge_ranges(ranges, far)
+        trials["k_centered"] = _make_trial("k", ranges, finest, mean.float())
     return trials
 
 
@@ -173,6 +182,16 @@ def measure_costs(
     return {"cost": total.cpu(), "room": rooms.cpu()}
 
 
+def measure_key_cost(
+    scales: LayerScales, k: torch.Tensor, queries: Queries | None, fmt: Format
+) -> torch.Tensor:
+    """Return the cost of storing K `[N, Hkv, D]` of a text with these scales, float64, `[]`."""
+    x = k.float() if scales.k_center is None else k.float() - scales.k_center.to(k.device)
+    error = _error(x, (scales.k * fmt.scale_from_e4m3).to(k.device), fmt)
+    cost = error.square() if queries is None else queries.cost_of_keys(error, "head")
+    return cost.sum(dtype=torch.float64).cpu()
+
+
 def _error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     return round_to_format(x / scale, fmt) * scale - x
 
@@ -195,7 +214,20 @@ class Choice:
     v: torch.Tensor
     k_centered: torch.Tensor | None = None  # of K minus the center
     k_center: torch.Tensor | None = None  # [Hkv, Dk]: the mean of K
-    gain: float | None = None  # what K costs without the center, divided by what it costs with it
+    # What K costs without the center, divided by what it costs with it; beyond the windows, too,
+    # where that is less.
+    gain: float | None = None
+
+    @property
+    def plain(self) -> LayerScales:
+        """The scales without a center."""
+        return LayerScales(self.k, self.v)
+
+    @property
+    def centered(self) -> LayerScales:
+        """The scales with the center that was wanted."""
+        assert self.k_centered is not None
+        return LayerScales(self.k_centered, self.v, self.k_center)
 
     @property
     def tensors(self) -> TensorDict:

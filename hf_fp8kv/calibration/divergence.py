@@ -62,6 +62,7 @@ def compare_caches(
     *,
     prefill: int = 512,
     chunk: int = 32,
+    first_position: int | None = None,
     on_call: Callable[[str, int], None] | None = None,
 ) -> dict[str, Scores]:
     """Score a text under several caches, and under `DynamicCache`, which is the yardstick.
@@ -75,6 +76,8 @@ def compare_caches(
         ids: `[B, N]`, int64, the text, on the model's device; N is above `prefill`.
         caches: by name, what makes an empty cache (for the decoder's own attention). The scores
             have the same names, and `UNQUANTISED` for the yardstick.
+        first_position: of the text, for models that take `position_ids`; None: where the model
+            itself begins.
         on_call: called after each call of the model, with the name of the cache and the tokens.
 
     Raises:
@@ -96,6 +99,9 @@ def compare_caches(
     start = 0
     for part in (ids[:, :prefill], *ids[:, prefill:].split(chunk, dim=1)):
         stop = start + part.shape[1]
+        if first_position is not None:
+            positions = torch.arange(start, stop, device=ids.device) + first_position
+            inputs["position_ids"] = positions.expand(part.shape)
         expected: torch.Tensor | None = None
         for name, cache in filled.items():
             logits = _compute_logits(model, part, cache, inputs, scored=start > 0)
@@ -116,7 +122,7 @@ def _compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
     """Return `[B, T, vocabulary]`; where they are not scored, of the last token alone."""
-    text = "decoder_input_ids" if inputs else "input_ids"
+    text = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = {} if scored else last_logit_only(model)
     with exact_states():  # also under the yardstick
         logits: torch.Tensor = model(

@@ -24,10 +24,11 @@ class Batch:
     """Windows of text, padded on the right to the longest: one call of the model.
 
     `ids` is `[B, T]`, int64, on the CPU; `valid` `[B, T]`, bool, says which are text (None: all),
-    and `tokens` how many.
+    and `tokens` how many. `start` is the position of the first token, for models that take
+    `position_ids`; None: where the model itself begins.
     """
 
-    def __init__(self, windows: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, windows: tuple[torch.Tensor, ...], start: int | None = None) -> None:
         longest = max(len(window) for window in windows)
         self.ids = torch.zeros((len(windows), longest), dtype=torch.int64, device="cpu")
         valid = torch.zeros(self.ids.shape, dtype=torch.bool, device="cpu")
@@ -36,6 +37,7 @@ class Batch:
             valid[row, : len(window)] = True
         self.valid = None if valid.all() else valid
         self.tokens = sum(len(window) for window in windows)
+        self.start = start
 
 
 def make_batches(windows: Sequence[torch.Tensor], size: int) -> list[Batch]:
@@ -102,14 +104,12 @@ def paged_layers(model: PreTrainedModel) -> frozenset[int]:
 
 
 def observe(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: OnStates, *,
-    first_position: int | None = None,
-) -> None:  # fmt: skip
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int], on_states: OnStates
+) -> None:
     """Call the model, in eval mode, once on an empty cache, and `on_states` for each layer.
 
     An encoder-decoder reads the text on both sides; only its decoder's own attention is shown.
-    `first_position` is for models that take `position_ids`; ConfigError is raised for a model that
-    cannot read token ids into a cache.
+    ConfigError is raised for a model that cannot read token ids into a cache.
     """
     device = input_device(model)
     ids = batch.ids.to(device)
@@ -123,8 +123,8 @@ def observe(
         inputs["decoder_input_ids"] = ids
         if valid is not None:
             inputs["decoder_attention_mask"] = valid.long()
-    if first_position is not None:
-        positions = torch.arange(first_position, first_position + ids.shape[1], device=device)
+    if batch.start is not None:
+        positions = torch.arange(batch.start, batch.start + ids.shape[1], device=device)
         inputs["position_ids"] = positions.expand(ids.shape)
     try:
         with torch.no_grad(), exact_states():

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
-from ..modeling.model_support import config_field
 from .observe import Batch, accepts, observe
+from .positions import find_trained
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +45,12 @@ def measure_partners(
     unknown = dict.fromkeys(layers, Partners())
     if not accepts(model, "position_ids") or model.config.is_encoder_decoder:
         return unknown
-    room = _positions(model)
-    batch = Batch((window[: min(TOKENS, max(room // 4, 2))],))
+    room = find_trained(model)
+    ids = window[: min(TOKENS, max(room // 4, 2))]
     try:
-        here, there = (_record_states(model, batch, layers, first) for first in (0, room // 2))
+        here, there = (
+            _record_states(model, Batch((ids,), first), layers) for first in (0, room // 2)
+        )
     except torch.OutOfMemoryError:
         raise
     except (ConfigError, RuntimeError) as error:  # it does not expect such positions
@@ -61,14 +63,14 @@ def measure_partners(
 
 
 def _record_states(
-    model: PreTrainedModel, batch: Batch, layers: frozenset[int], first: int
+    model: PreTrainedModel, batch: Batch, layers: frozenset[int]
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
         states[index] = (k.double().cpu(), v.double().cpu())
 
-    observe(model, batch, layers, on_states, first_position=first)
+    observe(model, batch, layers, on_states)
     return states
 
 
@@ -112,15 +114,3 @@ def _complete_pattern(partner: torch.Tensor) -> torch.Tensor:
     if (guess[known] != partner[known]).any():
         return partner  # another pattern: what was seen is all that is known
     return guess
-
-
-def _positions(model: PreTrainedModel) -> int:
-    """Return how many positions the model was trained for, before any scaling of RoPE."""
-    config = model.config.get_text_config(decoder=True)
-    rope = config_field(config, "rope_parameters")
-    # By layer type in some models; then any of them.
-    ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-    limits = [r.get("original_max_position_embeddings") for r in ropes if isinstance(r, dict)]
-    limits += [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
-    known = [int(n) for n in limits if isinstance(n, int | float) and n > 0]
-    return min(known, default=2048)

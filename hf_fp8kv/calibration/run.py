@@ -3,8 +3,9 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +17,6 @@ from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, parse_dtype
-from ..modeling.model_support import config_field
 from ..scales.kv_scales import KVScales, resolve
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport, QualityRow
@@ -25,9 +25,10 @@ from ..utils.text import format_list, format_value
 from . import scoring, stages
 from .choose import CalibrationOptions
 from .corpus import Corpus, read_corpus
-from .divergence import UNQUANTISED, Quality
+from .divergence import UNQUANTISED
 from .observe import Batch, TensorDict, make_batches, paged_layers
 from .pairs import Partners
+from .positions import SPREAD, Beyond, check_count, find_reach, limit_length
 from .state import Job, State, digest_of
 from .statistics import head_amax, measure_statistics
 
@@ -50,6 +51,7 @@ def calibrate(
     margin: float = 1.0,
     max_tokens: int = 2**18,
     max_length: int = 1024,
+    max_position: int | None = None,
     batch_size: int = 1,
     text_column: str = "text",
     chat_template: bool | None = None,
@@ -76,6 +78,9 @@ def calibrate(
         margin: times the largest magnitude; 1.1 leaves a tenth for what the texts did not have.
         max_tokens: reading stops there.
         max_length: tokens of the longest piece that the model reads at a time.
+        max_position: centers are also tried on pieces that are moved to other positions, up to
+            this one, and the report has a part of its own for these; None: 8 * max_length, or as
+            many as the model has. Ask for as many as you will use.
         batch_size: pieces that it reads at a time.
         text_column: the column of a row that holds the text.
         chat_template: None: conversations go through the tokenizer's chat template; True: plain
@@ -89,33 +94,38 @@ def calibrate(
         ConfigError: an argument, a text, or the model cannot be used.
     """
     options = _options(granularity, center, dtype, margin)
-    _check_count("batch_size", batch_size)
+    check_count("batch_size", batch_size)
+    beyond = Beyond(find_reach(model, max_length, max_position))
     layers = paged_layers(model)
     corpus = _read_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    facts = (granularity, center, options.fmt.name, margin, batch_size)
+    facts = (granularity, center, options.fmt.name, margin, batch_size, beyond.reach)
     path = None if state is None else Path(state)
     state_file = State(path, "" if path is None else _identity(model, corpus, facts))
     batches = make_batches(corpus.windows, batch_size)
-    held = make_batches(corpus.held_out, 1)
-    total = corpus.tokens + scoring.estimate_other_tokens(corpus, len(_CACHES), options)
+    total = corpus.tokens + scoring.estimate_other_tokens(corpus, len(_CACHES), options, beyond)
     with _run_in_eval_mode(model, layers, options, state_file, total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
         ranges = stages.collect_ranges(job, batches, partners)
         _warn_of_gaps(job, ranges, partners)
-        choices = stages.choose_scales(job, corpus.windows, ranges, partners)
+        beyond = _find_beyond(model, beyond, partners)
+        beyond, far = _collect_far_ranges(job, corpus.windows, partners, beyond)
+        choices = stages.choose_scales(job, corpus.windows, ranges, partners, far)
+        if far:
+            choices = stages.check_centers(job, _sample_far(corpus.windows, beyond), choices)
         source = f"calibrated on {corpus.tokens} tokens"
 
         def make_scales(layers: dict[int, LayerScales]) -> KVScales:
             layers = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in layers.items()}
             return KVScales(layers, model_type=model.config.model_type, origin=source)
 
-        scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales)
+        scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales, beyond)
         gains = {index: choice.gain for index, choice in choices.items()}
         counts = {"texts": corpus.texts, "tokens": corpus.tokens}
-        report = _make_report(job, scales, ranges, gains, centers, held, held, **counts)
+        held = corpus.held_out
+        report = _make_report(job, scales, ranges, gains, centers, held, held, beyond, **counts)
     return scales.with_report(report)
 
 
@@ -128,6 +138,7 @@ def measure(
     dtype: str | torch.dtype = "fp8_e4m3",
     max_tokens: int = 16384,
     max_length: int = 1024,
+    max_position: int | None = None,
     text_column: str = "text",
     chat_template: bool | None = None,
     progress: bool = True,
@@ -135,8 +146,8 @@ def measure(
     """Measure how good the scales are for the model on the texts: what `calibrate` reports.
 
     Args:
-        model, texts, tokenizer, max_tokens, max_length, text_column, chat_template, progress: as in
-            `calibrate`.
+        model, texts, tokenizer, max_tokens, max_length, max_position, text_column, chat_template,
+            progress: as in `calibrate`.
         scales: from any source; also a path, a folder or a repository of the Hub.
         dtype: the format to store in.
 
@@ -145,6 +156,7 @@ def measure(
     """
     options = _options("head", False, dtype, 1.0)
     layers = paged_layers(model)
+    beyond = Beyond(find_reach(model, max_length, max_position))
     resolved = resolve(scales)
     if not isinstance(resolved, KVScales):
         raise ConfigError(
@@ -157,17 +169,15 @@ def measure(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    batches = make_batches(corpus.windows, 1)
-    scored: list[Batch] = []
-    for batch in batches:
-        if sum(b.tokens for b in scored) < _SCORED:
-            scored.append(batch)
-    total = 2 * corpus.tokens + (1 + len(_CACHES)) * sum(b.tokens for b in scored)
+    scored = scoring.first_windows(corpus.windows, _SCORED)
+    both = sum(map(len, (*scored, *scoring.far_windows(scored))))
+    total = 2 * corpus.tokens + (1 + len(_CACHES)) * both
     with _run_in_eval_mode(model, layers, options, State(None, ""), total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
-        ranges = stages.collect_ranges(job, batches, partners)
+        ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
+        beyond = _find_beyond(model, beyond, partners)
         centers = "Centers were not tried: the scales were given."
-        return _make_report(job, scales, ranges, {}, centers, batches, scored)
+        return _make_report(job, scales, ranges, {}, centers, corpus.windows, scored, beyond)
 
 
 def _options(granularity: object, center: object, dtype: Any, margin: object) -> CalibrationOptions:
@@ -187,19 +197,6 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
             "would saturate what was seen"
         )
     return CalibrationOptions(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}: expected a whole number above 0, got {format_value(value)}")
-
-
-def _limit_length(model: PreTrainedModel, max_length: int) -> int:
-    """Return `max_length`, or less where the model has fewer positions."""
-    _check_count("max_length", max_length)
-    config = model.config.get_text_config(decoder=True)
-    limits = [config_field(config, name) for name in ("max_position_embeddings", "n_positions")]
-    return min([max_length, *(n for n in limits if isinstance(n, int) and n > 1)])
 
 
 def _load_tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
@@ -240,7 +237,7 @@ def _read_corpus(
     model: PreTrainedModel, texts: Any, tokenizer: Any, *, max_length: int, **options: Any
 ) -> Corpus:
     """Read the texts; raise ConfigError for token ids that the model has no embedding for."""
-    length = _limit_length(model, max_length)
+    length = limit_length(model, max_length)
     corpus = read_corpus(texts, _load_tokenizer(model, tokenizer), max_length=length, **options)
     known = getattr(model.get_input_embeddings(), "num_embeddings", None)
     largest = max(int(window.max()) for window in (*corpus.windows, *corpus.held_out))
@@ -250,6 +247,35 @@ def _read_corpus(
             "the tokenizer of this very model"
         )
     return corpus
+
+
+def _find_beyond(
+    model: PreTrainedModel, beyond: Beyond, partners: Mapping[int, Partners]
+) -> Beyond:
+    """Return the positions at which the model can be run."""
+    if any(of.k is not None for of in partners.values()):
+        return beyond
+    kind = type(model).__name__
+    what = "is an encoder-decoder" if model.config.is_encoder_decoder else "takes no position_ids"
+    return replace(beyond, untried=f"{kind} cannot be run at other positions: it {what}")
+
+
+def _sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
+    return beyond.spread(stages.sample_windows(windows, stages.SAMPLE_WINDOWS), SPREAD)
+
+
+def _collect_far_ranges(
+    job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
+) -> tuple[Beyond, dict[int, TensorDict]]:
+    """Return the range of each layer at other positions, for centers; none if it is not known."""
+    if not job.options.center:
+        return beyond, {}
+    try:
+        far = stages.collect_ranges(job, _sample_far(windows, beyond), partners, "far text")
+    except ConfigError as error:
+        logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
+        return replace(beyond, untried=f"the model cannot be run at others: {error}"), {}
+    return beyond, far
 
 
 def _warn_of_gaps(
@@ -293,28 +319,30 @@ def _run_in_eval_mode(
         bar.set_description("done")
 
 
-def _score_quality(job: Job, batches: list[Batch], scales: KVScales) -> dict[str, Quality]:
+def _score_quality(
+    job: Job, name: str, batches: list[Batch], scales: KVScales
+) -> tuple[QualityRow, ...]:
     """Score how far caches move the model's predictions; nothing if there is nothing to score."""
     batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
     if not batches or not scoring.has_logits(job.model):
         why = "there is no text for it that is long enough" if not batches else "it has no logits"
         logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
-        return {}
+        return ()
     caches = {
         f"{kind} {job.options.fmt.name}": scoring.cache_factory(job, given, scales.layers)
         for kind, given in zip(_CACHES, (scales, None, 1.0), strict=True)
     }
     try:
-        scores = scoring.score_caches(job, "quality", batches, caches)
+        scores = scoring.score_caches(job, name, batches, caches)
     except ConfigError as error:
         logger.warning("the predictions are not compared: %s", error)
-        return {}
+        return ()
     rows = {name: scores[name].quality for name in (UNQUANTISED, *caches)}
     finite = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
     if len(finite) < len(rows):
         lost = ", ".join(sorted(rows.keys() - finite))
         logger.warning("the model gives logits that are not finite: %s not compared", lost)
-    return finite
+    return tuple(QualityRow(name, **vars(quality)) for name, quality in finite.items())
 
 
 def _make_report(
@@ -323,18 +351,22 @@ def _make_report(
     ranges: Mapping[int, TensorDict],
     gains: Mapping[int, float | None],
     centers: str,
-    batches: list[Batch],
-    scored: list[Batch],
+    windows: Sequence[torch.Tensor],
+    scored: Sequence[torch.Tensor],
+    beyond: Beyond,
     *,
     texts: int = 0,
     tokens: int = 0,
 ) -> CalibrationReport:
-    """Measure the scales on `batches`, and the model's predictions on `scored`."""
+    """Measure the scales on `windows`, and the model's predictions on `scored`, also beyond."""
     model, options = job.model, job.options
     layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
     amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
+    batches = make_batches(windows, 1)
     statistics = measure_statistics(job, batches, layers, amax, gains)
-    rows = _score_quality(job, scored, scales)
+    rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
+    far = beyond.spread(scoring.far_windows(scored))
+    far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
     return CalibrationReport(
         model=getattr(model, "name_or_path", "") or type(model).__name__,
         dtype=options.fmt.name,
@@ -342,7 +374,7 @@ def _make_report(
         margin=options.margin,
         texts=texts,
         tokens=tokens,
-        held_out_tokens=sum(batch.tokens for batch in batches),
+        held_out_tokens=sum(map(len, windows)),
         seconds=job.state.seconds,
         date=utc_now(),
         versions=versions(),
@@ -350,5 +382,7 @@ def _make_report(
         scales_digest=scales.digest,
         centers=centers,
         layers=statistics,
-        quality=tuple(QualityRow(name, **vars(quality)) for name, quality in rows.items()),
+        quality=rows,
+        far_quality=far_rows,
+        max_position=beyond.reach if far_rows else None,
     )

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .corpus import Corpus
 from .divergence import UNQUANTISED, Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
 from .pairs import TOKENS
+from .positions import SPREAD, Beyond, turns_keys
 from .stages import SAMPLE_WINDOWS, sample_windows
 from .state import Job
 
@@ -28,6 +30,8 @@ SHORTEST = 4
 _GAIN = 1.05
 # Tokens scored to see whether centers help.
 _TRIAL_TOKENS = 1024
+# Tokens held out that are read once more at other positions; half of them are scored.
+_FAR_TOKENS = 2048
 # Tokens of a later call when a text is scored, and the most logits that it may have.
 _CHUNK = 128
 _LOGITS = 2**23
@@ -38,22 +42,27 @@ def choose_centers(
     windows: Sequence[torch.Tensor],
     choices: Mapping[int, Choice],
     make_scales: Callable[[dict[int, LayerScales]], KVScales],
+    beyond: Beyond,
 ) -> tuple[KVScales, str]:
-    """Return the scales, with centers where they help on the windows, and a sentence on that."""
-    plain = {index: LayerScales(choice.k, choice.v) for index, choice in choices.items()}
+    """Return the scales, with centers where they help on the windows, and a sentence on that.
+
+    They must help at other positions, too, in each layer by the error of K, and on the whole by the
+    model's predictions.
+    """
+    plain = {index: choice.plain for index, choice in choices.items()}
     if not job.options.center:
         return make_scales(plain), "Centers of K were not asked for."
+    if beyond.untried and turns_keys(job.model):
+        return make_scales(plain), (
+            f"No centers: RoPE turns K with the position, and {beyond.untried}, so it is not known "
+            "whether they hold beyond the windows."
+        )
     helped = [index for index, choice in choices.items() if (choice.gain or 0.0) > _GAIN]
     if not helped:
         why = "No centers: in no layer do they make the error of K much smaller."
         return make_scales(plain), why
-    layers = dict(plain)
-    for index in helped:
-        choice = choices[index]
-        assert choice.k_centered is not None
-        layers[index] = LayerScales(choice.k_centered, choice.v, choice.k_center)
+    centered = make_scales(plain | {index: choices[index].centered for index in helped})
     where = f"{len(helped)} of {len(choices)} layers"
-    centered = make_scales(layers)
     if not has_logits(job.model):
         return centered, f"Centers in {where}, by the error of K: the model gives no logits."
     trial = _trial_windows(windows)
@@ -63,17 +72,30 @@ def choose_centers(
         "without": cache_factory(job, make_scales(plain), plain),
         "with": cache_factory(job, centered, plain),
     }
-    try:
-        scores = score_caches(job, "centers", [Batch((window,)) for window in trial], caches)
-    except ConfigError as error:
-        logger.warning("centers are not tried: %s", error)
-        return make_scales(plain), "No centers: the model's predictions could not be compared."
-    gain = scores["without"].kl - scores["with"].kl
-    deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
-    kl = f"KL {scores['without'].quality.kl:.2e} without, {scores['with'].quality.kl:.2e} with"
-    if gain.mean().item() > 2 * deviation:
-        return centered, f"Centers in {where}: {kl}, on {len(gain)} tokens."
-    return make_scales(plain), f"No centers: in {where} they do not help for certain: {kl}."
+    stages = {
+        f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
+        f"at others up to {beyond.reach}": beyond.spread(trial),
+    }
+    found = []
+    for place, batches in stages.items():
+        if not batches:
+            continue
+        name = "centers" if batches[0].start is None else "far centers: predictions"
+        try:
+            scores = score_caches(job, name, batches, caches)
+        except ConfigError as error:
+            logger.warning("centers are not tried: %s", error)
+            why = "No centers: the model's predictions could not be compared."
+            return make_scales(plain), why
+        gain = scores["without"].kl - scores["with"].kl
+        kl = [f"{scores[name].quality.kl:.2e} {name}" for name in ("without", "with")]
+        found.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
+        deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
+        if not gain.mean().item() > 2 * deviation:
+            why = f"No centers: in {where} they do not help for certain: {'; '.join(found)}."
+            return make_scales(plain), why
+    note = f" Other positions: {beyond.untried}." if beyond.untried else ""
+    return centered, f"Centers in {where}: {'; '.join(found)}.{note}"
 
 
 def cache_factory(
@@ -84,14 +106,20 @@ def cache_factory(
     return lambda: FP8PagedCache(job.model.config, dtype=dtype, scales=scales, skip_layers=skipped)
 
 
+def first_windows(windows: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
+    """Return the first windows, until they have that many tokens."""
+    before = accumulate(map(len, windows), initial=0)
+    return [window for window, count in zip(windows, before, strict=False) if count < tokens]
+
+
 def _trial_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the first windows, whose second halves hold about `_TRIAL_TOKENS`."""
-    first: list[torch.Tensor] = []
-    for window in windows:
-        if len(window) < SHORTEST or sum(len(w) for w in first) >= 2 * _TRIAL_TOKENS:
-            break
-        first.append(window)
-    return first
+    return [w for w in first_windows(windows, 2 * _TRIAL_TOKENS) if len(w) >= SHORTEST]
+
+
+def far_windows(windows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return those of the windows held out that are also scored at other positions."""
+    return first_windows(windows, _FAR_TOKENS)
 
 
 def has_logits(model: PreTrainedModel) -> bool:
@@ -114,8 +142,9 @@ def score_caches(
         try:
             with paged_attention(job.model):
                 of_window = compare_caches(
-                    job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk, on_call=on_call
-                )
+                    job.model, ids, caches, prefill=ids.shape[1] // 2, chunk=chunk,
+                    first_position=batch.start, on_call=on_call,
+                )  # fmt: skip
         except Fp8KVError:
             raise
         except MODEL_ERRORS as error:
@@ -141,9 +170,21 @@ def score_caches(
     }
 
 
-def estimate_other_tokens(corpus: Corpus, caches: int, options: CalibrationOptions) -> int:
+def estimate_other_tokens(
+    corpus: Corpus, caches: int, options: CalibrationOptions, beyond: Beyond
+) -> int:
     """Return about how many tokens the model reads besides `collect_ranges`, for a bar."""
     held = sum(map(len, corpus.held_out))
-    sampled = sum(map(len, sample_windows(corpus.windows, SAMPLE_WINDOWS)))
-    trial = 3 * sum(map(len, _trial_windows(corpus.windows))) if options.center else 0
-    return 2 * TOKENS + sampled + trial + held * (2 + caches)
+    total = 2 * TOKENS + held * (2 + caches)
+    total += (1 + caches) * _count(beyond.spread(far_windows(corpus.held_out)))
+    sample = sample_windows(corpus.windows, SAMPLE_WINDOWS)
+    total += sum(map(len, sample))
+    if options.center:
+        trial = _trial_windows(corpus.windows)
+        total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
+        total += 2 * _count(beyond.spread(sample, SPREAD))
+    return total
+
+
+def _count(batches: Sequence[Batch]) -> int:
+    return sum(batch.tokens for batch in batches)

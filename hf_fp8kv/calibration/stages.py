@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
 from ..errors import ConfigError
-from .choose import Choice, Queries, make_trials, measure_costs, pick_scales
+from .choose import Choice, Queries, make_trials, measure_costs, measure_key_cost, pick_scales
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
 from .state import Job
@@ -17,6 +18,7 @@ from .state import Job
 # Windows on which scales are tried, and queries of each.
 SAMPLE_WINDOWS = 8
 _QUERIES = 64
+_Asked = Queries | None
 
 
 def find_partners(job: Job, window: torch.Tensor) -> dict[int, Partners]:
@@ -37,9 +39,12 @@ def find_partners(job: Job, window: torch.Tensor) -> dict[int, Partners]:
 
 
 def collect_ranges(
-    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners]
+    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners], name: str = "text"
 ) -> dict[int, TensorDict]:
-    """Return the range of K and V of each layer; raise ConfigError for NaN or infinity."""
+    """Return the range of K and V of each layer; raise ConfigError for NaN or infinity.
+
+    `name` is that of the stage; without batches there are no layers.
+    """
 
     def step(ranges: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
@@ -52,7 +57,7 @@ def collect_ranges(
         observe(job.model, batch, job.layers, on_states)
         return merge_ranges(ranges, new) if ranges else new
 
-    return _group_by_layer(job.run_batches("text", batches, step))
+    return _group_by_layer(job.run_batches(name, batches, step))
 
 
 def _check_finite(index: int, of_layer: TensorDict) -> None:
@@ -77,35 +82,25 @@ def choose_scales(
     windows: Sequence[torch.Tensor],
     ranges: Mapping[int, TensorDict],
     partners: Mapping[int, Partners],
+    far: Mapping[int, TensorDict] | None = None,
 ) -> dict[int, Choice]:
-    """Return the scales of each layer, with and without centers, tried on some of the windows."""
-    fmt = job.options.fmt
-    trials = {i: make_trials(of, partners[i], job.options) for i, of in ranges.items()}
+    """Return the scales of each layer, with and without centers, tried on some of the windows.
+
+    `far` is the range of each layer at other positions, where it is known.
+    """
+    fmt, far = job.options.fmt, far or {}
+    trials = {i: make_trials(of, partners[i], job.options, far.get(i)) for i, of in ranges.items()}
 
     def step(costs: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
-        states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            states[index] = (k, v)
-
-        def add_costs(index: int, queries: Queries | None) -> None:
-            k, v = states.pop(index)
+        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
             for name, trial in trials[index].items():
                 x = v if trial.side == "v" else k
                 of_trial = measure_costs(trial, x, queries, fmt)
                 new.update({f"{index}.{name}.{what}": cost for what, cost in of_trial.items()})
 
-        def on_attention(
-            index: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]
-        ) -> None:
-            if index in states:
-                add_costs(index, _sample_queries(query, states[index][0], call))
-
-        with _watch(job.model, on_attention):
-            observe(job.model, batch, job.layers, on_states)
-        for index in sorted(states):  # those whose attention does not show its queries
-            add_costs(index, None)
+        _observe_queries(job, batch, add_costs)
         return add_tensors(costs, new)
 
     def work() -> TensorDict:
@@ -124,6 +119,53 @@ def choose_scales(
     chosen = _group_by_layer(job.run_once("chosen", work))
     job.state.drop("scales")  # which is large, and not needed again
     return {index: Choice.from_tensors(tensors) for index, tensors in chosen.items()}
+
+
+def check_centers(
+    job: Job, batches: Sequence[Batch], choices: Mapping[int, Choice]
+) -> dict[int, Choice]:
+    """Return the choices with what the centers gain at other positions, where that is less."""
+
+    def step(costs: TensorDict, batch: Batch) -> TensorDict:
+        new: TensorDict = {}
+
+        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
+            choice = choices[index]
+            new[str(index)] = torch.stack([
+                measure_key_cost(scales, k, queries, job.options.fmt)
+                for scales in (choice.plain, choice.centered)
+            ])  # fmt: skip
+
+        _observe_queries(job, batch, add_costs)
+        return add_tensors(costs, new)
+
+    checked = dict(choices)
+    for name, costs in job.run_batches("far centers", batches, step).items():
+        choice = choices[int(name)]
+        plain, centered = costs.tolist()
+        gain = plain / centered if centered > 0 else 1.0
+        checked[int(name)] = replace(choice, gain=min(choice.gain or gain, gain))
+    return checked
+
+
+def _observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> None:
+    """Call the model, and `on_layer` with a layer's index, K, V and its queries, if it has any."""
+    states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        states[index] = (k, v)
+
+    def on_attention(
+        index: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]
+    ) -> None:
+        if index in states:
+            k, v = states.pop(index)
+            on_layer(index, k, v, _sample_queries(query, k, call))
+
+    with _watch(job.model, on_attention):
+        observe(job.model, batch, job.layers, on_states)
+    for index in sorted(states):  # those whose attention does not show its queries
+        on_layer(index, *states[index], None)
 
 
 def _watch(

@@ -97,6 +97,9 @@ class CalibrationReport:
     centers: str  # one sentence: which centers were tried and chosen
     layers: Annotated[dict[LayerIndex, LayerStatistics], Rule("an object with a layer", bool)]
     quality: tuple[QualityRow, ...]
+    # The same at positions beyond those of the texts, up to the last of which it was measured.
+    far_quality: tuple[QualityRow, ...] = ()
+    max_position: int | None = None  # None: not measured
 
     def to_dict(self) -> dict[str, Any]:
         """Return the same as JSON values; raise ScaleError for what `from_dict` would refuse."""

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from ..errors import ScaleError
@@ -53,8 +53,9 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: Any, value: Any, what: str) -> Any:
-    """Return the value of an annotation that JSON holds; a dataclass has all entries and no other.
+    """Return the value of an annotation that JSON holds.
 
+    A dataclass has all entries but those with a default, and no other.
     `kind` is a dataclass, str, bool, int, float, object, or a tuple, dict or `| None` of these. A
     ScaleError names the entry, `what` or one below it.
     """
@@ -86,13 +87,15 @@ def _read_dataclass(kind: Any, value: Any, what: str) -> Any:
     kinds = get_type_hints(kind, include_extras=True)
     if not isinstance(value, Mapping):
         raise _malformed(f"an object with {', '.join(kinds)}", value, what)
+    optional = {field.name for field in fields(kind) if field.default is not MISSING}
     for name in kinds:
-        if name not in value:
+        if name not in value and name not in optional:
             raise _malformed(f"the entry {name}", list(value), what)
     for name in value:
         if name not in kinds:
             raise _malformed(f"only {', '.join(kinds)}", name, what)
-    return kind(**{n: from_json(k, value[n], _join(what, n)) for n, k in kinds.items()})
+    known = {name: of for name, of in kinds.items() if name in value}
+    return kind(**{n: from_json(k, value[n], _join(what, n)) for n, k in known.items()})
 
 
 def _read_dict(key: Any, item: Any, value: Mapping[Any, Any], what: str) -> Any:
