@@ -104,7 +104,10 @@ class Trial:
 
 
 def make_trials(
-    ranges: TensorDict, partners: Partners, options: CalibrationOptions, far: TensorDict | None
+    ranges: TensorDict,
+    partners: Partners,
+    options: CalibrationOptions,
+    far: TensorDict | None = None,
 ) -> dict[str, Trial]:
     """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted.
 

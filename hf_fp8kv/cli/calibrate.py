@@ -16,6 +16,7 @@ from .texts import (
     ChatTemplate,
     Dtype,
     MaxLength,
+    MaxPosition,
     MaxTokens,
     TextColumn,
     drop_unset,
@@ -81,6 +82,7 @@ def calibrate(
     ] = "hf_fp8kv",
     max_tokens: MaxTokens = None,
     max_length: MaxLength = None,
+    max_position: MaxPosition = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences in one batch.")] = None,
     text_column: TextColumn = None,
     chat_template: ChatTemplate = None,
@@ -115,6 +117,7 @@ def calibrate(
         margin=margin,
         max_tokens=max_tokens,
         max_length=max_length,
+        max_position=max_position,
         batch_size=batch_size,
         text_column=text_column,
         chat_template=chat_template,
@@ -240,12 +243,14 @@ def _print_result(
     if report is not None and report.quality:
         from rich.text import Text
 
+        far = f", to position {report.max_position}"
         rows = [
             {
-                "cache": row.cache, "mean KL": row.kl, "largest KL": row.kl_max,
+                "cache": row.cache + where, "mean KL": row.kl, "largest KL": row.kl_max,
                 "same top-1": f"{row.top1:.2%}", "perplexity": row.perplexity, "tokens": row.tokens,
             }
-            for row in report.quality
+            for where, quality in (("", report.quality), (far, report.far_quality))
+            for row in quality
         ]  # fmt: skip
         print_parts([make_table(rows), Text(report.centers)], piped_width=120)
     print("\n".join(map(str, paths)))

@@ -12,6 +12,7 @@ from .texts import (
     ChatTemplate,
     Dtype,
     MaxLength,
+    MaxPosition,
     MaxTokens,
     TextColumn,
     drop_unset,
@@ -37,6 +38,7 @@ def inspect(
     dtype: Dtype = None,
     max_tokens: MaxTokens = None,
     max_length: MaxLength = None,
+    max_position: MaxPosition = None,
     text_column: TextColumn = None,
     chat_template: ChatTemplate = None,
     device: Device = "auto",
@@ -52,6 +54,7 @@ def inspect(
         dtype=dtype and parse_format(dtype, "--dtype"),
         max_tokens=max_tokens,
         max_length=max_length,
+        max_position=max_position,
         text_column=text_column,
         chat_template=chat_template,
     )

@@ -36,7 +36,10 @@ def inspect_table(scales: KVScales, report: CalibrationReport | None) -> "list[R
     parts.append(_LayerTables(scales, report))
     parts += [Text(f"! {remark}") for remark in list_remarks(scales)]
     if report is not None and report.quality:
-        parts.append(_quality_table(report.quality))
+        parts.append(_quality_table("held-out text, against the unquantised cache", report.quality))
+    if report is not None and report.far_quality:
+        title = f"the same at other positions, up to {report.max_position}"
+        parts.append(_quality_table(title, report.far_quality))
     if report is not None and report.centers:
         parts.append(Text(report.centers))
     return parts
@@ -239,11 +242,11 @@ def _share(share: float) -> str:
     return "0" if not percent else f"{percent:.2g} %" if percent < 1 else f"{percent:.3g} %"
 
 
-def _quality_table(rows: Iterable[QualityRow]) -> "RenderableType":
+def _quality_table(title: str, rows: Iterable[QualityRow]) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title="held-out text, against the unquantised cache")
+    table = Table(title=title)
     table.add_column("cache")
     for column in ("mean\nKL", "largest\nKL", "same\ntop-1", "perplexity", "tokens"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -20,6 +20,14 @@ Dtype = Annotated[
 ]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Number of tokens to read.")]
 MaxLength = Annotated[int | None, typer.Option(min=2, help="Tokens in one sequence.")]
+MaxPosition = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Also try the scales at other positions, up to this one; centers of K must help "
+        "there, too. Default: eight times --max-length, or as many as the model has.",
+    ),
+]
 TextColumn = Annotated[
     str | None, typer.Option(help="JSON lines: the key of the text. Default: text.")
 ]

@@ -4,6 +4,7 @@ What is computed with tensors is compared with loops over numbers that say the s
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,14 +18,17 @@ from hf_fp8kv.calibration.choose import (
     Trial,
     make_trials,
     measure_costs,
+    measure_key_cost,
     pick_scales,
 )
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
 from hf_fp8kv.calibration.pairs import Partners, match_channels
+from hf_fp8kv.calibration.positions import Beyond
 from hf_fp8kv.calibration.state import Job, State
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.formats.codec import SEARCH_STEPS, decode, encode
+from hf_fp8kv.scales.layer_scales import LayerScales
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
@@ -567,25 +571,31 @@ def choice_with(gain: float | None) -> Choice:
     return Choice(scale, scale, scale / 4, center, gain)
 
 
-def tried_centers(llama, monkeypatch, gains, kl, *, center=True):
+def tried_centers(llama, monkeypatch, gains, kl, *, center=True, reach=24, far_kl=None):
     """What `choose_centers` says of such KLs, and the layers that it tried with a center."""
     asked: list[list[int]] = []
 
     def scored(job, name, batches, caches):
         made = {name: make() for name, make in caches.items()}
+        near = batches[0].start is None
+        if not near:
+            assert all(0 < batch.start <= reach - 24 for batch in batches)
+            kl_here = far_kl
+        else:
+            kl_here = kl
         asked.append([i for i, s in made["with"].layers.items() if s.k_center is not None])
         assert not made["without"].centered
         ones = torch.ones(len(kl[0]))
         return {
             name: Scores(torch.tensor(x).double(), ones, ones)
-            for name, x in zip(("without", "with"), kl, strict=True)
+            for name, x in zip(("without", "with"), kl_here, strict=True)
         }
 
     monkeypatch.setattr(scoring, "score_caches", scored)
     monkeypatch.setattr(scoring, "FP8PagedCache", lambda *_, scales, **more: scales)
     choices = {index: choice_with(gain) for index, gain in enumerate(gains)}
     job = job_of(llama, center=center)
-    scales, why = scoring.choose_centers(job, windows_of(24, 24), choices, KVScales)
+    scales, why = scoring.choose_centers(job, windows_of(24, 24), choices, KVScales, Beyond(reach))
     return [i for i, s in scales.layers.items() if s.k_center is not None], asked, why, scales
 
 
@@ -635,6 +645,81 @@ def test_a_center_must_help_for_certain(llama, monkeypatch, less, helps):
     assert asked == [[0, 1]]
     assert found == ([0, 1] if helps else [])
     assert why.startswith("Centers in 2 of 2 layers: KL" if helps else "No centers: in 2 of 2")
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_center_must_help_beyond_the_windows_too(llama, monkeypatch, holds):
+    found, asked, why, _ = tried_centers(
+        llama, monkeypatch, (2.0, 2.0), CLEAR, reach=200, far_kl=CLEAR if holds else CLEAR[::-1]
+    )
+    assert asked == [[0, 1], [0, 1]]
+    assert found == ([0, 1] if holds else [])
+    assert why.startswith("Centers in 2 of 2 layers: KL" if holds else "No centers: in 2 of 2")
+    assert "up to 24; KL" in why
+    assert why.endswith("on 4 tokens at others up to 200.")
+
+
+def test_a_center_that_turns_is_not_tried_where_positions_cannot_be_chosen(llama, monkeypatch):
+    """Without position_ids: the model has RoPE, so its centers would hold in the windows only."""
+    untried = Beyond(200, untried="it takes no position_ids")
+    job, windows = job_of(llama, center=True), windows_of(24, 24)
+    monkeypatch.setattr(scoring, "score_caches", lambda *_: pytest.fail("was tried"))
+    scales, why = scoring.choose_centers(job, windows, {0: choice_with(9.0)}, KVScales, untried)
+    assert not scales.centered
+    assert why.startswith(
+        "No centers: RoPE turns K with the position, and it takes no position_ids"
+    )
+
+
+def test_the_center_is_the_mean_of_all_positions_and_its_scale_covers_them():
+    ranges, far = (
+        measure_range(k, k, torch.tensor([1, 0]), None)
+        for k in (torch.tensor([[[4.0, 1.0]], [[6.0, 3.0]]]), torch.tensor([[[-4.0, 2.0]]]))
+    )
+    options = CalibrationOptions("head", E4M3, 1.0, True)
+    near, both = (make_trials(ranges, Partners(), options, of) for of in (None, far))
+    assert near["k_centered"].center.tolist() == [[5.0, 2.0]]
+    torch.testing.assert_close(both["k_centered"].center, torch.tensor([[-3.0, 2.0]]))
+    # From the center, -3, to 6, which only the near text has.
+    assert both["k_centered"].first.item() == pytest.approx(9 / 448)
+    for side in "kv":  # which have no center, are those of the windows
+        assert both[side].first.equal(near[side].first)
+        assert both[side].reach.equal(near[side].reach)
+
+
+def test_what_a_center_gains_at_other_positions(llama, monkeypatch):
+    """The smaller gain counts, of what the scales cost at other positions."""
+    choices = {
+        index: replace(choice_with(3.0), k=torch.tensor(plain), k_centered=torch.tensor(centered))
+        for index, plain, centered in ((0, 6.0, 3.0), (1, 8.0, 2.0))
+    }
+
+    def cost(scales, k, queries, fmt):
+        assert queries is not None
+        assert (scales.k_center is None) == (scales.k in (6.0, 8.0))
+        return scales.k.double()
+
+    monkeypatch.setattr(stages, "measure_key_cost", cost)
+    batches = Beyond(100).spread(windows_of(24, 20))
+    found = stages.check_centers(job_of(llama), batches, choices)
+    assert {index: choice.gain for index, choice in found.items()} == {0: 2.0, 1: 3.0}
+
+
+@pytest.mark.parametrize("center", [None, 1.0])
+def test_the_cost_of_keys_is_that_of_their_trial(numbers, center):
+    q, k = numbers
+    queries = Queries.from_states(q, k, AT, 1.0, None)
+    middle = None if center is None else torch.full((HEADS, DIM), center)
+    scale = torch.tensor([[0.25], [0.5]])
+    scales = LayerScales(scale / E3M4.scale_from_e4m3, torch.tensor(1.0), middle)
+    trial = Trial("k", scale, scale, middle, "head")
+    expected = measure_costs(trial, k, queries, E3M4)
+    found = measure_key_cost(scales, k, queries, E3M4)
+    torch.testing.assert_close(found, expected["cost"][0].sum(), rtol=1e-5, atol=0)
+    stored = k if middle is None else k - middle
+    error = (decode(encode(stored / scale, E3M4), E3M4) * scale - stored).double()
+    alone = measure_key_cost(scales, k, None, E3M4)
+    torch.testing.assert_close(alone, error.square().sum(), rtol=1e-5, atol=0)
 
 
 def test_a_center_that_is_not_wanted_is_not_tried(llama, monkeypatch):

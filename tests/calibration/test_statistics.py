@@ -13,6 +13,7 @@ from hf_fp8kv.calibration import run
 from hf_fp8kv.calibration import statistics as module
 from hf_fp8kv.calibration.choose import CalibrationOptions
 from hf_fp8kv.calibration.observe import Batch, measure_range, merge_ranges
+from hf_fp8kv.calibration.positions import limit_length
 from hf_fp8kv.calibration.state import Job, State
 from hf_fp8kv.calibration.statistics import head_amax, measure_statistics
 from hf_fp8kv.formats import FORMATS
@@ -335,7 +336,7 @@ def test_no_text_is_longer_than_the_model_has_positions(name, field):
     model = tiny(name)[0]
     most = 256 if field is None else getattr(model.config, field)
     assert most == 256
-    lengths = [run._limit_length(model, length) for length in (1, 255, 256, 257, 100_000)]
+    lengths = [limit_length(model, length) for length in (1, 255, 256, 257, 100_000)]
     assert lengths == [1, 255, 256, 256, 256]
 
 

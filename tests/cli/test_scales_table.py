@@ -61,6 +61,8 @@ def found(layers: int = 4, heads: int = 3, **changes: Any) -> CalibrationReport:
             QualityRow("unquantised", 0.0, 0.0, 1.0, 12.5, 400),
             QualityRow("static fp8_e4m3", 0.003, 0.2, 0.9625, 12.53125, 400),
         ),
+        far_quality=(QualityRow("static fp8_e4m3", 0.007, 0.3, 0.9375, 13.0, 200),),
+        max_position=8192,
     )  # fmt: skip
     return replace(report, **changes)
 
@@ -92,6 +94,12 @@ sides = st.builds(
     shares,
     st.dictionaries(st.sampled_from(ERRORS), magnitudes),
 )
+qualities = st.lists(
+    st.builds(
+        QualityRow, st.text(), magnitudes, magnitudes, shares, st.floats(1, 1e300), st.integers(0)
+    ),
+    max_size=3,
+).map(tuple)
 reports = st.builds(
     CalibrationReport,
     model=st.text(), dtype=st.sampled_from(list(FORMATS)),
@@ -107,13 +115,7 @@ reports = st.builds(
         st.builds(LayerStatistics, sides, sides, st.booleans(), st.none() | magnitudes),
         min_size=1, max_size=4,
     ),
-    quality=st.lists(
-        st.builds(
-            QualityRow, st.text(), magnitudes, magnitudes, shares, st.floats(1, 1e300),
-            st.integers(0),
-        ),
-        max_size=3,
-    ).map(tuple),
+    quality=qualities, far_quality=qualities, max_position=st.none() | st.integers(0),
 )  # fmt: skip
 
 
@@ -216,6 +218,8 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "kl-negative": (("quality", 1, "kl"), -0.1, r"quality\[1\]\.kl: .* got -0\.1"),
     "top1-percent": (("quality", 1, "top1"), 96.0, r"quality\[1\]\.top1: .* from 0 to 1"),
     "perplexity": (("quality", 1, "perplexity"), 0, r"quality\[1\]\.perplexity: .* above 0"),
+    "far-quality": (("far_quality",), None, r"far_quality: expected a list, got None"),
+    "max-position": (("max_position",), -1, r"max_position: expected an integer of at least 0"),
     "unknown-quality": (("quality", 1, "bleu"), 0, r"quality\[1\]: expected only .* 'bleu'"),
 }
 
@@ -343,6 +347,21 @@ def test_without_text_held_out_there_are_no_shares():
         "layer", "K scale", "V scale", "amax K", "amax V", "source",
     }  # fmt: skip
     assert len(rows(text)) == 1
+
+
+def test_the_quality_at_other_positions_has_a_table_of_its_own():
+    report = found()
+    text = shown(scales_of(report), report)
+    assert "the same at other positions, up to 8192" in text
+    assert text.index("3.00e-03") < text.index("up to 8192") < text.index("7.00e-03")
+    assert "other positions" not in shown(scales_of(report), replace(report, far_quality=()))
+
+
+def test_a_report_from_before_other_positions_were_tried():
+    data = found().to_dict()
+    del data["far_quality"], data["max_position"]
+    report = CalibrationReport.from_dict(data, REPORT_FILE)
+    assert report == replace(found(), far_quality=(), max_position=None)
 
 
 def test_scales_from_elsewhere_were_measured_only():

@@ -1,0 +1,173 @@
+"""Positions beyond the windows: which ones, and that centers must hold there."""
+
+import pytest
+import torch
+
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
+from hf_fp8kv.calibration import measure
+from hf_fp8kv.calibration.divergence import compare_caches
+from hf_fp8kv.calibration.positions import Beyond, find_reach, find_trained, turns_keys
+from tests.helpers.tiny_models import VOCAB, tiny
+
+pytestmark = pytest.mark.text
+
+QUIET = {"max_length": 24, "held_out": 100, "progress": False}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64
+}  # fmt: skip
+
+
+def texts() -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(0)
+    return [torch.randint(3, VOCAB, (24,), generator=chance) for _ in range(24)]
+
+
+@pytest.fixture(scope="module")
+def turning():
+    """K has a bias that is the same within a window, and points elsewhere in the next ones.
+
+    All pairs but the first, which turns by one radian, take 200 to 400 positions to go round.
+    """
+    model = tiny("qwen2", num_hidden_layers=2)[0]
+    inverse = torch.tensor([1.0] + [2 * torch.pi / n for n in (200, 230, 260, 300, 330, 360, 400)])
+    model.model.rotary_emb.inv_freq.copy_(inverse)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            bias = torch.full((2, 16), 30.0)
+            bias[:, [0, 8]] = 0.0
+            layer.self_attn.k_proj.bias.copy_(bias.flatten())
+    return model
+
+
+@pytest.fixture(scope="module")
+def near(turning):
+    """What is chosen without a look at other positions: the mean within the windows."""
+    return calibrate(turning, texts(), max_position=24, **QUIET)
+
+
+@pytest.fixture(scope="module")
+def plain(turning):
+    return calibrate(turning, texts(), center=False, **QUIET)
+
+
+def kl_at(model, scales, first: int | None) -> float:
+    model.set_attn_implementation("fp8_paged")
+    caches = {"static": lambda: FP8PagedCache(model.config, dtype="fp8_e4m3", scales=scales)}
+    ids = torch.stack(texts()[:8])
+    found = compare_caches(model, ids, caches, prefill=12, first_position=first)
+    model.set_attn_implementation("sdpa")
+    return found["static"].quality.kl
+
+
+def test_centers_that_hold_within_the_windows_only_are_not_chosen(turning, near, plain):
+    scales = calibrate(turning, texts(), **QUIET)
+    assert scales.report.max_position == 192
+    assert near.centered
+    assert near.report.max_position is None
+    assert near.report.far_quality == ()
+    # The case is one: such centers help in the windows, and hurt beyond them.
+    assert kl_at(turning, near, None) < 0.7 * kl_at(turning, plain, None)
+    for first in (100, 168):
+        best = kl_at(turning, plain, first)
+        assert kl_at(turning, near, first) > 1.3 * best
+        assert kl_at(turning, scales, first) <= 1.02 * best
+
+
+def test_the_report_says_what_other_positions_do(turning, near, plain):
+    good = plain.report
+    names = [row.cache for row in good.far_quality]
+    assert names == [row.cache for row in good.quality]
+    assert good.far_quality[0].kl == 0.0
+    assert good.far_quality[1].tokens == good.quality[1].tokens > 0
+    # Centers of the windows are measured to be good near and bad far away.
+    bad = measure(turning, near, texts(), max_length=24, progress=False)
+    assert bad.max_position == 192
+    assert bad.far_quality[1].kl > 1.3 * bad.quality[1].kl
+    assert bad.far_quality[2].kl < 1.3 * bad.quality[2].kl  # dynamic scales
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gemma3_text", {}),
+        ("gpt_oss", {}),
+        ("gpt2", {}),
+        ("llama", {"rope_parameters": YARN}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+    ids=["two-thetas", "sinks", "learned", "yarn", "dynamic"],
+)
+def test_models_that_can_be_moved(name, more):
+    model = tiny(name, num_hidden_layers=2, **more)[0]
+    scales = calibrate(model, texts()[:12], **QUIET)
+    assert scales.report.max_position == 192
+    assert 0 < scales.report.far_quality[1].kl < 0.5
+
+
+@pytest.mark.parametrize("name", ["bloom", "seq2seq/t5"])
+def test_models_that_cannot_be_moved(name):
+    report = calibrate(tiny(name)[0], texts()[:12], **QUIET).report
+    assert (report.far_quality, report.max_position) == ((), None)
+    assert report.quality
+
+
+def test_positions_that_fail_are_not_tried(turning, monkeypatch, caplog):
+    """The model ends with an error there: scales are made all the same, without centers."""
+    before = turning.model.rotary_emb.forward
+
+    def forward(x, position_ids):
+        # Past where the rotation is looked at, which is half of 256.
+        if int(position_ids.max()) >= 160:
+            raise IndexError("no such position")
+        return before(x, position_ids)
+
+    monkeypatch.setattr(turning.model.rotary_emb, "forward", forward)
+    scales = calibrate(turning, texts(), **QUIET)
+    assert not scales.centered
+    assert "no such position" in scales.report.centers
+    assert scales.report.quality
+    assert scales.report.far_quality == ()
+    assert "positions up to 192 are not tried" in caplog.text
+
+
+def test_windows_at_other_places():
+    windows = [torch.arange(n) for n in (24, 20, 10)]
+    batches = Beyond(200).spread(windows, 8)
+    assert [batch.tokens for batch in batches] == [24, 20, 10] * 2 + [24, 20]
+    starts = [batch.start for batch in batches]
+    assert starts[0] == 176  # its last token is at 199
+    assert all(
+        0 < start <= 200 - batch.tokens for start, batch in zip(starts, batches, strict=True)
+    )
+    # All over the way there, without a period.
+    parts = sorted(s / (200 - b.tokens) for s, b in zip(starts, batches, strict=True))
+    gaps = [b - a for a, b in zip([0.0, *parts], parts, strict=False)]
+    assert max(gaps) < 0.2
+    assert min(gaps) > 0.05
+    assert len({round(gap, 2) for gap in gaps}) > 1
+    assert [batch.start for batch in Beyond(200).spread(windows)] == starts[:3]
+    assert [batch.tokens for batch in Beyond(24).spread(windows)] == [20, 10]
+    assert Beyond(10).spread(windows, 8) == []
+    assert Beyond(200, "cannot").spread(windows, 8) == []
+
+
+def test_how_far():
+    model = tiny("llama")[0]  # 256 positions
+    assert [find_reach(model, n, None) for n in (8, 24, 100, 1000)] == [64, 192, 256, 256]
+    assert find_reach(model, 24, 256) == 256
+    assert find_reach(model, 24, 10) == 10
+    with pytest.raises(ConfigError, match=r"max_position: expected at most 256.*got 257"):
+        calibrate(model, texts(), max_position=257, **QUIET)
+    with pytest.raises(ConfigError, match="max_position: expected a whole number"):
+        measure(model, KVScales.uniform(2), texts(), max_position=0)
+    assert find_reach(tiny("bloom")[0], 24, 10**6) == 10**6  # which has no largest position
+
+
+def test_what_the_config_says_of_positions():
+    yarn, plain, learned = (
+        tiny(name, **more)[0]
+        for name, more in (("llama", {"rope_parameters": YARN}), ("llama", {}), ("gpt2", {}))
+    )
+    assert [find_trained(model) for model in (yarn, plain, learned)] == [64, 256, 256]
+    assert [turns_keys(model) for model in (yarn, plain, learned)] == [True, True, False]
+    assert turns_keys(tiny("gemma3_text")[0])
