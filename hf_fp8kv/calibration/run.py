@@ -28,7 +28,7 @@ from .corpus import Corpus, read_corpus
 from .divergence import UNQUANTISED
 from .observe import Batch, TensorDict, make_batches, paged_layers
 from .pairs import Partners
-from .positions import SPREAD, Beyond, check_count, find_reach, limit_length
+from .positions import Beyond, check_count, find_reach, limit_length
 from .state import Job, State, digest_of
 from .statistics import head_amax, measure_statistics
 
@@ -95,8 +95,8 @@ def calibrate(
     """
     options = _options(granularity, center, dtype, margin)
     check_count("batch_size", batch_size)
-    beyond = Beyond(find_reach(model, max_length, max_position))
     layers = paged_layers(model)
+    beyond = Beyond(find_reach(model, max_length, max_position))
     corpus = _read_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
@@ -114,7 +114,8 @@ def calibrate(
         beyond, far = _collect_far_ranges(job, corpus.windows, partners, beyond)
         choices = stages.choose_scales(job, corpus.windows, ranges, partners, far)
         if far:
-            choices = stages.check_centers(job, _sample_far(corpus.windows, beyond), choices)
+            far_sample = stages.sample_far(corpus.windows, beyond)
+            choices = stages.check_centers(job, far_sample, choices)
         source = f"calibrated on {corpus.tokens} tokens"
 
         def make_scales(layers: dict[int, LayerScales]) -> KVScales:
@@ -260,10 +261,6 @@ def _find_beyond(
     return replace(beyond, untried=f"{kind} cannot be run at other positions: it {what}")
 
 
-def _sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
-    return beyond.spread(stages.sample_windows(windows, stages.SAMPLE_WINDOWS), SPREAD)
-
-
 def _collect_far_ranges(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
 ) -> tuple[Beyond, dict[int, TensorDict]]:
@@ -271,7 +268,7 @@ def _collect_far_ranges(
     if not job.options.center:
         return beyond, {}
     try:
-        far = stages.collect_ranges(job, _sample_far(windows, beyond), partners, "far text")
+        far = stages.collect_ranges(job, stages.sample_far(windows, beyond), partners, "far text")
     except ConfigError as error:
         logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
         return replace(beyond, untried=f"the model cannot be run at others: {error}"), {}

@@ -18,8 +18,8 @@ from .corpus import Corpus
 from .divergence import UNQUANTISED, Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
 from .pairs import TOKENS
-from .positions import SPREAD, Beyond, turns_keys
-from .stages import SAMPLE_WINDOWS, sample_windows
+from .positions import Beyond, turns_keys
+from .stages import SAMPLE_WINDOWS, sample_far, sample_windows
 from .state import Job
 
 logger = logging.getLogger(__name__)
@@ -177,12 +177,11 @@ def estimate_other_tokens(
     held = sum(map(len, corpus.held_out))
     total = 2 * TOKENS + held * (2 + caches)
     total += (1 + caches) * _count(beyond.spread(far_windows(corpus.held_out)))
-    sample = sample_windows(corpus.windows, SAMPLE_WINDOWS)
-    total += sum(map(len, sample))
+    total += sum(map(len, sample_windows(corpus.windows, SAMPLE_WINDOWS)))
     if options.center:
         trial = _trial_windows(corpus.windows)
         total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
-        total += 2 * _count(beyond.spread(sample, SPREAD))
+        total += 2 * _count(sample_far(corpus.windows, beyond))
     return total
 
 

@@ -13,11 +13,14 @@ from ..errors import ConfigError
 from .choose import Choice, Queries, make_trials, measure_costs, measure_key_cost, pick_scales
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
+from .positions import SPREAD, Beyond
 from .state import Job
 
 # Windows on which scales are tried, and queries of each.
 SAMPLE_WINDOWS = 8
 _QUERIES = 64
+# The shortest piece of a window that is read at another position.
+_FAR_PIECE = 16
 _Asked = Queries | None
 
 
@@ -146,6 +149,12 @@ def check_centers(
         gain = plain / centered if centered > 0 else 1.0
         checked[int(name)] = replace(choice, gain=min(choice.gain or gain, gain))
     return checked
+
+
+def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
+    """Return some of the windows at other positions; of few tokens no more than there are."""
+    room = max(_FAR_PIECE, sum(map(len, windows)) // SPREAD)
+    return beyond.spread([w[:room] for w in sample_windows(windows, SAMPLE_WINDOWS)], SPREAD)
 
 
 def _observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> None:

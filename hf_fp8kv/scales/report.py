@@ -62,7 +62,7 @@ class LayerStatistics:
     v: SideStatistics
     centered: bool  # whether the scales carry a center of K
     # What K's errors cost (see `calibration.choose`) without a center, over that with one: above 1,
-    # it helps. None: not tried.
+    # it helps. In the windows or at other positions, whichever is less. None: not tried.
     center_gain: Magnitude | None
 
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,17 @@ def texts(count: int = 24, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, VOCAB, (length,), generator=chance) for length in lengths]
 
 
-def seen(model, windows) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """K and V `[N, H, D]` of every layer, float32, from a cache of transformers' own."""
+def seen(model, windows, starts=(0,)) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """K and V `[N, H, D]` of every layer, float32, from a cache of transformers' own.
+
+    Each window is read once from each of the positions `starts`.
+    """
     found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for window in windows:
+    for window, start in product(windows, starts):
         cache = DynamicCache(config=model.config)
+        positions = torch.arange(start, start + len(window))[None]
         with torch.no_grad():
-            model(input_ids=window[None].long(), past_key_values=cache)
+            model(input_ids=window[None].long(), position_ids=positions, past_key_values=cache)
         for index, layer in enumerate(cache.layers):
             pair = (layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1))
             found.setdefault(index, []).append(pair)
@@ -137,9 +142,14 @@ def test_centers_where_k_is_biased_and_not_elsewhere(biased, llama):
     with_bias = calibrate(biased, texts(), **QUIET)
     assert with_bias.centered
     assert with_bias.report.centers.startswith("Centers in ")
-    k, _ = seen(biased, [t[:24] for t in texts()])[0]
-    center = with_bias.layers[0].k_center
-    assert (center - k.mean(0)).abs().max() < 0.1 * k.mean(0).abs().max()
+    # The mean over the positions up to 192, not that within the windows.
+    windows = [t[:24] for t in texts()[:6]]
+    near, everywhere = (
+        seen(biased, windows, starts)[0][0].mean(0) for starts in ([0], range(0, 169, 12))
+    )
+    off = (with_bias.layers[0].k_center - everywhere).abs().max()
+    assert off < 0.25 * everywhere.abs().max()
+    assert off < 0.5 * (with_bias.layers[0].k_center - near).abs().max()
     rows = {row.cache: row for row in with_bias.report.quality}
     plain = calibrate(biased, texts(), center=False, **QUIET)
     assert not plain.centered
@@ -186,17 +196,17 @@ def test_padding_is_not_looked_at():
 # -- interruptions ---------------------------------------------------------------------------------
 
 
-def test_killed_twenty_times_and_the_same_scales(tmp_path):
+def test_killed_ten_times_and_the_same_scales(tmp_path):
     script = "tests.helpers.killed"
-    command = [sys.executable, "-W", "ignore", "-m", script, str(tmp_path), "20", "3"]
+    command = [sys.executable, "-W", "ignore", "-m", script, str(tmp_path), "10", "3"]
     root = Path(__file__).parents[2]
     found = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, timeout=300, check=False,
+        command, cwd=root, capture_output=True, text=True, timeout=1800, check=False,
         env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     result = json.loads(found.stdout)
-    assert len(result["left"]) == 20
+    assert len(result["left"]) == 10
     assert result["found"] == result["expected"]
     assert result["files"] == ["digest", "state"]
     # Something was lost by none of them, and they fell into several stages.
@@ -533,32 +543,31 @@ def test_measure_needs_scales_of_the_model(llama):
         measure(llama, KVScales.uniform(2), texts(), progress=False)
 
 
-def test_a_real_model(demo_model_path):
-    """Static scales per head, e4m3, with centers: KL on text of other topics, in float32."""
+def test_a_real_model(real_model):
+    """Centers help, and hold; and static scales lose little more than dynamic ones."""
     from pydoc_data.topics import topics
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from hf_fp8kv.bench.quality import TEXTS
-    from hf_fp8kv.calibration.divergence import Scores, compare_caches
-
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    model = AutoModelForCausalLM.from_pretrained(demo_model_path)
-    others = [topics[name] for name in sorted(topics) if name not in TEXTS]
-    scales = calibrate(model, others, max_tokens=12288, max_length=512, held_out=0, progress=False)
-    assert scales.centered
+    model, tokenizer = real_model
+    texts = [topics[name] for name in sorted(topics)]
+    scales = calibrate(
+        model, texts, tokenizer=tokenizer, max_tokens=640, max_length=64, held_out=256,
+        progress=False,
+    )  # fmt: skip
+    report = scales.report
+    assert scales.centered, report.centers
     # E4M3 is enough for it: nothing that was seen saturates.
     assert all(s.k.amax() * FORMATS["fp8_e4m3"].max < 448 for s in scales.layers.values())
-    model = model.float()
-    model.set_attn_implementation("fp8_paged")
-    found = []
-    for name in TEXTS:
-        ids = tokenizer(topics[name], return_tensors="pt").input_ids[:, :640]
-        caches = {"static": lambda: FP8PagedCache(model.config, scales=scales)}
-        found.append(compare_caches(model, ids, caches, prefill=512, chunk=128)["static"])
-    quality = Scores.concat(found).quality
-    assert quality.kl <= 9e-3, quality
-    assert quality.top1 > 0.93
+    assert report.max_position == 512
+    for rows in (report.quality, report.far_quality):
+        plain, static, dynamic, constant = rows
+        assert plain.kl == 0.0
+        assert 0 < static.kl < 2 * dynamic.kl, rows
+        assert static.kl < 0.9 * constant.kl, rows
+        assert static.top1 > 0.85
+    for layer in report.layers.values():
+        for side in (layer.k, layer.v):
+            assert side.saturated < 1e-3
+            assert side.error["fp8_e4m3"] < 0.06
 
 
 def test_batches():

@@ -5,35 +5,26 @@ The bounds are means over several texts; on one text a few tokens decide the mea
 
 import math
 import pydoc_data.topics
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DynamicCache,
-    QuantizedCache,
-    cache_utils,
-)
+from transformers import DynamicCache, QuantizedCache, cache_utils
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration.divergence import UNQUANTISED, Quality, _score, compare_caches
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
 
 TEXTS = ("objects", "execmodel", "import", "customization")
-PREFILL, SCORED = 512, 128
+PREFILL, SCORED = 128, 64
 
 
 @pytest.fixture(scope="module")
-def measured(demo_model_path: Path) -> dict[str, Quality]:
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
-    model = AutoModelForCausalLM.from_pretrained(
-        demo_model_path, dtype=torch.float32, attn_implementation="fp8_paged"
-    )
+def measured(real_model: tuple[Any, Any]) -> dict[str, Quality]:
+    model, tokenizer = real_model
     topics = pydoc_data.topics.topics
     ids = torch.cat(
         [
@@ -46,19 +37,20 @@ def measured(demo_model_path: Path) -> dict[str, Quality]:
         return lambda: FP8PagedCache(model.config, **keywords)
 
     caches = {
-        "e4m3": cache(),
-        "e3m4": cache(dtype="fp8_e3m4"),
-        "e5m2": cache(dtype="fp8_e5m2"),
-        "K auto, V e4m3": cache(key_dtype="auto"),
+        "e4m3": cache(dtype="fp8_e4m3", center_keys=False),
+        "e3m4": cache(dtype="fp8_e3m4", center_keys=False),
+        "e5m2": cache(dtype="fp8_e5m2", center_keys=False),
+        "K auto, V e4m3": cache(dtype="fp8_e4m3", key_dtype="auto"),
     }
     if hasattr(cache_utils, "Fp8QuantizedLayer"):
         caches["transformers fp8"] = lambda: QuantizedCache(backend="fp8", config=model.config)
-    found = compare_caches(model, ids, caches, prefill=PREFILL)
+    with paged_attention(model):
+        found = compare_caches(model, ids, caches, prefill=PREFILL)
     return {name: scores.quality for name, scores in found.items()}
 
 
 @pytest.mark.parametrize(
-    ("name", "bound"), [("e4m3", 5e-3), ("e3m4", 1.2e-3), ("e5m2", 5e-2), ("K auto, V e4m3", 8e-4)]
+    ("name", "bound"), [("e4m3", 3e-3), ("e3m4", 8e-4), ("e5m2", 1.5e-2), ("K auto, V e4m3", 5e-4)]
 )
 def test_kl(measured: dict[str, Quality], name: str, bound: float) -> None:
     quality = measured[name]
@@ -71,7 +63,7 @@ def test_order(measured: dict[str, Quality]) -> None:
     assert measured["e3m4"].kl < measured["e4m3"].kl / 2
     assert measured["e4m3"].kl < measured["e5m2"].kl / 2
     assert measured["K auto, V e4m3"].kl < measured["e4m3"].kl / 3
-    assert measured["e3m4"].top1 > 0.97
+    assert measured["e3m4"].top1 > 0.95
 
 
 def test_better_than_transformers(measured: dict[str, Quality]) -> None:

@@ -1,0 +1,23 @@
+"""A real model that is small enough for every run of the tests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="session")
+def real_model(demo_model_path: Path) -> tuple[Any, Any]:
+    """The first layers of the demo model, in float32, and its tokenizer.
+
+    Its K and V are those of a trained model, and its predictions, which are not, are as good a
+    measure of what becomes of them.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        demo_model_path, num_hidden_layers=LAYERS, dtype=torch.float32
+    )
+    return model, AutoTokenizer.from_pretrained(demo_model_path)
