@@ -168,12 +168,12 @@ def test_centers_where_k_is_biased_and_not_elsewhere(biased, llama):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_any_order_of_texts_gives_the_same_scales(biased, batch_size):
     one = calibrate(biased, texts(), batch_size=batch_size, **QUIET)
-    for seed in (1, 2):
-        other = texts()
-        random.Random(seed).shuffle(other)
-        again = calibrate(biased, other, batch_size=batch_size, **QUIET)
-        assert again.digest == one.digest
-        assert again.report.quality == one.report.quality
+    other = texts()
+    random.Random(batch_size).shuffle(other)
+    again = calibrate(biased, other, batch_size=batch_size, **QUIET)
+    assert again.digest == one.digest
+    assert again.report.quality == one.report.quality
+    assert again.report.far_quality == one.report.far_quality
 
 
 def test_padding_is_not_looked_at():
@@ -500,11 +500,11 @@ def test_a_model_that_takes_one_token_at_a_time(caplog):
 
 
 def test_scales_per_channel_with_a_center_hold_at_other_positions(biased):
-    known = texts()[:6]
+    known = texts()
     scales = calibrate(biased, known, granularity="channel", **QUIET | {"held_out": 0})
     assert scales.centered
     for first in range(0, 231, 11):
-        for text in known:
+        for text in known[:6]:
             ids = text[None, :24]
             cache = DynamicCache(config=biased.config)
             with torch.no_grad():
