@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, StaticCache
 
+from ..attention.fp8_paged import NAME
 from ..cache.cache import FP8PagedCache
 from ..utils.environment import describe_run
 from .reporting import build_table, count_bytes
@@ -113,7 +114,7 @@ def _mebibytes(size: int | None) -> str:
 def make_config(name: str) -> PreTrainedConfig:
     """Return the config of one of `MODELS`."""
     fields = dict(MODELS[name])
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=NAME, **fields)
 
 
 def _measure() -> None:
@@ -163,7 +164,8 @@ def _feed(
         part = slice(start, start + chunk)
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, part], value[:, :, part], layer)
-    peak = None if before is None else _status("VmHWM") - before
+    # The kernel counts in steps: a small prompt may seem to take less than nothing.
+    peak = None if before is None else max(_status("VmHWM") - before, 0)
     return count_bytes(cache), peak
 
 

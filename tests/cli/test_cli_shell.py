@@ -41,7 +41,11 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --attn s", ["sdpa"]),
         ("hf-fp8kv generate --key-dtype a", ["auto"]),
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv bench --suite ", ["cpu", "gpu", "quality", "accuracy", "serve", "capacity"]),
+        ("hf-fp8kv bench --suite m", ["memory"]),
+        (
+            "hf-fp8kv bench --suite ",
+            ["cpu", "gpu", "quality", "accuracy", "serve", "capacity", "memory"],
+        ),
         ("hf-fp8kv check --target ", list(TARGETS)),
         ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
