@@ -128,7 +128,7 @@ class LayerGroup:
                 self.table.allocator.exact = True
             else:
                 self.table.clear()
-            self.table.skip(kept)
+            self.table.skip(kept, batch)
         self.copy_pages(self.table.reserve(kept, stop, batch, granted=True))
 
     def _replace_table(self, table: BlockTable) -> None:

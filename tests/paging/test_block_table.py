@@ -338,13 +338,16 @@ class Pages(RuleBasedStateMachine):
             return
         layers = [(g, member) for g in cache.groups.values() for member in range(len(g.pools))]
         written = layers[: data.draw(st.integers(1, len(layers)), label="layers")]
+        after, _ = self.predicted(cache, tokens, batch)
         for group, member in written:
             self.write_layer(cache, group, member, np.zeros((batch, tokens), np.int64))
         for group in cache.groups.values():
             group.undo(cache.length, tokens, [m for g, m in written if g is group])
-        for model in cache.models.values():
+        for name, model in cache.models.items():
             if not model.passes(cache.length, cache.length + tokens):
-                model.settle(cache.length)
+                # A page that was copied, since a fork has it, too, stays a copy.
+                cache.models[name] = after[name]
+        self.model_cut(cache, cache.length)
 
     def write_is_refused(
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
