@@ -141,7 +141,8 @@ class PreallocatedGroup(LayerGroup):
         return fork
 
     def _logical_rows(self) -> npt.NDArray[np.int32]:
-        return self.table.rows[:, np.arange(self.columns) % (self.ring or self.columns)]
+        # np.take, since indexing would lay the copy out by columns, and kernels want rows.
+        return np.take(self.table.rows, np.arange(self.columns) % (self.ring or self.columns), 1)
 
     def shared_plan(
         self, member: int, lengths: torch.Tensor, heads: int, backend: str

@@ -2,8 +2,8 @@
 
 Each case is two files: `NAME.safetensors`, a cache after a prompt, and
 `NAME.continued.safetensors`, the same cache after `continue_cache`. They were written at commit
-3a78b0b, before this layout of the package, and those of the default at 5936a2b; write them anew
-only with a new version of the format.
+3a78b0b, before this layout of the package, those of the default at 5936a2b, and its preallocated
+one with the ring of a window; write them anew only with a new version of the format.
 """
 
 import sys
