@@ -124,7 +124,7 @@ class PagedLayers:
         """Return what the layers of the cache hold, transformers' own among them."""
         groups = {
             window: group.fork_at(self.host_length())
-            if isinstance(group, PreallocatedGroup) and group.ring
+            if isinstance(group, PreallocatedGroup) and (group.ring or group.lost)
             else group.fork()
             for window, group in self.groups.items()
         }
@@ -200,7 +200,7 @@ class PagedLayers:
         if not self.options.is_preallocated:
             for group in self.groups.values():
                 group.check_crop(tokens)
-        elif any(group.ring for group in self._preallocated()):
+        elif any(group.ring or group.lost for group in self._preallocated()):
             for group in self._preallocated():
                 group.check_crop_from(tokens, self.host_length())
 
@@ -213,12 +213,8 @@ class PagedLayers:
             return
         for layer in self.layers:
             layer.crop(-tokens)
-        length = self.host_length()
-        if not length:
-            for group in self._preallocated():
-                group.lost = 0
         if tokens:
-            self._unshare(length)
+            self._unshare(self.host_length())
 
     def end_layer(self, index: int, tokens: int) -> None:
         """Note that layer `index` has stored `tokens`.
@@ -246,8 +242,6 @@ class PagedLayers:
                 and layer.host_length() == start + tokens
             ]
             group.undo(start, tokens, members)
-        for layer in self.layers:
-            layer.pool = layer.group.pools[layer.member]
         self._free_empty()
 
     def reset(self) -> None:
@@ -318,6 +312,7 @@ class PagedLayers:
         """Free the centers of layers without tokens, and the memory of pools without pages."""
         for layer in self.layers:
             assert isinstance(layer, FP8PagedLayer)
+            layer.pool = layer.group.pools[layer.member]  # another one after an undone passage
             if not layer.get_seq_length():
                 layer.k_center = None
             if layer.pool.is_allocated and not layer.group.table.allocator.held:

@@ -277,7 +277,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         if self.is_initialized:
             self.lengths.zero_()
         self.is_empty = True
-        self._max_written = 0
+        self._max_written = self.group.lost = 0
 
     def activate_past_recording(self) -> None:
         """Keep all tokens from now on; a ring becomes room for all, at new addresses."""
@@ -300,6 +300,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.lengths.sub_(tokens).clamp_(min=0)
             if not self.is_empty and not self.host_length():
                 self.is_empty = True
+                self.group.lost = 0
 
     def refresh(self, batch: int) -> None:
         """Follow a change of the group's block table, in place where the batch is the same."""

@@ -88,12 +88,25 @@ class LayerGroup:
         groups = [self, *(group for group in others if group.length == start)]
         for group in groups:
             group.end_passage()
+            group._check_held(start)
         demands = [group._demand(start, stop, batch) for group in groups]
         if needed := sum(pages for pages, _ in demands):
             self.table.allocator.budget.require(needed - sum(freed for _, freed in demands))
         for group in groups:
             group._make_room(start, stop, batch)
             group._prepared = (start, stop, group.table.version)
+
+    def _check_held(self, start: int) -> None:
+        """Raise ConfigError if what a token at `start` sees was given back."""
+        if not self.length:
+            # Pages of a first call that was interrupted before a layer stored its tokens.
+            self.table.clear()
+        elif (first := self.table.first * self.page_size) > self.visible_from(start):
+            raise ConfigError(
+                f"expected the layers with a window of {self.window} to get each call one after "
+                f"the other, got one at {start} tokens with another at {self.length}, whose window "
+                f"begins at token {first}; give a call to all layers before the next one"
+            )
 
     def _passes(self, start: int, stop: int) -> bool:
         """Return whether a call is longer than the pages that a window is in have room for.
@@ -110,7 +123,7 @@ class LayerGroup:
         """Return how many pages a call takes, and how many it gives back before."""
         table = self.table
         if self._passes(start, stop):
-            pages = -(-stop // self.page_size) - self.visible_from(stop) // self.page_size
+            pages = -(-stop // self.page_size) - self._first_kept(stop) // self.page_size
             return pages * batch, table.count_releasable(table.count * self.page_size)
         freed = table.count_releasable(self.first_needed(keep_recorded=True))
         return table.pages_needed(start, stop, batch), freed
@@ -121,7 +134,7 @@ class LayerGroup:
             self.release_passed(keep_recorded=True)
             self.shrink()
         else:
-            kept = self.visible_from(stop) // self.page_size * self.page_size
+            kept = self._first_kept(stop)
             if start:
                 self._passage = Passage(start, stop, self.table)
                 self._replace_table(BlockTable(PageAllocator(self.table.allocator.budget)))
@@ -130,6 +143,11 @@ class LayerGroup:
                 self.table.clear()
             self.table.skip(kept, batch)
         self.copy_pages(self.table.reserve(kept, stop, batch, granted=True))
+
+    def _first_kept(self, stop: int) -> int:
+        """Return the first token of the pages that hold the last window of `stop` tokens."""
+        # With a window of 1 the next token sees none of them; a page is kept all the same.
+        return min(self.visible_from(stop), stop - 1) // self.page_size * self.page_size
 
     def _replace_table(self, table: BlockTable) -> None:
         # Versions go on, since what was made of the old table must not be taken for the new one.
@@ -268,6 +286,9 @@ class LayerGroup:
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""
+        if self._passage is not None and self._passage.table is not None:
+            # Forks may hold the pools of before.
+            self._undo_passage(self._passage)
         self.lengths[:] = [0] * len(self.lengths)
         self.table.clear()
         self._prepared = self._passage = None

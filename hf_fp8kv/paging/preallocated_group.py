@@ -138,6 +138,8 @@ class PreallocatedGroup(LayerGroup):
         if self.ring:
             self.note_stored(length)
             fork.table.unroll(self.lost // self.page_size, -(-length // self.page_size))
+        else:
+            fork.table.release(self.lost)
         return fork
 
     def _logical_rows(self) -> npt.NDArray[np.int32]:

@@ -38,6 +38,12 @@ def config() -> Any:
     )  # fmt: skip
 
 
+def narrow(window: int) -> Any:
+    one = config()
+    one.sliding_window = window
+    return one
+
+
 def cache(**keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(config(), **{**EXACT, **keywords})
 
@@ -171,6 +177,36 @@ def test_a_ring_that_records_the_past_keeps_all(at: int) -> None:
     assert_same_layers(one.fork(), growing)
 
 
+def test_recording_brings_nothing_back_that_a_ring_has_lost(tmp_path: Path) -> None:
+    full_first = config()
+    full_first.layer_types = ["full_attention", "sliding_attention", "sliding_attention"]
+    one, other = (FP8PagedCache(full_first, **EXACT, max_cache_len=room) for room in (ROOM, None))
+    other.activate_past_recording()
+    feed([one, other], 77, 0)
+    one.activate_past_recording()
+    feed([one, other], 20, 1)
+    one.save(tmp_path / "one.safetensors")
+    for each in (one, one.fork(), FP8PagedCache.load(tmp_path / "one.safetensors")):
+        with pytest.raises(ConfigError, match="token 48 on"):
+            each.crop(-60)
+        assert {layer.host_length() for layer in each.layers} == {97}
+        each.crop(-30)
+    other.crop(-30)
+    assert_same_layers(one, other)
+
+
+def test_layers_of_a_ring_that_are_emptied_one_by_one() -> None:
+    one, fresh = cache(max_cache_len=ROOM), cache()
+    feed([one], 100, 0)
+    for layer in one.layers:
+        layer.crop(-100)
+    feed([one, fresh], 9, 1)
+    assert_same_layers(one.fork(), fresh)
+    one.crop(-3)
+    fresh.crop(-3)
+    assert_same_layers(one, fresh)
+
+
 def test_recorded_tokens_go_with_the_crop() -> None:
     one = cache()
     one.activate_past_recording()
@@ -208,6 +244,54 @@ def test_a_long_call_that_was_left_in_the_middle_is_told() -> None:
     one.reset()
     feed([one], 50, 1)
     check(one)
+
+
+def test_a_reset_in_the_middle_of_a_long_call_leaves_forks_alone() -> None:
+    one, fresh = cache(), cache()
+    feed([one, fresh], 33, 0)
+    fork = one.fork()
+    x = torch.ones(BATCH, 2, 50, 4)
+    one.update(x, x, 0)
+    one.reset()
+    for tokens in (1, 60):
+        assert_same_layers(fork, fresh)
+        feed([fork, fresh], tokens, 1)
+    assert_same_layers(fork, fresh)
+
+
+def test_a_first_call_that_stored_nothing_is_forgotten() -> None:
+    one, fresh = cache(), cache()
+    one.groups[WINDOW].prepare(0, 100, BATCH)  # and then, say, memory ran out
+    feed([one, fresh], 5, 0)
+    assert_same_layers(one, fresh)
+    check(one)
+
+
+def test_layers_that_get_their_calls_one_by_one_are_told() -> None:
+    one = cache()
+    x = torch.ones(BATCH, 2, 30, 4)
+    one.update(x, x, 0)
+    one.update(x, x, 0)
+    with pytest.raises(ConfigError, match="to all layers before the next"):
+        one.update(x, x, 2)
+
+
+@prefills
+@pytest.mark.parametrize("room", [None, ROOM])
+@pytest.mark.parametrize("window", [1, 2, PAGE - 1, PAGE, PAGE + 1, PAGE + 2])
+def test_windows_of_about_a_page(window: int, room: int | None, prefill: str) -> None:
+    keywords: dict[str, Any] = {**EXACT, "prefill": prefill}
+    one = FP8PagedCache(narrow(window), max_cache_len=room, **keywords)
+    whole = FP8PagedCache(narrow(ROOM), **keywords)
+    length = 0
+    for seed, tokens in enumerate((16, 1, 7, 24, 8, 1, 3, 9)):
+        found, expected = feed([one, whole], tokens, seed)
+        start, length = length, length + tokens
+        for layer, (shown, wanted) in enumerate(zip(found, expected, strict=True)):
+            first = 0 if layer in (2, 3) else max(start - window + 1, 0)
+            stop = length if room and shown.shape[2] == ROOM else shown.shape[2]
+            begin = stop - (length - first)
+            assert_same(shown[:, :, begin:stop], wanted[:, :, first:], f"call {seed}")
 
 
 @pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
