@@ -246,11 +246,11 @@ class LayerGroup:
         self.table.release(self.first_needed(keep_recorded=keep_recorded))
 
     def first_needed(self, *, keep_recorded: bool = False) -> int:
-        """Return the first token that the next one sees, or 0 if all are kept."""
+        """Return the first token of the pages that are kept, or 0 if all are."""
         written = [n for n in self.lengths if n]
         if not written or (keep_recorded and self.record_past):
             return 0
-        return self.visible_from(min(written))
+        return self._first_kept(min(written))
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if `tokens` cannot be removed; change nothing."""
