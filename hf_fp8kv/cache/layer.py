@@ -32,6 +32,7 @@ class PagedLayerBase(CacheLayerMixin):
         v_static_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
+        assigned: what was assigned to `keys` or `values`, until the other one is.
     """
 
     is_croppable = True
@@ -55,8 +56,7 @@ class PagedLayerBase(CacheLayerMixin):
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False
-        # What was assigned to `keys` or `values`, until the other one is.
-        self._assigned: dict[str, torch.Tensor] = {}
+        self.assigned: dict[str, torch.Tensor] = {}
         self._clear_scales()
 
     def __repr__(self) -> str:
@@ -118,10 +118,10 @@ class PagedLayerBase(CacheLayerMixin):
 
     def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise ConfigError for tokens that this layer cannot take; change nothing."""
-        if self._assigned:
+        if self.assigned:
             raise ConfigError(
                 "expected both layer.keys and layer.values to be assigned, got "
-                f"{'keys' if 'k' in self._assigned else 'values'} alone; assign the other, too"
+                f"{'keys' if 'k' in self.assigned else 'values'} alone; assign the other, too"
             )
         if key.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[2] == 0:
             raise ConfigError(
@@ -190,9 +190,9 @@ class PagedLayerBase(CacheLayerMixin):
             raise ConfigError(
                 "expected keys or values [B, Hkv, T, D], got None; call cache.reset()"
             )
-        self._assigned[side] = tokens
-        if len(self._assigned) == 2:
-            key, value = (self._assigned.pop(side) for side in ("k", "v"))
+        self.assigned[side] = tokens
+        if len(self.assigned) == 2:
+            key, value = (self.assigned.pop(side) for side in ("k", "v"))
             self.replace(densify(key), densify(value))
 
     @abstractmethod

@@ -246,6 +246,8 @@ class PagedLayers:
 
     def reset(self) -> None:
         """Remove all tokens; the addresses of the preallocated form stay."""
+        for layer in self.layers:
+            layer.assigned.clear()
         if not self.options.is_preallocated:
             for group in self.groups.values():
                 group.clear()

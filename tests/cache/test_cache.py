@@ -583,6 +583,10 @@ def test_what_cannot_be_assigned() -> None:
     layer.values = more[:, :, :5]
     assert layer.get_seq_length() == 5
     assert before.shape[2] == 9
+    layer.keys = more
+    cache.reset()
+    feed(cache, 3)
+    assert layer.get_seq_length() == 3
     window = FP8PagedCache(config("mistral", sliding_window=8)).layers[0]
     static = FP8PagedCache(config(), max_cache_len=20).layers[0]
     for other in (window, static):
