@@ -112,16 +112,13 @@ class BlockTable:
         numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
         return int((self.allocator.references[numbers] == listed).sum())
 
-    def skip(self, token: int, batch: int) -> None:
+    def skip(self, token: int) -> None:
         """Leave out the pages that would hold only tokens before `token`, in a table without pages.
 
         `reserve` then goes on from there: `start` of its first call is in page `first`.
         """
         assert self.first == self.count, f"pages {self.first} to {self.count} are in use"
         self.first = self.count = token // self.page_size
-        # Also where nothing is left to reserve: a window of one token that ends with a page.
-        self.rows = np.full((batch, self.count), NO_PAGE, np.int32)
-        self.version += 1
 
     def compact(self) -> Ints | None:
         """Renumber the pages from 0; return the old number of each.

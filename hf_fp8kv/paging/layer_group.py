@@ -141,7 +141,7 @@ class LayerGroup:
                 self.table.allocator.exact = True
             else:
                 self.table.clear()
-            self.table.skip(kept, batch)
+            self.table.skip(kept)
         self.copy_pages(self.table.reserve(kept, stop, batch, granted=True))
 
     def _first_kept(self, stop: int) -> int:
