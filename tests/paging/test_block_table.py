@@ -350,7 +350,7 @@ class Pages(RuleBasedStateMachine):
             if not model.passes(cache.length, cache.length + tokens):
                 # A page that was copied, since a fork has it, too, stays a copy.
                 cache.models[name] = after[name]
-        self.model_cut(cache, cache.length)
+                self.cut_model(after[name], cache.length)
 
     def write_is_refused(
         self, cache: Cache, start: int, stop: int, batch: int, needed: int, available: int
@@ -392,12 +392,15 @@ class Pages(RuleBasedStateMachine):
         for sequence in cache.sequences:
             del sequence[length:]
         for model in cache.models.values():
-            model.cut(length)
-            model.settle(length)
-            if not length:
-                model.clear()
+            self.cut_model(model, length)
         if not length:
             cache.sequences = []
+
+    def cut_model(self, model: ModelTable, length: int) -> None:
+        model.cut(length)
+        model.settle(length)
+        if not length:
+            model.clear()
 
     @rule(data=st.data())
     def select(self, data: st.DataObject) -> None:
