@@ -122,10 +122,9 @@ class PagedLayers:
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
+        length = self._length_for_rings()
         groups = {
-            window: group.fork_at(self.host_length())
-            if isinstance(group, PreallocatedGroup) and (group.ring or group.lost)
-            else group.fork()
+            window: group.fork_at(length) if isinstance(group, PreallocatedGroup) else group.fork()
             for window, group in self.groups.items()
         }
         states: list[LayerSnapshot | None] = []
@@ -195,14 +194,20 @@ class PagedLayers:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
         return max((layer.host_length() for layer in self.layers), default=0)
 
+    def _length_for_rings(self) -> int:
+        """Return the tokens stored if a ring must know; else 0: asking waits for the device."""
+        rings = any(group.ring or group.lost for group in self._preallocated())
+        return self.host_length() if rings else 0
+
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""
         if not self.options.is_preallocated:
             for group in self.groups.values():
                 group.check_crop(tokens)
-        elif any(group.ring or group.lost for group in self._preallocated()):
-            for group in self._preallocated():
-                group.check_crop_from(tokens, self.host_length())
+            return
+        length = self._length_for_rings()
+        for ring in self._preallocated():
+            ring.check_crop_from(tokens, length)
 
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens, and give pages behind the window back."""

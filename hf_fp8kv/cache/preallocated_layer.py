@@ -296,9 +296,10 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """
         tokens = parse_crop(tokens_to_remove)
         if tokens and self.is_initialized:
-            self.group.check_crop_from(tokens, self.host_length())
+            length = self.host_length()
+            self.group.check_crop_from(tokens, length)
             self.lengths.sub_(tokens).clamp_(min=0)
-            if not self.is_empty and not self.host_length():
+            if not self.is_empty and length <= tokens:
                 self.is_empty = True
                 self.group.lost = 0
 
