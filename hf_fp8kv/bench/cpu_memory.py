@@ -46,18 +46,14 @@ def measure_bytes(heads: Heads, backend: str) -> list[dict[str, Any]]:
 
 
 def measure_processes(tokens: int, heads: Heads, backend: str) -> list[dict[str, Any]]:
-    """Return rows of how much a process of its own grows that stores 8 layers.
-
-    glibc keeps freed memory of up to 32 MiB a piece, unless it is told where the limit is.
-    """
+    """Return rows of how much a process of its own grows that stores 8 layers."""
     rows, grown = [], {}
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     for name in ("DynamicCache", E4M3):
         task = json.dumps({"name": name, "tokens": tokens, "heads": heads, "backend": backend})
         script = f"import sys; from {__name__} import _grow; _grow(sys.argv[1])"
         run = subprocess.run(
             [sys.executable, "-c", script, task],
-            env=environment,
+            env=make_environment(),
             capture_output=True,
             text=True,
             check=False,
@@ -71,6 +67,14 @@ def measure_processes(tokens: int, heads: Heads, backend: str) -> list[dict[str,
         against="DynamicCache, process", target=BYTES[0] if tokens >= 8192 else None,
     ))  # fmt: skip
     return rows
+
+
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process whose memory is measured.
+
+    glibc keeps freed memory of up to 32 MiB a piece, unless it is told where the limit is.
+    """
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def _grow(task: str, layers: int = 8) -> None:
@@ -93,13 +97,13 @@ def _grow(task: str, layers: int = 8) -> None:
 
     with torch.inference_mode():
         use(64)  # compiled code and threads are there before the measurement
-        before = _resident_bytes()
+        before = resident_bytes()
         cache = use(given["tokens"])
-        sys.stdout.write(f"{_resident_bytes() - before}\n")
+        sys.stdout.write(f"{resident_bytes() - before}\n")
         del cache
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Return the bytes of memory that this process holds."""
     statm = Path("/proc/self/statm")
     if statm.exists():

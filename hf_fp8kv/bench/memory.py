@@ -5,7 +5,6 @@ all of it, whose memory goes back to the system as soon as it is free.
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, Stat
 from ..attention.fp8_paged import NAME
 from ..cache.cache import FP8PagedCache
 from ..utils.environment import describe_run
+from .cpu_memory import make_environment, resident_bytes
 from .reporting import build_table, count_bytes
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ def run_memory_suite(
     """
     task = json.dumps({"models": models, "tokens": tokens, "backend": backend})
     command = [sys.executable, "-c", f"from {__name__} import _measure; _measure()", task]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     rows = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=make_environment()
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             rows.append(json.loads(line))
@@ -165,7 +166,7 @@ def _feed(
         for layer in range(len(cache.layers)):
             cache.update(key[:, :, part], value[:, :, part], layer)
     # The kernel counts in steps: a small prompt may seem to take less than nothing.
-    peak = None if before is None else max(_status("VmHWM") - before, 0)
+    peak = None if before is None else max(_read_peak() - before, 0)
     return count_bytes(cache), peak
 
 
@@ -173,13 +174,13 @@ def _reset_peak() -> int | None:
     """Let the peak of this process begin anew; return what it holds, None where it is not known."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
+        return resident_bytes()
     except OSError:
         return None
 
 
-def _status(name: str) -> int:
-    """Return a size of this process in bytes, as Linux counts it."""
+def _read_peak() -> int:
+    """Return the most bytes that this process has held, as Linux counts it."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    kibibytes = next(line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    kibibytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return int(kibibytes) * 1024

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -111,7 +112,4 @@ def copy_without(source: Path, place: Path, names: Collection[str]) -> None:
 
 def _bytes_per_number(entry: dict[str, list[int]]) -> int:
     start, stop = entry["data_offsets"]
-    count = 1
-    for size in entry["shape"]:
-        count *= size
-    return (stop - start) // max(count, 1)
+    return (stop - start) // max(math.prod(entry["shape"]), 1)
