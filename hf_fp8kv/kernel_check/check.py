@@ -5,11 +5,13 @@ start is compiled for the target instead: so what is checked is what would run, 
 constants, and with the alignment that Triton finds in the same arguments. assembly.py reads the
 machine code, rules.py says what it must be.
 
-One process compiles for one target: Triton 3.6 converts FP8 for every target the way that the first
-one in a process needs. Triton's own cache makes a second run quick; it goes by the kernels' source.
+One process compiles for one target: Triton 3.6 converts FP8 for every target the way that the
+first one in a process needs. They are forks of one that has imported everything, compiled nothing.
+Triton's own cache makes a second run quick; it goes by the kernels' source.
 """
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -82,11 +84,13 @@ def check_targets(
             done += 1
             progress(row, min(1.0, done / (of_each * len(names))))
 
-    def check(name: str) -> list[Row]:
-        return list(_check_in_process(name, variants, report_progress))
+    def check(some: list[str]) -> list[Row]:
+        return list(_check_in_process(some, variants, report_progress))
 
+    halves = [half for half in (names[0::2], names[1::2]) if half]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(names, pool.map(check, names), strict=True))
+        rows = [row for found in pool.map(check, halves) for row in found]
+    return {name: [row for row in rows if row.target == name] for name in names}
 
 
 def make_environment() -> dict[str, str]:
@@ -100,9 +104,9 @@ def make_environment() -> dict[str, str]:
 
 
 def _check_in_process(
-    name: str, variants: Sequence[str], on_row: Callable[[str], None]
+    names: Sequence[str], variants: Sequence[str], on_row: Callable[[str], None]
 ) -> Iterator[Row]:
-    command = [sys.executable, "-m", "hf_fp8kv.kernel_check.check", name, *variants]
+    command = [sys.executable, "-m", "hf_fp8kv.kernel_check.check", ",".join(names), *variants]
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -112,16 +116,20 @@ def _check_in_process(
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
-            fields = json.loads(line)
-            if fields["variant"] != last:
-                last = fields["variant"]
-                on_row(f"{name}: {last}")
-            yield Row(**{**fields, "violations": tuple(fields["violations"])})
+            row = Row(**{**(fields := json.loads(line)), "violations": tuple(fields["violations"])})
+            if (name := f"{row.target}: {row.variant}") != last:
+                last = name
+                on_row(name)
+            yield row
         if code := process.wait():
-            errors.seek(0)
-            lines = [line.strip() for line in errors if line.strip()]
-            why = f"the process ended with {code}: {lines[-1] if lines else ''}"
-            yield Row(name, "all", "", violations=(why,))
+            yield from (_failed_row(name, code, errors) for name in names)
+
+
+def _failed_row(name: str, code: int, errors: IO[str]) -> Row:
+    errors.seek(0)
+    lines = [line.strip() for line in errors if line.strip()]
+    why = f"the process ended with {code}: {lines[-1] if lines else ''}"
+    return Row(name, "all", "", violations=(why,))
 
 
 def compile_kernels(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
@@ -213,11 +221,33 @@ def tables(reports: dict[str, list[Row]]) -> "list[RenderableType]":
     return parts
 
 
-def main(name: str, *variants: str) -> None:
-    """Write a line of JSON per row: what a process of `check_targets` does."""
-    for row in compile_kernels(name, list_variants(variants)):
+def _write_rows(rows: Iterable[Row]) -> None:
+    for row in rows:
         sys.stdout.write(json.dumps(asdict(row)) + "\n")
         sys.stdout.flush()
+
+
+def _check_target(name: str, variants: Sequence[str], errors: int) -> None:
+    os.dup2(errors, sys.stderr.fileno())
+    _write_rows(compile_kernels(name, list_variants(variants)))
+
+
+def main(names: str, *variants: str) -> None:
+    """Write a line of JSON per row: what a process of `check_targets` does.
+
+    `names`: targets, separated by commas, each of which gets a process of its own.
+    """
+    import triton  # noqa: F401 (once, before the processes part)
+
+    for name in names.split(","):
+        with tempfile.TemporaryFile("w+") as errors:
+            process = multiprocessing.get_context("fork").Process(
+                target=_check_target, args=(name, variants, errors.fileno())
+            )
+            process.start()
+            process.join()
+            if process.exitcode:
+                _write_rows([_failed_row(name, process.exitcode, errors)])
 
 
 if __name__ == "__main__":

@@ -54,14 +54,16 @@ OTHERS = [
 ]  # fmt: skip
 
 
-# sm_86 is as sm_89 but for its conversions: among the slow ones.
-@pytest.mark.parametrize("target", [name for name in TARGETS if name != "sm_86"])
-def test_kernels_keep_the_rules(target):
-    rows = check_targets([target], variants=SOME)[target]
-    assert _broken(rows) == []
-    kernels = {"plan", "decode", "combine", "extend", "write", "gather"}
-    assert {row.kernel for row in rows} == kernels
-    assert len(rows) >= len(SOME)
+def test_kernels_keep_the_rules():
+    # sm_86 is as sm_89 but for its conversions: among the slow ones.
+    targets = [name for name in TARGETS if name != "sm_86"]
+    found = check_targets(targets, variants=SOME)
+    assert list(found) == targets
+    for target, rows in found.items():
+        assert _broken(rows) == [], target
+        kernels = {"plan", "decode", "combine", "extend", "write", "gather"}
+        assert {row.kernel for row in rows} == kernels, target
+        assert len(rows) >= len(SOME), target
 
 
 def test_other_formats_and_shapes_keep_the_rules():
@@ -91,8 +93,25 @@ def test_a_process_that_fails_is_a_row(monkeypatch, tmp_path):
     program.write_text("#!/bin/sh\necho it broke >&2\nexit 3\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    (row,) = check_targets(["sm_90"])["sm_90"]
-    assert row.violations == ("the process ended with 3: it broke",)
+    found = check_targets(["sm_90", "sm_80", "sm_100"])
+    assert list(found) == ["sm_90", "sm_80", "sm_100"]
+    for (row,) in found.values():
+        assert row.violations == ("the process ended with 3: it broke",)
+
+
+def test_a_compiler_that_dies_fails_its_target_alone():
+    code = (
+        "import os, sys;"
+        "from hf_fp8kv.kernel_check import check;"
+        "die = lambda: (sys.stderr.write('LLVM ERROR\\n'), sys.stderr.flush(), os.abort());"
+        "check.compile_kernels = lambda name, _: [check.Row(name, 'a', 'b')]"
+        " if name == 'sm_90' else die();"
+        "check.main('sm_80,sm_90')"
+    )
+    rows = [json.loads(line) for line in _python("-c", code).splitlines()]
+    assert [(row["target"], row["violations"]) for row in rows] == [
+        ("sm_80", ["the process ended with -6: LLVM ERROR"]), ("sm_90", []),
+    ]  # fmt: skip
 
 
 def test_what_does_not_compile_is_a_row_that_says_why():
