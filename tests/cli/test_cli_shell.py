@@ -107,7 +107,9 @@ def test_an_interruption_is_one_line(run, monkeypatch):
     assert run("check") == (130, "", "hf-fp8kv: interrupted\n")
 
 
-@pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["check", "--json"], pytest.param(["--help"], marks=pytest.mark.slow)]
+)
 def test_a_reader_that_goes_away_is_no_traceback(arguments):
     reading, writing = os.pipe()
     os.close(reading)

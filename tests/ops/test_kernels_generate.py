@@ -17,7 +17,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,
     pytest.mark.usefixtures("interpreted"),
