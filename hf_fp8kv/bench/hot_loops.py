@@ -31,7 +31,8 @@ class Loop:
     heads: tuple[int, int, int] = (4, 2, 16)
     layers: int = 4
     steps: int = 48  # of decoding, in a turn
-    options: tuple[tuple[str, Any], ...] = ()  # of FP8PagedCache
+    # Of FP8PagedCache. The default format has not always been the same one.
+    options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
 
 
 _LONG: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
@@ -44,6 +45,7 @@ LOOPS = {
     "4k tokens, update": Loop(PAGED, False, **_LONG),
     "4k tokens, update + attention": Loop(PAGED, True, **_LONG),
     "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG),
+    "4k tokens, update + attention, default format": Loop(PAGED, True, options=(), **_LONG),
 }
 
 
