@@ -17,7 +17,7 @@ pytestmark = pytest.mark.text
 FOLDER = Path(__file__).parent.parent / "examples"
 # Small enough for a test, and the same way through the script.
 ARGUMENTS = {
-    "calibrate_and_export.py": ["--max-tokens", "256", "--held-out", "256"],
+    "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],
     "long_context.py": ["--max-pages", "8", "--chunk", "128"],
