@@ -76,7 +76,9 @@ def disable(model: _Model) -> _Model:
 
 def _unwrap(model: Any) -> Any:
     """Return the model whose `generate` runs: PEFT's wrappers pass the call on."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    while hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    return model
 
 
 class _PrepareCache:
@@ -120,13 +122,13 @@ class _PrepareCache:
 
         def prepare_with_prefix(*args: Any, **kwargs: Any) -> Any:
             inputs = prepare(*args, **kwargs)
-            prefix = inputs.get("past_key_values")
+            prefix = _self_attention_cache(inputs.get("past_key_values"))
             if type(prefix) is DynamicCache:
                 cache = inputs["past_key_values"] = _new_cache(model, self._keywords)
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
-                        cache.update(*_fill_up(layer), index)
+                        _self_attention_cache(cache).update(*_fill_up(layer), index)
             return inputs
 
         vars(model)["prepare_inputs_for_generation"] = prepare_with_prefix
@@ -136,6 +138,11 @@ class _PrepareCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _PrepareCache, (self._owner, self._keywords)
+
+
+def _self_attention_cache(cache: Any) -> Any:
+    """Return the part that prefixes go to; an encoder-decoder's cross-attention gets none."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def _fill_up(layer: Any) -> list[torch.Tensor]:

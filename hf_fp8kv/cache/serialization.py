@@ -62,6 +62,8 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
                 "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
                 "shape": [pool.heads, pool.k_dim, pool.v_dim],
             }
+            # A layer of fewer tokens may not have grown yet, with pages that only others use.
+            pool.grow(layer.group.table.allocator.capacity)
             for name, tensor in pool.tensors().items():
                 stored = tensor[used_pages[g].to(tensor.device)]
                 tensors[f"layers.{i}.{_FILE_NAMES.get(name, name)}"] = stored

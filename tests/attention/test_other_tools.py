@@ -3,13 +3,15 @@
 Stand-ins do what these libraries do; where they are installed, they are used themselves.
 """
 
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
@@ -118,6 +120,23 @@ def test_pressed(name: str, kept: int) -> None:
         assert eight.layers[1].get_seq_length() == kept
 
 
+@pytest.mark.parametrize("count", [1, 9])
+def test_layers_of_other_lengths_are_saved(count: int, tmp_path: Path) -> None:
+    """Pages that only the last layer has come after the others have stored their tokens."""
+    cache = FP8PagedCache(tiny("gqa")[0].config, page_size=8)
+    for layer, tokens in ((0, 2), (1, 64)):
+        cache.update(*torch.randn(2, 1, 2, 64, 16), layer)
+        each: Any = cache.layers[layer]
+        each.keys, each.values = each.keys[:, :, :tokens], each.values[:, :, :tokens]
+    for layer in range(2):
+        cache.update(*torch.randn(2, 1, 2, count, 16), layer)
+    loaded = pickle.loads(pickle.dumps(cache)), FP8PagedCache.load(cache.save(tmp_path / "cache"))
+    for twin in loaded:
+        for one, other in zip(cache.layers, twin.layers, strict=True):
+            assert_same(one.keys.dense(), other.keys.dense())
+            assert_same(one.values.dense(), other.values.dense())
+
+
 def test_wrapped_functions_take_dropout_by_position() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
@@ -178,6 +197,11 @@ class Wrapper(torch.nn.Module):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.prepare_base(*args, **kwargs)
+        if self.base_model.config.is_encoder_decoder:
+            if self.prefix and not inputs["past_key_values"].get_seq_length():
+                own = self.new_prefix(len(inputs["decoder_input_ids"]))
+                inputs["past_key_values"] = EncoderDecoderCache(own, DynamicCache())
+            return inputs
         ids, cache = inputs["input_ids"], inputs["past_key_values"]
         if self.prefix:
             seen = torch.ones(len(ids), self.prefix, dtype=torch.long)
@@ -186,12 +210,17 @@ class Wrapper(torch.nn.Module):
             if cache.get_seq_length():
                 inputs["input_ids"] = ids[:, -1:]
             else:
-                generator = torch.Generator().manual_seed(7)
-                cache = inputs["past_key_values"] = DynamicCache(config=self.base_model.config)
-                for layer in range(2):
-                    shape = (2, len(ids), 2, self.prefix, 16)
-                    cache.update(*torch.randn(shape, generator=generator), layer)
+                inputs["past_key_values"] = self.new_prefix(len(ids))
         return inputs
+
+    def new_prefix(self, batch: int) -> DynamicCache:
+        generator = torch.Generator().manual_seed(7)
+        config = self.base_model.config
+        cache = DynamicCache(config=config)
+        for layer in range(2):
+            shape = (2, batch, getattr(config, "num_key_value_heads", 4), self.prefix, 16)
+            cache.update(*torch.randn(shape, generator=generator), layer)
+        return cache
 
     def generate(self, **kwargs: Any) -> Any:
         self.base_model.prepare_inputs_for_generation = self.prepare
@@ -222,6 +251,34 @@ def test_enable_a_wrapped_model(name: str, prefix: int) -> None:
     last = wrapper.generate(**options)
     assert type(last.past_key_values) is DynamicCache
     assert_same(last.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("prefix", [0, 5])
+def test_enable_a_wrapped_encoder_decoder(prefix: int) -> None:
+    model, inputs = tiny("seq2seq/bart", attn_implementation="eager")
+    wrapper = Wrapper(model, prefix)
+    options = {**inputs, **GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = wrapper.generate(**options)
+    got = enable(wrapper, dtype="auto").generate(**options)
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        stock, ours = (getattr(found.past_key_values, part) for found in (expected, got))
+        assert isinstance(ours, FP8PagedCache)
+        assert ours.get_seq_length() == stock.get_seq_length() > prefix
+    assert torch.allclose(torch.cat(got.logits), torch.cat(expected.logits), rtol=1e-3, atol=1e-3)
+    disable(wrapper)
+    assert_same(wrapper.generate(**options).sequences, expected.sequences)
+
+
+def test_enable_a_model_that_was_wrapped_twice() -> None:
+    model, inputs = tiny("gqa", attn_implementation="eager")
+    inner = Wrapper(model, 0)
+    outer = Wrapper(model, 0)
+    outer.base_model = inner
+    assert enable(outer) is outer
+    keywords = {**inputs, **GREEDY, "return_dict_in_generate": True}
+    assert isinstance(inner.generate(**keywords).past_key_values, FP8PagedCache)
+    disable(outer)
+    assert type(inner.generate(**keywords).past_key_values) is DynamicCache
 
 
 @pytest.mark.parametrize("kind", ["LoraConfig", "PrefixTuningConfig", "PromptTuningConfig"])
