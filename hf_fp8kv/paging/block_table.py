@@ -109,6 +109,8 @@ class BlockTable:
     def count_releasable(self, token: int) -> int:
         """Return how many pages `release` would make free; change nothing."""
         first = min(token // self.page_size, self.count)
+        if first <= self.first:
+            return 0
         numbers, listed = np.unique(self.rows[:, self.first : first], return_counts=True)
         return int((self.allocator.references[numbers] == listed).sum())
 

@@ -122,6 +122,8 @@ class LayerGroup:
     def _demand(self, start: int, stop: int, batch: int) -> tuple[int, int]:
         """Return how many pages a call takes, and how many it gives back before."""
         table = self.table
+        if self.window is None:
+            return table.pages_needed(start, stop, batch), 0
         if self._passes(start, stop):
             pages = -(-stop // self.page_size) - self._first_kept(stop) // self.page_size
             return pages * batch, table.count_releasable(table.count * self.page_size)
@@ -130,10 +132,7 @@ class LayerGroup:
 
     def _make_room(self, start: int, stop: int, batch: int) -> None:
         kept = start
-        if not self._passes(start, stop):
-            self.release_passed(keep_recorded=True)
-            self.shrink()
-        else:
+        if self._passes(start, stop):
             kept = self._first_kept(stop)
             if start:
                 self._passage = Passage(start, stop, self.table)
@@ -142,6 +141,9 @@ class LayerGroup:
             else:
                 self.table.clear()
             self.table.skip(kept)
+        else:
+            self.release_passed(keep_recorded=True)
+            self.shrink()
         self.copy_pages(self.table.reserve(kept, stop, batch, granted=True))
 
     def _first_kept(self, stop: int) -> int:
@@ -243,7 +245,8 @@ class LayerGroup:
 
     def release_passed(self, *, keep_recorded: bool = False) -> None:
         """Drop the pages behind the window of the next token."""
-        self.table.release(self.first_needed(keep_recorded=keep_recorded))
+        if self.window is not None:
+            self.table.release(self.first_needed(keep_recorded=keep_recorded))
 
     def first_needed(self, *, keep_recorded: bool = False) -> int:
         """Return the first token of the pages that are kept, or 0 if all are."""
