@@ -31,8 +31,13 @@ _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
 
 
 def register() -> None:
-    """Add "fp8_paged" to transformers' attention and mask registries; override nothing else."""
-    AttentionInterface.register(NAME, fp8_paged_attention)
+    """Add "fp8_paged" to transformers' attention and mask registries; override nothing else.
+
+    kvpress wraps all functions that are registered when it is imported: presses on single heads
+    hide tokens there, and without a wrapper would do nothing. If it came first, wrap ours here.
+    """
+    patch = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
+    AttentionInterface.register(NAME, patch(fp8_paged_attention) if patch else fp8_paged_attention)
     AttentionMaskInterface.register(NAME, fp8_paged_mask)
 
 

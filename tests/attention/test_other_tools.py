@@ -4,9 +4,11 @@ Stand-ins do what these libraries do; where they are installed, they are used th
 """
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention, register
 from hf_fp8kv.attention.switching import watched_attention
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import tiny
@@ -147,6 +150,28 @@ def test_wrapped_functions_take_dropout_by_position() -> None:
         with watched_attention(model, lambda index, *_: seen.append(index)):
             model(**inputs)
         assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_functions_that_kvpress_wrapped_before_we_came(
+    is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[Any] = []
+
+    def attention_patch(function: Any) -> Any:
+        wrapped.append(function)
+        return lambda *args, **kwargs: function(*args, **kwargs)
+
+    kvpress = SimpleNamespace(attention_patch=attention_patch) if is_loaded else None
+    monkeypatch.setitem(sys.modules, "kvpress.attention_patch", kvpress)  # type: ignore[arg-type]
+    before = AttentionInterface._global_mapping["fp8_paged"]
+    try:
+        register()
+        registered = AttentionInterface._global_mapping["fp8_paged"]
+    finally:
+        AttentionInterface._global_mapping["fp8_paged"] = before
+    assert wrapped == [fp8_paged_attention] * is_loaded
+    assert (registered is fp8_paged_attention) != is_loaded
 
 
 @pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
