@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
+from ..cache.centers import answer
 from ..cache.layer import MaskLength
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
@@ -55,6 +56,7 @@ def fp8_paged_mask(
     """
     if getattr(_engine, "runs", False):
         return None
+    answer(attention_mask, q_offset, q_length)
     kwargs["allow_is_bidirectional_skip"] = False
     config = kwargs.get("config")
     # transformers declares a number, and passes a tensor all the same.

@@ -246,6 +246,7 @@ class FP8PagedCache(DynamicCache):
                 f"holds {self.host_length()} tokens: pass the whole text, the cached part "
                 "included, and at least one token more, or make a new cache (or cache.reset())"
             )
+        self._paged.ask_for_padding(query_length)
         pass_exact_states()  # before the first layer; a model may have come after its cache
         return super().get_mask_sizes(query_length, layer_idx)
 

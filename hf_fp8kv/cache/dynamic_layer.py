@@ -71,6 +71,8 @@ class FP8PagedLayer(PagedLayerBase):
         self._prefetch_if_offloaded()
         if start == 0:
             self.k_center = self._first_center(key)
+        elif self.k_center is not None:
+            self.k_center = self.first_tokens.complete(self.k_center, key)
         if group.window is not None and (passage := group.passage(start, stop)):
             return self._pass_through(passage, key_states, value_states)
         self.pool.grow(group.table.allocator.capacity)
@@ -119,6 +121,11 @@ class FP8PagedLayer(PagedLayerBase):
     def get_seq_length(self) -> int:
         """Return the tokens seen, those behind the window among them."""
         return self.group.lengths[self.member]
+
+    @property
+    def is_empty(self) -> bool:  # type: ignore[override]
+        """Whether no token was seen."""
+        return not self.get_seq_length()
 
     def host_length(self) -> int:
         """Return the tokens stored, those behind the window among them."""

@@ -13,6 +13,7 @@ from ..modeling.tensor_parallel import check_split
 from ..ops import Pages, StoredSide
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
+from .centers import FirstTokens
 from .options import CacheOptions
 from .paged_tensor import PagedKV, densify, make_handle
 from .snapshot import LayerSnapshot
@@ -27,6 +28,7 @@ class PagedLayerBase(CacheLayerMixin):
 
     Attributes:
         index: the layer's number in the model; scales are looked up by it.
+        first_tokens: what the layers of the cache know of padding.
         pool: the bytes; shared with forks.
         k_static_scale: `[Hkv, Dk]`, float32, or None.
         v_static_scale: `[Hkv, Dv]`, float32, or None.
@@ -40,18 +42,20 @@ class PagedLayerBase(CacheLayerMixin):
     device: torch.device
     dtype: torch.dtype
     v_dtype: torch.dtype
+    is_empty: bool
 
     def __init__(
         self,
         index: int,
         options: CacheOptions,
         group: LayerGroup,
+        first_tokens: FirstTokens,
         whole_heads: int | None = None,
         pool: PagePool | None = None,
     ) -> None:
         # The base class would assign `keys` and `values`, which are properties here.
         self.index, self.options, self.group = index, options, group
-        self.whole_heads = whole_heads
+        self.first_tokens, self.whole_heads = first_tokens, whole_heads
         self.pool = pool or options.new_pool()
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
@@ -113,7 +117,7 @@ class PagedLayerBase(CacheLayerMixin):
         if self._scale_center is not None:
             return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
         if self.options.first_call_centers and self.options.key_format != AUTO:
-            return _find_center(key.detach()[:, :, -_CENTER_TOKENS:].float())
+            return self.first_tokens.find_center(key)
         return None
 
     def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -291,17 +295,9 @@ class PagedLayerBase(CacheLayerMixin):
 _SETUP = (
     "k_static_scale", "v_static_scale", "_scale_center", "backend", "dtype", "v_dtype", "device",
 )  # fmt: skip
-# Padding is on the left in generation, and a center of few tokens is as good as one of all
-# (docs/accuracy.md): that of the last ones needs no mask, and has no padding in it.
-_CENTER_TOKENS = 32
 _WHOLE_CACHE = (
     "{0} expected the whole cache, got one layer: layers share one block table; call cache.{0}"
 )
-
-
-def _find_center(key: torch.Tensor) -> torch.Tensor:
-    """Return the mean `[B, Hkv, Dk]` of what is finite in `[B, Hkv, n, Dk]`, float32; else 0."""
-    return key.where(key.isfinite(), torch.nan).nanmean(2).nan_to_num(0.0, 0.0, 0.0)
 
 
 def parse_crop(tokens_to_remove: int) -> int:

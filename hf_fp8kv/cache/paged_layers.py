@@ -24,6 +24,7 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..paging.preallocated_group import PreallocatedGroup
 from ..scales import KVScales
+from .centers import FirstTokens
 from .dynamic_layer import FP8PagedLayer
 from .layer import PagedLayerBase
 from .options import CacheOptions
@@ -40,6 +41,7 @@ class PagedLayers:
     Attributes:
         groups: one group of layers, with one block table, for each window; None: no window.
         layers: the paged layers, in the order of the model.
+        first_tokens: what is known of padding at the start of each sequence.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class PagedLayers:
         self.options, self.config, self.budget = options, config, budget
         self.groups: dict[int | None, LayerGroup] = {}
         self.layers: list[PagedLayerBase] = []
+        self.first_tokens = FirstTokens()
         # The number of the last paged layer in the model.
         self._last = -1
         # The layer that was written last, and the tokens it was given.
@@ -72,9 +75,11 @@ class PagedLayers:
             heads = kv_heads(self.config, index)
         layer: PagedLayerBase
         if isinstance(group, PreallocatedGroup):
-            layer = FP8PagedPreallocatedLayer(index, self.options, group, heads, self.config)
+            layer = FP8PagedPreallocatedLayer(
+                index, self.options, group, self.first_tokens, heads, self.config
+            )
         else:
-            layer = FP8PagedLayer(index, self.options, group, heads, pool)
+            layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
         self.layers.append(layer)
         self._last = index
         return layer
@@ -194,6 +199,12 @@ class PagedLayers:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
         return max((layer.host_length() for layer in self.layers), default=0)
 
+    def ask_for_padding(self, tokens: int) -> None:
+        """Have the next mask say which of these new tokens are padding, if a center needs it."""
+        if self.options.first_call_centers:
+            is_empty = not self.layers or self.layers[0].is_empty
+            self.first_tokens.ask(tokens, is_empty=is_empty)
+
     def _length_for_rings(self) -> int:
         """Return the tokens stored if a ring must know; else 0: asking waits for the device."""
         rings = any(group.ring or group.lost for group in self._preallocated())
@@ -211,6 +222,7 @@ class PagedLayers:
 
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens, and give pages behind the window back."""
+        self.first_tokens.told = None
         if not self.options.is_preallocated:
             for group in self.groups.values():
                 group.crop(tokens)
@@ -228,6 +240,7 @@ class PagedLayers:
         """
         self._written = (index, tokens)
         if index == self._last:
+            self.first_tokens.end_call()
             for group in self.groups.values():
                 group.finish_passage()
 
@@ -251,6 +264,7 @@ class PagedLayers:
 
     def reset(self) -> None:
         """Remove all tokens; the addresses of the preallocated form stay."""
+        self.first_tokens.told = None
         for layer in self.layers:
             layer.assigned.clear()
         if not self.options.is_preallocated:

@@ -14,6 +14,7 @@ from ..errors import ConfigError, OutOfPagesError
 from ..ops import Pages
 from ..paging.page_pool import zeros
 from ..paging.preallocated_group import PreallocatedGroup
+from .centers import FirstTokens
 from .layer import PagedLayerBase, parse_crop, refuse_export
 from .options import CacheOptions
 from .paged_tensor import PagedKV
@@ -48,10 +49,11 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         index: int,
         options: CacheOptions,
         group: PreallocatedGroup,
+        first_tokens: FirstTokens,
         whole_heads: int | None = None,
         config: Any = None,
     ) -> None:
-        super().__init__(index, options, group, whole_heads)
+        super().__init__(index, options, group, first_tokens, whole_heads)
         self.config = config
         assert options.max_cache_len is not None
         self.max_cache_len = options.max_cache_len
@@ -122,6 +124,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.is_empty = False
             if not torch.compiler.is_compiling():
                 self._max_written = max(self._max_written, key.shape[2])
+        elif self.k_center is not None and self.first_tokens.told is not None:
+            self.k_center.copy_(self.first_tokens.complete(self.k_center, key))
         attends_fresh = was_empty and self.options.prefill == "exact"
         pages = self._store(key, value, is_read=not attends_fresh)
         if attends_fresh:

@@ -162,7 +162,7 @@ def test_a_first_chunk_decides_until_the_cache_is_empty(room: int | None) -> Non
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "sinks", "kv_sharing", "latent")
 
 
-@pytest.mark.parametrize("room", [None, 32], ids=["", "preallocated"])
+@pytest.mark.parametrize("room", [None, 64], ids=["", "preallocated"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None:
@@ -173,7 +173,7 @@ def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None
         model, inputs = tiny(name, attn_implementation=attention)
         shift_keys(model)
         cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask = lengthen(inputs)
         of_model = []
         for part in (ids, ids[:, 2:5], ids[:, 4:5]):
             mask = mask if not of_model else torch.cat([mask, torch.ones_like(part)], 1)
@@ -182,6 +182,12 @@ def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None
         # Nothing is looked at in rows that are padding.
         logits.append(torch.cat([of_model[0][:, -1:], *of_model[1:]], 1))
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def lengthen(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of more tokens than a center is made of, which no attention but ours is told."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    return ids.repeat(1, 5), torch.cat([mask, mask[:, -1:].repeat(1, 4 * ids.shape[1])], 1)
 
 
 def shift_keys(model: PreTrainedModel) -> None:
@@ -199,7 +205,7 @@ def test_biased_keys_lose_less() -> None:
     for attention in ("fp8_paged", "sdpa"):
         model, inputs = tiny("qwen2", attn_implementation=attention)
         shift_keys(model)
-        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        ids, mask = lengthen(inputs)
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
         caches = {
             "none": FP8PagedCache(model.config, dtype="auto"),
