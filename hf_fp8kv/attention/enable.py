@@ -104,6 +104,7 @@ class _PrepareCache:
         model = self._owner
         if _wants_default_cache(generation_config, model_kwargs):
             cache = model_kwargs["past_key_values"] = _new_cache(model, self._keywords)
+            _note_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
             self._take_prefix(model)
@@ -176,3 +177,14 @@ def _new_cache(model: PreTrainedModel, keywords: dict[str, Any]) -> Any:
     # first call. Scales and skipped layers belong to the decoder's self-attention.
     cross = {**keywords, "max_cache_len": None, "scales": None, "skip_layers": ()}
     return EncoderDecoderCache(cache, FP8PagedCache(model.config, **cross))
+
+
+def _note_padding(cache: Any, mask: torch.Tensor | None) -> None:
+    """Tell a new cache what is padding in the text of a `generate`, for centers of K.
+
+    No mask function could tell the cache of a cross-attention, or one under another attention.
+    """
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.cross_attention_cache
+    for layer in cache.paged_layers[:1]:
+        layer.first_tokens.text_mask = mask

@@ -19,7 +19,7 @@ from ..calibration.divergence import Scores, compare_caches
 from ..calibration.observe import TensorDict, make_batches, paged_layers
 from ..calibration.state import Job, State
 from ..errors import ConfigError
-from ..formats import DISTINCT, FORMATS
+from ..formats import DEFAULT_DTYPE, DISTINCT, FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import describe_run
@@ -253,7 +253,9 @@ def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     for fmt in MEASURED:
         for scales, centered in product(_scale_kinds(fmt), (False, True)):
             options: dict[str, Any] = {"dtype": fmt}
-            if (fmt, scales) in choices:
+            if (fmt, scales, centered) == (DEFAULT_DTYPE, DYNAMIC, True):
+                options = {}  # the default, whatever it does
+            elif (fmt, scales) in choices:
                 options["scales"] = _static_scales(choices[fmt, scales], centered)
             else:
                 options["scales"] = 1.0 if scales == CONSTANT else None

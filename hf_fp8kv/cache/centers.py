@@ -3,7 +3,7 @@
 A cache is not told of padding: transformers asks it for the sizes of a mask, and passes these and
 the mask of the text on to the mask function. So a cache that is about to freeze centers announces
 that (`FirstTokens.ask`), and "fp8_paged" says which tokens are padding (`answer`). Other mask
-functions do not: the last tokens are then taken as they are.
+functions do not. Under these the last tokens are taken as they are, unless `text_mask` is known.
 """
 
 import threading
@@ -36,11 +36,13 @@ class FirstTokens:
     Attributes:
         is_open: whether some sequence may have had nothing but padding. It then has no center yet.
         told: what the mask of this call says; None: nothing, or that there is no padding.
+        text_mask: `[B, at least T]`, of a first call, as `generate()` was given it; or None.
     """
 
     def __init__(self) -> None:
         self.is_open = True
         self.told: _Told | None = None
+        self.text_mask: torch.Tensor | None = None
 
     def ask(self, tokens: int, *, is_empty: bool) -> None:
         """Have the next mask of this thread say which of `tokens` new tokens are padding.
@@ -71,20 +73,30 @@ class FirstTokens:
         if frozen is not None and not torch.compiler.is_compiling() and frozen.all():
             self.is_open = False
             return
-        columns = (column - start).where(present, -1).sort(1).values[:, -_TOKENS:]
-        self.told = _Told(tokens, columns, frozen)
+        self.told = _Told(tokens, _last((column - start).where(present, -1)), frozen)
 
     def find_center(self, key: torch.Tensor) -> torch.Tensor:
         """Return the center `[B, Hkv, Dk]`, float32, of new keys `[B, Hkv, T, Dk]`.
 
         Numbers that are not finite are left out; 0 where nothing is left.
         """
-        key, told = key.detach(), self.told
-        if told is None or (told.tokens, len(told.columns)) != (key.shape[2], key.shape[0]):
+        key, columns = key.detach(), self._find_columns(key.shape[0], key.shape[2])
+        if columns is None:
             return _mean(key[:, :, -_TOKENS:].float())
-        columns = told.columns.to(key.device)[:, None, :, None]
+        columns = columns.to(key.device)[:, None, :, None]
         picked = key.gather(2, columns.clamp(min=0).expand(-1, key.shape[1], -1, key.shape[3]))
         return _mean(picked.float().where(columns >= 0, torch.nan))
+
+    def _find_columns(self, batch: int, tokens: int) -> torch.Tensor | None:
+        """Return the last tokens of each sequence as `_Told.columns`, or None if not known."""
+        if self.told is not None:
+            fits = (len(self.told.columns), self.told.tokens) == (batch, tokens)
+            return self.told.columns if fits else None
+        mask = self.text_mask
+        if mask is None or mask.ndim != 2 or len(mask) != batch or mask.shape[1] < tokens:
+            return None
+        column = torch.arange(tokens, device=mask.device)
+        return _last(column.where(mask[:, :tokens].bool(), -1))
 
     def complete(self, center: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return `center` with those of sequences that had only padding until this call.
@@ -97,7 +109,8 @@ class FirstTokens:
         return center.where(frozen[:, None, None], self.find_center(key))
 
     def end_call(self) -> None:
-        """Forget what the mask of a later call said, once all layers have their centers."""
+        """Forget what is of no more use, once all layers have their centers."""
+        self.text_mask = None
         if self.told is not None and self.told.frozen is not None:
             self.told = None
 
@@ -112,6 +125,10 @@ def answer(mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int) ->
     if asker is not None:
         _asking.first_tokens = None
         asker.take(mask, start, tokens)
+
+
+def _last(columns: torch.Tensor) -> torch.Tensor:
+    return columns.sort(1).values[:, -_TOKENS:]
 
 
 def _mean(key: torch.Tensor) -> torch.Tensor:

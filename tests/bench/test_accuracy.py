@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.bench import accuracy
 from hf_fp8kv.bench.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
 from hf_fp8kv.bench.quality import CACHES, STOCK
@@ -159,6 +160,10 @@ def test_other_rows_use_no_calibration(run, fmt, centered):
         assert (options.key_format, options.value_format) == (fmt, fmt)
         assert options.scales == given
         assert options.center_keys is centered
+
+
+def test_the_row_of_the_default(run):
+    assert run.cache("fp8_e3m4", DYNAMIC, True).options == FP8PagedCache(run.model.config).options
 
 
 def test_k_as_it_is(run):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_fp8kv import FP8PagedCache
+from hf_fp8kv import FP8PagedCache, enable
 from hf_fp8kv.cache.centers import FirstTokens
 from tests.helpers.assertions import assert_same
-from tests.helpers.tiny_models import tiny
+from tests.helpers.tiny_models import build, tiny
 
 pytestmark = pytest.mark.text
 
@@ -232,3 +232,34 @@ def test_a_cache_that_is_not_answered() -> None:
     more = {**batch, "attention_mask": torch.ones(4, 2 * WIDTH)}
     other(**more, past_key_values=unanswered)
     assert_same(centers(unanswered), before)
+
+
+@rooms
+@torch.no_grad()
+def test_enable_knows_the_mask_under_any_attention(room: int | None) -> None:
+    model = tiny("qwen2", attn_implementation="sdpa", key_bias=10.0)[0]
+    batch = pad(SPANS["left"])
+    del batch["position_ids"]
+    enable(model, max_cache_len=room)
+    model.set_attn_implementation("sdpa")
+    how: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
+    cache = model.generate(**batch, return_dict_in_generate=True, **how).past_key_values
+    rows = zip(batch["input_ids"], SPANS["left"], strict=True)
+    expected = [alone(model, row, *span) for row, span in rows for _ in range(2)]
+    assert_centers(centers(cache), expected)
+
+
+@torch.no_grad()
+def test_padding_of_an_encoder() -> None:
+    model, inputs = build("seq2seq/bart")
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": 3, "return_dict_in_generate": True}
+    ids = inputs["input_ids"]
+    mask = torch.zeros_like(ids)
+    mask[0], mask[1, :4] = 1, 1
+    enable(model)
+    caches = [
+        model.generate(input_ids=part, attention_mask=of_part, **how).past_key_values
+        for part, of_part in ((ids, mask), (ids[:1], mask[:1]), (ids[1:, :4], mask[1:, :4]))
+    ]
+    both, *rows = [centers(cache.cross_attention_cache) for cache in caches]
+    assert_centers(both, [row[:, 0] for row in rows])
