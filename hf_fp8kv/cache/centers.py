@@ -101,12 +101,14 @@ class FirstTokens:
     def complete(self, center: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return `center` with those of sequences that had only padding until this call.
 
-        What is stored of them is never looked at, so it does not matter what it now stands for.
+        What is stored of them is never looked at, so it does not matter what it now stands for. A
+        mask may hide more than padding: a center of 0 says that there was nothing else.
         """
-        if self.told is None or self.told.frozen is None:
+        told, found = self.told, self._find_columns(key.shape[0], key.shape[2])
+        if told is None or told.frozen is None or found is None:
             return center
-        frozen = self.told.frozen.to(center.device)
-        return center.where(frozen[:, None, None], self.find_center(key))
+        frozen = told.frozen.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
+        return center.where(frozen, self.find_center(key))
 
     def end_call(self) -> None:
         """Forget what is of no more use, once all layers have their centers."""

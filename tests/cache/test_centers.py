@@ -173,6 +173,23 @@ def test_what_is_read_after_a_late_center(room: int | None) -> None:
         assert (keys - expected).abs().max() < 0.01 * expected.abs().max()
 
 
+@rooms
+@torch.no_grad()
+def test_a_mask_that_hides_what_is_stored(room: int | None) -> None:
+    """It changes no center that something was stored with."""
+    model, batch = model_of(), pad([(0, 45), (20, 45)])
+    cache = new_cache(model, room)
+    before = []
+    for start, stop in ((0, 30), (30, 45)):
+        part = {key: batch[key][:, start:stop] for key in ("input_ids", "position_ids")}
+        mask = batch["attention_mask"][:, :stop].clone()
+        mask[0, : min(start, 25)] = 0
+        mask[1, :start] = 0
+        model(**part, attention_mask=mask, past_key_values=cache)
+        before.append(centers(cache))
+    assert_same(*before)
+
+
 @torch.no_grad()
 def test_masks_are_looked_into_until_all_sequences_have_begun(
     monkeypatch: pytest.MonkeyPatch,

@@ -187,7 +187,7 @@ def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None
 def lengthen(inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask of more tokens than a center is made of, which no attention but ours is told."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    return ids.repeat(1, 5), torch.cat([mask, mask[:, -1:].repeat(1, 4 * ids.shape[1])], 1)
+    return ids.repeat(1, 4), torch.cat([mask, mask[:, -1:].repeat(1, 3 * ids.shape[1])], 1)
 
 
 def shift_keys(model: PreTrainedModel) -> None:
