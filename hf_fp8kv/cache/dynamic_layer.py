@@ -71,7 +71,7 @@ class FP8PagedLayer(PagedLayerBase):
         self._prefetch_if_offloaded()
         if start == 0:
             self.k_center = self._first_center(key)
-        elif self.k_center is not None:
+        elif self.k_center is not None and self.first_tokens.told is not None:
             self.k_center = self.first_tokens.complete(self.k_center, key)
         if group.window is not None and (passage := group.passage(start, stop)):
             return self._pass_through(passage, key_states, value_states)
