@@ -52,11 +52,19 @@ def parse_only(text: str) -> Setting:
     return chosen
 
 
-def environment(setting: Setting) -> dict[str, str]:
-    """Return this process's environment with the setting in it and no other choice."""
+def environment(setting: Setting, logs: Path) -> dict[str, str]:
+    """Return this process's environment with the setting in it and no other choice.
+
+    What torch compiles for one setting it would take from its cache for another one, too: each
+    has a cache of its own.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
     chosen = {name: value for name, value in setting.items() if value != UNSET}
-    return {**kept, "OMP_NUM_THREADS": chosen.pop("threads"), **chosen}
+    cache = logs / "inductor" / "-".join(setting.values())
+    return {
+        **kept, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": chosen.pop("threads"),
+        **chosen,
+    }  # fmt: skip
 
 
 def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
@@ -64,8 +72,8 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
         code = subprocess.run(
-            command, cwd=ROOT, env=environment(setting), stdout=file, stderr=subprocess.STDOUT,
-            check=False,
+            command, cwd=ROOT, env=environment(setting, log.parent), stdout=file,
+            stderr=subprocess.STDOUT, check=False,
         ).returncode  # fmt: skip
     lines = log.read_text().splitlines()
     for line in lines:
