@@ -222,7 +222,8 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choice
         options = replace(job.options, granularity=kind, fmt=FORMATS[fmt])
         # A state keeps the first choice that it is asked for.
         fresh = replace(job, options=options, state=State(None, ""))
-        choices[fmt, name] = stages.choose_scales(fresh, corpus.windows, ranges, partners)
+        tried = stages.choose_scales(fresh, corpus.windows, ranges, partners)
+        choices[fmt, name] = {index: of_layer[0] for index, of_layer in tried.items()}
     choices[MEASURED[0], AMAX] = {
         index: _smallest_scales(of_layer) for index, of_layer in ranges.items()
     }

@@ -36,6 +36,10 @@ _ROOM_COST = 1.02
 _ROOM_OCTAVES = 3
 # Tokens whose squared error tells whether there is room: a matter of the smallest numbers only.
 _ROOM_TOKENS = 128
+# The trials of K minus a center.
+CENTERED = ("k_centered", "k_centered_evenly")
+# Added to what the numbers of a channel count in its center, as a share of the head's largest.
+_LEAST_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,14 @@ class Queries:
             hidden |= tokens < first_visible(positions[:, None], window)
         return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1))
 
+    def weigh_keys(self) -> torch.Tensor:
+        """Return what the square of an error of each number of K costs: `[N, Hkv, Dk]`.
+
+        That is the expectation, for errors that do not depend on each other.
+        """
+        spread = self.weights * (1 - self.weights)
+        return torch.einsum("hgqn,hgqd->nhd", spread, self.q.square())
+
     def cost_of_keys(self, error: torch.Tensor, granularity: Granularity) -> torch.Tensor:
         """Return the cost of errors of K, `[N, Hkv, Dk]`: per head `[Hkv, 1]`, or `[Hkv, Dk]`."""
         if granularity == "channel":
@@ -103,16 +115,31 @@ class Trial:
     granularity: Granularity
 
 
+def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
+    """Return sums of K `[N, Hkv, Dk]` for `make_trials`, each `[Hkv, Dk]`, float64 on the CPU.
+
+    In `weighted_sum` each number counts as much as its error costs; `weight_sum` is what they count
+    in all. Without queries all count the same.
+    """
+    weights = torch.ones_like(k, dtype=torch.float32) if queries is None else queries.weigh_keys()
+    sums = {"weight_sum": weights, "weighted_sum": weights * k.float()}
+    return {name: x.sum(0, dtype=torch.float64).cpu() for name, x in sums.items()}
+
+
 def make_trials(
     ranges: TensorDict,
     partners: Partners,
     options: CalibrationOptions,
+    near: TensorDict | None = None,
     far: TensorDict | None = None,
 ) -> dict[str, Trial]:
-    """Return what to try for a layer: "k", "v", and "k_centered" where a center is wanted.
+    """Return what to try for a layer: "k", "v", and `CENTERED` where a center is wanted.
 
-    `far` is the range of text at other positions (None: not known). The center is the mean over all
-    positions, in which what turns a lot cancels, and its scale covers what K is there.
+    `near` and `far` are the ranges of some windows at their own and at other positions, with the
+    sums of `weigh_keys`. The first center is their weighted mean, which makes the cost least as far
+    as errors grow with what is stored. Where positions are far apart, it may suit neither: with
+    `far` there is a second one, the mean over all positions, in which what turns a lot cancels.
+    Scales cover what K is there. Without `near`, the center is the mean of `ranges`.
     """
     finest = options
     if options.granularity == "channel" and partners.k is None:
@@ -120,13 +147,29 @@ def make_trials(
         finest = replace(options, granularity="head")
     trials = {"k": _make_trial("k", ranges, finest), "v": _make_trial("v", ranges, options)}
     if options.center:
-        mean = ranges["k_sum"] / ranges["count"]
-        if far is not None:
-            # As many windows as `far` has stand for all positions; those of the text are one more.
-            mean = (mean + SPREAD * (far["k_sum"] / far["count"]).to(mean)) / (1 + SPREAD)
-            ranges = merge_ranges(ranges, far)
-        trials["k_centered"] = _make_trial("k", ranges, finest, mean.float())
+        centers = [ranges["k_sum"] / ranges["count"]]
+        if near is not None:
+            sample = near if far is None else merge_ranges(near, far)
+            centers.insert(0, _weighted_mean(sample))
+            if far is None:
+                centers.pop()
+            else:
+                # As many windows as `far` has stand for all positions; the text's are one more.
+                even = SPREAD * (far["k_sum"] / far["count"]).to(centers[1])
+                centers[1] = (centers[1] + even) / (1 + SPREAD)
+            ranges = merge_ranges(ranges, sample)
+        for name, center in zip(CENTERED, centers, strict=False):
+            trials[name] = _make_trial("k", ranges, finest, center.float())
     return trials
+
+
+def _weighted_mean(sample: TensorDict) -> torch.Tensor:
+    """Return the mean of K by `weigh_keys`; where next to nothing counts, the plain one."""
+    weights, weighted = sample["weight_sum"], sample["weighted_sum"]
+    plain = (sample["k_sum"] / sample["count"]).to(weights)
+    least = _LEAST_WEIGHT * weights.amax(-1, keepdim=True)
+    mean = (weighted + least * plain) / (weights + least)
+    return torch.where(weights + least > 0, mean, plain)
 
 
 def _make_trial(
@@ -247,17 +290,16 @@ class Choice:
 
 
 def pick_scales(
-    trials: Mapping[str, Trial], costs: Mapping[str, TensorDict], fmt: Format
-) -> Choice:
-    """Return the scales of `make_trials` that cost least over all texts."""
+    trials: Mapping[str, Trial], costs: Mapping[str, TensorDict], fmt: Format,
+    center: str = CENTERED[0],
+) -> Choice:  # fmt: skip
+    """Return the scales of `make_trials` that cost least over all texts, with one of `CENTERED`."""
     k, k_cost = _pick(trials["k"], costs["k"], fmt)
     v, _ = _pick(trials["v"], costs["v"], fmt)
-    if "k_centered" not in trials:
+    if center not in trials:
         return Choice(k, v)
-    centered, cost = _pick(trials["k_centered"], costs["k_centered"], fmt)
-    center = trials["k_centered"].center
-    assert center is not None
-    return Choice(k, v, centered, center, k_cost / cost if cost > 0 else 1.0)
+    centered, cost = _pick(trials[center], costs[center], fmt)
+    return Choice(k, v, centered, trials[center].center, k_cost / cost if cost > 0 else 1.0)
 
 
 def _pick(trial: Trial, costs: TensorDict, fmt: Format) -> tuple[torch.Tensor, float]:

@@ -111,11 +111,10 @@ def calibrate(
         ranges = stages.collect_ranges(job, batches, partners)
         _warn_of_gaps(job, ranges, partners)
         beyond = _find_beyond(model, beyond, partners)
-        beyond, far = _collect_far_ranges(job, corpus.windows, partners, beyond)
-        choices = stages.choose_scales(job, corpus.windows, ranges, partners, far)
-        if far:
-            far_sample = stages.sample_far(corpus.windows, beyond)
-            choices = stages.check_centers(job, far_sample, choices)
+        beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
+        tried = stages.choose_scales(job, corpus.windows, ranges, partners, near, far)
+        far_sample = stages.sample_far(corpus.windows, beyond) if far else []
+        choices = stages.check_centers(job, far_sample, tried)
         source = f"calibrated on {corpus.tokens} tokens"
 
         def make_scales(layers: dict[int, LayerScales]) -> KVScales:
@@ -261,18 +260,20 @@ def _find_beyond(
     return replace(beyond, untried=f"{kind} cannot be run at other positions: it {what}")
 
 
-def _collect_far_ranges(
+def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
-) -> tuple[Beyond, dict[int, TensorDict]]:
-    """Return the range of each layer at other positions, for centers; none if it is not known."""
+) -> tuple[Beyond, dict[int, TensorDict], dict[int, TensorDict]]:
+    """Return what `make_trials` needs for centers, near and far; no far where it is not known."""
     if not job.options.center:
-        return beyond, {}
+        return beyond, {}, {}
+    near = stages.collect_sample(job, stages.sample_near(windows), partners, "sample")
+    batches = stages.sample_far(windows, beyond)
     try:
-        far = stages.collect_ranges(job, stages.sample_far(windows, beyond), partners, "far text")
+        far = stages.collect_sample(job, batches, partners, "far sample")
     except ConfigError as error:
         logger.warning("positions up to %d are not tried: %s", beyond.reach, error)
-        return replace(beyond, untried=f"the model cannot be run at others: {error}"), {}
-    return beyond, far
+        return replace(beyond, untried=f"the model cannot be run at others: {error}"), near, {}
+    return beyond, near, far
 
 
 def _warn_of_gaps(
@@ -334,6 +335,8 @@ def _score_quality(
     except ConfigError as error:
         logger.warning("the predictions are not compared: %s", error)
         return ()
+    static, dynamic, _ = (scores[cache].kl for cache in caches)
+    scoring.warn_if_worse(static, dynamic, job.options.fmt.name, batches)
     rows = {name: scores[name].quality for name in (UNQUANTISED, *caches)}
     finite = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
     if len(finite) < len(rows):

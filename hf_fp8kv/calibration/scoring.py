@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
+from ..formats import DEFAULT_DTYPE
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import LayerScales
 from .choose import CalibrationOptions, Choice
@@ -19,7 +20,7 @@ from .divergence import UNQUANTISED, Scores, compare_caches
 from .observe import MODEL_ERRORS, Batch, TensorDict, input_device
 from .pairs import TOKENS
 from .positions import Beyond, turns_keys
-from .stages import SAMPLE_WINDOWS, sample_far, sample_windows
+from .stages import sample_far, sample_near
 from .state import Job
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ _GAIN = 1.05
 _TRIAL_TOKENS = 1024
 # Tokens held out that are read once more at other positions; half of them are scored.
 _FAR_TOKENS = 2048
+# Static scales with more than this times the KL of dynamic ones give a warning.
+_WORSE = 1.5
 # Tokens of a later call when a text is scored, and the most logits that it may have.
 _CHUNK = 128
 _LOGITS = 2**23
@@ -170,6 +173,23 @@ def score_caches(
     }
 
 
+def warn_if_worse(
+    static: torch.Tensor, dynamic: torch.Tensor, fmt: str, batches: Sequence[Batch]
+) -> None:
+    """Say so where static scales are much worse than dynamic ones for certain: KL by token."""
+    excess = static - _WORSE * dynamic
+    if len(excess) < 2 or not excess.mean() > 2 * excess.std() / len(excess) ** 0.5:
+        return
+    last = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
+    better = "" if fmt == DEFAULT_DTYPE else f", and {DEFAULT_DTYPE} is closer at the same size"
+    logger.warning(
+        "at positions up to %d static scales in %s have %.1f times the KL of dynamic ones (%.1e, "
+        "%.1e); scales=None needs no calibration%s",
+        last, fmt, (static.mean() / dynamic.mean()).item(), static.mean().item(),
+        dynamic.mean().item(), better,
+    )  # fmt: skip
+
+
 def estimate_other_tokens(
     corpus: Corpus, caches: int, options: CalibrationOptions, beyond: Beyond
 ) -> int:
@@ -177,10 +197,11 @@ def estimate_other_tokens(
     held = sum(map(len, corpus.held_out))
     total = 2 * TOKENS + held * (2 + caches)
     total += (1 + caches) * _count(beyond.spread(far_windows(corpus.held_out)))
-    total += sum(map(len, sample_windows(corpus.windows, SAMPLE_WINDOWS)))
+    total += _count(sample_near(corpus.windows))
     if options.center:
         trial = _trial_windows(corpus.windows)
         total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
+        total += _count(sample_near(corpus.windows))
         total += 2 * _count(sample_far(corpus.windows, beyond))
     return total
 

@@ -10,7 +10,16 @@ from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
 from ..errors import ConfigError
-from .choose import Choice, Queries, make_trials, measure_costs, measure_key_cost, pick_scales
+from .choose import (
+    CENTERED,
+    Choice,
+    Queries,
+    make_trials,
+    measure_costs,
+    measure_key_cost,
+    pick_scales,
+    weigh_keys,
+)
 from .observe import Batch, TensorDict, add_tensors, measure_range, merge_ranges, observe
 from .pairs import TOKENS, Partners, measure_partners
 from .positions import SPREAD, Beyond
@@ -42,25 +51,52 @@ def find_partners(job: Job, window: torch.Tensor) -> dict[int, Partners]:
 
 
 def collect_ranges(
-    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners], name: str = "text"
+    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners]
 ) -> dict[int, TensorDict]:
-    """Return the range of K and V of each layer; raise ConfigError for NaN or infinity.
-
-    `name` is that of the stage; without batches there are no layers.
-    """
+    """Return the range of K and V of each layer; raise ConfigError for NaN or infinity."""
 
     def step(ranges: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
 
         def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            of_layer = measure_range(k, v, partners[index].k, partners[index].v)
-            _check_finite(index, of_layer)
+            of_layer = _measure_finite_range(index, k, v, partners[index])
             new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
 
         observe(job.model, batch, job.layers, on_states)
         return merge_ranges(ranges, new) if ranges else new
 
+    return _group_by_layer(job.run_batches("text", batches, step))
+
+
+def collect_sample(
+    job: Job, batches: Sequence[Batch], partners: Mapping[int, Partners], name: str
+) -> dict[int, TensorDict]:
+    """Return the range of each layer on a sample, with the sums of `weigh_keys`.
+
+    `name` is that of the stage; without batches there are no layers. Errors are as in
+    `collect_ranges`.
+    """
+
+    def step(sample: TensorDict, batch: Batch) -> TensorDict:
+        new: TensorDict = {}
+
+        def on_layer(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
+            of_layer = _measure_finite_range(index, k, v, partners[index])
+            of_layer |= weigh_keys(k, queries)
+            new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
+
+        _observe_queries(job, batch, on_layer)
+        return merge_ranges(sample, new) if sample else new
+
     return _group_by_layer(job.run_batches(name, batches, step))
+
+
+def _measure_finite_range(
+    index: int, k: torch.Tensor, v: torch.Tensor, partners: Partners
+) -> TensorDict:
+    of_layer = measure_range(k, v, partners.k, partners.v)
+    _check_finite(index, of_layer)
+    return of_layer
 
 
 def _check_finite(index: int, of_layer: TensorDict) -> None:
@@ -85,14 +121,19 @@ def choose_scales(
     windows: Sequence[torch.Tensor],
     ranges: Mapping[int, TensorDict],
     partners: Mapping[int, Partners],
+    near: Mapping[int, TensorDict] | None = None,
     far: Mapping[int, TensorDict] | None = None,
-) -> dict[int, Choice]:
+) -> dict[int, tuple[Choice, ...]]:
     """Return the scales of each layer, with and without centers, tried on some of the windows.
 
-    `far` is the range of each layer at other positions, where it is known.
+    `near` and `far` are those of `collect_sample`, see `make_trials`. Where several centers are to
+    be tried at other positions, there is a choice with each.
     """
-    fmt, far = job.options.fmt, far or {}
-    trials = {i: make_trials(of, partners[i], job.options, far.get(i)) for i, of in ranges.items()}
+    fmt, near, far = job.options.fmt, near or {}, far or {}
+    trials = {
+        index: make_trials(of, partners[index], job.options, near.get(index), far.get(index))
+        for index, of in ranges.items()
+    }
 
     def step(costs: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
@@ -107,48 +148,64 @@ def choose_scales(
         return add_tensors(costs, new)
 
     def work() -> TensorDict:
-        batches = [Batch((window,)) for window in sample_windows(windows, SAMPLE_WINDOWS)]
-        sums = job.run_batches("scales", batches, step)
+        sums = job.run_batches("scales", sample_near(windows), step)
         chosen: TensorDict = {}
         for index, of_layer in trials.items():
             costs = {
                 name: {what: sums[f"{index}.{name}.{what}"] for what in ("cost", "room")}
                 for name in of_layer
             }
-            choice = pick_scales(of_layer, costs, fmt)
-            chosen |= {f"{index}.{name}": tensor for name, tensor in choice.tensors.items()}
+            picked = [pick_scales(of_layer, costs, fmt)]
+            others = [name for name in CENTERED[1:] if name in of_layer]
+            picked += [pick_scales(of_layer, costs, fmt, name) for name in others]
+            for number, choice in enumerate(picked):
+                chosen |= {f"{index}.{number}.{name}": t for name, t in choice.tensors.items()}
         return chosen
 
     chosen = _group_by_layer(job.run_once("chosen", work))
     job.state.drop("scales")  # which is large, and not needed again
-    return {index: Choice.from_tensors(tensors) for index, tensors in chosen.items()}
+    return {
+        index: tuple(map(Choice.from_tensors, _group_by_layer(tensors).values()))
+        for index, tensors in chosen.items()
+    }
 
 
 def check_centers(
-    job: Job, batches: Sequence[Batch], choices: Mapping[int, Choice]
+    job: Job, batches: Sequence[Batch], choices: Mapping[int, tuple[Choice, ...]]
 ) -> dict[int, Choice]:
-    """Return the choices with what the centers gain at other positions, where that is less."""
+    """Return the choice of each layer whose center holds best.
+
+    Its gain is that at other positions, where that is less.
+    """
 
     def step(costs: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
 
         def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
-            choice = choices[index]
+            of_layer = choices[index]
             new[str(index)] = torch.stack([
                 measure_key_cost(scales, k, queries, job.options.fmt)
-                for scales in (choice.plain, choice.centered)
+                for scales in (of_layer[0].plain, *(choice.centered for choice in of_layer))
             ])  # fmt: skip
 
         _observe_queries(job, batch, add_costs)
         return add_tensors(costs, new)
 
-    checked = dict(choices)
+    checked = {index: of_layer[0] for index, of_layer in choices.items()}
     for name, costs in job.run_batches("far centers", batches, step).items():
-        choice = choices[int(name)]
-        plain, centered = costs.tolist()
-        gain = plain / centered if centered > 0 else 1.0
-        checked[int(name)] = replace(choice, gain=min(choice.gain or gain, gain))
+        plain, *centered = costs.tolist()
+        gains = [plain / cost if cost > 0 else 1.0 for cost in centered]
+        held = [
+            replace(choice, gain=min(choice.gain or gain, gain))
+            for choice, gain in zip(choices[int(name)], gains, strict=True)
+        ]
+        checked[int(name)] = max(held, key=lambda choice: choice.gain or 0.0)
     return checked
+
+
+def sample_near(windows: Sequence[torch.Tensor]) -> list[Batch]:
+    """Return some of the windows, at their own positions."""
+    return [Batch((window,)) for window in sample_windows(windows, SAMPLE_WINDOWS)]
 
 
 def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:

@@ -14,7 +14,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
 from hf_fp8kv.calibration import measure
-from hf_fp8kv.calibration.observe import make_batches
+from hf_fp8kv.calibration.observe import Batch, make_batches
+from hf_fp8kv.calibration.scoring import warn_if_worse
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales.report import REPORT_FILE
 from tests.helpers.tiny_models import VOCAB, tiny
@@ -368,6 +369,33 @@ def test_measure_sees_scales_that_are_wrong(llama):
     coarse = measure(llama, large, other, max_length=24, progress=False)
     assert coarse.layers[0].v.underflow > 0.02
     assert coarse.quality[1].kl > 1.2 * good.quality[1].kl
+
+
+@pytest.mark.parametrize(
+    ("static", "warned"),
+    [
+        ([0.2, 0.2, 0.2, 0.2], True),
+        ([0.14, 0.14, 0.14, 0.14], False),
+        ([0.1, 0.1, 0.1, 0.7], False),  # one token says nothing of others
+        ([0.2], False),
+    ],
+)
+def test_static_scales_that_are_much_worse_than_dynamic_ones_are_named(static, warned, caplog):
+    dynamic = torch.full((len(static),), 0.1)
+    batches = [Batch((torch.arange(24),), start) for start in (None, 100)]
+    warn_if_worse(torch.tensor(static), dynamic, "fp8_e4m3", batches)
+    expected = "up to 124 static scales in fp8_e4m3 have 2.0 times the KL of dynamic ones"
+    assert (expected in caplog.text) == warned == bool(caplog.records)
+
+
+def test_measure_warns_of_scales_that_are_much_worse_than_dynamic_ones(llama, caplog):
+    scales = calibrate(llama, texts(), center=False, **QUIET)
+    caplog.clear()
+    coarse = KVScales({i: type(s)(s.k * 2.0**14, s.v) for i, s in scales.layers.items()})
+    report = measure(llama, coarse, texts(seed=9), max_length=24, progress=False)
+    ratio = report.quality[1].kl / report.quality[2].kl
+    assert ratio > 1.5
+    assert f"{ratio:.1f} times the KL of dynamic" in caplog.text
 
 
 # -- models ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hf_fp8kv.calibration.choose import (
     measure_costs,
     measure_key_cost,
     pick_scales,
+    weigh_keys,
 )
 from hf_fp8kv.calibration.divergence import Scores
 from hf_fp8kv.calibration.observe import Batch, measure_range, observe, paged_layers
@@ -473,7 +474,9 @@ def tried_on(model, windows, monkeypatch, **more):
     job = job_of(model)
     partners = stages.find_partners(job, windows[0])
     ranges = stages.collect_ranges(job, [Batch((w,)) for w in windows], partners)
-    return stages.choose_scales(job, windows, ranges, partners), calls, sums
+    found = stages.choose_scales(job, windows, ranges, partners)
+    assert {len(choices) for choices in found.values()} == {1}
+    return {index: choices[0] for index, choices in found.items()}, calls, sums
 
 
 @pytest.mark.parametrize("tokens", [30, 100])
@@ -671,38 +674,135 @@ def test_a_center_that_turns_is_not_tried_where_positions_cannot_be_chosen(llama
     )
 
 
-def test_the_center_is_the_mean_of_all_positions_and_its_scale_covers_them():
+def sums_of(weight: list[float], weighted: list[float]) -> dict[str, torch.Tensor]:
+    names = ("weight_sum", "weighted_sum")
+    return {n: torch.tensor([x]).double() for n, x in zip(names, (weight, weighted), strict=True)}
+
+
+def test_the_center_is_the_weighted_mean_of_the_sample_and_its_scale_covers_it():
     ranges, far = (
         measure_range(k, k, torch.tensor([1, 0]), None)
         for k in (torch.tensor([[[4.0, 1.0]], [[6.0, 3.0]]]), torch.tensor([[[-4.0, 2.0]]]))
     )
+    near = ranges | sums_of([1.0, 1.0], [6.0, 1.5])
+    far |= sums_of([3.0, 1.0], [-18.0, 3.5])
     options = CalibrationOptions("head", E4M3, 1.0, True)
-    near, both = (make_trials(ranges, Partners(), options, of) for of in (None, far))
-    assert near["k_centered"].center.tolist() == [[5.0, 2.0]]
-    torch.testing.assert_close(both["k_centered"].center, torch.tensor([[-3.0, 2.0]]))
+    alone, windows, both = (
+        make_trials(ranges, Partners(), options, *of) for of in ((), (near,), (near, far))
+    )
+    assert alone["k_centered"].center.tolist() == [[5.0, 2.0]]
+    torch.testing.assert_close(windows["k_centered"].center, torch.tensor([[6.0, 1.5]]))
+    torch.testing.assert_close(both["k_centered"].center, torch.tensor([[-3.0, 2.5]]))
     # From the center, -3, to 6, which only the near text has.
-    assert both["k_centered"].first.item() == pytest.approx(9 / 448)
+    assert both["k_centered"].first.item() == pytest.approx(9 / 448, rel=1e-5)
+    # A ninth of it is the mean of the windows.
+    torch.testing.assert_close(both["k_centered_evenly"].center, torch.tensor([[-3.0, 2.0]]))
+    assert both["k_centered_evenly"].first.item() == pytest.approx(9 / 448, rel=1e-5)
+    assert alone.keys() == windows.keys() == both.keys() - {"k_centered_evenly"}
     for side in "kv":  # which have no center, are those of the windows
-        assert both[side].first.equal(near[side].first)
-        assert both[side].reach.equal(near[side].reach)
+        assert both[side].first.equal(alone[side].first)
+        assert both[side].reach.equal(alone[side].reach)
 
 
-def test_what_a_center_gains_at_other_positions(llama, monkeypatch):
-    """The smaller gain counts, of what the scales cost at other positions."""
-    choices = {
-        index: replace(choice_with(3.0), k=torch.tensor(plain), k_centered=torch.tensor(centered))
-        for index, plain, centered in ((0, 6.0, 3.0), (1, 8.0, 2.0))
-    }
+@pytest.mark.parametrize("weight", [0.0, 8.0])
+def test_a_channel_that_nobody_looks_at_has_the_plain_mean_as_center(weight):
+    k = torch.tensor([[[1.0, 3.0]], [[5.0, 5.0]]])
+    ranges = measure_range(k, k, None, None)
+    sample = ranges | sums_of([0.0, weight], [0.0, 4.5 * weight])
+    options = CalibrationOptions("head", E4M3, 1.0, True)
+    center = make_trials(ranges, Partners(), options, sample)["k_centered"].center
+    expected = torch.tensor([[3.0, 4.5 if weight else 4.0]])
+    torch.testing.assert_close(center, expected, rtol=1e-5, atol=0)
+
+
+def test_a_number_of_k_weighs_what_an_error_of_it_alone_costs(numbers):
+    q, k = numbers
+    queries = Queries.from_states(q, k, AT, 0.5, 3)
+    sums = weigh_keys(k, queries)
+    expected = {name: torch.zeros(HEADS, DIM, dtype=torch.float64) for name in sums}
+    for n in range(TOKENS):
+        error = torch.zeros_like(k)
+        error[n] = 2.0
+        cost = queries.cost_of_keys(error, "channel").double() / 4
+        expected["weight_sum"] += cost
+        expected["weighted_sum"] += cost * k[n]
+    for name, found in sums.items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6)
+    alike = weigh_keys(k, None)
+    assert (alike["weight_sum"] == TOKENS).all()
+    torch.testing.assert_close(alike["weighted_sum"], k.sum(0).double())
+
+
+def test_the_weighted_mean_costs_less_than_the_plain_one():
+    """A quarter of the tokens, which get all of the attention, have another mean."""
+    k = torch.randn(64, HEADS, DIM)
+    k[::4] += torch.tensor([40.0, -30.0, 50.0, 0.0])
+    k[::4, :, 3] += 20.0
+    q = torch.zeros(HEADS * GROUP, 8, DIM)
+    q[..., 3] = 1.0
+    q += 0.1 * torch.randn_like(q)
+    queries = Queries.from_states(q, k, torch.arange(56, 64), 1.0, None)
+    ranges = measure_range(k, k, None, None)
+    options = CalibrationOptions("head", E4M3, 1.0, True)
+    costs = []
+    for sample in (None, ranges | weigh_keys(k, queries)):
+        trials = make_trials(ranges, Partners(), options, sample)
+        found = {name: measure_costs(trial, k, queries, E4M3) for name, trial in trials.items()}
+        choice = pick_scales(trials, found, E4M3)
+        costs.append(measure_key_cost(choice.centered, k, queries, E4M3).item())
+    assert costs[1] < 0.5 * costs[0]
+
+
+def test_a_sample_is_weighed_by_the_queries_of_the_model(llama, monkeypatch):
+    weighed: list[tuple[torch.Tensor, Queries | None]] = []
+
+    def weigh(k, queries):
+        weighed.append((k, queries))
+        return weigh_keys(k, queries)
+
+    monkeypatch.setattr(stages, "weigh_keys", weigh)
+    job, windows = job_of(llama, center=True), windows_of(24, 24, 24)
+    batches = stages.sample_near(windows)
+    partners = stages.find_partners(job, windows[0])
+    sample = stages.collect_sample(job, batches, partners, "sample")
+    assert len(weighed) == 2 * 3
+    assert all(queries is not None for _, queries in weighed)
+    for index, of_layer in sample.items():
+        assert of_layer["count"] == 72
+        own = [k for k, _ in weighed[index::2]]
+        assert own[0].equal(shown(llama, windows[0])[index][0])
+        assert of_layer["k_max"].equal(torch.cat(own).amax(0))
+        total = sum(weigh_keys(*each)["weighted_sum"] for each in weighed[index::2])
+        torch.testing.assert_close(of_layer["weighted_sum"], total)
+
+
+@pytest.mark.parametrize(
+    ("tried", "gain", "kept"),
+    [
+        ([(3.0, 4.0)], 2.0, 4.0),
+        ([(3.0, 2.0)], 3.0, 2.0),
+        ([(3.0, 4.0), (2.5, 1.0)], 2.5, 1.0),
+        ([(1.5, 2.0), (1.25, 1.0)], 1.5, 2.0),
+    ],
+)
+def test_what_a_center_gains_at_other_positions(llama, monkeypatch, tried, gain, kept):
+    """The smaller gain counts, of what the scales cost there; of centers the one that holds."""
+    choices = tuple(
+        replace(choice_with(near), k=torch.tensor(8.0), k_centered=torch.tensor(centered))
+        for near, centered in tried
+    )
 
     def cost(scales, k, queries, fmt):
         assert queries is not None
-        assert (scales.k_center is None) == (scales.k in (6.0, 8.0))
+        assert (scales.k_center is None) == (scales.k == 8.0)
         return scales.k.double()
 
     monkeypatch.setattr(stages, "measure_key_cost", cost)
     batches = Beyond(100).spread(windows_of(24, 20))
-    found = stages.check_centers(job_of(llama), batches, choices)
-    assert {index: choice.gain for index, choice in found.items()} == {0: 2.0, 1: 3.0}
+    found = stages.check_centers(job_of(llama), batches, {0: choices, 1: choices})
+    for choice in found.values():
+        assert (choice.gain, choice.k_centered) == (gain, kept)
+    assert stages.check_centers(job_of(llama), [], {0: choices}) == {0: choices[0]}
 
 
 @pytest.mark.parametrize("center", [None, 1.0])
