@@ -26,6 +26,7 @@ from .values import (
     Device,
     Json,
     Model,
+    ModelDtype,
     check_choice,
     complete_from,
     formats,
@@ -90,13 +91,7 @@ def calibrate(
         int | None, typer.Option(min=0, help="Tokens to hold out for checking the scales.")
     ] = None,
     device: Device = "auto",
-    model_dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto (the checkpoint's), bfloat16, float16, float32.",
-            autocompletion=complete_from(model_dtypes),
-        ),
-    ] = "auto",
+    model_dtype: ModelDtype = "auto",
     checkpoint: Annotated[
         str | None,
         typer.Option(

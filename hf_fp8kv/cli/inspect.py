@@ -18,7 +18,17 @@ from .texts import (
     drop_unset,
     load_texts,
 )
-from .values import Device, Json, Model, Scales, check_plot, parse_format
+from .values import (
+    Device,
+    Json,
+    Model,
+    ModelDtype,
+    Scales,
+    check_choice,
+    check_plot,
+    model_dtypes,
+    parse_format,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +52,7 @@ def inspect(
     text_column: TextColumn = None,
     chat_template: ChatTemplate = None,
     device: Device = "auto",
+    model_dtype: ModelDtype = "auto",
     as_json: Json = False,
 ) -> None:
     """Show static scales, one row per layer, and anything odd about them.
@@ -61,6 +72,7 @@ def inspect(
     if texts is None and (model is not None or options):
         option = "--model" if model else f"--{next(iter(options)).replace('_', '-')}"
         raise typer.BadParameter("requires --texts", param_hint=option)
+    check_choice(model_dtype, model_dtypes(), "--model-dtype")
     check_plot(plot)
     if plot is not None and Path(plot).suffix.lower() != ".png":
         message = f"expected a file that ends in .png, got {plot!r}"
@@ -70,7 +82,7 @@ def inspect(
         source: Any = resolve(scales, strict=False)
         report = getattr(source, "report", None)
         if texts is not None:
-            report = _measure(source, texts, model, device, options)
+            report = _measure(source, texts, (model, device, model_dtype), options)
         if plot is not None:
             from .scales_plot import plot_scales
 
@@ -84,12 +96,12 @@ def inspect(
 
 
 def _measure(
-    scales: "KVScales", texts: str, model: str | None, device: str, options: dict[str, Any]
+    scales: "KVScales", texts: str, model: tuple[str | None, str, str], options: dict[str, Any]
 ) -> "CalibrationReport":
     from ..calibration import measure
 
     source = load_texts(texts)
-    loaded, tokenizer = load_model(model, device)
+    loaded, tokenizer = load_model(*model)
     report: CalibrationReport = measure(loaded, scales, source, tokenizer=tokenizer, **options)
     return report
 

@@ -78,6 +78,13 @@ Model = Annotated[str | None, typer.Option(help="A folder or a Hub id. Default: 
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", autocompletion=complete_from(devices))
 ]
+ModelDtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (the checkpoint's), bfloat16, float16, float32.",
+        autocompletion=complete_from(model_dtypes),
+    ),
+]
 Scales = Annotated[
     str, typer.Argument(help="A file, a folder or a Hub id, in any supported format.")
 ]

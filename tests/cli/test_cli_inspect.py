@@ -130,11 +130,13 @@ def test_a_measurement_is_shown(run, tmp_path, model, measured):
     scales = random_scales("head", layers=2)
     scales.save_pretrained(tmp_path)
     (text := tmp_path / "text.txt").write_text("the capital of London")
-    fixed = ["inspect", str(tmp_path), "--model", model, "--texts", str(text), "--device", "cpu"]
+    fixed = ["inspect", str(tmp_path), "--model", model, "--texts", str(text), "--device", "cpu",
+             "--model-dtype", "bfloat16"]  # fmt: skip
     code, out, err = run(*fixed, "--max-tokens", "99", "--dtype", "fp8")
     assert code == 0, err
     (call,) = measured
-    assert call.pop("model").config.num_hidden_layers == 2
+    assert (read := call.pop("model")).config.num_hidden_layers == 2
+    assert read.dtype == torch.bfloat16
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
     assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}

@@ -25,7 +25,7 @@ from tests.helpers.tiny_models import prompt, tiny
 pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
-PROCESSES, SECONDS = 2, 150
+PROCESSES, SECONDS = 2, 600
 # Seldom, on a busy machine, a process that is through is aborted by torch as it takes its threads
 # down: seen once in some fifty launches.
 ABORTED_AT_THE_END = "terminate called without an active exception"
