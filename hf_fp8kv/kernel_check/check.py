@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from .assembly import read_assembly
-from .rules import TARGETS, find_violations, programs_that_fit
+from .rules import TARGETS, find_violations
 from .variants import Variant, call_variant, list_variants
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def set_target(name: str) -> None:
 def _row(target: Any, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
     assembly = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    programs = programs_that_fit(target, assembly.registers, warps, shared)
+    programs = target.fit(assembly.registers, warps, shared)
     bytes_read = variant.bytes_per_token * constants.get("TILE", 0)
     per_kib = assembly.loop * warps / (bytes_read / 1024) if assembly.loop and bytes_read else None
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32

@@ -64,7 +64,9 @@ class PlanningBackend(Backend, Protocol):
     ) -> Tensor:
         """Return attention; `plan` is made here where it is None."""
 
-    def plan_rows(self, device: torch.device, batch: int, heads: int) -> int:
+    def plan_rows(
+        self, device: torch.device, batch: int, heads: int, length: int | None = None
+    ) -> int:
         """Return the rows of a plan for `batch` sequences and `heads` KV heads."""
 
     def make_plan(

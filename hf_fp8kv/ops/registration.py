@@ -105,12 +105,16 @@ def attend(
     return op(query, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
 
-def plan_rows(backend: str, device: torch.device, batch: int, heads: int) -> int | None:
+def plan_rows(
+    backend: str, device: torch.device, batch: int, heads: int, length: int | None = None
+) -> int | None:
     """Return how many rows a plan has for `batch` sequences and `heads` KV heads.
 
-    None: the backend works without plans.
+    `length`: what each sequence has to read, if it is known and the same for all; where splitting
+    does not pay then, the plan has no room for it, and nothing is started to merge parts. None as
+    the result: the backend works without plans.
     """
-    return load_triton().plan_rows(device, batch, heads) if backend == "triton" else None
+    return load_triton().plan_rows(device, batch, heads, length) if backend == "triton" else None
 
 
 def make_plan(

@@ -346,7 +346,7 @@ class LayerGroup:
         if key not in self._plans:
             if len(self._plans) >= _MAX_CACHED:
                 self._plans.clear()
-            rows = ops.plan_rows(backend, device, self.table.batch, heads)
+            rows = ops.plan_rows(backend, device, self.table.batch, heads, stop - start)
             plan = None
             if rows is not None:
                 plan = torch.empty((rows, 4), dtype=torch.int32, device=device)

@@ -60,7 +60,7 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
 
     module = SimpleNamespace(
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
-        plan_rows=lambda _device, batch, _heads: batch,
+        plan_rows=lambda _device, batch, *_: batch,
     )  # fmt: skip
     others = registration.load_backend
     monkeypatch.setattr(registration, "load_triton", lambda: module)

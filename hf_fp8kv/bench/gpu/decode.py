@@ -80,12 +80,15 @@ def make_plan_step(record: Record, case: Case, backend: str) -> tuple[Step, Any,
     """Return what makes the plan of a step, the plan (None: there is none) and the lengths."""
     device = record.stage.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    rows = ops.plan_rows(backend, device, len(case.lengths), case.heads.kv)
+    batch, heads = len(case.lengths), case.heads.kv
+    # As a cache knows it, whose sequences are all of one length.
+    length = None if case.is_ragged else case.read // batch
+    rows = ops.plan_rows(backend, device, batch, heads, length)
     if rows is None:
         return (lambda: None), None, lengths
     plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
     step = functools.partial(
-        ops.make_plan, plan, lengths, case.tokens, case.window, 0, case.heads.kv, backend
+        ops.make_plan, plan, lengths, case.tokens, case.window, 0, heads, backend
     )
     return step, plan, lengths
 

@@ -9,18 +9,11 @@ import torch
 from ..pages import AttentionSpec, Pages
 from . import decode, extend
 from .gather import gather
-from .plan import make_plan
-from .plan import plan_rows as _plan_rows
-from .target import target_of
+from .plan import make_plan, plan_rows
 from .tuning import DECODE_ROWS
 from .write import write
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
-
-
-def plan_rows(device: torch.device, batch: int, heads: int) -> int:
-    """Return the rows of a plan; see `ops.plan_rows`."""
-    return _plan_rows(batch, heads, target_of(device))
 
 
 def attend(

@@ -12,9 +12,16 @@ import triton.language as tl
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import attend_rows, finish
-from .plan import make_plan, max_splits, plan_rows
+from .plan import make_plan, max_parts, plan_rows
 from .target import cdiv, launch
-from .tuning import DECODE_ROWS, LaunchConfig, decode_config
+from .tuning import (
+    DECODE_ROWS,
+    FEW_ROWS,
+    LaunchConfig,
+    decode_config,
+    note_compiled,
+    programs_on,
+)
 
 # Splits whose sums are merged at a time.
 MERGED = 16
@@ -33,43 +40,49 @@ def attend(
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS
     config = decode_config(args.target, args.workload)
-    # A plan is made for one block of rows.
-    return split_kv_decode(args, config, plan if args.rows <= config.rows else None)
+    heads, device = args.shape.heads, query.device
+    # A plan is made for one block of few rows: of more, fewer programs may fit at once.
+    suits = args.rows <= config.rows
+    if suits and config.rows > FEW_ROWS:
+        suits = programs_on(device, heads, config) == programs_on(device, heads)
+    return split_kv_decode(args, config, plan if suits else None)
 
 
 def split_kv_decode(
-    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None, programs: int = 0
+    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, Dv]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `programs` is that of `max_splits`.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
-    heads, dim = shape.heads, shape.v_dim
+    heads, dim, device = shape.heads, shape.v_dim, query.device
     blocks = cdiv(args.rows, config.rows)
-    splits = max_splits(batch, heads * blocks, args.target, programs)
-    rows = plan_rows(batch, heads * blocks, args.target, programs)
     if plan is None:
-        plan = torch.empty((rows, 4), dtype=torch.int32, device=query.device)
+        programs = programs_on(device, heads, config)
+        rows = plan_rows(device, batch, heads * blocks, None, programs)
+        plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
         make_plan(
             plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs
         )
-    assert plan.shape == (rows, 4), f"a plan for another launch: {tuple(plan.shape)}, {rows} rows"
+    splits = max_parts(plan, batch, heads * blocks)
+    is_split = splits > batch
 
     out = query.new_empty((batch, tokens, q_heads, dim))
     # The partial sums, and after them each one's m_i and l_i.
-    partial = query.new_empty(splits * heads * args.rows * (dim + 2), dtype=torch.float32)
-    stats = partial[splits * heads * args.rows * dim :]
+    saved = splits * heads * args.rows if is_split else 0
+    partial = query.new_empty(saved * (dim + 2), dtype=torch.float32)
+    stats = partial[saved * dim :]
     last = config.combine == "last"
-    launch(
+    compiled = launch(
         _decode, (heads, splits, blocks), args.tensors, plan, out, partial, stats, batch, tokens,
         args.start, args.stop, args.window, args.factors, args.query_strides, *args.strides,
         **args.constants, ROWS=config.rows, TILE=config.tile, STAGES=config.stages, LAST=last,
         MERGED=MERGED, **config.options(),
     )  # fmt: skip
-    if not last:
+    note_compiled(device, heads, config, compiled)
+    if is_split and not last:
         launch(
             _combine, (args.rows, heads, batch), plan, partial, stats, args.tensors.sinks,
             args.tensors.v.static_scale, out, tokens, splits, args.factors.v, SHAPE=shape,
@@ -98,23 +111,23 @@ def _decode(
 
     Args:
         tensors: pointers, see `AttentionTensors`.
-        plan_ptr: `[max_splits + B + ceil(B * H / 4), 4]`, int32, see plan.py.
+        plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
-        partial_ptr: `[max_splits, Hkv, rows, Dv]`, float32, the sums of each split.
-        stats_ptr: `[max_splits, Hkv, rows, 2]`, float32, their m_i and l_i.
+        partial_ptr: `[max_parts, Hkv, rows, Dv]`, float32, the sums in each slot.
+        stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
         start, stop, window: as in `ops.attend`; batch, tokens: B and T.
         factors: floats, see `Factors`.
         query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
     """
     h = tl.program_id(0)
-    split = tl.program_id(1)
-    b = tl.load(plan_ptr + split * 4)
+    part_ptr = plan_ptr + tl.program_id(1) * 4
+    b = tl.load(part_ptr)
     if b < 0:
         return
-    low = tl.load(plan_ptr + split * 4 + 1)
-    num_splits = tl.load(plan_ptr + split * 4 + 3)
+    low = tl.load(part_ptr + 1)
+    slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
-    high = tl.minimum(tl.load(plan_ptr + split * 4 + 2), tl.minimum(length, stop))
+    high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
     count = SHAPE.groups * tokens
     first_row = tl.program_id(2) * ROWS
     end_row = tl.minimum(first_row + ROWS, count)
@@ -131,7 +144,7 @@ def _decode(
     )  # fmt: skip
     dv = tl.arange(0, SHAPE.v_width)
     real = exists[:, None] & (dv < SHAPE.v_dim)[None, :]
-    if num_splits == 1:
+    if slot < 0:
         out = finish(
             acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE
         )
@@ -139,7 +152,7 @@ def _decode(
         out_ptrs = out_ptr + offset[:, None] + dv[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
     else:
-        saved = ((split * SHAPE.heads + h) * count + row).to(tl.int64)
+        saved = ((slot * SHAPE.heads + h) * count + row).to(tl.int64)
         tl.store(partial_ptr + (saved * SHAPE.v_dim)[:, None] + dv[None, :], acc, mask=real)
         tl.store(stats_ptr + saved * 2, m_i, mask=exists)
         tl.store(stats_ptr + saved * 2 + 1, l_i, mask=exists)
@@ -147,8 +160,9 @@ def _decode(
             # All of this program's stores come before the count, and what others stored before
             # theirs is seen after it.
             tl.debug_barrier()
-            max_splits = tl.num_programs(1)
-            counter_ptr = plan_ptr + (max_splits + batch) * 4
+            max_parts = tl.num_programs(1)
+            num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
+            counter_ptr = plan_ptr + (max_parts + batch) * 4
             counter_ptr += (b * SHAPE.heads + h) * tl.num_programs(2) + tl.program_id(2)
             done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if done == num_splits - 1:
@@ -156,14 +170,14 @@ def _decode(
                 for merged_row in range(first_row, end_row):
                     _merge_splits(
                         plan_ptr, partial_ptr, stats_ptr, tensors.sinks, tensors.v.static_scale,
-                        out_ptr, b, h, merged_row, tokens, max_splits, factors.v, SHAPE, MERGED,
+                        out_ptr, b, h, merged_row, tokens, max_parts, factors.v, SHAPE, MERGED,
                     )  # fmt: skip
                 tl.store(counter_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "max_splits"])
+@triton.jit(do_not_specialize=["tokens", "max_parts"])
 def _combine(
-    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, tokens, max_splits,
+    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, tokens, max_parts,
     v_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in several splits.
@@ -176,21 +190,21 @@ def _combine(
         v_factor: the factor of V's codec, float.
     """
     b = tl.program_id(2)
-    if tl.load(plan_ptr + (max_splits + b) * 4 + 1) > 1:
+    if tl.load(plan_ptr + (max_parts + b) * 4 + 1) > 1:
         _merge_splits(
             plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b,
-            tl.program_id(1), tl.program_id(0), tokens, max_splits, v_factor, SHAPE, MERGED,
+            tl.program_id(1), tl.program_id(0), tokens, max_parts, v_factor, SHAPE, MERGED,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge_splits(
     plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b, h, row, tokens,
-    max_splits, v_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
+    max_parts, v_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one query row, MERGED at a time, and store the result."""
-    first = tl.load(plan_ptr + (max_splits + b) * 4)
-    num_splits = tl.load(plan_ptr + (max_splits + b) * 4 + 1)
+    first = tl.load(plan_ptr + (max_parts + b) * 4)
+    num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     count = SHAPE.groups * tokens
     i = tl.arange(0, MERGED)
     V_WIDTH: tl.constexpr = SHAPE.v_width

@@ -13,9 +13,11 @@ from ..pages import AttentionSpec, Pages
 from .arguments import prepare
 from .attention import attend_rows, finish
 from .decode import split_kv_decode
-from .plan import UNIT
 from .target import cdiv, launch
 from .tuning import extend_config
+
+# Tokens: fewer are not split.
+SPLIT_FROM = 256
 
 
 def attend(
@@ -31,8 +33,8 @@ def attend(
     config = extend_config(args.target, args.workload)
     batch, q_heads, tokens, _ = query.shape
     programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
-    if programs < args.target.processors and stop > 2 * UNIT:
-        return split_kv_decode(args, config, None, programs=2 if config.warps <= 4 else 1)
+    if programs < args.target.processors and stop > SPLIT_FROM:
+        return split_kv_decode(args, config, None)
     out = query.new_empty((batch, tokens, q_heads, args.shape.v_dim))
     launch(
         _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,

@@ -1,17 +1,21 @@
 """Split plan: which program of the decode kernel reads which tokens, made on the device each step.
 
-A plan is int32, `[max_splits + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
+All sequences are laid one behind the other, and the line is cut into ranges of equal length: as many
+as the GPU holds programs at once, for each of H KV heads. A sequence that lies in several ranges is
+read in as many parts. The GPU starts parts in the plan's order, each where a place is free: those
+that begin a range come before the others, and longer ones before shorter ones, so that the short
+ones fill the gaps at the end. Where that gains less than it costs, each sequence is one part.
+
+A plan is int32, `[max_parts + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
 rows, where there are several):
 
-    row i < max_splits   (sequence, first token, last token + 1, splits of that sequence); rows that
-                         are left over have the sequence -1
-    row max_splits + b   (first row of sequence b, its splits, 0, 0)
-    the rest             a counter for each sequence and H, 0: how many splits are done
+    row i < max_parts    (sequence, first token, last token + 1, slot of its sums); rows that are
+                         left over have the sequence -1; the slot is -1 if it is the only part
+    row max_parts + b    (first slot of sequence b, its parts, 0, 0)
+    the rest             a counter for each sequence and H, 0: how many parts are done
 
-`max_splits` is what the GPU holds at once, divided by H. Splits are as short as fits into
-it and about equally long, so that a batch of ragged lengths ends together. The first split of a
-sequence begins at 0 and the last one has no end: whatever lengths and window a plan was made for,
-it gives every position to one program, and is at worst badly balanced.
+The first part of a sequence begins at 0 and the last one has no end: whatever lengths and window a
+plan was made for, it gives every position to one program, and is at worst badly balanced.
 """
 
 import torch
@@ -19,27 +23,50 @@ import triton
 import triton.language as tl
 
 from .attention import last_before_window
-from .target import Target, launch, next_power_of_2, target_of
-from .tuning import programs_per_processor
+from .target import cdiv, launch, next_power_of_2, target_of
+from .tuning import plan_config, programs_on
 
-# Tokens: splits begin at multiples of it, and only a last one is shorter. A multiple of every tile
-# of the decode kernel.
-UNIT = 128
 NO_END = tl.constexpr(2**31 - 1)
+# Parts that begin a range are before all that are shorter than this: all.
+EARLY = tl.constexpr(2**30)
+# CUDA starts at most that many programs along the second axis of a grid.
+MOST_PARTS = 65_535
 
 
-def max_splits(batch: int, heads: int, target: Target, programs: int = 0) -> int:
-    """Return the splits that there is room for: one wave, or as many as `batch` needs anyway.
+def plan_rows(
+    device: torch.device, batch: int, heads: int, length: int | None = None, programs: int = 0
+) -> int:
+    """Return the rows of a plan.
 
-    `heads` is H, `programs` what one processor holds at once; 0: that of the decode kernel.
+    Args:
+        device: of the plan.
+        batch: B.
+        heads: H.
+        length: what every sequence has to read, where that is known: the plan then has no room for
+            parts that are not needed. None: lengths differ, or grow.
+        programs: what a processor holds at once; 0: of the decode kernel.
     """
-    wave = max(1, target.processors * (programs or programs_per_processor(target)) // heads)
-    return wave * -(-batch // wave)
+    processors, config = target_of(device).processors, plan_config()
+    places = processors * (programs or programs_on(device, heads))
+    ranges = max(1, min(places * config.rounds // heads, MOST_PARTS + 1 - batch))
+    if length is not None:
+        units = cdiv(length, config.unit)
+        cost = config.split_cost
+        if not gains(units, batch * units, batch, heads, places, config.unit, cost):
+            ranges = 1
+    return batch + ranges - 1 + _rest(batch, heads)
 
 
-def plan_rows(batch: int, heads: int, target: Target, programs: int = 0) -> int:
-    """Return the rows of a plan; arguments as in `max_splits`."""
-    return max_splits(batch, heads, target, programs) + batch + -(-batch * heads // 4)
+def _rest(batch: int, heads: int) -> int:
+    return batch + cdiv(batch * heads, 4)
+
+
+def max_parts(plan: torch.Tensor, batch: int, heads: int) -> int:
+    """Return how many parts a plan has room for; `batch`: no sequence can be split."""
+    parts = plan.shape[0] - _rest(batch, heads)
+    assert plan.shape[1] == 4
+    assert parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} x {heads}"
+    return parts
 
 
 def make_plan(
@@ -51,79 +78,165 @@ def make_plan(
     heads: int,
     programs: int = 0,
 ) -> None:
-    """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `max_splits`."""
-    batch = lengths.shape[0]
-    target = target_of(lengths.device)
-    splits = max_splits(batch, heads, target, programs)
-    assert plan.shape == (plan_rows(batch, heads, target, programs), 4)
+    """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `plan_rows`."""
+    batch, device, config = lengths.shape[0], lengths.device, plan_config()
     assert plan.is_contiguous()
+    parts = max_parts(plan, batch, heads)
+    places = target_of(device).processors * (programs or programs_on(device, heads))
+    ranges = max(1, min(places * config.rounds // heads, parts - batch + 1))
     launch(
-        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, splits,
-        SPLITS_WIDTH=next_power_of_2(splits), UNIT=UNIT,
-        BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
+        _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,
+        parts, config.split_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
+        UNIT=config.unit, BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "tokens", "window", "start", "heads", "max_splits"])
-def _plan(
-    plan_ptr, lengths_ptr, batch, tokens, window, start, heads, max_splits,
-    SPLITS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
-    WINDOWED: tl.constexpr,
-):  # fmt: skip
-    """Write a plan. One program per sequence: each works out all splits and writes its own.
+def gains(
+    longest: int, total: int, batch: int, heads: int, places: int, unit: int, cost: int
+) -> bool:
+    """Return whether ranges are done sooner than whole sequences, by more than they cost.
+
+    As `_gains` does on the device, which see.
+    """
+    count = batch * heads
+    late = count % places
+    if count <= places:
+        whole = max(longest * places * 3 // 5, total * heads)
+    else:
+        tail = max(late * longest, longest * places * 18 // 25) if late else 0
+        whole = (count - late) * longest + tail
+    return (whole - total * heads) * unit > cost * places
+
+
+@triton.jit
+def _gains(longest, total, batch, heads, places, unit, cost):
+    """Return whether ranges are done sooner than whole sequences, by more than they cost.
+
+    Time is counted in what a program reads meanwhile if all `places` are taken. A program with
+    fewer beside it is up to 1 / 0.6 times as fast; with two others on its own processor, as the
+    last ones that start often have, 1 / 0.72 times. Without this the last ones take too long.
 
     Args:
-        plan_ptr: `[max_splits + B + ceil(B * H / 4), 4]`, int32.
+        longest, total: of the sequences' units.
+        unit: tokens in one.
+        cost: of splitting, in tokens: of another part for each place, and of merging.
+    """
+    longest = longest.to(tl.int64)
+    even = total.to(tl.int64) * heads
+    count = batch * heads
+    late = count % places
+    tail = tl.where(late > 0, tl.maximum(late * longest, longest * places * 18 // 25), 0)
+    whole = tl.where(
+        count <= places,
+        tl.maximum(longest * places * 3 // 5, even),
+        (count - late) * longest + tail,
+    )
+    return (whole - even) * unit > cost.to(tl.int64) * places
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "tokens", "window", "start", "heads", "ranges", "places", "max_parts", "cost",
+    ]
+)  # fmt: skip
+def _plan(
+    plan_ptr, lengths_ptr, batch, tokens, window, start, heads, ranges, places, max_parts, cost,
+    PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Write a plan. One program per sequence: each works out all parts and writes its own.
+
+    Args:
+        plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32.
         lengths_ptr: `[B]`, int32.
         batch, heads: B and H.
         tokens, window, start: as in `ops.make_plan`.
+        ranges: how many there may be; 1: no sequence is split.
+        places: programs that the GPU holds at once.
+        cost: as in `_gains`.
     """
     me = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
-    ends = tl.load(lengths_ptr + b, mask=b < batch, other=0)
+    exists = b < batch
+    ends = tl.load(lengths_ptr + b, mask=exists, other=0)
     low = tl.zeros([BATCH_WIDTH], tl.int32) + start
     if WINDOWED:
         low = tl.maximum(low, last_before_window(ends - tokens, window) + 1)
     low = tl.maximum(low, 0) // UNIT
-    units = tl.maximum(tl.cdiv(ends, UNIT) - low, 0)
-    units = tl.where(b < batch, units, 0)
+    # Each sequence has a part even if it holds nothing, since some program must write its output.
+    units = tl.where(exists, tl.maximum(tl.cdiv(ends, UNIT) - low, 1), 0)
 
-    # The shortest split with which all fit into the plan, by bisection. Each sequence has a
-    # split even if it holds nothing, since some program must write its output.
-    shortest = 1
-    longest = tl.maximum(tl.max(units, 0), 1)
-    while shortest < longest:
-        middle = (shortest + longest) // 2
-        num_splits = tl.where(b < batch, tl.maximum(tl.cdiv(units, middle), 1), 0)
-        fits = tl.sum(num_splits, 0) <= max_splits
-        longest = tl.where(fits, middle, longest)
-        shortest = tl.where(fits, shortest, middle + 1)
-    num_splits = tl.maximum(tl.cdiv(units, longest), 1)
-    # Even splits: 5 units in splits of at most 4 are 3 and 2.
-    length = tl.maximum(tl.cdiv(units, num_splits), 1)
-    num_splits = tl.where(b < batch, tl.maximum(tl.cdiv(units, length), 1), 0)
-    first = tl.cumsum(num_splits, 0) - num_splits
+    stop = tl.cumsum(units, 0)
+    begin = stop - units
+    total = tl.sum(units, 0)
+    longest = tl.max(units, 0)
+    length = tl.cdiv(total, ranges)
+    length = tl.where(_gains(longest, total, batch, heads, places, UNIT, cost), length, total)
+
+    first_range = begin // length
+    num_parts = tl.where(exists, (stop - 1) // length - first_range + 1, 0)
+    slot = tl.cumsum(num_parts, 0) - num_parts
+    total_parts = tl.sum(num_parts, 0)
+    # Parts in the middle of a sequence are whole ranges.
+    num_middle = tl.maximum(num_parts - 2, 0)
+    middle = tl.cumsum(num_middle, 0) - num_middle
+    total_middle = tl.sum(num_middle, 0)
+    # The longest is first; where sequences are shorter than ranges, parts that begin one are before
+    # others. So programs that read sequences of one length do not all begin and end together.
+    early = tl.where(longest <= length, EARLY, 0)
+    head = tl.minimum(stop, (first_range + 1) * length) - begin
+    head += tl.where(begin == first_range * length, early, 0)
+    head = tl.where(exists, head, 0)
+    tail = stop - (stop - 1) // length * length + early
+    tail = tl.where(num_parts > 1, tail, 0)
 
     mine = b == me
-    my_first = tl.sum(tl.where(mine, first, 0), 0)
-    my_splits = tl.sum(tl.where(mine, num_splits, 0), 0)
-    my_length = tl.sum(tl.where(mine, length, 0), 0) * UNIT
-    my_low = tl.sum(tl.where(mine, low, 0), 0) * UNIT
-    i = tl.arange(0, SPLITS_WIDTH)
-    begin = my_low + i * my_length
-    row_ptrs = plan_ptr + (my_first + i) * 4
-    own = i < my_splits
+    my_begin = _pick(begin, mine)
+    my_low = _pick(low, mine)
+    my_range = _pick(first_range, mine)
+    my_parts = _pick(num_parts, mine)
+    my_slot = _pick(slot, mine)
+    my_head = _pick(head, mine)
+    my_tail = _pick(tail, mine)
+    head_row = total_middle + _count_before(head, tail, my_head, b < me, b < me)
+    tail_row = total_middle + _count_before(head, tail, my_tail, b <= me, b < me)
+
+    i = tl.arange(0, PARTS_WIDTH)
+    row = tl.where(i == my_parts - 1, tail_row, _pick(middle, mine) + i - 1)
+    row = tl.where(i == 0, head_row, row)
+    part_begin = ((my_range + i) * length - my_begin + my_low) * UNIT
+    part_end = part_begin + length * UNIT
+    row_ptrs = plan_ptr + row * 4
+    own = i < my_parts
     tl.store(row_ptrs, me, mask=own)
-    tl.store(row_ptrs + 1, tl.where(i == 0, 0, begin), mask=own)
-    tl.store(row_ptrs + 2, tl.where(i == my_splits - 1, NO_END, begin + my_length), mask=own)
-    tl.store(row_ptrs + 3, my_splits, mask=own)
-    sequence_ptr = plan_ptr + (max_splits + me) * 4
-    tl.store(sequence_ptr, my_first)
-    tl.store(sequence_ptr + 1, my_splits)
+    tl.store(row_ptrs + 1, tl.where(i == 0, 0, part_begin), mask=own)
+    tl.store(row_ptrs + 2, tl.where(i == my_parts - 1, NO_END, part_end), mask=own)
+    tl.store(row_ptrs + 3, tl.where(my_parts > 1, my_slot + i, -1), mask=own)
+    sequence_ptr = plan_ptr + (max_parts + me) * 4
+    tl.store(sequence_ptr, my_slot)
+    tl.store(sequence_ptr + 1, my_parts)
 
     if me == batch - 1:
-        left = (i >= my_first + my_splits) & (i < max_splits)
-        tl.store(plan_ptr + i * 4, -1, mask=left)
-    counters_ptr = plan_ptr + (max_splits + batch) * 4 + me * heads
-    for head in range(heads):
-        tl.store(counters_ptr + head, 0)
+        left = total_parts + i
+        tl.store(plan_ptr + left * 4, -1, mask=left < max_parts)
+    counters_ptr = plan_ptr + (max_parts + batch) * 4 + me * heads
+    for counter in range(heads):
+        tl.store(counters_ptr + counter, 0)
+
+
+@triton.jit
+def _pick(x, mine):
+    """Return the element of `x` where `mine` is true."""
+    return tl.sum(tl.where(mine, x, 0), 0)
+
+
+@triton.jit
+def _count_before(head, tail, size, heads_first, tails_first):
+    """Return how many first and last parts come before one of `size`.
+
+    Those are the larger ones, and of equal ones those of `heads_first` and `tails_first`.
+    """
+    before = (head > size) | ((head == size) & heads_first)
+    count = tl.sum(before.to(tl.int32), 0)
+    before = (tail > size) | ((tail == size) & tails_first)
+    return count + tl.sum(before.to(tl.int32), 0)

@@ -13,6 +13,21 @@ from ...formats import Format
 
 
 @dataclass(frozen=True)
+class Resources:
+    """What the programs of one processor share.
+
+    Attributes:
+        shared: bytes of shared memory that all of them have together.
+        threads: at most that many of them.
+        registers: of 32 bits, for all threads together; not used for AMD's.
+    """
+
+    shared: int
+    threads: int
+    registers: int = 65536
+
+
+@dataclass(frozen=True)
 class Target:
     """A GPU, as kernels see it.
 
@@ -21,12 +36,14 @@ class Target:
         arch: 90 for sm_90; "gfx942".
         processors: streaming multiprocessors, or compute units.
         interpreted: kernels run in Triton's interpreter, which knows no inline assembly.
+        resources: of one processor, as a device says; None: those of a chip of this name.
     """
 
     vendor: str
     arch: int | str
     processors: int
     interpreted: bool = False
+    resources: Resources | None = None
 
     @property
     def name(self) -> str:
@@ -44,6 +61,29 @@ class Target:
     def is_nvidia(self) -> bool:
         """Return whether it is one of NVIDIA's."""
         return self.vendor == "cuda"
+
+    @property
+    def family(self) -> int:
+        """9 for sm_90, 10 for sm_100 and sm_103; 0 for AMD's."""
+        return int(self.arch) // 10 if self.is_nvidia else 0
+
+    def fit(self, registers: int, warps: int, shared: int) -> int:
+        """Return how many programs one processor holds at once.
+
+        Args:
+            registers: of a thread; of AMD's, vector and accumulation registers together.
+            warps: of a program.
+            shared: bytes of shared memory of a program.
+        """
+        has = self.resources or RESOURCES.get(self.name, _UNKNOWN)
+        if self.is_nvidia:
+            # Registers are given out to warps by eight per thread.
+            by_registers = has.registers // (cdiv(registers, 8) * 8 * 32 * warps)
+            by_threads = has.threads // (32 * warps)
+            return min(by_registers, by_threads, has.shared // (shared + _RESERVED))
+        # Four units, each with 512 registers per lane for its warps, at most eight.
+        per_unit = min(8, 512 // (cdiv(max(registers, 1), 8) * 8))
+        return min(per_unit * 4 // warps, has.shared // max(shared, 1))
 
     def converts(self, fmt: Format) -> bool:
         """Return whether codes of a format are converted by an instruction, or by placing bytes.
@@ -67,6 +107,18 @@ _PROCESSORS = {
     "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
     "gfx942": 304, "gfx950": 256,
 }  # fmt: skip
+
+# For kernels that are compiled without a GPU; a GPU is asked for its own. CUDA C++ Programming
+# Guide, compute capabilities; CDNA 3 and 4 ISA, local data share.
+RESOURCES = {
+    "sm_80": Resources(164 << 10, 2048), "sm_86": Resources(100 << 10, 1536),
+    "sm_89": Resources(100 << 10, 1536), "sm_90": Resources(228 << 10, 2048),
+    "sm_100": Resources(228 << 10, 2048), "sm_120": Resources(100 << 10, 1536),
+    "gfx942": Resources(64 << 10, 2048), "gfx950": Resources(160 << 10, 2048),
+}  # fmt: skip
+_UNKNOWN = Resources(64 << 10, 1536)
+# Bytes of shared memory that a program takes on NVIDIA's besides its own.
+_RESERVED = 1024
 
 
 def cdiv(x: int, y: int) -> int:
@@ -93,12 +145,17 @@ def _detect(device: torch.device) -> Target:
     if device.type == "cpu":
         return Target("cuda", 90, 4, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
+    processors = properties.multi_processor_count
+    resources = Resources(
+        properties.shared_memory_per_multiprocessor,
+        properties.max_threads_per_multi_processor,
+        properties.regs_per_multiprocessor,
+    )
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-        return Target("hip", arch, properties.multi_processor_count)
-    return Target(
-        "cuda", 10 * properties.major + properties.minor, properties.multi_processor_count
-    )
+        return Target("hip", arch, processors, resources=resources)
+    arch = 10 * properties.major + properties.minor
+    return Target("cuda", arch, processors, resources=resources)
 
 
 def target_of(device: torch.device) -> Target:
@@ -128,21 +185,21 @@ def compiling(take: Callable[..., None]) -> Iterator[None]:
         _compile = before
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
     """Start `kernel` on `grid`, unless an axis is 0: every kernel of this package is started here.
 
-    `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...).
+    `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...). Return what
+    Triton compiled; None in the interpreter, or if nothing ran.
     """
     if 0 in grid:
-        return
+        return None
     if _compile is not None:
         _compile(kernel, grid, args, constants)
-        return
+        return None
     # Triton starts kernels on the current device, which in a model spread over several GPUs is
     # another one for most layers.
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](*args, **constants)
-    else:
-        kernel[grid](*args, **constants)
+            return kernel[grid](*args, **constants)
+    return kernel[grid](*args, **constants)

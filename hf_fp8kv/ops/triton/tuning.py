@@ -2,7 +2,7 @@
 
 None of these numbers was measured on a GPU yet. They follow from compiling for each target
 (`hf-fp8kv check --kernels`): no spills, and registers and shared memory that leave room for
-PROGRAMS_PER_PROCESSOR programs of the decode kernel on one processor.
+`expected_programs` programs of the decode kernel on one processor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from .target import Target
+import torch
+
+from .target import Target, target_of
 
 _Entry = TypeVar("_Entry")
+_Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,30 @@ class LaunchConfig:
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
 
-# Programs of the decode kernel that one processor holds at once: the split plan fills the GPU once.
-# Registers are the limit, and shared memory where there are 100 KB of it.
-PROGRAMS_PER_PROCESSOR = {"cuda": 3, "sm_86": 2, "sm_89": 2, "sm_120": 2, "hip": 4}
+# What a program of the decode kernel takes (registers, warps, shared memory), as long as none is
+# compiled: with 16 rows, as the tables below have it for a head size of 128; with more rows.
+_DECODE_TAKES = {"cuda": (168, 4, 40 << 10), "hip": (256, 2, 16 << 10)}
+_ROWS_TAKE = {"cuda": (255, 4, 46 << 10), "hip": (256, 4, 16 << 10)}
+# Query rows up to which the product's shape is the smallest.
+FEW_ROWS = 16
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """How sequences are split for the decode kernel.
+
+    Attributes:
+        unit: tokens that parts are multiples of: of most tiles a multiple too.
+        rounds: ranges for each place on the GPU.
+        split_cost: in tokens, what splitting takes longer: another part for each place and the
+            merging, about 4 us, in which a program reads 160 tokens of 260 bytes if all places
+            are taken.
+    """
+
+    unit: int = 64
+    rounds: int = 1
+    split_cost: int = 160
+
 
 # The decode kernel by head size, padded to a power of two: (tile, warps, stages, registers). Codes
 # of K and V of one tile are 16 KB from 128 on; with 168 registers three programs of four warps fit.
@@ -80,12 +104,47 @@ _EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EXTEND_HIP = {**_EXTEND, 64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)}
 
 _overrides: dict[str, Any] = {}
+# Programs of a compiled kernel that a processor holds, by device, KV heads and configuration; under
+# None that of a decode kernel with few rows which ran last.
+_known: dict[tuple[torch.device, int, LaunchConfig | None], int] = {}
 
 
-def programs_per_processor(target: Target) -> int:
+def plan_config() -> PlanConfig:
+    """Return how sequences are split."""
+    return _apply_overrides(PlanConfig())
+
+
+def expected_programs(target: Target, rows: int = FEW_ROWS) -> int:
     """Return how many programs of the decode kernel one processor is meant to hold."""
-    programs = PROGRAMS_PER_PROCESSOR.get(target.name, PROGRAMS_PER_PROCESSOR[target.vendor])
-    return int(_overrides.get("programs", programs))
+    takes = (_DECODE_TAKES if rows <= FEW_ROWS else _ROWS_TAKE)[target.vendor]
+    return max(1, target.fit(*takes))
+
+
+def programs_on(device: torch.device, heads: int, config: LaunchConfig | None = None) -> int:
+    """Return how many programs of the decode kernel one processor of `device` holds at once.
+
+    What the compiled kernel says, once it has run for `heads` KV heads, before that what is
+    expected. `config`: its launch parameters; None: those for few rows.
+    """
+    if "programs" in _overrides:
+        return int(_overrides["programs"])
+    known = _known.get((device, heads, config))
+    if known is not None:
+        return known
+    if config is None:
+        return expected_programs(target_of(device))
+    if config.warps > 4:
+        return 1
+    return expected_programs(target_of(device), config.rows)
+
+
+def note_compiled(device: torch.device, heads: int, config: LaunchConfig, compiled: Any) -> None:
+    """Remember how many programs of a compiled kernel fit; nothing in the interpreter."""
+    if compiled is not None and (device, heads, config) not in _known:
+        fit = target_of(device).fit(compiled.n_regs, config.warps, compiled.metadata.shared)
+        _known[device, heads, config] = max(1, fit)
+    if compiled is not None and config.rows <= FEW_ROWS:
+        _known[device, heads, None] = _known[device, heads, config]
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
@@ -121,13 +180,13 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
         stages = max(1, stages - 1)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
-    rows = min(16 if rows <= 16 else 32 if rows <= 32 else 64, most)
-    if rows > 16 or biased:
+    rows = min(FEW_ROWS if rows <= FEW_ROWS else 32 if rows <= 32 else 64, most)
+    if rows > FEW_ROWS or biased:
         registers = None
-    elif registers is not None and programs_per_processor(target) < 3:
+    elif registers is not None and _overrides.get("programs", expected_programs(target)) < 3:
         # Said, since compilers do not always take what there is.
         registers = 240
-    if target.arch == 100 and registers is not None and (padded or wide):
+    if target.family == 10 and registers is not None and (padded or wide):
         tile = 32  # its compiler spills otherwise
     return _apply_overrides(LaunchConfig(rows, tile, warps, stages, registers))
 
@@ -139,29 +198,30 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     elif not target.is_nvidia:
         table = _EXTEND_HIP
     else:
-        tables = {80: _EXTEND_SM_80, 90: _EXTEND, 100: _EXTEND_SM_100}
-        table = tables.get(int(target.arch), _EXTEND_MMA)
+        families = {9: _EXTEND, 10: _EXTEND_SM_100}
+        table = _EXTEND_SM_80 if target.arch == 80 else families.get(target.family, _EXTEND_MMA)
     rows, tile, warps, stages = _look_up(table, workload.width)
     if workload.wide and not workload.exact:
         stages = max(1, stages - 1)
     return _apply_overrides(LaunchConfig(rows, tile, warps, stages))
 
 
-def _apply_overrides(config: LaunchConfig) -> LaunchConfig:
+def _apply_overrides(config: _Config) -> _Config:
     chosen = {name: value for name, value in _overrides.items() if hasattr(config, name)}
     return replace(config, **chosen) if chosen else config
 
 
 @contextmanager
 def override(**parameters: Any) -> Iterator[None]:
-    """Replace attributes of `LaunchConfig` inside the `with` block, for experiments.
+    """Replace attributes of `LaunchConfig` and `PlanConfig` inside the `with` block.
 
-    `programs` replaces `programs_per_processor`: a plan made outside then does not fit inside.
+    For experiments. `programs` replaces what `programs_on` returns.
     """
     global _overrides
-    unknown = parameters.keys() - {"programs", *LaunchConfig.__dataclass_fields__}
+    known = {*LaunchConfig.__dataclass_fields__, *PlanConfig.__dataclass_fields__}
+    unknown = parameters.keys() - {"programs", *known}
     if unknown:
-        raise TypeError(f"expected parameters of {LaunchConfig.__name__}, got {sorted(unknown)}")
+        raise TypeError(f"expected launch parameters, got {sorted(unknown)}")
     before, _overrides = _overrides, {**_overrides, **parameters}
     try:
         yield

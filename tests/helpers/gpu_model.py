@@ -1,0 +1,254 @@
+"""A model of a GPU that runs the decode kernel: which share of its bandwidth a plan reaches.
+
+`python -m tests.helpers.gpu_model` prints the table of docs/kernels.md.
+
+It knows of an H200 (132 processors, 4.3 TB/s that can be reached) what the plan decides about: that
+programs are started in order, each where a place is free; that a processor with one, two or three
+of them reads so many bytes per clock (from a cycle model of one processor that runs the machine
+code of the main loop); and that all of them together cannot read more than the memory gives. A
+program reads nothing at its beginning and end. Nothing else is modelled: trust ratios.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hf_fp8kv.ops.triton import plan
+from hf_fp8kv.ops.triton.tuning import PlanConfig
+
+__all__ = ["H200", "Gpu", "Part", "best_time", "cut", "least_time", "run_parts", "time_of"]
+
+# K and V of a token and head: 2 x 128 bytes, and two scales of two.
+BYTES_PER_TOKEN = 260
+CONFIG = PlanConfig()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU; times in microseconds.
+
+    Attributes:
+        processors: of them each has `len(rates)` places for programs.
+        rates: bytes per clock of a processor with one program, with two, ...
+        clock: in MHz.
+        bandwidth: of the memory, bytes per microsecond.
+        start: what passes until a program's first bytes come: its launch, its row of the plan, the
+            page table, the query.
+        end: and after its last: sums over warps, and what it stores.
+        merge: of the second kernel, if there is one: its launch,
+        merge_step: and each 16 parts of the sequence that has the most.
+    """
+
+    processors: int = 132
+    rates: tuple[float, ...] = (10.7, 18.3, 22.7)
+    clock: float = 1980.0
+    bandwidth: float = 4.3e6
+    start: float = 1.5
+    end: float = 0.5
+    merge: float = 1.5
+    merge_step: float = 0.5
+
+    @property
+    def places(self) -> int:
+        return self.processors * len(self.rates)
+
+
+H200 = Gpu()
+
+
+class Part(NamedTuple):
+    """A row of a plan: units `begin` to `end - 1` of a sequence, and whether it is all of it."""
+
+    sequence: int
+    begin: int
+    end: int
+    whole: bool
+
+
+def cut(
+    lengths: Sequence[int], heads: int, places: int, *, split: bool | None = None
+) -> list[Part]:
+    """Return the parts that a plan should have, in its order. `split`: None: if it gains."""
+    unit, cost = CONFIG.unit, CONFIG.split_cost
+    units = [max(1, -(-n // unit)) for n in lengths]
+    if split is None:
+        split = plan.gains(max(units), sum(units), len(units), heads, places, unit, cost)
+    length = -(-sum(units) // max(1, places // heads)) if split else sum(units)
+    parts = []
+    stops = list(itertools.accumulate(units))
+    for b, (stop, count) in enumerate(zip(stops, units, strict=True)):
+        begin = stop - count
+        cuts = [begin, *range((begin // length + 1) * length, stop, length), stop]
+        for first, last in itertools.pairwise(cuts):
+            part = Part(b, first - begin, last - begin, len(cuts) == 2)
+            middle = first != begin and last != stop
+            late = max(units) <= length and first % length != 0
+            parts.append(((not middle, late, first - last), part))
+    return [part for _, part in sorted(parts, key=lambda keyed: keyed[0])]
+
+
+@dataclass
+class _Processor:
+    """What it has read for each of its programs, and how much that was when they are done."""
+
+    read: float = 0.0
+    since: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    version: int = 0
+
+
+def run_parts(sizes: Iterable[int], gpu: Gpu = H200) -> float:
+    """Return the microseconds until programs that read so many bytes are done.
+
+    `flow` is time in which the memory were fast enough: all processors then go by their own rates.
+    """
+    waiting = iter(sizes)
+    processors = [_Processor() for _ in range(gpu.processors)]
+    timers: list[tuple[float, int, int, float | None]] = []  # when, order, processor, bytes to read
+    drained: list[tuple[float, int, int]] = []  # flow, processor, its version
+    order = itertools.count()
+    now = flow = demand = 0.0
+    running = 0
+    most = gpu.bandwidth / gpu.clock
+
+    def issue(p: int) -> int:
+        size = next(waiting, None)
+        if size is None:
+            return 0
+        heapq.heappush(timers, (now + gpu.start, next(order), p, float(size)))
+        return 1
+
+    def rate(count: int) -> float:
+        return gpu.rates[count - 1] if count else 0.0
+
+    def settle(p: int) -> _Processor:
+        one, count = processors[p], len(processors[p].ends)
+        if count:
+            one.read += (flow - one.since) * rate(count) / count
+        one.since = flow
+        return one
+
+    def expect(p: int) -> None:
+        one, count = processors[p], len(processors[p].ends)
+        one.version += 1
+        if count:
+            ends = flow + (one.ends[0] - one.read) * count / rate(count)
+            heapq.heappush(drained, (ends, p, one.version))
+
+    for _ in gpu.rates:
+        for p in range(gpu.processors):
+            running += issue(p)
+    while running:
+        while drained and drained[0][2] != processors[drained[0][1]].version:
+            heapq.heappop(drained)
+        speed = gpu.clock * min(1.0, most / demand) if demand else gpu.clock
+        done = now + (drained[0][0] - flow) / speed if drained else float("inf")
+        timer = timers[0][0] if timers else float("inf")
+        flow += (min(done, timer) - now) * speed
+        now = min(done, timer)
+        if timer <= done:
+            _, _, p, size = heapq.heappop(timers)
+            if size is None:
+                running += issue(p) - 1
+                continue
+            one = settle(p)
+            demand -= rate(len(one.ends))
+            heapq.heappush(one.ends, one.read + size)
+        else:
+            p = heapq.heappop(drained)[1]
+            one = settle(p)
+            demand -= rate(len(one.ends))
+            heapq.heappop(one.ends)
+            heapq.heappush(timers, (now + gpu.end, next(order), p, None))
+        demand += rate(len(one.ends))
+        expect(p)
+    return now
+
+
+def time_of(
+    parts: Sequence[Part], lengths: Sequence[int], heads: int, gpu: Gpu = H200, *, even: bool
+) -> float:
+    """Return the microseconds of a plan. `even`: the host knows that all are of one length."""
+    unit = CONFIG.unit
+    sizes = [(min(p.end * unit, lengths[p.sequence]) - p.begin * unit) for p in parts]
+    took = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)], gpu)
+    split = any(not part.whole for part in parts)
+    if not split:
+        return took + (0.0 if even else gpu.merge)
+    most = max(len(list(own)) for _, own in itertools.groupby(sorted(p.sequence for p in parts)))
+    return took + gpu.merge + gpu.merge_step * -(-most // 16)
+
+
+def bound(lengths: Sequence[int], heads: int, gpu: Gpu = H200) -> float:
+    """Return the microseconds in which the memory can give all bytes."""
+    return sum(lengths) * heads * BYTES_PER_TOKEN / gpu.bandwidth
+
+
+def least_time(lengths: Sequence[int], heads: int, gpu: Gpu = H200) -> float:
+    """Return a time below which no plan gets: a program's, and its bytes' at the best rate.
+
+    Sequences must be split, and merged, if there are too few for the bandwidth; otherwise one of
+    the longest may have to.
+    """
+    fixed = gpu.start + gpu.end
+    whole = max(lengths) * BYTES_PER_TOKEN / (gpu.rates[0] * gpu.clock)
+    best = float("inf")
+    for count in range(1, gpu.places + 1):
+        full, rest = divmod(count, gpu.processors)
+        more = gpu.rates[full] * rest if rest else 0.0
+        rate = (gpu.rates[full - 1] if full else 0.0) * (gpu.processors - rest) + more
+        # No part is smaller than a unit.
+        unit = CONFIG.unit * BYTES_PER_TOKEN / (gpu.rates[0] * gpu.clock)
+        all_bytes = bound(lengths, heads, gpu) * gpu.bandwidth
+        best = min(best, max(unit, all_bytes / min(rate * gpu.clock, gpu.bandwidth)))
+    return fixed + min(max(best, whole), best + gpu.merge + gpu.merge_step)
+
+
+def best_time(lengths: Sequence[int], heads: int, gpu: Gpu = H200, *, even: bool) -> float:
+    """Return the best time of many plans: whole sequences, even parts of any number, ranges."""
+
+    def cut_evenly(count: int) -> list[Part]:
+        longest = -(-max(lengths) // CONFIG.unit)
+        size = -(-longest // count)
+        parts = []
+        for b, length in enumerate(lengths):
+            units = max(1, -(-length // CONFIG.unit))
+            number = -(-units // size)
+            step = -(-units // number)
+            spans = [(i, min(i + step, units)) for i in range(0, units, step)]
+            parts += [Part(b, *span, len(spans) == 1) for span in spans]
+        return sorted(parts, key=lambda p: p.begin - p.end)
+
+    tried: list[Callable[[], list[Part]]] = [
+        *(lambda n=n: cut(lengths, heads, n, split=True) for n in _places(gpu, heads)),
+        *(lambda n=n: cut_evenly(n) for n in (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)),
+    ]
+    return min(time_of(make(), lengths, heads, gpu, even=even) for make in tried)
+
+
+def _places(gpu: Gpu, heads: int) -> list[int]:
+    return sorted({max(heads, gpu.places * share // 6) for share in (2, 3, 4, 5, 6, 12)})
+
+
+def main() -> None:
+    """Print which share of the time that the memory needs, and of the best, plans reach."""
+    print("| KV heads | batch x tokens | memory, µs | the plan, µs | of memory | of best |")
+    print("|--:|--:|--:|--:|--:|--:|")
+    cases = [
+        (8, 1, 1), (8, 1, 32), (8, 8, 32), (8, 25, 32), (8, 32, 32), (8, 50, 32), (8, 64, 32),
+        (8, 64, 4), (8, 100, 4), (8, 256, 1), (16, 25, 32), (32, 16, 32), (2, 256, 32), (1, 8, 128),
+    ]  # fmt: skip
+    for heads, batch, length in cases:
+        lengths = [length * 1024] * batch
+        took = time_of(cut(lengths, heads, H200.places), lengths, heads, even=True)
+        least, best = bound(lengths, heads), best_time(lengths, heads, even=True)
+        print(
+            f"| {heads} | {batch} x {length}k | {least:.1f} | {took:.1f} | {least / took:.0%} | "
+            f"{best / took:.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
