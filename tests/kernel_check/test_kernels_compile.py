@@ -22,10 +22,10 @@ from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.kernel_check import check as kernel_check
 from hf_fp8kv.kernel_check.assembly import Assembly, read_amd, read_nvidia
 from hf_fp8kv.kernel_check.check import TARGETS, Row, check_targets
-from hf_fp8kv.kernel_check.rules import find_violations, programs_that_fit
+from hf_fp8kv.kernel_check.rules import find_violations
 from hf_fp8kv.kernel_check.variants import Variant, list_variants
 from hf_fp8kv.ops.triton import codec, tuning
-from hf_fp8kv.ops.triton.target import Target
+from hf_fp8kv.ops.triton.target import Resources, Target
 
 GOOD = Assembly(
     registers=120, spills=0, doubles=0, loop=400, wide_bytes=128, byte_loads=0, conversions=64
@@ -167,7 +167,7 @@ def _violations(
 ):
     """What a main kernel of decoding, of four warps and tiles of 64, breaks."""
     gpu, variant = Target.parse(target), Variant("decode", k=k, v=k, main=True)
-    programs = programs_that_fit(gpu, found.registers, 4, shared)
+    programs = gpu.fit(found.registers, 4, shared)
     size = variant.bytes_per_token * 64 / 4
     with tuning.override(programs=3 if gpu.is_nvidia else 1):
         return list(find_violations(gpu, variant, found, shared, programs, size, reads=True))
@@ -217,8 +217,18 @@ def test_rules_know_what_a_gpu_has():
     ],
 )
 def test_programs_that_fit_on_a_processor(target, registers, warps, shared, programs):
-    found = programs_that_fit(Target.parse(target), registers, warps, shared)
-    assert found == programs
+    assert Target.parse(target).fit(registers, warps, shared) == programs
+
+
+def test_a_gpu_is_asked_for_what_it_has():
+    """A chip that is in no list, with 100 KB of shared memory."""
+    spark = Target("cuda", 121, 48, resources=Resources(100 << 10, 1536))
+    assert spark.fit(168, 4, 39424) == 2
+    assert tuning.expected_programs(spark) == 2
+    assert tuning.expected_programs(Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))) == 3
+    usual = tuning.Workload(256, 64, False, False, False, False)
+    b200, b300 = Target("cuda", 100, 148), Target("cuda", 103, 148)
+    assert tuning.extend_config(b300, usual) == tuning.extend_config(b200, usual)
 
 
 # -- reading machine code --------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.visibility import visible
+from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same
 from tests.ops.test_ops import (
     CASES,
@@ -202,9 +203,23 @@ def test_a_visible_nan_is_not_hidden(name, side, dynamic, kernel, target):
 # -- the split ---------------------------------------------------------------------------------
 
 
-@hypothesis.settings(max_examples=40)
+def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
+    """Return a plan's parts, the rows of its sequences, and its counters."""
+    batch = len(lengths)
+    rows = plan.plan_rows(DEVICE, batch, heads, length)
+    table = torch.full((rows, 4), -77, dtype=torch.int32, device=DEVICE)
+    ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    plan.make_plan(table, ends, tokens, window, start, heads)
+    parts = plan.max_parts(table, batch, heads)
+    filled = [row for row in table[:parts].tolist() if row[0] >= 0]
+    assert all(row[0] == -1 for row in table[len(filled) : parts].tolist())
+    sequences = table[parts : parts + batch].tolist()
+    return filled, sequences, table[parts + batch :].flatten()[: batch * heads]
+
+
+@hypothesis.settings(max_examples=60)
 @hypothesis.given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9),
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=9),
     tokens=st.integers(1, 5),
     window=st.sampled_from([0, 1, 100, 128, 1000]),
     start=st.sampled_from([0, 1, 127, 500]),
@@ -212,39 +227,71 @@ def test_a_visible_nan_is_not_hidden(name, side, dynamic, kernel, target):
     processors=st.integers(1, 12),
 )
 def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start, heads, processors):
-    target = Target("cuda", 90, processors, interpreted=True)
-    if not INTERPRETED:
-        target = target_of(DEVICE)
-    batch = len(lengths)
+    target = target_of(DEVICE)
+    if INTERPRETED:
+        target = Target("cuda", 90, processors, interpreted=True)
     with assuming(target):
-        max_splits = plan.max_splits(batch, heads, target)
-        table = torch.full(
-            (plan.plan_rows(batch, heads, target), 4), -77, dtype=torch.int32, device=DEVICE
-        )
-        ends = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        plan.make_plan(table, ends, tokens, window, start, heads)
-    table = table.cpu()
-    splits = [row for row in table[:max_splits].tolist() if row[0] >= 0]
-    assert all(row[0] == -1 for row in table[len(splits) : max_splits].tolist())
-    assert (table[max_splits + batch :].flatten()[: batch * heads] == 0).all(), "counters"
+        parts, sequences, counters = make_plan(lengths, heads, tokens, window, start)
+    assert (counters == 0).all()
+    slots = [row[3] for row in parts if row[3] >= 0]
+    assert len(set(slots)) == len(slots)
     for b, length in enumerate(lengths):
-        own = [row for row in splits if row[0] == b]
-        first, count = table[max_splits + b, :2].tolist()
-        assert own == splits[first : first + count]
+        own = sorted((row for row in parts if row[0] == b), key=lambda row: row[1])
+        first, count = sequences[b][:2]
+        assert count == len(own)
         assert own, "a sequence without a program would have no output"
-        assert all(row[3] == count for row in own)
+        expected = range(first, first + count) if count > 1 else [-1]
+        assert [row[3] for row in own] == list(expected)
         low = max(start, length - tokens - window + 1 if window else 0, 0)
         assert all(x[2] == y[1] for x, y in itertools.pairwise(own)), "a gap, or tokens twice"
         assert own[0][1] == 0
         assert own[-1][2] == 2**31 - 1
         # All but the first begin where something is to be read.
         assert all(low < row[1] < length for row in own[1:])
-    # No split is much longer than it must be: with splits of half the length there were too many.
-    spans = [max(0, n - max(start, n - tokens - window + 1 if window else 0)) for n in lengths]
-    longest = max((row[2] - row[1] for row in splits if row[1] and row[2] < 2**31 - 1), default=0)
-    if longest > 2 * plan.UNIT:
-        half = longest // plan.UNIT // 2 * plan.UNIT
-        assert sum(max(1, -(-(span + plan.UNIT) // half)) for span in spans) > max_splits
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    lengths=st.one_of(
+        st.lists(st.integers(0, 9000), min_size=1, max_size=12),
+        st.tuples(st.integers(1, 12), st.integers(1, 9000)).map(lambda x: [x[1]] * x[0]),
+    ),
+    heads=st.sampled_from([1, 2, 3, 8]),
+    processors=st.integers(1, 12),
+)
+@pytest.mark.skipif(not INTERPRETED, reason="the GPU has the processors it has")
+def test_a_plan_is_the_one_the_model_has(lengths, heads, processors):
+    """What the model of a GPU judges is what the kernel makes."""
+    target = Target("cuda", 90, processors, interpreted=True)
+    places = processors * tuning.expected_programs(target)
+    unit = tuning.plan_config().unit
+    with assuming(target):
+        parts, _, _ = make_plan(lengths, heads)
+    ends = [max(1, -(-n // unit)) * unit for n in lengths]
+    found = [(b, begin // unit, min(end, ends[b]) // unit) for b, begin, end, _ in parts]
+    assert found == [part[:3] for part in gpu_model.cut(lengths, heads, places)]
+
+
+def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
+    with assuming(dataclasses.replace(target_of(DEVICE), processors=132, resources=None)):
+        assert plan.plan_rows(DEVICE, 32, 8, 32768) == 32 + 32 + 64
+        assert plan.plan_rows(DEVICE, 50, 8, 32768) > 50 + 50 + 100
+        assert plan.plan_rows(DEVICE, 32, 8) > 32 + 32 + 64
+        parts, sequences, _ = make_plan([900, 900], 8, length=100)
+    assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
+    assert [row[1] for row in sequences] == [1, 1]
+
+
+def test_nothing_is_merged_where_no_sequence_is_split():
+    started = []
+    pages = poisoned(Case("one", lengths=(64, 64), page_size=64))
+    query, ends = torch.zeros(2, 4, 1, 32), torch.tensor([64, 64], dtype=torch.int32)
+    for length in (64, None):
+        rows = plan.plan_rows(DEVICE, 2, 2, length)
+        table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
+        with compiling(lambda kernel, *_: started.append(kernel.__name__)):
+            decode.attend(query, pages, ends, 0, 64, AttentionSpec(1.0, causal=True), table)
+    assert started == ["_decode", "_decode", "_combine"]
 
 
 @pytest.mark.parametrize("combine", ["kernel", "last"])
@@ -259,9 +306,8 @@ def test_any_split_gives_the_same_answer(processors, combine):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
         # With a plan made outside, used by two layers: the counters are zero again.
-        table = torch.empty(
-            (plan.plan_rows(3, case.heads, target), 4), dtype=torch.int32, device=DEVICE
-        )
+        rows = plan.plan_rows(DEVICE, 3, case.heads)
+        table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
         ends = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
         plan.make_plan(table, ends, case.tokens, 0, 0, case.heads)
         for _ in range(2):
@@ -286,9 +332,8 @@ def test_a_plan_for_other_lengths_is_as_right():
     case = Case("stale", lengths=(900, 60), page_size=64)
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
-    target = target_of(DEVICE)
     for ends, window in (([1800, 1500], 0), ([1, 0], 0), ([2000, 900], 300), ([130, 140], 20)):
-        table = torch.empty((plan.plan_rows(2, 2, target), 4), dtype=torch.int32, device=DEVICE)
+        table = torch.empty((plan.plan_rows(DEVICE, 2, 2), 4), dtype=torch.int32, device=DEVICE)
         ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         plan.make_plan(table, ends, 1, window, 0, 2)
         found = run("decode", case, pages, query, plan=table, **kwargs)
@@ -300,7 +345,7 @@ def test_more_sequences_than_one_wave_holds():
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=3)
-    assert plan.max_splits(20, 2, target) % (3 * tuning.programs_per_processor(target) // 2) == 0
+    assert 20 * 2 > 3 * tuning.expected_programs(target)
     with assuming(target):
         assert errors(run("decode", case, pages, query, **kwargs), expected).max() <= bound(case)
 
@@ -482,9 +527,7 @@ def test_more_rows_than_shared_memory_holds(tokens):
     case = Case("blocks", lengths=(300, 150), tokens=tokens, page_size=64, k_dim=128, v_dim=72)
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
-    table = torch.empty(
-        (plan.plan_rows(2, 2, target_of(DEVICE)), 4), dtype=torch.int32, device=DEVICE
-    )
+    table = torch.empty((plan.plan_rows(DEVICE, 2, 2), 4), dtype=torch.int32, device=DEVICE)
     ends = torch.tensor(case.lengths, dtype=torch.int32, device=DEVICE)
     plan.make_plan(table, ends, tokens, 0, 0, 2)
     found = run("decode", case, pages, query, plan=table, **kwargs)

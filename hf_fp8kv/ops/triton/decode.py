@@ -16,7 +16,6 @@ from .plan import make_plan, max_parts, plan_rows
 from .target import cdiv, launch
 from .tuning import (
     DECODE_ROWS,
-    FEW_ROWS,
     LaunchConfig,
     decode_config,
     note_compiled,
@@ -43,8 +42,7 @@ def attend(
     heads, device = args.shape.heads, query.device
     # A plan is made for one block of few rows: of more, fewer programs may fit at once.
     suits = args.rows <= config.rows
-    if suits and config.rows > FEW_ROWS:
-        suits = programs_on(device, heads, config) == programs_on(device, heads)
+    suits = suits and programs_on(device, heads, config) == programs_on(device, heads)
     return split_kv_decode(args, config, plan if suits else None)
 
 

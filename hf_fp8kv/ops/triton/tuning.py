@@ -8,7 +8,7 @@ None of these numbers was measured on a GPU yet. They follow from compiling for 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -48,10 +48,11 @@ class LaunchConfig:
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
 
-# What a program of the decode kernel takes (registers, warps, shared memory), as long as none is
-# compiled: with 16 rows, as the tables below have it for a head size of 128; with more rows.
-_DECODE_TAKES = {"cuda": (168, 4, 40 << 10), "hip": (256, 2, 16 << 10)}
-_ROWS_TAKE = {"cuda": (255, 4, 46 << 10), "hip": (256, 4, 16 << 10)}
+# What a program of the decode kernel takes as long as none is compiled (warps, registers of a thread,
+# shared memory): as the tables below have it for a head size of 128. Without a limit on registers
+# it takes what there is.
+_DECODE_TAKES = {"cuda": (4, 168, 40 << 10), "hip": (2, 256, 16 << 10)}
+_ALL_REGISTERS = {"cuda": 255, "hip": 256}
 # Query rows up to which the product's shape is the smallest.
 FEW_ROWS = 16
 
@@ -104,9 +105,10 @@ _EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EXTEND_HIP = {**_EXTEND, 64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)}
 
 _overrides: dict[str, Any] = {}
-# Programs of a compiled kernel that a processor holds, by device, KV heads and configuration; under
-# None that of a decode kernel with few rows which ran last.
-_known: dict[tuple[torch.device, int, LaunchConfig | None], int] = {}
+# Programs of a compiled kernel that a processor holds, by device, KV heads and configuration; that
+# of decode kernels with few rows is None, and the first one to run says it for all.
+_Key: TypeAlias = "tuple[torch.device, int, LaunchConfig | None]"
+_known: dict[_Key, int] = {}
 
 
 def plan_config() -> PlanConfig:
@@ -114,37 +116,42 @@ def plan_config() -> PlanConfig:
     return _apply_overrides(PlanConfig())
 
 
-def expected_programs(target: Target, rows: int = FEW_ROWS) -> int:
-    """Return how many programs of the decode kernel one processor is meant to hold."""
-    takes = (_DECODE_TAKES if rows <= FEW_ROWS else _ROWS_TAKE)[target.vendor]
-    return max(1, target.fit(*takes))
+def expected_programs(target: Target, config: LaunchConfig | None = None) -> int:
+    """Return how many programs of the decode kernel one processor is meant to hold.
+
+    `config`: its launch parameters; None: those for few rows.
+    """
+    if "programs" in _overrides:
+        return int(_overrides["programs"])
+    warps, registers, shared = _DECODE_TAKES[target.vendor]
+    if config is not None and config.rows > FEW_ROWS:
+        warps = config.warps
+        registers = config.registers or _ALL_REGISTERS[target.vendor]
+    return max(1, target.fit(registers, warps, shared))
 
 
 def programs_on(device: torch.device, heads: int, config: LaunchConfig | None = None) -> int:
     """Return how many programs of the decode kernel one processor of `device` holds at once.
 
     What the compiled kernel says, once it has run for `heads` KV heads, before that what is
-    expected. `config`: its launch parameters; None: those for few rows.
+    expected. `config`: as in `expected_programs`.
     """
-    if "programs" in _overrides:
-        return int(_overrides["programs"])
-    known = _known.get((device, heads, config))
-    if known is not None:
+    if "programs" not in _overrides and (known := _known.get(_key(device, heads, config))):
         return known
-    if config is None:
-        return expected_programs(target_of(device))
-    if config.warps > 4:
-        return 1
-    return expected_programs(target_of(device), config.rows)
+    return expected_programs(target_of(device), config)
 
 
 def note_compiled(device: torch.device, heads: int, config: LaunchConfig, compiled: Any) -> None:
     """Remember how many programs of a compiled kernel fit; nothing in the interpreter."""
-    if compiled is not None and (device, heads, config) not in _known:
+    key = _key(device, heads, config)
+    if compiled is not None and key not in _known:
         fit = target_of(device).fit(compiled.n_regs, config.warps, compiled.metadata.shared)
-        _known[device, heads, config] = max(1, fit)
-    if compiled is not None and config.rows <= FEW_ROWS:
-        _known[device, heads, None] = _known[device, heads, config]
+        _known[key] = max(1, fit)
+
+
+def _key(device: torch.device, heads: int, config: LaunchConfig | None) -> _Key:
+    # A plan for few rows is made before the call is known that it is for.
+    return device, heads, None if config is None or config.rows <= FEW_ROWS else config
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
@@ -183,7 +190,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     rows = min(FEW_ROWS if rows <= FEW_ROWS else 32 if rows <= 32 else 64, most)
     if rows > FEW_ROWS or biased:
         registers = None
-    elif registers is not None and _overrides.get("programs", expected_programs(target)) < 3:
+    elif registers is not None and expected_programs(target) < 3:
         # Said, since compilers do not always take what there is.
         registers = 240
     if target.family == 10 and registers is not None and (padded or wide):
@@ -218,12 +225,14 @@ def override(**parameters: Any) -> Iterator[None]:
     For experiments. `programs` replaces what `programs_on` returns.
     """
     global _overrides
-    known = {*LaunchConfig.__dataclass_fields__, *PlanConfig.__dataclass_fields__}
-    unknown = parameters.keys() - {"programs", *known}
+    fields = {*LaunchConfig.__dataclass_fields__, *PlanConfig.__dataclass_fields__}
+    unknown = parameters.keys() - {"programs", *fields}
     if unknown:
         raise TypeError(f"expected launch parameters, got {sorted(unknown)}")
     before, _overrides = _overrides, {**_overrides, **parameters}
+    _known.clear()  # of kernels with other parameters
     try:
         yield
     finally:
         _overrides = before
+        _known.clear()
