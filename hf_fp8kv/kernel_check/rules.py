@@ -8,9 +8,7 @@ from ..ops.triton.tuning import expected_programs
 from .assembly import Assembly
 from .variants import Variant
 
-
-# Bytes of shared memory that one program may have: CUDA C++ Programming Guide, compute capabilities;
-# CDNA 3 and 4 ISA, local data share.
+# Bytes of shared memory that one program may have: of NVIDIA's all but one KiB.
 TARGETS = {
     name: has.shared - (1024 if name.startswith("sm_") else 0) for name, has in RESOURCES.items()
 }

@@ -345,7 +345,7 @@ def test_more_sequences_than_one_wave_holds():
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=3)
-    assert 20 * 2 > 3 * tuning.expected_programs(target)
+    assert 3 * tuning.expected_programs(target) < 20 * 2
     with assuming(target):
         assert errors(run("decode", case, pages, query, **kwargs), expected).max() <= bound(case)
 

@@ -14,13 +14,7 @@ from .arguments import AttentionArgs, prepare
 from .attention import attend_rows, finish
 from .plan import make_plan, max_parts, plan_rows
 from .target import cdiv, launch
-from .tuning import (
-    DECODE_ROWS,
-    LaunchConfig,
-    decode_config,
-    note_compiled,
-    programs_on,
-)
+from .tuning import DECODE_ROWS, LaunchConfig, decode_config, note_compiled, programs_on
 
 # Splits whose sums are merged at a time.
 MERGED = 16

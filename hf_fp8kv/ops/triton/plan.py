@@ -1,10 +1,11 @@
 """Split plan: which program of the decode kernel reads which tokens, made on the device each step.
 
-All sequences are laid one behind the other, and the line is cut into ranges of equal length: as many
-as the GPU holds programs at once, for each of H KV heads. A sequence that lies in several ranges is
-read in as many parts. The GPU starts parts in the plan's order, each where a place is free: those
-that begin a range come before the others, and longer ones before shorter ones, so that the short
-ones fill the gaps at the end. Where that gains less than it costs, each sequence is one part.
+All sequences are laid one behind the other, and the line is cut into ranges of equal length: as
+many as the GPU holds programs at once, for each of H KV heads (fewer where a sequence would be in
+so many that merging them takes longer). A sequence that lies in several ranges is read in as many
+parts. The GPU starts parts in the plan's order, each where a place is free: longer ones come before
+shorter ones, which fill the gaps at the end. Where that gains less than it costs, each sequence is
+one part.
 
 A plan is int32, `[max_parts + B + ceil(B * H / 4), 4]`, with H the KV heads (times blocks of query
 rows, where there are several):
@@ -86,7 +87,7 @@ def make_plan(
     ranges = max(1, min(places * config.rounds // heads, parts - batch + 1))
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,
-        parts, config.split_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
+        parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
         UNIT=config.unit, BATCH_WIDTH=next_power_of_2(batch), WINDOWED=window > 0, num_warps=1,
     )  # fmt: skip
 
@@ -119,7 +120,7 @@ def _gains(longest, total, batch, heads, places, unit, cost):
     Args:
         longest, total: of the sequences' units.
         unit: tokens in one.
-        cost: of splitting, in tokens: of another part for each place, and of merging.
+        cost: of splitting, in tokens: of another part for each place, and of the merging.
     """
     longest = longest.to(tl.int64)
     even = total.to(tl.int64) * heads
@@ -137,11 +138,12 @@ def _gains(longest, total, batch, heads, places, unit, cost):
 @triton.jit(
     do_not_specialize=[
         "batch", "tokens", "window", "start", "heads", "ranges", "places", "max_parts", "cost",
+        "merge_cost",
     ]
 )  # fmt: skip
 def _plan(
     plan_ptr, lengths_ptr, batch, tokens, window, start, heads, ranges, places, max_parts, cost,
-    PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
+    merge_cost, PARTS_WIDTH: tl.constexpr, UNIT: tl.constexpr, BATCH_WIDTH: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Write a plan. One program per sequence: each works out all parts and writes its own.
@@ -154,6 +156,7 @@ def _plan(
         ranges: how many there may be; 1: no sequence is split.
         places: programs that the GPU holds at once.
         cost: as in `_gains`.
+        merge_cost: what a program may read while another part of a sequence is merged.
     """
     me = tl.program_id(0)
     b = tl.arange(0, BATCH_WIDTH)
@@ -170,7 +173,9 @@ def _plan(
     begin = stop - units
     total = tl.sum(units, 0)
     longest = tl.max(units, 0)
-    length = tl.cdiv(total, ranges)
+    # Reading a range of n tokens and merging `longest / n` parts take the least time together.
+    least = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
+    length = tl.maximum(tl.cdiv(total, ranges), (least / UNIT).to(tl.int32))
     length = tl.where(_gains(longest, total, batch, heads, places, UNIT, cost), length, total)
 
     first_range = begin // length

@@ -149,11 +149,11 @@ def _detect(device: torch.device) -> Target:
     resources = Resources(
         properties.shared_memory_per_multiprocessor,
         properties.max_threads_per_multi_processor,
-        properties.regs_per_multiprocessor,
+        getattr(properties, "regs_per_multiprocessor", Resources.registers),
     )
     if torch.version.hip:
-        arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
-        return Target("hip", arch, processors, resources=resources)
+        name = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+        return Target("hip", name, processors, resources=resources)
     arch = 10 * properties.major + properties.minor
     return Target("cuda", arch, processors, resources=resources)
 

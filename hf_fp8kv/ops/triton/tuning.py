@@ -48,9 +48,9 @@ class LaunchConfig:
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
 
-# What a program of the decode kernel takes as long as none is compiled (warps, registers of a thread,
-# shared memory): as the tables below have it for a head size of 128. Without a limit on registers
-# it takes what there is.
+# What a program of the decode kernel takes as long as none is compiled: warps, registers of a thread
+# and shared memory, as the tables below have it for a head size of 128. Without a limit a thread
+# takes all registers that there are.
 _DECODE_TAKES = {"cuda": (4, 168, 40 << 10), "hip": (2, 256, 16 << 10)}
 _ALL_REGISTERS = {"cuda": 255, "hip": 256}
 # Query rows up to which the product's shape is the smallest.
@@ -65,13 +65,16 @@ class PlanConfig:
         unit: tokens that parts are multiples of: of most tiles a multiple too.
         rounds: ranges for each place on the GPU.
         split_cost: in tokens, what splitting takes longer: another part for each place and the
-            merging, about 4 us, in which a program reads 160 tokens of 260 bytes if all places
-            are taken.
+            start of the merging, about 4 us, in which a program reads 160 tokens of 260 bytes if
+            all places are taken.
+        merge_cost: in tokens, what each part of a sequence takes: 30 ns if 16 are merged in 0.5 us,
+            in which a program that is alone reads 2.5.
     """
 
     unit: int = 64
     rounds: int = 1
     split_cost: int = 160
+    merge_cost: float = 2.5
 
 
 # The decode kernel by head size, padded to a power of two: (tile, warps, stages, registers). Codes
