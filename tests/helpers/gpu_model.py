@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hf_fp8kv.ops.triton import plan
 from hf_fp8kv.ops.triton.tuning import PlanConfig
 
-__all__ = ["H200", "Gpu", "Part", "best_time", "cut", "least_time", "run_parts", "time_of"]
+__all__ = [
+    "BYTES_PER_TOKEN", "H200", "Gpu", "Part", "best_time", "bound", "cut", "least_time",
+    "run_parts", "time_of",
+]  # fmt: skip
 
 # K and V of a token and head: 2 x 128 bytes, and two scales of two.
 BYTES_PER_TOKEN = 260
@@ -77,9 +79,11 @@ def cut(
     unit, cost = CONFIG.unit, CONFIG.split_cost
     units = [max(1, -(-n // unit)) for n in lengths]
     if split is None:
-        split = plan.gains(max(units), sum(units), len(units), heads, places, unit, cost)
+        saved = (_whole_time(units, heads, places) - sum(units) * heads) * unit
+        split = saved > (cost if len(units) * heads <= places else cost // 2) * places
     least = int(math.sqrt(max(units) * unit * CONFIG.merge_cost) / unit)
     length = max(-(-sum(units) // max(1, places // heads)), least) if split else sum(units)
+    alike = max(units) <= length or len(units) * heads >= 2 * places
     parts = []
     stops = list(itertools.accumulate(units))
     for b, (stop, count) in enumerate(zip(stops, units, strict=True)):
@@ -88,9 +92,21 @@ def cut(
         for first, last in itertools.pairwise(cuts):
             part = Part(b, first - begin, last - begin, len(cuts) == 2)
             middle = first != begin and last != stop
-            late = max(units) <= length and first % length != 0
+            late = alike and first % length != 0
             parts.append(((not middle, late, first - last), part))
     return [part for _, part in sorted(parts, key=lambda keyed: keyed[0])]
+
+
+def _whole_time(units: Sequence[int], heads: int, places: int) -> int:
+    """Return the time that whole sequences are expected to take, see `plan._gains`."""
+    longest, count = max(units), len(units) * heads
+    late = count % places
+    if count > places:
+        return longest * (count - late + (max(late, places * 18 // 25) if late else 0))
+    few = places * 3 // 5
+    untils = [longest * i // 8 for i in range(9)]
+    reads = [sum(min(n, until) for n in units) * heads for until in untils]
+    return max(read + (longest - until) * few for read, until in zip(reads, untils, strict=True))
 
 
 @dataclass

@@ -5,6 +5,8 @@ of one sequence, as the plan says (plan.py). A sequence in several splits leaves
 a second kernel, or the program that is done last, merges.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,8 +15,8 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import attend_rows, finish
 from .plan import make_plan, max_parts, plan_rows
-from .target import cdiv, launch
-from .tuning import DECODE_ROWS, LaunchConfig, decode_config, note_compiled, programs_on
+from .target import cdiv, compiled_size, launch
+from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
 
 # Splits whose sums are merged at a time.
 MERGED = 16
@@ -33,10 +35,10 @@ def attend(
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS
     config = decode_config(args.target, args.workload)
-    heads, device = args.shape.heads, query.device
     # A plan is made for one block of few rows: of more, fewer programs may fit at once.
     suits = args.rows <= config.rows
-    suits = suits and programs_on(device, heads, config) == programs_on(device, heads)
+    if config.rows > FEW_ROWS:
+        suits = suits and programs_of(args, config) == expected_programs(args.target)
     return split_kv_decode(args, config, plan if suits else None)
 
 
@@ -52,7 +54,7 @@ def split_kv_decode(
     heads, dim, device = shape.heads, shape.v_dim, query.device
     blocks = cdiv(args.rows, config.rows)
     if plan is None:
-        programs = programs_on(device, heads, config)
+        programs = programs_of(args, config)
         rows = plan_rows(device, batch, heads * blocks, None, programs)
         plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
         make_plan(
@@ -67,13 +69,8 @@ def split_kv_decode(
     partial = query.new_empty(saved * (dim + 2), dtype=torch.float32)
     stats = partial[saved * dim :]
     last = config.combine == "last"
-    compiled = launch(
-        _decode, (heads, splits, blocks), args.tensors, plan, out, partial, stats, batch, tokens,
-        args.start, args.stop, args.window, args.factors, args.query_strides, *args.strides,
-        **args.constants, ROWS=config.rows, TILE=config.tile, STAGES=config.stages, LAST=last,
-        MERGED=MERGED, **config.options(),
-    )  # fmt: skip
-    note_compiled(device, heads, config, compiled)
+    tensors, constants = _arguments(args, config, plan, out, partial, stats)
+    launch(_decode, (heads, splits, blocks), *tensors, **constants)
     if is_split and not last:
         launch(
             _combine, (args.rows, heads, batch), plan, partial, stats, args.tensors.sinks,
@@ -81,6 +78,47 @@ def split_kv_decode(
             MERGED=MERGED, num_warps=1,
         )  # fmt: skip
     return out
+
+
+def _arguments(
+    args: AttentionArgs, config: LaunchConfig, *tensors: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return those of `_decode`; `tensors` are plan, output, partial sums and their statistics."""
+    batch, _, tokens, _ = args.tensors.query.shape
+    positional = (
+        args.tensors, *tensors, batch, tokens, args.start, args.stop, args.window, args.factors,
+        args.query_strides, *args.strides,
+    )  # fmt: skip
+    constants = {
+        **args.constants, "ROWS": config.rows, "TILE": config.tile, "STAGES": config.stages,
+        "LAST": config.combine == "last", "MERGED": MERGED, **config.options(),
+    }  # fmt: skip
+    return positional, constants
+
+
+def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
+    """Return how many programs of `_decode` a processor holds at once.
+
+    Of a kernel with few rows that is what plans are made for; others are compiled and asked.
+    """
+    if config.rows <= FEW_ROWS:
+        return expected_programs(args.target)
+    device = args.tensors.query.device
+    key = (device, args.shape, args.features, args.k_codec, args.v_codec, config)
+    if key not in _programs:
+        x = torch.empty(4, dtype=torch.float32, device=device)
+        plan, out = x.to(torch.int32), x.to(args.tensors.query.dtype)
+        positional, constants = _arguments(args, config, plan, out, x, x)
+        size = compiled_size(_decode, *positional, **constants)
+        if size is None:
+            return expected_programs(args.target, config)
+        registers, shared = size
+        _programs[key] = max(1, args.target.fit(registers, config.warps, shared))
+    return _programs[key]
+
+
+# What `programs_of` found, by device, constants of the kernel and its launch parameters.
+_programs: dict[Any, int] = {}
 
 
 @triton.jit(

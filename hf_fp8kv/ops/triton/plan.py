@@ -25,7 +25,7 @@ import triton.language as tl
 
 from .attention import last_before_window
 from .target import cdiv, launch, next_power_of_2, target_of
-from .tuning import plan_config, programs_on
+from .tuning import PlanConfig, expected_programs, plan_config
 
 NO_END = tl.constexpr(2**31 - 1)
 # Parts that begin a range are before all that are shorter than this: all.
@@ -45,16 +45,13 @@ def plan_rows(
         heads: H.
         length: what every sequence has to read, where that is known: the plan then has no room for
             parts that are not needed. None: lengths differ, or grow.
-        programs: what a processor holds at once; 0: of the decode kernel.
+        programs: what a processor holds at once; 0: of the decode kernel with few rows.
     """
-    processors, config = target_of(device).processors, plan_config()
-    places = processors * (programs or programs_on(device, heads))
+    target, config = target_of(device), plan_config()
+    places = target.processors * (programs or expected_programs(target))
     ranges = max(1, min(places * config.rounds // heads, MOST_PARTS + 1 - batch))
-    if length is not None:
-        units = cdiv(length, config.unit)
-        cost = config.split_cost
-        if not gains(units, batch * units, batch, heads, places, config.unit, cost):
-            ranges = 1
+    if length is not None and not gains_if_even(length, batch, heads, places, config):
+        ranges = 1
     return batch + ranges - 1 + _rest(batch, heads)
 
 
@@ -80,10 +77,10 @@ def make_plan(
     programs: int = 0,
 ) -> None:
     """Overwrite `plan`, `[plan_rows, 4]`, int32; arguments as in `ops.make_plan`, `plan_rows`."""
-    batch, device, config = lengths.shape[0], lengths.device, plan_config()
+    batch, target, config = lengths.shape[0], target_of(lengths.device), plan_config()
     assert plan.is_contiguous()
     parts = max_parts(plan, batch, heads)
-    places = target_of(device).processors * (programs or programs_on(device, heads))
+    places = target.processors * (programs or expected_programs(target))
     ranges = max(1, min(places * config.rounds // heads, parts - batch + 1))
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,
@@ -92,46 +89,50 @@ def make_plan(
     )  # fmt: skip
 
 
-def gains(
-    longest: int, total: int, batch: int, heads: int, places: int, unit: int, cost: int
-) -> bool:
-    """Return whether ranges are done sooner than whole sequences, by more than they cost.
-
-    As `_gains` does on the device, which see.
-    """
-    count = batch * heads
-    late = count % places
+def gains_if_even(length: int, batch: int, heads: int, places: int, config: PlanConfig) -> bool:
+    """Return what `_gains` returns for sequences of one length."""
+    units, count = cdiv(length, config.unit), batch * heads
+    late, cost = count % places, config.split_cost
     if count <= places:
-        whole = max(longest * places * 3 // 5, total * heads)
+        whole = units * max(places * 3 // 5, count)
     else:
-        tail = max(late * longest, longest * places * 18 // 25) if late else 0
-        whole = (count - late) * longest + tail
-    return (whole - total * heads) * unit > cost * places
+        whole = units * (count - late + (max(late, places * 18 // 25) if late else 0))
+        cost //= 2
+    return (whole - units * count) * config.unit > cost * places
 
 
 @triton.jit
-def _gains(longest, total, batch, heads, places, unit, cost):
+def _gains(units, total, longest, batch, heads, places, unit, cost):
     """Return whether ranges are done sooner than whole sequences, by more than they cost.
 
-    Time is counted in what a program reads meanwhile if all `places` are taken. A program with
-    fewer beside it is up to 1 / 0.6 times as fast; with two others on its own processor, as the
-    last ones that start often have, 1 / 0.72 times. Without this the last ones take too long.
+    Time is counted in units that a program reads if all `places` are taken, times `places`. One
+    with fewer beside it is up to 1 / 0.6 times as fast; with two others on its own processor, as
+    the last ones that start often have, 1 / 0.72 times.
 
     Args:
-        longest, total: of the sequences' units.
+        units: `[>= B]`, of each sequence.
+        total, longest: of them.
         unit: tokens in one.
-        cost: of splitting, in tokens: of another part for each place, and of the merging.
+        cost: of splitting, in tokens: of another part for each place, and of the merging. Half as
+            much where programs do not all start at once: then others read meanwhile.
     """
-    longest = longest.to(tl.int64)
-    even = total.to(tl.int64) * heads
     count = batch * heads
     late = count % places
-    tail = tl.where(late > 0, tl.maximum(late * longest, longest * places * 18 // 25), 0)
-    whole = tl.where(
-        count <= places,
-        tl.maximum(longest * places * 3 // 5, even),
-        (count - late) * longest + tail,
-    )
+    even = total.to(tl.int64) * heads
+    longest = longest.to(tl.int64)
+    last = tl.where(late > 0, tl.maximum(late, places * 18 // 25), 0)
+    whole = longest * (count - late + last)
+    if count <= places:
+        # All start at once: while more than 0.6 of them run they share the bandwidth. When these
+        # are so few is found by trying: any other time gives less.
+        few = (places * 3 // 5).to(tl.int64)
+        whole = tl.maximum(longest * few, even)
+        for i in tl.static_range(1, 8):
+            until = longest * i // 8
+            read = tl.sum(tl.minimum(units.to(tl.int64), until), 0)
+            whole = tl.maximum(whole, read * heads + (longest - until) * few)
+    else:
+        cost = cost // 2
     return (whole - even) * unit > cost.to(tl.int64) * places
 
 
@@ -176,7 +177,8 @@ def _plan(
     # Reading a range of n tokens and merging `longest / n` parts take the least time together.
     least = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
     length = tl.maximum(tl.cdiv(total, ranges), (least / UNIT).to(tl.int32))
-    length = tl.where(_gains(longest, total, batch, heads, places, UNIT, cost), length, total)
+    split = _gains(units, total, longest, batch, heads, places, UNIT, cost)
+    length = tl.where(split, length, total)
 
     first_range = begin // length
     num_parts = tl.where(exists, (stop - 1) // length - first_range + 1, 0)
@@ -186,9 +188,11 @@ def _plan(
     num_middle = tl.maximum(num_parts - 2, 0)
     middle = tl.cumsum(num_middle, 0) - num_middle
     total_middle = tl.sum(num_middle, 0)
-    # The longest is first; where sequences are shorter than ranges, parts that begin one are before
-    # others. So programs that read sequences of one length do not all begin and end together.
-    early = tl.where(longest <= length, EARLY, 0)
+    # The longest is first. Where most programs read whole sequences, which may be of one length,
+    # parts that begin a range come before all: of different lengths, so that not all programs end,
+    # and read nothing, together.
+    alike = (longest <= length) | (batch * heads >= 2 * places)
+    early = tl.where(alike, EARLY, 0)
     head = tl.minimum(stop, (first_range + 1) * length) - begin
     head += tl.where(begin == first_range * length, early, 0)
     head = tl.where(exists, head, 0)

@@ -185,21 +185,36 @@ def compiling(take: Callable[..., None]) -> Iterator[None]:
         _compile = before
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Any:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Start `kernel` on `grid`, unless an axis is 0: every kernel of this package is started here.
 
-    `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...). Return what
-    Triton compiled; None in the interpreter, or if nothing ran.
+    `constants` are its constexpr parameters, and Triton's options (`num_warps`, ...).
     """
     if 0 in grid:
-        return None
+        return
     if _compile is not None:
         _compile(kernel, grid, args, constants)
-        return None
+        return
     # Triton starts kernels on the current device, which in a model spread over several GPUs is
     # another one for most layers.
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return kernel[grid](*args, **constants)
-    return kernel[grid](*args, **constants)
+            kernel[grid](*args, **constants)
+    else:
+        kernel[grid](*args, **constants)
+
+
+def compiled_size(kernel: Any, *args: Any, **constants: Any) -> tuple[int, int] | None:
+    """Return a compiled kernel's registers per thread, and its bytes of shared memory.
+
+    The arguments are those of a launch. None: nothing is compiled for the device that they are on.
+    """
+    device = next(x.device for x in args if isinstance(x, torch.Tensor))
+    if _compile is not None or device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        compiled = kernel.warmup(*args, grid=(1,), **constants)
+        # Triton knows the registers when it has loaded the kernel, to run it.
+        assert compiled.run is not None
+    return compiled.n_regs, compiled.metadata.shared

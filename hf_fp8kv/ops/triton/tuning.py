@@ -8,11 +8,9 @@ None of these numbers was measured on a GPU yet. They follow from compiling for 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-
-from .target import Target, target_of
+from .target import Target
 
 _Entry = TypeVar("_Entry")
 _Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
@@ -48,9 +46,9 @@ class LaunchConfig:
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
 
-# What a program of the decode kernel takes as long as none is compiled: warps, registers of a thread
-# and shared memory, as the tables below have it for a head size of 128. Without a limit a thread
-# takes all registers that there are.
+# What a program of the decode kernel takes as long as none is compiled: warps, registers of a
+# thread and shared memory, as the tables below have it for a head size of 128. Without a limit a
+# thread takes all registers that there are.
 _DECODE_TAKES = {"cuda": (4, 168, 40 << 10), "hip": (2, 256, 16 << 10)}
 _ALL_REGISTERS = {"cuda": 255, "hip": 256}
 # Query rows up to which the product's shape is the smallest.
@@ -108,10 +106,6 @@ _EXTEND_FLOAT32 = {128: (16, 32, 4, 1), 1024: (16, 16, 8, 1)}
 _EXTEND_HIP = {**_EXTEND, 64: (128, 64, 4, 1), 128: (128, 32, 4, 1), 256: (64, 32, 4, 1)}
 
 _overrides: dict[str, Any] = {}
-# Programs of a compiled kernel that a processor holds, by device, KV heads and configuration; that
-# of decode kernels with few rows is None, and the first one to run says it for all.
-_Key: TypeAlias = "tuple[torch.device, int, LaunchConfig | None]"
-_known: dict[_Key, int] = {}
 
 
 def plan_config() -> PlanConfig:
@@ -120,9 +114,10 @@ def plan_config() -> PlanConfig:
 
 
 def expected_programs(target: Target, config: LaunchConfig | None = None) -> int:
-    """Return how many programs of the decode kernel one processor is meant to hold.
+    """Return how many programs of the decode kernel one processor should hold.
 
-    `config`: its launch parameters; None: those for few rows.
+    With few rows, it is what launch parameters are chosen for, for any heads and format; with more
+    only a guess, of what `config` says. `config`: launch parameters; None: those for few rows.
     """
     if "programs" in _overrides:
         return int(_overrides["programs"])
@@ -131,30 +126,6 @@ def expected_programs(target: Target, config: LaunchConfig | None = None) -> int
         warps = config.warps
         registers = config.registers or _ALL_REGISTERS[target.vendor]
     return max(1, target.fit(registers, warps, shared))
-
-
-def programs_on(device: torch.device, heads: int, config: LaunchConfig | None = None) -> int:
-    """Return how many programs of the decode kernel one processor of `device` holds at once.
-
-    What the compiled kernel says, once it has run for `heads` KV heads, before that what is
-    expected. `config`: as in `expected_programs`.
-    """
-    if "programs" not in _overrides and (known := _known.get(_key(device, heads, config))):
-        return known
-    return expected_programs(target_of(device), config)
-
-
-def note_compiled(device: torch.device, heads: int, config: LaunchConfig, compiled: Any) -> None:
-    """Remember how many programs of a compiled kernel fit; nothing in the interpreter."""
-    key = _key(device, heads, config)
-    if compiled is not None and key not in _known:
-        fit = target_of(device).fit(compiled.n_regs, config.warps, compiled.metadata.shared)
-        _known[key] = max(1, fit)
-
-
-def _key(device: torch.device, heads: int, config: LaunchConfig | None) -> _Key:
-    # A plan for few rows is made before the call is known that it is for.
-    return device, heads, None if config is None or config.rows <= FEW_ROWS else config
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
@@ -225,7 +196,7 @@ def _apply_overrides(config: _Config) -> _Config:
 def override(**parameters: Any) -> Iterator[None]:
     """Replace attributes of `LaunchConfig` and `PlanConfig` inside the `with` block.
 
-    For experiments. `programs` replaces what `programs_on` returns.
+    For experiments. `programs` replaces what `expected_programs` returns.
     """
     global _overrides
     fields = {*LaunchConfig.__dataclass_fields__, *PlanConfig.__dataclass_fields__}
@@ -233,9 +204,7 @@ def override(**parameters: Any) -> Iterator[None]:
     if unknown:
         raise TypeError(f"expected launch parameters, got {sorted(unknown)}")
     before, _overrides = _overrides, {**_overrides, **parameters}
-    _known.clear()  # of kernels with other parameters
     try:
         yield
     finally:
         _overrides = before
-        _known.clear()
