@@ -1,4 +1,4 @@
-"""Search for the fastest launch parameters of the decode kernel, one parameter at a time."""
+"""Search for the fastest launch parameters of the decode kernel and its plan, one at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +20,19 @@ GRID: dict[str, tuple[Any, ...]] = {
     "warps": (2, 4, 8),
     "registers": (None, 128, 168),
     "combine": ("kernel", "last"),
+    "unit": (64, 128),
+    "rounds": (1, 2, 4),
+    # Tokens; so many that no sequence is split.
+    "split_cost": (0, 160, 640, 10**6),
+    "merge_cost": (0.0, 2.5, 10.0),
 }
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each attempt; `kind` and `parameters` say what it was."""
-    cases: Sequence[Case] = [Case((32768,) * 16), Case((32768,)), Case((1024,))]
+    cases: Sequence[Case] = [
+        Case((32768,) * 16), Case((32768,) * 50), Case((32768,)), Case((1024,)),
+    ]  # fmt: skip
     kinds: Sequence[Kind] = KINDS
     if record.stage.dry:
         cases, kinds = sizes.decode[:1], KINDS[:1]
