@@ -26,6 +26,7 @@ from hf_fp8kv.kernel_check.rules import find_violations
 from hf_fp8kv.kernel_check.variants import Variant, list_variants
 from hf_fp8kv.ops.triton import codec, tuning
 from hf_fp8kv.ops.triton.target import Resources, Target
+from tests.helpers.ptx import evaluate
 
 GOOD = Assembly(
     registers=120, spills=0, doubles=0, loop=400, wide_bytes=128, byte_loads=0, conversions=64
@@ -288,39 +289,6 @@ def test_what_amds_assembly_says():
 # -- codec.py's assembly ---------------------------------------------------------------------------
 
 
-def _evaluate(text: str, codes: int) -> list[int]:
-    """Returns the four float16 bit patterns that a packed move gives for four codes."""
-    names = {"$2": codes}
-    for line in text.replace("\n", "").strip("{}").split(";"):
-        operation, _, operands = line.strip().partition(" ")
-        if operation in ("", ".reg"):
-            continue
-        target, *sources = (part.strip() for part in operands.split(","))
-        x = [names[s] if s in names else int(s, 0) for s in sources]
-        names[target] = _OPERATIONS[operation.split(".")[0]](*x) & 0xFFFFFFFF
-    return [(names[f"${i}"] >> at) & 0xFFFF for i in (0, 1) for at in (0, 16)]
-
-
-def _permute(a: int, b: int, selector: int) -> int:
-    source = [(x >> at) & 0xFF for x in (a, b) for at in (0, 8, 16, 24)]
-    result = 0
-    for i in range(4):
-        chosen = (selector >> 4 * i) & 0xF
-        byte = source[chosen & 7]
-        result |= (0xFF * (byte >> 7) if chosen & 8 else byte) << 8 * i
-    return result
-
-
-_OPERATIONS = {
-    "prmt": _permute,
-    "shl": lambda a, b: a << b,
-    "and": lambda a, b: a & b,
-    "add": lambda a, b: a + b,
-    "not": lambda a: ~a,
-    "lop3": lambda a, b, c, table: {0xEA: (a & b) | c}[table],
-}
-
-
 # Formats that may come one day: of another shift, and of another NaN.
 MADE_UP = [
     Format("fp8_e2m5", 2, 5, 1, 0x7F, 0x80, 7.875, 448 / 7.875, unsigned_zero=True),
@@ -342,7 +310,7 @@ def test_packed_moves_give_every_code_its_number_in_every_place(fmt, keep_nan, m
         codes[256 * place : 256 * place + 256] = (torch.arange(256) * 37 + place * 11) % 256
     words = codes.view(4, 256)
     packed = (words << torch.tensor([[0], [8], [16], [24]])).sum(0).tolist()
-    bits = torch.tensor([_evaluate(moved.assembly, word) for word in packed], dtype=torch.int32)
+    bits = torch.tensor([evaluate(moved.assembly, word) for word in packed], dtype=torch.int32)
     found = bits.to(torch.int16).view(torch.float16).float().T * moved.factor
     wanted = decode(words.to(torch.uint8), fmt)
     if not nan:

@@ -1,0 +1,122 @@
+"""A plugin of pytest: kernels run as Triton compiles them for sm_90, on the CPU, by ttsem.
+
+`python -m pytest -p tests.helpers.ir tests/ops`, see `make kernels-ir`. Every launch is compiled to
+Triton's intermediate code, which ttsem executes; an access outside of a tensor, and a number that
+depends on which program came first, fail the test at the kernel's line. PyTorch and the tests
+believe that there is a GPU.
+
+Added to what ttsem 0.1.0 knows are codec.py's PTX, and the order that a counter gives: what a
+program did before it counted (an atomic update that releases) is seen by a program that counts
+later (and acquires). Threads of a program are not told apart: a barrier that is missing before the
+count is not noticed.
+"""
+
+import collections
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+import ttsem.ops
+from ttsem import pidraces, sanitize
+
+from tests.helpers import ptx
+
+COUNTS: collections.Counter[str] = collections.Counter()
+_session = ExitStack()
+_find_race = pidraces.find_race
+_run_known_assembly = ttsem.ops.OPS["tt.elementwise_inline_asm"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Before conftest.py asks whether there is a GPU."""
+    pidraces.find_race = find_race
+    ttsem.ops.OPS["tt.elementwise_inline_asm"] = run_assembly
+    _session.enter_context(sanitize.session(90, "<pytest>", **_HOOKS))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop() -> Iterator[None]:
+    """A GPU of few processors, so that grids are small; also inside of custom operations."""
+    from hf_fp8kv.ops.triton.target import Target, assuming
+
+    with assuming(Target("cuda", 90, 4)):
+        return (yield)
+
+
+def pytest_unconfigure() -> None:
+    _session.close()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist
+        session.config.workeroutput["launches"] = dict(COUNTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    COUNTS.update(getattr(node, "workeroutput", {}).get("launches", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    always = dict.fromkeys(("launches", "race", "oob_read", "oob_write", "poison", "not judged"), 0)
+    always |= {"not searched for races": 0}
+    found = ", ".join(f"{name}: {count}" for name, count in (always | COUNTS).items())
+    terminalreporter.write_line(f"ttsem: {found}")
+
+
+def _stop(why: Exception) -> None:
+    COUNTS[why.fault.kind if isinstance(why, sanitize.KernelFault) else "not judged"] += 1
+
+
+def _count(what: str) -> None:
+    COUNTS[what] += 1
+
+
+_HOOKS = {
+    "on_stop": _stop,
+    "on_launch": lambda _: _count("launches"),
+    "on_unchecked": lambda: _count("not searched for races"),
+}
+
+
+def run_assembly(interp: Any, op: Any, args: list[Any]) -> list[Any]:
+    """Return what codec.py's assembly makes of codes; other assembly is left to ttsem."""
+    text = str(op.attrs["asm_string"]).replace("\\0A", "\n")
+    if "prmt.b32 low" not in text:
+        return _run_known_assembly(interp, op, args)
+    codes = np.ascontiguousarray(args[0]).view(np.uint8).reshape(-1, 4).astype(np.int64)
+    words = (codes << np.array([0, 8, 16, 24])).sum(1)
+    halves = np.stack(ptx.evaluate(text, words), 1).astype(np.uint16)
+    return [halves.view(np.float16).reshape(np.shape(args[0]))]
+
+
+def find_race(log: list[Any] | None) -> pidraces.PidRace | None:
+    """Return a pair of accesses whose order nothing fixes, or None; `log` is ttsem's."""
+    if _find_race(log) is None:
+        return None
+    assert log is not None
+    # Programs run one after the other: an agent's position is that of its first access.
+    position: dict[Any, int] = {}
+    count: dict[Any, tuple[int, int]] = {}  # when a program counted, and where
+    for i, (agent, kind, op, addresses, *_) in enumerate(log):
+        position.setdefault(agent, i)
+        is_count = "sem = 4" in op and "scope = 2" not in op  # acq_rel, of more than one program
+        if kind == "a" and is_count and len(addresses) == 1:
+            # A second one is an access like any other.
+            count.setdefault(agent, (i, int(addresses[0])))
+    is_after = [e[0] in count and i > count[e[0]][0] for i, e in enumerate(log)]
+    before = [e for e, after in zip(log, is_after, strict=True) if not after]
+    after = [e for e, after in zip(log, is_after, strict=True) if after]
+
+    def ordered(first: Any, second: Any) -> bool:
+        same = first in count and count[first][1] == count[second][1]
+        return same and position[first] < position[second]
+
+    views = [before, after]
+    for agent in {e[0] for e in after}:
+        own = [e for e in after if e[0] == agent]
+        views.append([*(e for e in before if not ordered(e[0], agent)), *own])
+    return next((race for race in map(_find_race, views) if race is not None), None)
