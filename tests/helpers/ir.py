@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import ttsem.ops
-from ttsem import pidraces, sanitize
+from ttsem import pidraces, sanitize, values
+from ttsem.interp import Interp
+from ttsem.ir_types import Op
 
 from tests.helpers import ptx
 
@@ -27,6 +29,7 @@ COUNTS: collections.Counter[str] = collections.Counter()
 _session = ExitStack()
 _find_race = pidraces.find_race
 _run_known_assembly = ttsem.ops.OPS["tt.elementwise_inline_asm"]
+_to_integer = ttsem.ops.OPS["arith.fptosi"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,6 +37,7 @@ def pytest_load_initial_conftests() -> None:
     """Before conftest.py asks whether there is a GPU."""
     pidraces.find_race = find_race
     ttsem.ops.OPS["tt.elementwise_inline_asm"] = run_assembly
+    ttsem.ops.OPS["arith.fptosi"] = to_integer
     _session.enter_context(sanitize.session(90, "<pytest>", **_HOOKS))
 
 
@@ -82,7 +86,7 @@ _HOOKS = {
 }
 
 
-def run_assembly(interp: Any, op: Any, args: list[Any]) -> list[Any]:
+def run_assembly(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
     """Return what codec.py's assembly makes of codes; other assembly is left to ttsem."""
     text = str(op.attrs["asm_string"]).replace("\\0A", "\n")
     if "prmt.b32 low" not in text:
@@ -91,6 +95,15 @@ def run_assembly(interp: Any, op: Any, args: list[Any]) -> list[Any]:
     words = (codes << np.array([0, 8, 16, 24])).sum(1)
     halves = np.stack(ptx.evaluate(text, words), 1).astype(np.uint16)
     return [halves.view(np.float16).reshape(np.shape(args[0]))]
+
+
+def to_integer(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
+    """Return integers, and refuse numbers that they do not hold: LLVM leaves the result open."""
+    x = values.to_float(args[0], op.operand_types[0])
+    limit = 2.0 ** (op.result_types[0].scalar.width - 1)
+    if not ((x >= -limit) & (x < limit)).all():
+        raise values.Poison("a float that the integer does not hold")
+    return _to_integer(interp, op, args)
 
 
 def find_race(log: list[Any] | None) -> pidraces.PidRace | None:

@@ -153,12 +153,19 @@ def smallest_scale(x, ENCODER: tl.constexpr):
 
 
 @triton.jit
+def _without_nan(x, largest):
+    """Return `x`, and zeros for a row with infinity or NaN, which no integer stands for."""
+    return tl.where((largest < INFINITY)[:, None], x, 0.0)
+
+
+@triton.jit
 def search_scale(x, ENCODER: tl.constexpr):
     """Return `formats.codec.search_scale` of each row of `x` `[N, D]`: `[N]`, float32.
 
     One scale is tried after the other.
     """
     first, largest = _smallest(x, ENCODER)
+    x = _without_nan(x, largest)
     chosen = first
     least_cost = _rounding_cost(x, first, first, ENCODER)
     for j in range(1, SEARCH_STEPS):
@@ -176,6 +183,7 @@ def search_scale_at_once(x, ENCODER: tl.constexpr):
     `x` `[SEARCH_STEPS, D]` holds it once for each scale.
     """
     first, largest = _smallest(x, ENCODER)
+    x = _without_nan(x, largest)
     scales = _candidate_scales(first, tl.arange(0, SEARCH_STEPS))
     cost = _rounding_cost(x, scales, first, ENCODER).to(tl.int32, bitcast=True)
     # The least cost, and of equals the smallest scale, in one reduction.
