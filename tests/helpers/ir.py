@@ -14,12 +14,14 @@ count is not noticed.
 import collections
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import ttsem.ops
-from ttsem import pidraces, sanitize, values
+from triton.compiler import ASTSource
+from ttsem import harness, mlir, pidraces, sanitize, values
 from ttsem.interp import Interp
 from ttsem.ir_types import Op
 
@@ -27,6 +29,7 @@ from tests.helpers import ptx
 
 COUNTS: collections.Counter[str] = collections.Counter()
 _session = ExitStack()
+_compiled: dict[str, str] = {}
 _find_race = pidraces.find_race
 _run_known_assembly = ttsem.ops.OPS["tt.elementwise_inline_asm"]
 _to_integer = ttsem.ops.OPS["arith.fptosi"]
@@ -35,9 +38,11 @@ _to_integer = ttsem.ops.OPS["arith.fptosi"]
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
     """Before conftest.py asks whether there is a GPU."""
+    mlir.enable_generic_printing()
     pidraces.find_race = find_race
     ttsem.ops.OPS["tt.elementwise_inline_asm"] = run_assembly
     ttsem.ops.OPS["arith.fptosi"] = to_integer
+    harness._compile_asm = compile_once
     _session.enter_context(sanitize.session(90, "<pytest>", **_HOOKS))
 
 
@@ -84,6 +89,20 @@ _HOOKS = {
     "on_launch": lambda _: _count("launches"),
     "on_unchecked": lambda: _count("not searched for races"),
 }
+
+
+def compile_once(fn: Any, args: Any, kwargs: Any, target: Any) -> dict[str, str]:
+    """Return what is executed of a kernel's code; ttsem would compile to the end, and then drop it.
+
+    `hf-fp8kv check --kernels` does that.
+    """
+    options, signature, constants, attributes = harness._specialize(fn, args, kwargs, target)
+    source = ASTSource(fn, signature, constants, attributes)
+    key = f"{source.hash()} {options}"
+    if key not in _compiled:
+        record = SimpleNamespace(fn=fn, args=args, kwargs=kwargs)
+        _compiled[key] = harness._stage_text(record, "ttir", target)
+    return {"ttir": _compiled[key]}
 
 
 def run_assembly(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
