@@ -7,6 +7,7 @@
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
 #   make oldest   part of the tests with the oldest supported transformers
+#   make kernels-ir  the kernels' tests, compiled for sm_90 and executed on the CPU by ttsem
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
 #   make clean    remove .venv and build results
@@ -27,6 +28,10 @@ OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/t
   serving/test_serving.py serving/test_serving_layouts.py serving/test_serve.py \
   bench/test_bench_capacity.py)
 
+KERNELS_IR_TESTS ?= $(addprefix tests/ops/,test_ir.py test_kernels_write.py \
+  test_kernels_attention.py test_kernels_generate.py \
+  test_plan.py::test_layers_that_part_ways_lose_no_token)
+
 GPU_PYTHON ?=
 GPU_OUT ?= $(or $(OUT),build/gpu)
 GPU_ARGS ?=
@@ -35,10 +40,11 @@ BIN := $(VENV)/bin
 RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 READY := $(VENV)/ready
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+KERNELS_IR := $(VENV)/ttsem
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check cpu-matrix oldest compare gpu clean
+.PHONY: help venv demo test check cpu-matrix oldest kernels-ir compare gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,12 +78,16 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A second environment with the old transformers and its requirements; everything else (above all
-# torch) comes from the first one.
-$(OLDEST)/ready: $(READY)
-	$(PYTHON) -m venv --clear $(OLDEST)
-	cd $(OLDEST)/lib/python3*/site-packages && \
+# An environment with few packages of its own; everything else (above all torch) comes from the
+# first one.
+define make_environment
+	$(PYTHON) -m venv --clear $(1)
+	cd $(1)/lib/python3*/site-packages && \
 	  { (cd $(abspath $(VENV))/lib/python3*/site-packages && pwd); echo $(CURDIR); } > first.pth
+endef
+
+$(OLDEST)/ready: $(READY)
+	$(call make_environment,$(OLDEST))
 	$(OLDEST)/bin/$(PIP) transformers==$(OLDEST_TRANSFORMERS)
 	@touch $@
 
@@ -87,6 +97,17 @@ cpu-matrix: $(READY)
 oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
+
+# ttsem asks for Python 3.12, and runs with 3.11.
+$(KERNELS_IR)/ready: $(READY)
+	$(call make_environment,$(KERNELS_IR))
+	$(KERNELS_IR)/bin/$(PIP) --no-deps --ignore-requires-python triton==3.8.0 ttsem==0.1.0
+	@touch $@
+
+# What it computes for other lanes than those that are kept may overflow, which numpy warns of.
+kernels-ir: $(KERNELS_IR)/ready
+	OMP_NUM_THREADS=1 $(KERNELS_IR)/bin/python -m pytest -p tests.helpers.ir -W ignore \
+	  $(KERNELS_IR_TESTS) $(PYTEST_ARGS)
 
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
