@@ -3,6 +3,7 @@
 On a GPU where there is one, otherwise in Triton's interpreter.
 """
 
+import sys
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ if ops.available_backends()["triton"] is not None:
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+if "tests.helpers.ir" in sys.modules:  # the GPU that it pretends is none for torch.compile
+    GREEDY["disable_compile"] = True
 pytestmark = [
     pytest.mark.text,
     pytest.mark.usefixtures("interpreted"),
