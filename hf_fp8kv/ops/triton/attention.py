@@ -288,7 +288,7 @@ def _apply_scales_and_softcap(
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
         x = softcap - 2 * softcap / (tl.exp2(x * (2 * LOG2E / softcap)) + 1)
     column = (position - start)[None, :]
-    within = (position < end)[None, :]
+    within = ((position >= start) & (position < end))[None, :]
     if bias_ptr is not None:
         x += _load_added(bias_ptr[:, None] + column, within)
     if FEATURES.mask == ADDITIVE:
