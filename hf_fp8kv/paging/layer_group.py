@@ -122,8 +122,6 @@ class LayerGroup:
     def _demand(self, start: int, stop: int, batch: int) -> tuple[int, int]:
         """Return how many pages a call takes, and how many it gives back before."""
         table = self.table
-        if self.window is None:
-            return table.pages_needed(start, stop, batch), 0
         if self._passes(start, stop):
             pages = -(-stop // self.page_size) - self._first_kept(stop) // self.page_size
             return pages * batch, table.count_releasable(table.count * self.page_size)
@@ -245,11 +243,12 @@ class LayerGroup:
 
     def release_passed(self, *, keep_recorded: bool = False) -> None:
         """Drop the pages behind the window of the next token."""
-        if self.window is not None:
-            self.table.release(self.first_needed(keep_recorded=keep_recorded))
+        self.table.release(self.first_needed(keep_recorded=keep_recorded))
 
     def first_needed(self, *, keep_recorded: bool = False) -> int:
         """Return the first token of the pages that are kept, or 0 if all are."""
+        if self.window is None:
+            return 0
         written = [n for n in self.lengths if n]
         if not written or (keep_recorded and self.record_past):
             return 0
