@@ -14,6 +14,7 @@ from .values import Device, Model, check_choice, check_plot, check_writable, com
 _SUITES = {
     "cpu": ("hf_fp8kv.bench.cpu", "run_cpu_suite"),
     "gpu": ("hf_fp8kv.bench.gpu", "run_gpu_suite"),
+    "host": ("hf_fp8kv.bench.host", "run_host_suite"),
     "quality": ("hf_fp8kv.bench.quality", "run_quality_suite"),
     "accuracy": ("hf_fp8kv.bench.accuracy", "run_accuracy_suite"),
     "serve": ("hf_fp8kv.bench.serve", "run_serve_suite"),
@@ -26,7 +27,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="cpu, gpu: speed and memory. quality: a model's predictions. accuracy: the same "
+            help="cpu, gpu: speed and memory. host: what the processor does for a step on a GPU; "
+            "needs none. quality: a model's predictions. accuracy: the same "
             "by format, kind of scales and center (minutes). capacity: how many tokens fit. "
             "memory: bytes of models with sliding windows. serve: the server under load.",
             autocompletion=complete_from(lambda: _SUITES),

@@ -16,6 +16,7 @@ from . import reference
 from .backends import load_backend, load_triton
 from .flattening import Leaf, flatten, schema_of, unflatten, unflatten_spec
 from .pages import AttentionSpec, Pages
+from .triton.target import target_of
 
 
 def write(
@@ -143,7 +144,7 @@ def run_write(
     """Write to the pages that `leaves` are; a limit below 0 is none."""
     pages = unflatten(leaves)
     tokens = key.shape[2]
-    if backend == "triton" and not lengths.is_cpu:
+    if backend == "triton" and not target_of(lengths.device).interpreted:
         load_triton().write(pages, key, value, lengths, None if limit < 0 else limit)
         return
     if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
