@@ -67,6 +67,11 @@ class Target:
         """9 for sm_90, 10 for sm_100 and sm_103; 0 for AMD's."""
         return int(self.arch) // 10 if self.is_nvidia else 0
 
+    @property
+    def shares(self) -> Resources:
+        """What programs of one processor share: as the device says, or of a chip of this name."""
+        return self.resources or RESOURCES.get(self.name, _UNKNOWN)
+
     def fit(self, registers: int, warps: int, shared: int) -> int:
         """Return how many programs one processor holds at once.
 
@@ -75,7 +80,7 @@ class Target:
             warps: of a program.
             shared: bytes of shared memory of a program.
         """
-        has = self.resources or RESOURCES.get(self.name, _UNKNOWN)
+        has = self.shares
         if self.is_nvidia:
             # Registers are given out to warps by eight per thread.
             by_registers = has.registers // (cdiv(registers, 8) * 8 * 32 * warps)

@@ -152,12 +152,21 @@ class Workload(NamedTuple):
     padded: bool
 
 
+def _has_room(target: Target, width: int, widest: int) -> bool:
+    """Return whether tiles of 16 bits leave room for as many programs as codes of 8 do.
+
+    They do where a processor has 228 KB: three programs of the decode kernel with three stages, two
+    of the extend kernel with two, up to the head size `widest` (`check --kernels`).
+    """
+    return target.shares.shared >= 200 << 10 and width <= widest
+
+
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
     width, rows, exact, wide, biased, padded = workload
     table = _DECODE if target.is_nvidia else _DECODE_HIP
     tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
-    if wide and not exact:
+    if wide and not exact and not _has_room(target, width, 256):
         stages = max(1, stages - 1)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
@@ -182,7 +191,8 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
         families = {9: _EXTEND, 10: _EXTEND_SM_100}
         table = _EXTEND_SM_80 if target.arch == 80 else families.get(target.family, _EXTEND_MMA)
     rows, tile, warps, stages = _look_up(table, workload.width)
-    if workload.wide and not workload.exact:
+    widest = 256 if target.family == 9 else 128
+    if workload.wide and not workload.exact and not _has_room(target, workload.width, widest):
         stages = max(1, stages - 1)
     return _apply_overrides(LaunchConfig(rows, tile, warps, stages))
 
