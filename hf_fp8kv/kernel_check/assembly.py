@@ -27,6 +27,8 @@ class Assembly:
         wide_bytes: bytes that a thread loads in it, 16 at a time, from global memory.
         byte_loads: loads of single bytes from shared memory in it.
         conversions: instructions in it that convert 8-bit floating-point numbers.
+        ahead: of what a round of it loads 16 bytes at a time, the most that is under way while it
+            multiplies: 2.0 are two rounds.
     """
 
     registers: int
@@ -36,6 +38,7 @@ class Assembly:
     wide_bytes: int
     byte_loads: int
     conversions: int
+    ahead: float = 0.0
 
 
 def read_assembly(asm: dict[str, Any]) -> Assembly:
@@ -79,7 +82,20 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         wide_bytes=16 * _count(r"(LDG|LDGSTS)\.\S*\b128\b", loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop),
+        ahead=_count_copies(loop),
     )
+
+
+def _count_copies(loop: Sequence[str]) -> float:
+    """Return the rounds of copies to shared memory that are under way together.
+
+    What the strictest wait leaves, and the groups that a round adds. Loads to registers are not
+    counted: what they bring is waited for in the same round.
+    """
+    groups = _count(r"LDGDEPBAR\b", loop)
+    left = [int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))]
+    copied = groups and left and _count(r"LDGSTS\.\S*\b128\b", loop)
+    return (min(left) + groups) / groups if copied else 0.0
 
 
 # "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"
@@ -87,6 +103,8 @@ _GCN = re.compile(r"^\s+(?P<line>[a-z]+_[a-z0-9_]+\b[^\n;]*)", re.MULTILINE)
 _GCN_LABEL = re.compile(r"^(\.LBB\d+_\d+):", re.MULTILINE)
 _GCN_JUMP = re.compile(r"s_c?branch\S*\s+(\.LBB\d+_\d+)")
 _GCN_PRODUCT = re.compile(r"v_s?mfma")
+_GCN_LOAD = re.compile(r"(global|buffer|flat)_load_")
+_GCN_WIDE_LOAD = re.compile(r"(global|buffer|flat)_load_(lds_)?dwordx4")
 
 
 def read_amd(text: str) -> Assembly:
@@ -105,10 +123,28 @@ def read_amd(text: str) -> Assembly:
         spills=read_field("vgpr_spill_count"),
         doubles=_count(r"v_\w+_f64", lines),
         loop=len(loop),
-        wide_bytes=16 * _count(r"(global|buffer|flat)_load_(lds_)?dwordx4", loop),
+        wide_bytes=16 * _count(_GCN_WIDE_LOAD.pattern, loop),
         byte_loads=_count(r"ds_read_[ui]8", loop),
         conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop),
+        ahead=_count_loads_ahead(loop),
     )
+
+
+def _count_loads_ahead(loop: Sequence[str]) -> float:
+    """Return the share of AMD's wide loads that is under way at a product of the loop, at most.
+
+    They end in order: a wait for vmcnt(n) leaves the last n.
+    """
+    under_way: list[bool] = []
+    most = 0
+    for line in [*loop, *loop]:
+        if _GCN_LOAD.match(line):
+            under_way.append(_GCN_WIDE_LOAD.match(line) is not None)
+        elif left := re.match(r"s_waitcnt.*vmcnt\((\d+)\)", line):
+            under_way = under_way[max(0, len(under_way) - int(left[1])) :]
+        elif _GCN_PRODUCT.match(line):
+            most = max(most, sum(under_way))
+    return most / max(1, _count(_GCN_WIDE_LOAD.pattern, loop))
 
 
 def _find_lines(

@@ -21,16 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 
 from .assembly import read_assembly
 from .rules import TARGETS, find_violations
 from .variants import Variant, call_variant, list_variants
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 Progress: TypeAlias = Callable[..., None]
 
@@ -42,7 +39,11 @@ class Row:
     Attributes:
         shared: bytes of shared memory of a program.
         programs: how many programs fit on a processor.
+        rows, tile: query rows of a program, and the tokens that a round of the main loop reads.
         per_kib: instructions of a warp per KiB of keys and values, in the main loop.
+        per_tile: instructions of all warps of a program in a round of the main loop.
+        in_flight: bytes of keys and values that the programs of a processor have under way at
+            most while they compute.
         violations: which rules it breaks.
     """
 
@@ -58,7 +59,11 @@ class Row:
     wide_bytes: int = 0
     byte_loads: int = 0
     conversions: int = 0
+    rows: int = 0
+    tile: int = 0
     per_kib: float | None = None
+    per_tile: int = 0
+    in_flight: int = 0
     violations: tuple[str, ...] = ()
 
 
@@ -186,39 +191,21 @@ def set_target(name: str) -> None:
 
 
 def _row(target: Any, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
-    assembly = read_assembly(compiled.asm)
+    found = read_assembly(compiled.asm)
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    programs = target.fit(assembly.registers, warps, shared)
+    programs = target.fit(found.registers, warps, shared)
+    tile = constants.get("TILE", 0) if found.loop else 0
     bytes_read = variant.bytes_per_token * constants.get("TILE", 0)
-    per_kib = assembly.loop * warps / (bytes_read / 1024) if assembly.loop and bytes_read else None
+    per_tile = found.loop * warps if tile else 0
+    in_flight = round(found.ahead * bytes_read) * programs
     reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
-    broken = find_violations(target, variant, assembly, shared, programs, bytes_read / warps, reads)
+    broken = find_violations(target, variant, found, shared, programs, bytes_read / warps, reads)
     return Row(
-        target.name, variant.name, kernel.strip("_"), warps, assembly.registers, assembly.spills,
-        shared, programs, assembly.loop, assembly.wide_bytes, assembly.byte_loads,
-        assembly.conversions, None if per_kib is None else round(per_kib, 1), tuple(broken),
+        target.name, variant.name, kernel.strip("_"), warps, found.registers, found.spills,
+        shared, programs, found.loop, found.wide_bytes, found.byte_loads, found.conversions,
+        constants.get("ROWS", 0), tile, round(per_tile * 1024 / bytes_read, 1) if tile else None,
+        per_tile, in_flight, tuple(broken),
     )  # fmt: skip
-
-
-def tables(reports: dict[str, list[Row]]) -> "list[RenderableType]":
-    """Return a table per target as a person reads it."""
-    from rich.table import Table
-    from rich.text import Text
-
-    columns = ("kernel", "variant", "registers", "spills", "shared", "programs", "16-byte",
-               "conversions", "per KiB", "verdict")  # fmt: skip
-    parts: list[RenderableType] = []
-    for name, rows in reports.items():
-        table = Table(title=name, title_justify="left")
-        for column in columns:
-            table.add_column(column, overflow="fold")
-        for row in rows:
-            cells = (row.kernel, row.variant, row.registers, row.spills, row.shared, row.programs,
-                     row.wide_bytes // 16 if row.loop else "", row.conversions if row.loop else "",
-                     row.per_kib or "", "; ".join(row.violations) or "ok")  # fmt: skip
-            table.add_row(*(Text(str(cell)) for cell in cells))
-        parts.append(table)
-    return parts
 
 
 def _write_rows(rows: Iterable[Row]) -> None:

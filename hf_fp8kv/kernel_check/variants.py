@@ -81,8 +81,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"dims": (192, 128)},
     ]  # fmt: skip
     extends: list[dict[str, Any]] = [
-        {}, static, *own, auto, {"dims": (64, 64)}, {"dims": (256, 256)}, everything,
-        {"dtype": torch.float32},
+        {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
+        {"dims": (256, 256)}, everything, {"dtype": torch.float32},
     ]  # fmt: skip
     writes: list[dict[str, Any]] = [*formats, {**static, "extras": ("center",)}, auto]
     gathers: list[dict[str, Any]] = [{}, static, *own]

@@ -245,7 +245,10 @@ SASS = """
         /*0040*/                   FADD R1, R2, R3 ;
         /*0050*/               @P1 BRA `(.L_x_2) ;
 .L_x_0:
-        /*0060*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0058*/                   DEPBAR.LE SB0, 0x2 ;
+        /*0060*/                   LDGSTS.E.BYPASS.128 [R9], desc[UR4][R2.64] ;
+        /*0064*/                   LDGDEPBAR ;
+        /*0068*/                   LDGDEPBAR ;
         /*0070*/                   LDS.U8 R9, [R3] ;
         /*0080*/                   F2FP.F16.E4M3.UNPACK_B R4, R4.H1 ;
         /*0090*/                   HMMA.16816.F32 R4, R8, R10, R4 ;
@@ -263,6 +266,7 @@ _decode:
 	ds_read_u8 v9, v1
 	v_cvt_pk_f32_fp8_e32 v[0:1], v2
 	v_mfma_f32_16x16x16_bf16 a[0:3], v[0:1], v[2:3], a[0:3]
+	s_waitcnt vmcnt(0)
 	s_cbranch_scc1 .LBB0_1
 ; %bb.2:
 	v_add_f64 v[0:1], v[2:3], v[4:5]
@@ -280,10 +284,28 @@ def test_the_main_loop_of_nvidias_is_the_shortest_that_multiplies():
     )
 
 
+def test_copies_that_a_wait_leaves_unfinished_are_ahead():
+    text = SASS[SASS.index(".L_x_0:") :]
+    assert read_nvidia(text, "REG:168").ahead == 2.0
+    assert read_nvidia(text.replace("SB0, 0x2", "SB0, 0x0"), "REG:168").ahead == 1.0
+    to_registers = text.replace("LDGSTS.E.BYPASS", "LDG.E")
+    assert read_nvidia(to_registers, "REG:168").ahead == 0.0
+
+
 def test_what_amds_assembly_says():
     assert read_amd(GCN) == Assembly(
-        registers=215, spills=3, doubles=1, loop=5, wide_bytes=16, byte_loads=1, conversions=1
-    )
+        registers=215, spills=3, doubles=1, loop=6, wide_bytes=16, byte_loads=1, conversions=1,
+        ahead=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("left", "ahead"), [(0, 0.0), (1, 0.0), (2, 0.5), (4, 1.0)])
+def test_amds_loads_end_in_order(left, ahead):
+    """Two wide loads, a narrow one after each, and a wait before the product."""
+    loads = "\tglobal_load_dwordx4 v[0:3], v[4:5], off\n\tglobal_load_dword v7, v[4:5], off\n"
+    wait = f"{loads * 2}\ts_waitcnt lgkmcnt(0) vmcnt({left})\n\tv_mfma"
+    text = GCN.replace("\tglobal_load_dwordx4 v[0:3], v[4:5], off\n", "")
+    assert read_amd(text.replace("\tv_mfma", wait)).ahead == ahead
 
 
 # -- codec.py's assembly ---------------------------------------------------------------------------
@@ -340,9 +362,11 @@ def test_a_format_that_cannot_be_moved_is_refused(fmt, monkeypatch):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Returns what `check --kernels` did, given the rows that a check finds."""
+    asked = []
 
     def _run(*arguments: str, rows: list[Row] | None = None) -> tuple[int, str, str]:
-        def found(names, *, progress):
+        def found(names, *, variants, progress):
+            asked.append(variants)
             progress("sm_90: decode e4m3 D128", 0.5)
             return dict.fromkeys(names, rows)
 
@@ -354,6 +378,7 @@ def run(monkeypatch, capsys):
         out, err = capsys.readouterr()
         return exit_.value.code or 0, out, err
 
+    _run.asked = asked
     return _run
 
 
@@ -385,15 +410,54 @@ def test_check_kernels_as_json(run):
     assert found["triton"]
 
 
+def test_a_summary_shows_what_changed_in_what_reads_pages(run, tmp_path):
+    plan = Row("sm_90", "decode e4m3 D128", "plan", registers=7777)
+    code, out, _ = run("--summary", "--json", "--target", "sm_90", rows=[ROW, plan])
+    assert code == 0
+    assert all(name in {v.name for v in list_variants()} for name in run.asked[-1])
+    assert len(run.asked[-1]) == 10
+    (tmp_path / "before.json").write_text(out)
+    faster = replace(ROW, registers=104, per_kib=55.5, in_flight=98304)
+    code, out, _ = run(
+        "--summary", "--before", str(tmp_path / "before.json"), "--target", "sm_90",
+        rows=[faster, plan],
+    )  # fmt: skip
+    assert code == 0
+    assert "168 > 104" in out
+    assert "120 > 55.5" in out
+    assert "0 > 98304" in out
+    assert "39424 >" not in out
+    assert "7777" not in out
+
+
+@pytest.mark.parametrize("content", [None, "no json", "[]", '{"rows": []}', '{"targets": [1]}'])
+def test_a_comparison_wants_an_earlier_report(run, tmp_path, content):
+    path = tmp_path / "before.json"
+    if content is not None:
+        path.write_text(content)
+    code, _, err = run("--summary", "--before", str(path), rows=[ROW])
+    assert code == 2
+    assert "check --kernels --json" in " ".join(err.split())
+    assert not run.asked
+
+
 def test_check_kernels_wants_a_target_that_is_known(run):
     code, _, err = run("--target", "sm_70", rows=[])
     assert code == 2
     assert "sm_80, sm_86" in " ".join(err.split())
 
 
-def test_a_target_is_for_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "check", "--target", "sm_90"])
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        (["--target", "sm_90"], "--kernels"),
+        (["--summary"], "--kernels"),
+        (["--kernels", "--before", "x"], "--summary"),
+    ],
+)
+def test_options_that_need_another(monkeypatch, capsys, options, needed):
+    monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "check", *options])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2
-    assert "--kernels" in capsys.readouterr().err
+    assert f"requires {needed}" in capsys.readouterr().err
