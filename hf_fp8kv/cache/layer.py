@@ -149,14 +149,9 @@ class PagedLayerBase(CacheLayerMixin):
     def _pages(self, table: torch.Tensor, pool: PagePool | None = None) -> Pages:
         """Return the pages of the layer's pool, or of another, and their block table."""
         pool = pool or self.pool
-        k = StoredSide(
-            pool.k, pool.k_token_scales, self.k_static_scale, self.k_center, pool.key_format,
-            pool.k_dim,
-        )  # fmt: skip
-        v = StoredSide(
-            pool.v, pool.v_token_scales, self.v_static_scale, None, pool.value_format, pool.v_dim
-        )
-        return Pages(k, v, table)
+        k = StoredSide(pool.k, self.k_static_scale, self.k_center, pool.key_format, pool.k_dim)
+        v = StoredSide(pool.v, self.v_static_scale, None, pool.value_format, pool.v_dim)
+        return Pages(k, v, pool.token_scales, table)
 
     def _handles(
         self, pages: Pages, lengths: torch.Tensor, plan: torch.Tensor | None, start: int, stop: int

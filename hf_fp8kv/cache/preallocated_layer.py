@@ -186,18 +186,13 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             scratch[:, :ring] = tensor[own]
             return scratch.flatten(0, 1)
 
-        k, v = (
-            side._replace(
-                codes=copied(side.codes),
-                token_scales=None if side.token_scales is None else copied(side.token_scales),
-            )
-            for side in (pages.k, pages.v)
-        )
+        k, v = (side._replace(codes=copied(side.codes)) for side in (pages.k, pages.v))
+        scales = None if pages.token_scales is None else copied(pages.token_scales)
         # Other positions have no page here; no query sees them.
         column = torch.arange(self.table.shape[1], device=first.device) - first[:, None]
         start = torch.arange(batch, device=first.device)[:, None] * room
         table = (start + column.clamp(0, room - 1)).int()
-        return Pages(k, v, table)
+        return Pages(k, v, scales, table)
 
     def _fill_plan(self, tokens: int) -> None:
         if self.fills_plan:
@@ -385,8 +380,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
 
 def _tensors(pages: Pages) -> list[torch.Tensor]:
     """Return the tensors of pages that a write changes."""
-    sides = (pages.k.codes, pages.v.codes, pages.k.token_scales, pages.v.token_scales)
-    return [tensor for tensor in sides if tensor is not None]
+    tensors = (pages.k.codes, pages.v.codes, pages.token_scales)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 @torch.compiler.disable(

@@ -14,6 +14,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import ConfigError
+from ..formats import AUTO
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
@@ -24,9 +25,6 @@ from .snapshot import CacheSnapshot, LayerSnapshot
 
 FORMAT = "hf_fp8kv.cache"
 VERSION = 1
-
-# Tensors of a page pool that a file calls otherwise.
-_FILE_NAMES = {"k_token_scales": "k_scales", "v_token_scales": "v_scales"}
 
 Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
@@ -64,9 +62,9 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
             }
             # A layer of fewer tokens may not have grown yet, with pages that only others use.
             pool.grow(layer.group.table.allocator.capacity)
-            for name, tensor in pool.tensors().items():
+            for name, tensor in _tensors_of(pool).items():
                 stored = tensor[used_pages[g].to(tensor.device)]
-                tensors[f"layers.{i}.{_FILE_NAMES.get(name, name)}"] = stored
+                tensors[f"layers.{i}.{name}"] = stored.contiguous()
             if layer.k_center is not None:
                 tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
         layers.append(facts)
@@ -118,10 +116,21 @@ def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions)
     pool = options.new_pool()
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     pool.allocate(key, key.new_empty((1, heads, 0, v_dim), dtype=v_dtype), pages)
-    for name, tensor in pool.tensors().items():
-        stored = held[_FILE_NAMES.get(name, name)]
-        tensor[: len(stored)] = stored
+    for name, tensor in _tensors_of(pool).items():
+        tensor[: len(held[name])] = held[name]
     return pool
+
+
+def _tensors_of(pool: PagePool) -> Tensors:
+    """Return the tensors of a pool by their names in files, which have the scales of K and of V."""
+    tensors = pool.tensors()
+    scales = tensors.pop("token_scales", None)
+    if scales is not None:
+        formats = {"k_scales": pool.key_format, "v_scales": pool.value_format}
+        for (name, stored_format), half in zip(formats.items(), scales.unbind(-1), strict=True):
+            if stored_format != AUTO:
+                tensors[name] = half
+    return tensors
 
 
 # -- files ---------------------------------------------------------------------------------------

@@ -138,15 +138,14 @@ def _pages(variant: Variant) -> Pages:
     def side(name: str, dim: int, shape: tuple[int, int]) -> StoredSide:
         dtype = variant.dtype if name == AUTO else torch.uint8
         codes = torch.zeros((2, HEADS, *shape), dtype=dtype)
-        scales = static = None
-        if name != AUTO and variant.static:
-            static = torch.ones(HEADS, dim)
-        elif name != AUTO:
-            scales = torch.ones(2, HEADS, variant.page, dtype=torch.bfloat16)
-        return StoredSide(codes, scales, static, None, name, dim)
+        static = torch.ones(HEADS, dim) if name != AUTO and variant.static else None
+        return StoredSide(codes, static, None, name, dim)
 
     k = side(variant.k, dim_k, (variant.page, dim_k))
     v = side(variant.v, dim_v, (dim_v, variant.page))
     if "center" in variant.extras:
         k = k._replace(center=torch.zeros(BATCH, HEADS, dim_k))
-    return Pages(k, v, torch.zeros((BATCH, count), dtype=torch.int32))
+    scales = None
+    if k.is_dynamic or v.is_dynamic:
+        scales = torch.ones(2, HEADS, variant.page, 2, dtype=torch.bfloat16)
+    return Pages(k, v, scales, torch.zeros((BATCH, count), dtype=torch.int32))

@@ -10,10 +10,11 @@ Axes, the same letters everywhere: `B` sequences, `T` new tokens, `N` tokens tha
 
 What a stored code stands for (reference.py is the specification):
 
-    dynamic scales   K[b, h, n, d] = code * k.token_scales[page, h, slot] + k.center[b, h, d]
-    static scales    K[b, h, n, d] = code * k.static_scale[h, d]          + k.center[b, h, d]
+    dynamic scales   K[b, h, n, d] = code * token_scales[page, h, slot, 0] + k.center[b, h, d]
+    static scales    K[b, h, n, d] = code * k.static_scale[h, d]           + k.center[b, h, d]
     "auto"           K[b, h, n, d] = the stored number
-    where page = table[b, n // S] and slot = n % S; V the same, without a center.
+    where page = table[b, n // S] and slot = n % S; V the same, with token_scales[..., 1] and no
+    center.
 """
 
 # Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.

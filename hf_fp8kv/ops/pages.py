@@ -4,6 +4,8 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
+from ..formats import AUTO
+
 # Marks a tensor that `write` changes. The schemas of flattening.py are made of these types.
 WRITTEN = "written"
 
@@ -14,7 +16,6 @@ class StoredSide(NamedTuple):
     Attributes:
         codes: uint8 codes, or numbers of the model's dtype when `format` is "auto". Keys are
             `[P, Hkv, S, Dk]`, values `[P, Hkv, Dv, S]`: transposed inside their page.
-        token_scales: `[P, Hkv, S]`, bfloat16: dynamic scales, one per token and head, or None.
         static_scale: `[Hkv, D]`, float32, or None.
         center: `[B, Hkv, Dk]`, float32: what was subtracted before storing, or None. Only keys
             have one.
@@ -23,11 +24,15 @@ class StoredSide(NamedTuple):
     """
 
     codes: Annotated[Tensor, WRITTEN]
-    token_scales: Annotated[Tensor | None, WRITTEN]
     static_scale: Tensor | None
     center: Tensor | None
     format: str
     head_dim: int
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether each token and head has a scale of its own, in `Pages.token_scales`."""
+        return self.format != AUTO and self.static_scale is None
 
 
 class Pages(NamedTuple):
@@ -36,13 +41,25 @@ class Pages(NamedTuple):
     Attributes:
         k: the keys.
         v: the values.
+        token_scales: `[P, Hkv, S, 2]`, bfloat16: the dynamic scales of K and V of each token and
+            head, side by side: one 32-bit word, which a kernel loads at once. What a side without
+            dynamic scales has there means nothing; where neither has any, this may be None.
         table: `[B, M]`, int32: the pages of each sequence, in order. A page that fell out of the
             window, or that is not needed yet, is a number below 0 and is never read.
     """
 
     k: StoredSide
     v: StoredSide
+    token_scales: Annotated[Tensor | None, WRITTEN]
     table: Tensor
+
+    def scales_of(self, side: str) -> Tensor | None:
+        """Return the dynamic scales of "k" or "v", `[P, Hkv, S]`, a view; None: it has none."""
+        stored = self.k if side == "k" else self.v
+        if not stored.is_dynamic:
+            return None
+        assert self.token_scales is not None
+        return self.token_scales[..., "kv".index(side)]
 
     @property
     def heads(self) -> int:

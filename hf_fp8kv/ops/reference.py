@@ -45,9 +45,9 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
 
     pages.k.codes[place[0], :, place[1]] = tokens_first(k)
     pages.v.codes[place[0], :, :, place[1]] = tokens_first(v)
-    for stored, scales in ((pages.k, k_scales), (pages.v, v_scales)):
-        if scales is not None and stored.token_scales is not None:
-            stored.token_scales[place[0], :, place[1]] = tokens_first(scales)
+    for side, scales in (("k", k_scales), ("v", v_scales)):
+        if scales is not None and (stored := pages.scales_of(side)) is not None:
+            stored[place[0], :, place[1]] = tokens_first(scales)
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
@@ -135,8 +135,8 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     x = decode(tokens, FORMATS[stored.format])
     if stored.static_scale is not None:
         x = x * stored.static_scale[:, None]
-    elif stored.token_scales is not None:
-        scales = stored.token_scales[number].transpose(1, 2).flatten(2, 3)
+    elif (token_scales := pages.scales_of(side)) is not None:
+        scales = token_scales[number].transpose(1, 2).flatten(2, 3)
         x = x * scales[:, :, inside, None].float()
     if stored.center is not None:
         x = x + stored.center[:, :, None]

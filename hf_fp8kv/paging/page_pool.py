@@ -16,8 +16,8 @@ class PagePool:
     Attributes:
         k: `[P, Hkv, S, Dk]`, uint8, or the model's dtype for "auto".
         v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
-        k_token_scales: `[P, Hkv, S]`, bfloat16, when K's scales are dynamic; else None.
-        v_token_scales: the same for V.
+        token_scales: `[P, Hkv, S, 2]`, bfloat16, of K and of V, when a side's scales are dynamic;
+            else None. The half of a side without dynamic scales is unused.
     """
 
     k: torch.Tensor
@@ -29,8 +29,7 @@ class PagePool:
         self.page_size = page_size
         self.key_format, self.value_format = key_format, value_format
         self.dynamic = dynamic
-        self.k_token_scales: torch.Tensor | None = None
-        self.v_token_scales: torch.Tensor | None = None
+        self.token_scales: torch.Tensor | None = None
         self.is_allocated = False
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
@@ -43,11 +42,8 @@ class PagePool:
         slots = self.page_size
         self.k = self._zeros(pages, self.heads, slots, self.k_dim, dtype=self.key_dtype)
         self.v = self._zeros(pages, self.heads, self.v_dim, slots, dtype=self.value_dtype)
-        if self.dynamic:
-            if self.key_format != AUTO:
-                self.k_token_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
-            if self.value_format != AUTO:
-                self.v_token_scales = self._zeros(pages, self.heads, slots, dtype=torch.bfloat16)
+        if self.dynamic and (self.key_format, self.value_format) != (AUTO, AUTO):
+            self.token_scales = self._zeros(pages, self.heads, slots, 2, dtype=torch.bfloat16)
         self.is_allocated = True
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +68,7 @@ class PagePool:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor of the pool by name; each has the pages as its first axis."""
-        names = ("k", "v", "k_token_scales", "v_token_scales")
+        names = ("k", "v", "token_scales")
         return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
 
     def grow(self, pages: int) -> None:
@@ -113,7 +109,7 @@ class PagePool:
         """Give the bytes back; `allocate` brings new ones."""
         for name in self.tensors():
             delattr(self, name)
-        self.k_token_scales = self.v_token_scales = None
+        self.token_scales = None
         self.is_allocated = False
 
     def zero(self) -> None:

@@ -152,6 +152,5 @@ def _copy_tokens(source: LayerPages, at: _Places, target: LayerPages, to: _Place
     """Copy stored tokens, byte by byte."""
     target.k.codes[to[0], :, to[1]] = source.k.codes[at[0], :, at[1]]
     target.v.codes[to[0], :, :, to[1]] = source.v.codes[at[0], :, :, at[1]]
-    for old, new in zip(source, target, strict=True):
-        if old.token_scales is not None and new.token_scales is not None:
-            new.token_scales[to[0], :, to[1]] = old.token_scales[at[0], :, at[1]]
+    if source.token_scales is not None and target.token_scales is not None:
+        target.token_scales[to[0], :, to[1]] = source.token_scales[at[0], :, at[1]]

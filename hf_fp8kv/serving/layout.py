@@ -20,24 +20,23 @@ class LayerPages(NamedTuple):
 
     k: StoredSide
     v: StoredSide
+    token_scales: torch.Tensor | None
 
     def with_scales(self, scales: StaticScales) -> "LayerPages":
         """Return the same pages with a layer's static scales."""
         k, v = self.k._replace(static_scale=scales.k), self.v._replace(static_scale=scales.v)
-        return LayerPages(k, v)
+        return self._replace(k=k, v=v)
 
     def from_page(self, first: int) -> "LayerPages":
         """Return the pages from `first` on: page `n` is then what was page `n + first`."""
 
-        def skip(side: StoredSide) -> StoredSide:
-            scales = None if side.token_scales is None else side.token_scales[first:]
-            return side._replace(codes=side.codes[first:], token_scales=scales)
-
-        return LayerPages(skip(self.k), skip(self.v))
+        k, v = (side._replace(codes=side.codes[first:]) for side in (self.k, self.v))
+        scales = None if self.token_scales is None else self.token_scales[first:]
+        return LayerPages(k, v, scales)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the codes and dynamic scales, each with the pages first."""
-        tensors = (self.k.codes, self.v.codes, self.k.token_scales, self.v.token_scales)
+        tensors = (self.k.codes, self.v.codes, self.token_scales)
         return [x for x in tensors if x is not None]
 
 
@@ -69,13 +68,13 @@ class PageLayout:
         )  # fmt: skip
 
     def _parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
-        """Yield shape and dtype of a page's K, V, and their scales (None: there are none)."""
+        """Yield shape and dtype of a page's K, V, and dynamic scales (None: there are none)."""
         heads, dim, slots = self.heads, self.dim, self.slots
         formats = (self.key_format, self.value_format)
         for name, shape in zip(formats, ((heads, slots, dim), (heads, dim, slots)), strict=True):
             yield shape, self.dtype if name == AUTO else torch.uint8
-        for name in formats:
-            yield ((heads, slots), torch.bfloat16) if self.dynamic and name != AUTO else None
+        has_scales = self.dynamic and formats != (AUTO, AUTO)
+        yield ((heads, slots, 2), torch.bfloat16) if has_scales else None
 
     @property
     def bytes_per_page(self) -> int:
@@ -99,10 +98,11 @@ class PageLayout:
             stop = start + pages * prod(shape) * dtype.itemsize
             tensors.append(memory[start:stop].view(dtype).view(pages, *shape))
             start = stop
-        k, v, k_scales, v_scales = tensors
+        k, v, token_scales = tensors
         return LayerPages(
-            StoredSide(k, k_scales, None, None, self.key_format, self.dim),
-            StoredSide(v, v_scales, None, None, self.value_format, self.dim),
+            StoredSide(k, None, None, self.key_format, self.dim),
+            StoredSide(v, None, None, self.value_format, self.dim),
+            token_scales,
         )
 
 

@@ -27,14 +27,15 @@ Tensor = torch.Tensor
 def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pages:
     """Pages of one sequence, in which every byte is NaN or 0xFF."""
     columns = -(-tokens // SLOTS)
-    scales = torch.full((2, columns, HEADS, SLOTS), math.nan, dtype=torch.bfloat16)
+    scales = torch.full((columns, HEADS, SLOTS, 2), math.nan, dtype=torch.bfloat16)
     k, v = (
         torch.full((columns, HEADS, *shape), 0xFF, dtype=torch.uint8)
         for shape in ((SLOTS, dim), (dim, SLOTS))
     )
     return Pages(
-        StoredSide(k, scales[0], None, center, name, dim),
-        StoredSide(v, scales[1], None, None, name, dim),
+        StoredSide(k, None, center, name, dim),
+        StoredSide(v, None, None, name, dim),
+        scales,
         torch.randperm(columns)[None].int(),
     )
 
@@ -53,7 +54,7 @@ def written(
         assert pool is not None
         return pool[stored.table[0].long()].transpose(0, 1).flatten(1, 2)[:, :tokens]
 
-    k_scales, v_scales = in_order(stored.k.token_scales), in_order(stored.v.token_scales)
+    k_scales, v_scales = in_order(stored.scales_of("k")), in_order(stored.scales_of("v"))
     return in_order(stored.k.codes), k_scales, v_scales
 
 

@@ -381,11 +381,8 @@ def test_addresses_past_two_gigabytes():
         pool[-count:] = tensor
         return pool
 
-    k, v = (
-        side._replace(codes=at_the_end(side.codes), token_scales=at_the_end(side.token_scales))
-        for side in (near.k, near.v)
-    )
-    far = Pages(k, v, near.table + (many - count))
+    k, v = (side._replace(codes=at_the_end(side.codes)) for side in (near.k, near.v))
+    far = Pages(k, v, at_the_end(near.token_scales), near.table + (many - count))
     if ON_GPU:
         assert far.k.codes.numel() > 2**31
     query = make_query(here, case)

@@ -1,5 +1,6 @@
 """Equality of tensors that says where the first difference is."""
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ Axes = tuple[str, ...]
 # Axes of a pool of pages, and of what is made of it.
 K: Axes = ("page", "head", "slot", "dim")
 V: Axes = ("page", "head", "dim", "slot")
-SCALES: Axes = ("page", "head", "slot")
+SCALES: Axes = ("page", "head", "slot", "side")
 DENSE: Axes = ("sequence", "head", "token", "dim")
 TOKENS: Axes = ("sequence", "token")
 _BY_RANK = {2: TOKENS, 4: DENSE}
@@ -45,14 +46,13 @@ def assert_same_bytes(
 
 
 def assert_same_pool(got: Any, expected: Any, what: Any = "") -> None:
-    """Assert that two `Pages` hold the same bytes: codes and dynamic scales of both sides."""
-    for side, codes in (("k", K), ("v", V)):
-        for part, axes in (("codes", codes), ("token_scales", SCALES)):
-            x, y = (getattr(getattr(pages, side), part) for pages in (got, expected))
-            name = f"{what} {side} {part}".strip()
-            assert (x is None) == (y is None), f"{name}: expected it in both pools or in none"
-            if x is not None:
-                assert_same_bytes(x, y, name, axes)
+    """Assert that two `Pages` hold the same bytes: codes of both sides, and dynamic scales."""
+    for part, axes in (("k codes", K), ("v codes", V), ("token_scales", SCALES)):
+        x, y = (attrgetter(part.replace(" ", "."))(pages) for pages in (got, expected))
+        name = f"{what} {part}".strip()
+        assert (x is None) == (y is None), f"{name}: expected it in both pools or in none"
+        if x is not None:
+            assert_same_bytes(x, y, name, axes)
 
 
 def _alike(got: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -1,27 +1,22 @@
 """The assertions that name the first difference."""
 
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers.assertions import K, V, assert_same, assert_same_bytes, assert_same_pool
+from tests.helpers.assertions import SCALES, K, V, assert_same, assert_same_bytes, assert_same_pool
 
 
 def pool(**changed: torch.Tensor) -> SimpleNamespace:
     tensors = {
         "k codes": torch.zeros(4, 2, 8, 16, dtype=torch.uint8),
         "v codes": torch.zeros(4, 2, 16, 8, dtype=torch.uint8),
-        "k token_scales": torch.ones(4, 2, 8, dtype=torch.bfloat16),
-        "v token_scales": None,
+        "token_scales": torch.ones(4, 2, 8, 2, dtype=torch.bfloat16),
     } | changed
-    sides = {
-        side: SimpleNamespace(
-            codes=tensors[f"{side} codes"], token_scales=tensors[f"{side} token_scales"]
-        )
-        for side in "kv"
-    }
-    return SimpleNamespace(**sides)
+    sides = {side: SimpleNamespace(codes=tensors[f"{side} codes"]) for side in "kv"}
+    return SimpleNamespace(**sides, token_scales=tensors["token_scales"])
 
 
 def test_equal_tensors_pass():
@@ -53,12 +48,11 @@ def test_tokens_have_a_sequence_and_a_place():
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"), [("k codes", K), ("v codes", V), ("k token_scales", K[:3])]
+    ("name", "axes"), [("k codes", K), ("v codes", V), ("token_scales", SCALES)]
 )
 def test_a_byte_of_a_pool_has_page_head_slot_and_dim(name, axes):
-    side, part = name.split()
-    wrong = getattr(getattr(pool(), side), part).clone()
-    place = {"page": 3, "head": 1, "slot": 6, "dim": 5}
+    wrong = attrgetter(name.replace(" ", "."))(pool()).clone()
+    place = {"page": 3, "head": 1, "slot": 6, "dim": 5, "side": 1}
     wrong[tuple(place[axis] for axis in axes)] = 7
     where = ", ".join(f"{axis} {place[axis]}" for axis in axes)
     with pytest.raises(AssertionError, match=f"^layer 2 {name}: 1 of .* first at {where}: got 7"):
@@ -77,10 +71,8 @@ def test_other_shapes_and_dtypes_differ(compare):
     for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
         with pytest.raises(AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3\]"):
             compare(other, torch.zeros(2, 3), "x")
-    with pytest.raises(
-        AssertionError, match="v token_scales: expected it in both pools or in none"
-    ):
-        assert_same_pool(pool(), pool(**{"v token_scales": torch.ones(4, 2, 8)}))
+    with pytest.raises(AssertionError, match="token_scales: expected it in both pools or in none"):
+        assert_same_pool(pool(), pool(token_scales=None))
 
 
 def test_a_scalar_and_many_places():

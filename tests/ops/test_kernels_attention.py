@@ -398,11 +398,8 @@ def test_pages_past_two_gigabytes(kernel):
         pool[table[0].long().to(DEVICE)] = near[pages.table[0].long()].to(DEVICE)
         return pool
 
-    k, v = (
-        side._replace(codes=spread(side.codes), token_scales=spread(side.token_scales))
-        for side in (pages.k, pages.v)
-    )
-    far = Pages(k, v, table)
+    k, v = (side._replace(codes=spread(side.codes)) for side in (pages.k, pages.v))
+    far = Pages(k, v, spread(pages.token_scales), table)
     expected = attend(case, pages, query, "reference", **kwargs)
     found = run(kernel, case, far, query, **kwargs)
     assert errors(found, expected).max() <= bound(case)

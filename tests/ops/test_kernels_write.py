@@ -86,12 +86,9 @@ def pages_of(case: Case) -> Pages:
         return noise(count, heads, *shape, dtype=case.dtype if name == AUTO else torch.uint8)
 
     def side(name: str, dim: int, codes: Tensor) -> StoredSide:
-        scales = scale = None
-        if name != AUTO and case.dynamic:
-            scales = noise(count, heads, slots, dtype=torch.bfloat16)
-        elif name != AUTO:
-            scale = 0.01 * (1 + torch.rand(heads, dim))
-        return StoredSide(codes, scales, scale, None, name, dim)
+        has_static = name != AUTO and not case.dynamic
+        scale = 0.01 * (1 + torch.rand(heads, dim)) if has_static else None
+        return StoredSide(codes, scale, None, name, dim)
 
     table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
@@ -99,7 +96,10 @@ def pages_of(case: Case) -> Pages:
     v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots))
     if case.center and case.key != AUTO:
         k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
-    return Pages(k, v, table)
+    scales = None
+    if k.is_dynamic or v.is_dynamic:
+        scales = noise(count, heads, slots, 2, dtype=torch.bfloat16)
+    return Pages(k, v, scales, table)
 
 
 def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -132,9 +132,9 @@ def expected(case: Case, pages: Pages, key: Tensor, value: Tensor) -> Pages:
             page = pages.table[b, column]
             found.k.codes[page, :, slot] = k[b, :, t]
             found.v.codes[page, :, :, slot] = v[b, :, t]
-            for side, new in ((found.k, k_scales), (found.v, v_scales)):
-                if side.token_scales is not None and new is not None:
-                    side.token_scales[page, :, slot] = new[b, :, t]
+            for i, new in enumerate((k_scales, v_scales)):
+                if found.token_scales is not None and new is not None:
+                    found.token_scales[page, :, slot, i] = new[b, :, t]
     return found
 
 
@@ -148,14 +148,16 @@ def bits(x: Tensor, name: str) -> Tensor:
 
 
 def assert_equal(found: Pages, right: Pages) -> None:
-    for side in ("k", "v"):
-        ours, theirs = getattr(found, side), getattr(right, side)
-        for field in ("codes", "token_scales"):
-            x, y = getattr(ours, field), getattr(theirs, field)
-            if y is not None:
-                wrong = bits(x.cpu(), theirs.format) != bits(y, theirs.format)
-                count = f"{int(wrong.sum())} of {wrong.numel()} bytes"
-                assert not wrong.any(), f"{side}.{field}: {count}"
+    tensors = {
+        "k": (found.k.codes, right.k.codes, right.k.format),
+        "v": (found.v.codes, right.v.codes, right.v.format),
+        "token_scales": (found.token_scales, right.token_scales, AUTO),
+    }
+    for name, (x, y, stored_format) in tensors.items():
+        if x is not None and y is not None:
+            wrong = bits(x.cpu(), stored_format) != bits(y, stored_format)
+            count = f"{int(wrong.sum())} of {wrong.numel()} bytes"
+            assert not wrong.any(), f"{name}: {count}"
 
 
 def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) -> None:
@@ -366,8 +368,8 @@ GATHERED = [
 def test_gathering_every_byte(case):
     """Pages hold noise: every code occurs, NaN and infinity among them."""
     pages = pages_of(case)
-    if pages.k.token_scales is not None:
-        pages.k.token_scales.copy_(torch.randn(pages.k.token_scales.shape))
+    if pages.token_scales is not None:
+        pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     for side in ("k", "v"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -418,6 +420,7 @@ def test_addresses_past_four_gigabytes(tokens, tmp_path):
     found = Pages(
         found.k._replace(codes=large("k", count, 1, 64, 128)),
         found.v._replace(codes=large("v", count, 1, 128, 64)),
+        found.token_scales,
         torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE),
     )
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))

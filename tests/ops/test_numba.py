@@ -38,12 +38,12 @@ def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32)
     stored = torch.uint8 if fmt != "auto" else dtype
 
     def side(*shape: int) -> StoredSide:
-        scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, dtype=torch.bfloat16)
         codes = torch.zeros(count, HEADS, *shape, dtype=stored)
-        return StoredSide(codes, scales, None, None, fmt, DIM)
+        return StoredSide(codes, None, None, fmt, DIM)
 
     table = torch.randperm(count).view(1, count).int()
-    pages = Pages(side(SLOTS, DIM), side(DIM, SLOTS), table)
+    scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, 2, dtype=torch.bfloat16)
+    pages = Pages(side(SLOTS, DIM), side(DIM, SLOTS), scales, table)
     key, value = torch.randn(2, 1, HEADS, tokens, DIM).to(dtype)
     reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32))
     return pages

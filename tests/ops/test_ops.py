@@ -98,18 +98,18 @@ def poisoned(case: Case) -> Pages:
         return torch.full((pages, heads, *shape), nan_code(name), dtype=torch.uint8)
 
     def side(name: str, dim: int, codes: Tensor, least: float) -> StoredSide:
-        scales = scale = None
-        if name != AUTO and case.dynamic:
-            scales = torch.full((pages, heads, slots), math.nan, dtype=torch.bfloat16)
-        elif name != AUTO:
-            scale = static(heads, dim, least=least)
-        return StoredSide(codes, scales, scale, None, name, dim)
+        has_static = name != AUTO and not case.dynamic
+        scale = static(heads, dim, least=least) if has_static else None
+        return StoredSide(codes, scale, None, name, dim)
 
     k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim), 0.013)
     v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots), 0.007)
     if case.center and case.key != AUTO:
         k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
-    return Pages(k, v, torch.randperm(pages)[: batch * columns].view(batch, columns).int())
+    scales = None
+    if k.is_dynamic or v.is_dynamic:
+        scales = torch.full((pages, heads, slots, 2), math.nan, dtype=torch.bfloat16)
+    return Pages(k, v, scales, torch.randperm(pages)[: batch * columns].view(batch, columns).int())
 
 
 def map_pages(function: Callable[[Tensor], Tensor], pages: Pages) -> Pages:
@@ -125,8 +125,7 @@ def copy(pages: Pages) -> Pages:
 def with_scales(pages: Pages, k: Tensor | None, v: Tensor | None) -> Pages:
     """The same pages with other static scales, and no dynamic ones."""
     return pages._replace(
-        k=pages.k._replace(token_scales=None, static_scale=k),
-        v=pages.v._replace(token_scales=None, static_scale=v),
+        k=pages.k._replace(static_scale=k), v=pages.v._replace(static_scale=v), token_scales=None
     )
 
 
@@ -182,8 +181,8 @@ def poison(pages: Pages, row: int, positions: range | list[int]) -> None:
         page, slot = int(pages.table[row, position // pages.page_size]), position % pages.page_size
         for side, at in ((pages.k, (page, slice(None), slot)), (pages.v, (page, ..., slot))):
             side.codes[at] = math.nan if side.format == AUTO else nan_code(side.format)
-            if side.token_scales is not None:
-                side.token_scales[page, :, slot] = math.nan
+        if pages.token_scales is not None:
+            pages.token_scales[page, :, slot] = math.nan
 
 
 def attend(case: Case, pages: Pages, query: Tensor, backend: str, **kwargs: Any) -> Tensor:
@@ -483,9 +482,9 @@ def test_special_numbers(name, dynamic, backend):
         assert_same(nan, table[found.int()].isnan())
         assert_same(found[~nan], expected[~nan])
     if dynamic:
-        assert pages.k.token_scales is not None
+        assert pages.token_scales is not None
         torch.testing.assert_close(
-            pages.k.token_scales, other.k.token_scales, rtol=0, atol=0, equal_nan=True
+            pages.token_scales, other.token_scales, rtol=0, atol=0, equal_nan=True
         )
 
 

@@ -36,12 +36,7 @@ def marks(tokens: np.ndarray) -> dict[str, torch.Tensor]:
     k = ids * 16 + torch.arange(HEADS * K_DIM).view(HEADS, K_DIM)
     v = ids * 16 + 8 + torch.arange(HEADS * V_DIM).view(HEADS, V_DIM)
     heads = torch.arange(HEADS) * 3
-    return {
-        "k": k,
-        "v": v,
-        "k_token_scales": ids[..., 0] + heads,
-        "v_token_scales": ids[..., 0] + heads + 1,
-    }
+    return {"k": k, "v": v, "token_scales": ids + torch.stack([heads, heads + 1], -1)}
 
 
 def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -42,14 +42,11 @@ def fill(pool: PagePool) -> dict[str, torch.Tensor]:
 
 # Formats of K and V, whether scales are dynamic, and the tensors that there are.
 CASES = {
-    **{
-        f"{name}-dynamic": (name, name, True, "k v k_token_scales v_token_scales")
-        for name in EIGHT_BIT
-    },
+    **{f"{name}-dynamic": (name, name, True, "k v token_scales") for name in EIGHT_BIT},
     **{f"{name}-static": (name, name, False, "k v") for name in EIGHT_BIT},
-    "two-formats": ("fp8_e5m2", "fp8_e3m4", True, "k v k_token_scales v_token_scales"),
-    "auto-keys": ("auto", "fp8_e4m3", True, "k v v_token_scales"),
-    "auto-values": ("fp8_e4m3", "auto", True, "k v k_token_scales"),
+    "two-formats": ("fp8_e5m2", "fp8_e3m4", True, "k v token_scales"),
+    "auto-keys": ("auto", "fp8_e4m3", True, "k v token_scales"),
+    "auto-values": ("fp8_e4m3", "auto", True, "k v token_scales"),
     "auto-values-static": ("fp8_e4m3", "auto", False, "k v"),
     "auto": ("auto", "auto", True, "k v"),
 }
@@ -66,9 +63,9 @@ def test_shapes_and_dtypes(key, value, dynamic, names, dtype, device):
     assert found["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
     assert found["k"].dtype == pool.key_dtype == (dtype if key == "auto" else torch.uint8)
     assert found["v"].dtype == pool.value_dtype == (dtype if value == "auto" else torch.uint8)
-    for name in {"k_token_scales", "v_token_scales"} & set(found):
-        assert found[name].shape == (7, HEADS, S)
-        assert found[name].dtype == torch.bfloat16
+    if "token_scales" in found:
+        assert found["token_scales"].shape == (7, HEADS, S, 2)
+        assert found["token_scales"].dtype == torch.bfloat16
     assert all(tensor.device.type == device.type for tensor in found.values())
     assert not any(tensor.any() for tensor in found.values()), "new pages are zero"
     assert (pool.pages, pool.is_allocated) == (7, True)
@@ -80,7 +77,7 @@ def test_bytes_per_page(key, value, dynamic, names):
     size = {"k": HEADS * S * K_DIM, "v": HEADS * S * V_DIM}
     size["k"] *= 4 if key == "auto" else 1
     size["v"] *= 4 if value == "auto" else 1
-    size["k_token_scales"] = size["v_token_scales"] = HEADS * S * 2
+    size["token_scales"] = HEADS * S * 2 * 2
     assert pool.bytes_per_page() == sum(size[name] for name in names.split())
     held = sum(t.untyped_storage().nbytes() for t in pool.tensors().values())
     assert held == 3 * pool.bytes_per_page()
@@ -207,7 +204,7 @@ def test_freed_bytes_are_gone_and_can_be_taken_again():
     fill(pool)
     pool.free()
     assert (pool.pages, pool.is_allocated) == (0, False)
-    assert (pool.k_token_scales, pool.v_token_scales) == (None, None)
+    assert pool.token_scales is None
     assert not hasattr(pool, "k")
     assert not hasattr(pool, "v")
     # Another model may come now.

@@ -27,13 +27,13 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
 
     def side(static: torch.Tensor | None, *shape: int) -> StoredSide:
         codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
-        slots = (count, heads.kv, PAGE_SIZE)
-        scales = torch.empty(slots, dtype=torch.bfloat16, device=device) if dynamic else None
-        return StoredSide(codes, scales, static, None, kind.format, heads.dim)
+        return StoredSide(codes, static, None, kind.format, heads.dim)
 
     k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
     k, v = side(k_static, PAGE_SIZE, heads.dim), side(v_static, heads.dim, PAGE_SIZE)
-    pages = Pages(k, v, torch.arange(count, dtype=torch.int32, device=device)[None])
+    slots = (count, heads.kv, PAGE_SIZE, 2)
+    scales = torch.empty(slots, dtype=torch.bfloat16, device=device) if dynamic else None
+    pages = Pages(k, v, scales, torch.arange(count, dtype=torch.int32, device=device)[None])
     shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32, device=device))
@@ -65,15 +65,10 @@ def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> 
 
 
 def map_stored(pages: Pages, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
-    """Return pages with changed codes and token scales of both sides."""
-
-    def change_side(side: StoredSide) -> StoredSide:
-        scales = side.token_scales
-        return side._replace(
-            codes=change(side.codes), token_scales=None if scales is None else change(scales)
-        )
-
-    return pages._replace(k=change_side(pages.k), v=change_side(pages.v))
+    """Return pages with changed codes and token scales."""
+    k, v = (side._replace(codes=change(side.codes)) for side in (pages.k, pages.v))
+    scales = None if pages.token_scales is None else change(pages.token_scales)
+    return pages._replace(k=k, v=v, token_scales=scales)
 
 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -149,7 +144,7 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
         side._replace(static_scale=None if side.static_scale is None else side.static_scale[one])
         for side in (cut.k, cut.v)
     )
-    return Pages(k, v, pages.table[sequence : sequence + 1])
+    return Pages(k, v, cut.token_scales, pages.table[sequence : sequence + 1])
 
 
 def check_dense(
@@ -158,8 +153,9 @@ def check_dense(
     """Return the error for dense K and V, `[B, Hkv, N, D]`, of `output` `[B, Hq, T, D]`."""
     dim = case.heads.dim
     pages = Pages(
-        StoredSide(k, None, None, None, AUTO, dim),
-        StoredSide(v.transpose(2, 3), None, None, None, AUTO, dim),
+        StoredSide(k, None, None, AUTO, dim),
+        StoredSide(v.transpose(2, 3), None, None, AUTO, dim),
+        None,
         torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
     )
     stored = replace(case, lengths=(k.shape[2],) * len(k))

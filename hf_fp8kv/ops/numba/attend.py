@@ -14,10 +14,10 @@ import numpy as np
 from .arithmetic import div, fma, mul, splat, sum_lanes
 from .lanes import LANES, STAMP, Call, Floats, jit, kernel
 from .memory import (
-    BF16,
     F32,
     address_of,
     load_as,
+    load_halves,
     load_i32,
     next_unit,
     page_of,
@@ -92,14 +92,17 @@ def _find_parts(c: Call, sequence: int, head: int, low: int, high: int, parts: F
 
 
 @jit
-def _load_scales(c: Call, pool: int, parts: Floats, to: int) -> None:
-    """Load the dynamic scales of the parts, float32, and zeros up to a whole vector."""
+def _load_scales(c: Call, pool: int, shift: int, parts: Floats, to: int) -> None:
+    """Load the dynamic scales of the parts, float32, and zeros up to a whole vector.
+
+    They are the lower halves (`shift` 16, K) or the upper ones (0, V) of the words at `pool`.
+    """
     count = parts[-1, 3]
     store(to + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
     for part in parts:
-        source, begin, size = pool + 2 * (part[0] * c.slots + part[1]), part[2], part[3] - part[2]
+        source, begin, size = pool + 4 * (part[0] * c.slots + part[1]), part[2], part[3] - part[2]
         for i in range(0, size, LANES):
-            store(to + 4 * (begin + i), load_as(source + 2 * i, BF16, size - i))
+            store(to + 4 * (begin + i), load_halves(source + 4 * i, shift, size - i))
 
 
 @jit
@@ -112,7 +115,7 @@ def _attend_tile(
     k_scales, v_scales, logits = address_of(s.k_scales), 0, address_of(s.logits)
     multiply_keys(c, parts, padded, s)
     if c.k_token_scales:
-        _load_scales(c, c.k_token_scales, parts, k_scales)
+        _load_scales(c, c.k_token_scales, 16, parts, k_scales)
     if c.k_token_scales or c.k_center or c.softcap != 0:
         adjust_logits(c, rows, count, k_scales, s.offset, logits)
     if c.bias_data:
@@ -129,7 +132,7 @@ def _attend_tile(
         return
     if c.v_token_scales:
         v_scales = address_of(s.v_scales)
-        _load_scales(c, c.v_token_scales, parts, v_scales)
+        _load_scales(c, c.v_token_scales - 2, 0, parts, v_scales)
         if seen_columns < count:
             for column in range(count):
                 if s.seen[column] == 0:

@@ -52,7 +52,8 @@ _READABLE = frozenset(KINDS) if HAS_HALF else frozenset[torch.dtype]()
 def _plain(pages: Pages) -> Pages:
     """Return the same pages, with scales and center in memory as their shapes say."""
     assert pages.table.dtype == torch.int32
-    return Pages(_plain_side(pages.k), _plain_side(pages.v), no_gaps(pages.table))
+    k, v = _plain_side(pages.k), _plain_side(pages.v)
+    return pages._replace(k=k, v=v, table=no_gaps(pages.table))
 
 
 def _plain_side(side: StoredSide) -> StoredSide:
@@ -98,15 +99,15 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
         torch_backend.write(pages, key, value, lengths)
         return
     pages, lengths = _plain(pages), no_gaps(lengths)
-    k, v, _ = pages
+    k, v = pages.k, pages.v
     key, value = _input(k.codes, key), _input(v.codes, value)
     batch, heads, tokens, _ = key.shape
     blocks = -(-tokens // writing.BLOCK)
     call = writing.WRITE.fill(
         (0, batch * heads * blocks, batch, heads, tokens, MIN_SCALE),
         table(pages.page_size, pages.table, lengths),
-        stored(k, k.center), strided(key), encoding(k.format),
-        stored(v, None), strided(value), encoding(v.format),
+        stored(pages, "k", k.center), strided(key), encoding(k.format),
+        stored(pages, "v", None), strided(value), encoding(v.format),
     )  # fmt: skip
     if not writing.has_pages(call):
         raise_overrun(pages, lengths, tokens)
@@ -143,7 +144,7 @@ def gather(
     call = gathering.GATHER.fill(
         (0, batch * heads * blocks, batch, heads, start, stop, ragged, not is_k),
         table(pages.page_size, pages.table, lengths),
-        stored(chosen, None if chosen.format == AUTO else chosen.center),
+        stored(pages, side, None if chosen.format == AUTO else chosen.center),
         decoding(chosen.format),
         (out.data_ptr(), KINDS[dtype]),
     )
@@ -158,7 +159,7 @@ def attend(
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
-    k, v, _ = pages
+    k, v = pages.k, pages.v
     batch, q_heads, tokens, k_dim = query.shape
     heads, v_dim = pages.heads, v.head_dim
     groups = q_heads // heads
@@ -189,7 +190,8 @@ def attend(
         (0, units * splits, batch, q_heads, heads, tokens, start, stop),
         (causal, window, scaling, softcap),
         table(pages.page_size, pages.table, lengths),
-        stored(k, center), decoding(k.format), stored(v, None), decoding(v.format),
+        stored(pages, "k", center), decoding(k.format),
+        stored(pages, "v", None), decoding(v.format),
         strided(query),
         (address(sinks), F32 if sinks is None else KINDS[sinks.dtype]),
         broadcast(mask), broadcast(bias), broadcast(more),

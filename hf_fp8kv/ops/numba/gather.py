@@ -79,8 +79,8 @@ def _gather_block(
             decode(c.codes + (first + slot + token) * c.dim * width, c.kind, code, c.dim, line_at)
         dynamic = splat(np.float32(1))
         if c.token_scales:
-            raw = load_u8(c.token_scales + 2 * (first + slot + token))
-            raw |= load_u8(c.token_scales + 2 * (first + slot + token) + 1) << 8
+            raw = load_u8(c.token_scales + 4 * (first + slot + token))
+            raw |= load_u8(c.token_scales + 4 * (first + slot + token) + 1) << 8
             dynamic = splat(np.int32(raw << 16).view(np.float32))
         if c.ragged and begin + token >= length:
             line[:] = 0

@@ -128,6 +128,30 @@ def load_as(address: int, kind: int, count: int) -> Floats:
     return _load_some_short(address, kind, count)
 
 
+def _shift_up(builder: Any, words: Any, shift: Any) -> Any:
+    moved = builder.shl(words, spread(builder, shift, I32))
+    upper = builder.and_(moved, constant(I32, -0x10000))
+    return builder.bitcast(upper, FLOAT_VECTOR)
+
+
+@operation(VECTOR, INT, INT)
+def _load_halves(builder: Any, address: Any, shift: Any) -> Any:
+    return _shift_up(builder, _read(builder, address, I32), shift)
+
+
+@operation(VECTOR, INT, INT, INT)
+def _load_some_halves(builder: Any, address: Any, shift: Any, count: Any) -> Any:
+    return _shift_up(builder, _read_some(builder, address, I32, 4, count), shift)
+
+
+@jit
+def load_halves(address: int, shift: int, count: int) -> Floats:
+    """Read the lower (`shift` 16) or upper (0) BF16 of `count` words; other lanes are zero."""
+    if count >= LANES:
+        return _load_halves(address, shift)
+    return _load_some_halves(address, shift, count)
+
+
 @operation(types.none, INT, VECTOR)
 def store(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen F32."""

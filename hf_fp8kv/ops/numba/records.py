@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...formats import AUTO, FORMATS
-from ..pages import StoredSide
+from ..pages import Pages
 from .memory import BF16, F16, F32, FP8
 
 KINDS = {torch.uint8: FP8, torch.bfloat16: BF16, torch.float16: F16, torch.float32: F32}
@@ -51,12 +51,17 @@ def table(slots: int, pages: Tensor, lengths: Tensor) -> tuple[int, ...]:
 STORED = "codes kind dim token_scales static_scale center"
 
 
-def stored(side: StoredSide, center: Tensor | None) -> tuple[int, ...]:
-    """Return the group `STORED`."""
-    codes, token_scales, static_scale, _, _, head_dim = side
+def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
+    """Return the group `STORED` of "k" or "v".
+
+    `token_scales` is where the first of the side's dynamic scales is, 0 without; the others follow
+    every four bytes.
+    """
+    side = pages.k if name == "k" else pages.v
+    scales = address(pages.token_scales) + 2 * "kv".index(name) if side.is_dynamic else 0
     return (
-        codes.data_ptr(), KINDS[codes.dtype], head_dim, address(token_scales),
-        address(static_scale), address(center),
+        side.codes.data_ptr(), KINDS[side.codes.dtype], side.head_dim, scales,
+        address(side.static_scale), address(center),
     )  # fmt: skip
 
 

@@ -168,7 +168,7 @@ def _write_k(
     center = c.k_center + 4 * (sequence * c.heads + head) * c.k_dim if c.k_center else 0
     scale = c.k_static_scale + 4 * head * c.k_dim if c.k_static_scale else 0
     _encode_token(
-        source, c.k_in_dtype, c.k_dim, center, scale, c.k_token_scales + 2 * place, True, c.k_max,
+        source, c.k_in_dtype, c.k_dim, center, scale, c.k_token_scales + 4 * place, True, c.k_max,
         c.min_scale, code, c.k_codes + place * c.k_dim, work,
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ def _write_v(
     )  # fmt: skip
     scale = c.v_static_scale + 4 * head * c.v_dim if c.v_static_scale else 0
     _encode_token(
-        source, c.v_in_dtype, c.v_dim, 0, scale, c.v_token_scales + 2 * (first + slot), False,
+        source, c.v_in_dtype, c.v_dim, 0, scale, c.v_token_scales + 4 * (first + slot), False,
         c.v_max, c.min_scale, code, line, work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)

@@ -133,11 +133,13 @@ def _read(
     head = torch.arange(heads, device=number.device, dtype=torch.int32)[:, None]
     place = (number[:, None] * heads + head).reshape(-1)
 
-    def scales(stored: StoredSide) -> Tensor | None:
-        if stored.token_scales is None:
-            return None
-        chosen = stored.token_scales.flatten(0, 1).index_select(0, place)
-        return chosen.float().view(batch * heads, 1, -1)
+    k_scales = v_scales = None
+    if pages.token_scales is not None and (pages.k.is_dynamic or pages.v.is_dynamic):
+        # Words of 32 bits, K's scale in the lower half: the upper half of a float32 is a bfloat16.
+        words = pages.token_scales.view(torch.int32).flatten(0, 1).index_select(0, place)
+        words = words.view(batch * heads, 1, -1)
+        k_scales = (words << 16).view(torch.float32) if pages.k.is_dynamic else None
+        v_scales = (words & -0x10000).view(torch.float32) if pages.v.is_dynamic else None
 
     def numbers(stored: StoredSide) -> Tensor:
         codes = stored.codes.flatten(0, 1).index_select(0, place)
@@ -147,7 +149,7 @@ def _read(
 
     k = numbers(pages.k).view(batch * heads, count * size, -1)
     v = numbers(pages.v).view(batch * heads, count, -1, size)
-    return k, scales(pages.k), v, scales(pages.v)
+    return k, k_scales, v, v_scales
 
 
 def _add_values(out: Tensor, weights: Tensor, v: Tensor, hidden: Tensor, heads: int) -> None:

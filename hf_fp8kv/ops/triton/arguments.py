@@ -20,14 +20,13 @@ class SidePointers(NamedTuple):
     """Tensors of a `StoredSide`, which see for shapes and dtypes; in a kernel, pointers."""
 
     codes: torch.Tensor
-    token_scales: torch.Tensor | None
     static_scale: torch.Tensor | None
     center: torch.Tensor | None
 
 
 def pointers_to(side: StoredSide) -> SidePointers:
     """Return what kernels take of a side."""
-    return SidePointers(side.codes, side.token_scales, side.static_scale, side.center)
+    return SidePointers(side.codes, side.static_scale, side.center)
 
 
 class AttentionTensors(NamedTuple):
@@ -35,7 +34,7 @@ class AttentionTensors(NamedTuple):
 
     Attributes:
         query: `[B, Hq, T, Dk]`, floating, its last axis without gaps.
-        k, v: the pages.
+        k, v, token_scales: the pages.
         table: `[B, M]`, int32: the pages of each sequence.
         lengths: `[B]`, int32: stored tokens.
         mask: of a kind that `Features.mask` names, its last axis without gaps, or None.
@@ -46,6 +45,7 @@ class AttentionTensors(NamedTuple):
     query: torch.Tensor
     k: SidePointers
     v: SidePointers
+    token_scales: torch.Tensor | None
     table: torch.Tensor
     lengths: torch.Tensor
     mask: torch.Tensor | None
@@ -92,6 +92,7 @@ class Features:
         causal, windowed, softcapped: as in `ops.attend`.
         mask: NO_MASK, COMPACT, COMPLETE or ADDITIVE.
         centered: the center's share of the logits is added.
+        k_dynamic, v_dynamic: whether a token's K, and V, has a scale of its own.
         precision: of products of float32, as `tl.dot` calls it.
     """
 
@@ -100,6 +101,8 @@ class Features:
     softcapped: bool
     mask: int
     centered: bool
+    k_dynamic: bool
+    v_dynamic: bool
     precision: str
 
 
@@ -218,6 +221,7 @@ def prepare(
     k, v = pointers_to(pages.k), pointers_to(pages.v)
     if not centered:
         k = k._replace(center=None)
+    scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
     kind = _mask_kind(spec.mask)
     mask, mask_strides = _broadcast(spec.mask)
     bias, bias_strides = _broadcast(spec.bias)
@@ -229,8 +233,12 @@ def prepare(
     # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
     # large heads do not fit into shared memory.
     precise = "tf32x3" if target.is_nvidia and max(shape.k_width, shape.v_width) <= 256 else "ieee"
+    features = features_of(
+        spec.causal, spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic,
+        pages.v.is_dynamic, precise,
+    )  # fmt: skip
     return AttentionArgs(
-        tensors=AttentionTensors(query, k, v, pages.table, lengths, mask, bias, spec.sinks),
+        tensors=AttentionTensors(query, k, v, scales, pages.table, lengths, mask, bias, spec.sinks),
         factors=Factors(spec.scaling * k_codec.factor, spec.scaling, spec.softcap, v_codec.factor),
         start=start,
         stop=stop,
@@ -239,9 +247,7 @@ def prepare(
         mask_strides=mask_strides,
         bias_strides=bias_strides,
         shape=shape,
-        features=features_of(
-            spec.causal, spec.window > 0, spec.softcap != 0, kind, centered, precise
-        ),
+        features=features,
         k_codec=k_codec,
         v_codec=v_codec,
         target=target,

@@ -196,8 +196,10 @@ def _attend_tile(
     )
     k = decode_for_dot(k_codes, K_CODEC)
     x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
-    if tensors.k.token_scales is not None:
-        x *= tl.load(tensors.k.token_scales + token).to(tl.float32)[None, :]
+    if FEATURES.k_dynamic or FEATURES.v_dynamic:
+        k_scale, v_scale = _load_scales(tensors.token_scales, token)
+    if FEATURES.k_dynamic:
+        x *= k_scale[None, :]
     x = _apply_scales_and_softcap(
         x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES
     )
@@ -207,8 +209,7 @@ def _attend_tile(
         )
         x = tl.where(visible, x, float("-inf"))
 
-    if tensors.v.token_scales is not None:
-        v_scale = tl.load(tensors.v.token_scales + token).to(tl.float32)
+    if FEATURES.v_dynamic:
         if MASKED:
             # What no row sees must not count even if it is NaN.
             v_scale = tl.where(tl.max(visible.to(tl.int32), 0) != 0, v_scale, 0.0)
@@ -220,7 +221,7 @@ def _attend_tile(
     else:
         m_new = tl.maximum(m_i, tl.max(x, 1))
     weights, alpha, l_i = _online_softmax(x, m_i, l_i, m_new)
-    if tensors.v.token_scales is not None:
+    if FEATURES.v_dynamic:
         weights *= v_scale[None, :]
     if MASKED:
         hidden = (tl.max(visible.to(tl.int32), 0) == 0)[None, :]
@@ -276,6 +277,14 @@ def _load_codes(
     else:
         v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)
     return k_codes, v_codes, token
+
+
+@triton.jit
+def _load_scales(scales_ptr, token):
+    """Return the scales of K and of V of tokens, float32: the two halves of one word."""
+    words = tl.load(scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + token)
+    k_scale = (words << 16).to(tl.float32, bitcast=True)
+    return k_scale, (words & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -33,24 +33,24 @@ def gather(
     # Tiles begin at multiples of their size, wherever `start` is.
     tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
-        _gather, (tiles, heads, batch), pointers_to(stored), out, lengths, pages.table, start, stop,
-        pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim, WIDTH=width,
-        ENCODER=encoder_for(stored.format), TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile,
-        num_warps=num_warps(width), enable_fp_fusion=False,
+        _gather, (tiles, heads, batch), pointers_to(stored), pages.token_scales, out, lengths,
+        pages.table, start, stop, pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim,
+        WIDTH=width, ENCODER=encoder_for(stored.format), TRANSPOSED=not is_key, RAGGED=ragged,
+        TILE=tile, num_warps=num_warps(width), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["start", "stop", "table_b"])
 def _gather(
-    side, out_ptr, lengths_ptr, table_ptr, start, stop, table_b,
+    side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_b,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ENCODER: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write dense K, or V (TRANSPOSED). The grid is tiles of positions, KV heads and sequences.
 
     Args:
-        side: pointers, see `SidePointers`.
+        side: pointers, see `SidePointers`; scales_ptr: see `Pages.token_scales`.
         out_ptr: `[B, Hkv, stop - start, D]`, floating.
         lengths_ptr: `[B]`, int32, read if RAGGED.
         table_ptr: `[B, M]`, int32; table_b: its batch stride.
@@ -99,7 +99,8 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            x *= tl.load(side.token_scales + token, mask=exists, other=0.0).to(tl.float32)[:, None]
+            scale_ptrs = scales_ptr + token * 2 + (1 if TRANSPOSED else 0)
+            x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         if side.center is not None:
             center_ptr = side.center + (b.to(tl.int64) * HEADS + h) * DIM
             x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]

@@ -50,8 +50,9 @@ def write(
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
     launch(
         _write, (tiles, 2 * heads, batch), key, value, lengths, pages.table,
-        pointers_to(pages.k), pointers_to(pages.v), tokens, UNLIMITED if limit is None else limit,
-        pages.table.shape[1], pages.table.stride(0), key.stride(), value.stride(),
+        pointers_to(pages.k), pointers_to(pages.v), pages.token_scales, tokens,
+        UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
+        key.stride(), value.stride(),
         HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim, K_WIDTH=k_width,
         V_WIDTH=v_width, K_ENCODER=encoder_for(pages.k.format),
         V_ENCODER=encoder_for(pages.v.format), TILE=tile,
@@ -72,7 +73,7 @@ def num_warps(width: int) -> int:
 
 @triton.jit(do_not_specialize=["tokens", "limit", "columns", "table_b"])
 def _write(
-    key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, tokens, limit, columns, table_b,
+    key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, columns, table_b,
     key_strides, value_strides,
     HEADS: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
     K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
@@ -84,7 +85,7 @@ def _write(
         key_ptr, value_ptr: `[B, Hkv, T, D]`, floating, of any strides.
         lengths_ptr: `[B]`, int32.
         table_ptr: `[B, columns]`, int32; table_b: its batch stride.
-        k, v: pointers, see `SidePointers`.
+        k, v: pointers, see `SidePointers`; scales_ptr: see `Pages.token_scales`.
         tokens, limit: T, and the most tokens that a sequence may hold.
     """
     h = tl.program_id(1) % HEADS
@@ -98,14 +99,14 @@ def _write(
         if center_ptr is not None:
             center_ptr += (b.to(tl.int64) * HEADS + h) * K_DIM
         _write_side(
-            x_ptr, k, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
+            x_ptr, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
             key_strides[2], key_strides[3],
             HEADS, PAGE, K_DIM, K_WIDTH, K_ENCODER, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         x_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         _write_side(
-            x_ptr, v, None, table_ptr, h, tile, length, tokens, limit, columns,
+            x_ptr, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit, columns,
             value_strides[2], value_strides[3],
             HEADS, PAGE, V_DIM, V_WIDTH, V_ENCODER, TILE, TRANSPOSED=True,
         )  # fmt: skip
@@ -113,7 +114,8 @@ def _write(
 
 @triton.jit
 def _write_side(
-    x_ptr, side, center_ptr, table_ptr, h, tile, length, tokens, limit, columns, x_t, x_d,
+    x_ptr, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
+    x_t, x_d,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     ENCODER: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +160,8 @@ def _write_side(
             scale = search_scale_at_once(copies, ENCODER)
         else:
             scale = search_scale(x, ENCODER)
-        tl.store(side.token_scales + block * PAGE + slot, to_bfloat16(scale), mask=exists)
+        scale_ptrs = scales_ptr + (block * PAGE + slot) * 2 + (1 if TRANSPOSED else 0)
+        tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)
 
     if not TRANSPOSED:
