@@ -15,6 +15,7 @@ from ..cache.paged_tensor import PagedKV, pages_of
 from ..errors import ConfigError
 from ..ops import AttentionSpec
 from ..utils.warn_once import warn_once
+from .compact import is_compact, unpack
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def fp8_paged_attention(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # Compact masks are made for causal patterns only, whatever the module's `is_causal` says.
-    causal = causal or (attention_mask is not None and attention_mask.dtype == torch.uint8)
+    causal = causal or is_compact(attention_mask)
     spec = AttentionSpec(
         scaling=float(query.shape[-1] ** -0.5 if scaling is None else scaling),
         causal=bool(causal),
@@ -121,14 +122,18 @@ def _stored_attention(
             "expected inference, got a training step through stored pages, which have no gradient; "
             "call model.eval(), or train without the cache (use_cache=False)"
         )
-    complete = spec.mask is not None and spec.mask.dtype != torch.uint8
+    complete = spec.mask is not None and not is_compact(spec.mask)
     window = spec.window or key.window
     if complete:
         # A complete mask includes the window. But a preallocated sliding layer keeps the tokens
         # behind its window, which transformers' own layers do not: no mask shows them, and they
         # need not be read.
         window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
-    mask, bias = _cut_to_keys(spec.mask, key), _cut_to_keys(spec.bias, key)
+    bias = _cut_to_keys(spec.bias, key)
+    if spec.mask is not None and not complete:
+        mask: Tensor | None = unpack(spec.mask, key.start, key.stop).seen
+    else:
+        mask = _cut_to_keys(spec.mask, key)
     if mask is not None and mask.dtype == torch.bool:
         if mask.shape[1] > 1:
             mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
@@ -210,12 +215,14 @@ def _dense_attention(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attend over dense K and V with transformers' own code."""
-    window = spec.window or (key.window if isinstance(key, PagedKV) else 0)
+    window, start, filled = spec.window, 0, None
     if isinstance(key, PagedKV):
+        window, start = window or key.window, key.start
+        filled = key.lengths if key.ragged else None
         key = key.dense()
     if isinstance(value, PagedKV):
         value = value.dense()
-    mask = complete_mask(spec.mask, query, key, window, spec.causal)
+    mask = complete_mask(spec.mask, query, key, window, spec.causal, start, filled)
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = keep_chosen_keys(mask, indices, query, key)

@@ -1,9 +1,9 @@
 """The mask function "fp8_paged", and the complete masks that dense attention needs.
 
 Masks are made once per step, before any layer runs. For plain causal and sliding-window patterns
-no dense mask is made: None, or a compact mask `[B, 1, 1, N]` of dtype uint8 that only marks
-padding; the attention applies causality and the window itself. Every other pattern (blocks,
-chunks, bidirectional, packed) is a complete bool mask. A float mask is additive.
+no dense mask is made: None, or a compact mask that only marks padding (compact.py); the attention
+applies causality and the window itself. Every other pattern (blocks, chunks, bidirectional, packed)
+is a complete bool mask. A float mask is additive.
 """
 
 import threading
@@ -19,7 +19,9 @@ from ..cache.layer import MaskLength
 from ..errors import ConfigError
 from ..modeling.exact_states import exact_states
 from ..ops.visibility import visible
+from .compact import is_compact, pack, unpack
 from .model_quirks import adds_mask, needs_complete_mask, relies_on_mask
+from .patterns import causal_window, is_safe_to_follow
 
 Tensor = torch.Tensor
 
@@ -47,9 +49,9 @@ def fp8_paged_mask(
         kwargs: further arguments of transformers' mask functions.
 
     Returns:
-        None if no token has to be masked besides causality and the window; `[B, 1, 1, N]` of
-        uint8, 0 is padding; or `[B, 1, T, N]` of bool, True is visible. An additive float mask
-        for models that add it to their scores themselves.
+        None if no token has to be masked besides causality and the window; a compact mask; or
+        `[B, 1, T, N]` of bool, True is visible. An additive float mask for models that add it to
+        their scores themselves.
 
     Raises:
         ConfigError: `attention_mask` does not cover the tokens in our cache and the new ones.
@@ -61,23 +63,23 @@ def fp8_paged_mask(
     config = kwargs.get("config")
     # transformers declares a number, and passes a tensor all the same.
     offset: Any = q_offset
+    is_ours = _is_ours(q_offset)
     if adds_mask(config):
         return eager_mask(
             batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
             **kwargs,
         )  # fmt: skip
-    # With a compact mask the queries are the last of the keys, which does not hold in a
-    # preallocated cache; and models that look into the mask, or whose K is not the cache's K,
-    # cannot use one.
-    ends_together = (
+    window = None
+    if not needs_complete_mask(config):  # models that look into the mask, or change K
+        window = _find_window(mask_function, is_ours, kwargs)
+    # With a compact mask the queries are the last tokens that are stored.
+    ends_together = is_ours or (
         not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     )
-    plain = ends_together and not needs_complete_mask(config)
-    window = _causal_window(mask_function)
     # On an empty cache attention gets fresh keys, which do not know the window of their layer. A
     # window that hides something needs a complete mask there: made once here, not in every layer.
-    fresh = q_length > 1 and q_length == kv_length
-    if not plain or window is None or (fresh and 0 < window < kv_length):
+    fresh = q_length > 1 and q_length == kv_length and not is_ours
+    if not ends_together or window is None or (fresh and 0 < window < kv_length):
         kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(
             batch_size, q_length, kv_length, offset, kv_offset, mask_function, attention_mask,
@@ -86,10 +88,11 @@ def fp8_paged_mask(
     may_be_none = q_length == 1 or not relies_on_mask(config)
     if attention_mask is None and may_be_none:
         return None
+    filled = offset + q_length if is_ours else kv_length
     if attention_mask is None:
-        return torch.ones(
-            (batch_size, 1, 1, kv_length), dtype=torch.uint8, device=kwargs.get("device", "cpu")
-        )
+        shape = (batch_size, kv_length)
+        every = torch.ones(shape, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+        return pack(every, kv_offset, filled)
     missing = kv_offset + kv_length - attention_mask.shape[-1]
     if missing > 0 and isinstance(kv_length, MaskLength):
         raise ConfigError(
@@ -100,63 +103,65 @@ def fp8_paged_mask(
     if missing > 0:  # under sdpa, transformers hides what the mask does not cover
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     present = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    # Reading the values synchronizes with a GPU: do it once, at the prefill, not at each step.
-    look = (present.is_cpu or q_length > 1) and not torch.compiler.is_compiling()
+    # Reading the values synchronizes with a GPU: do it once, at the prefill, not at each step. A
+    # preallocated cache has the same kind of mask at each step, since it may be compiled for it.
+    look = (present.is_cpu or q_length > 1) and not is_ours and not torch.compiler.is_compiling()
     if may_be_none and look and present.all():
         return None
-    return present[:, None, None].to(torch.uint8)
+    return pack(present, kv_offset, filled)
 
 
-def _causal_window(function: Callable[..., Any]) -> int | None:
-    """Return the window of a causal pattern, 0 for a plain one; None for every other pattern.
+def _is_ours(q_offset: Any) -> bool:
+    """Whether the position of the first query is that of a preallocated cache of this package.
 
-    transformers does not tag its patterns; a window is a closure over its overlay and the causal
-    function. A pattern that is not recognized gets a complete mask, which is always correct.
+    transformers' own is of another dtype. Its K and V are dense, and want complete masks.
     """
-    if function is causal_mask_function:
-        return 0
-    if torch.compiler.is_compiling() or function.__qualname__ != "and_masks.<locals>.and_mask":
-        return None
-    parts = _captured_value(function)
-    if (
-        isinstance(parts, tuple)
-        and len(parts) == 2
-        and parts[1] is causal_mask_function
-        and parts[0].__qualname__ == "sliding_window_overlay.<locals>.inner_mask"
-    ):
-        window = _captured_value(parts[0])
-        return window if isinstance(window, int) else None
-    return None
+    if not isinstance(q_offset, Tensor):
+        return False
+    return q_offset.dtype == torch.int32 and q_offset.ndim == 0
 
 
-def _captured_value(function: Callable[..., Any]) -> Any:
-    """Return the one value that a function closes over, or None."""
-    cells = function.__closure__ or ()
-    return cells[0].cell_contents if len(cells) == 1 else None
+def _find_window(function: Callable[..., Any], is_ours: bool, kwargs: dict[str, Any]) -> int | None:
+    """Return what `causal_window` does, or None where it cannot be asked."""
+    if function is not causal_mask_function and torch.compiler.is_compiling():
+        # Without a cache positions may be packed, which is one more function over them.
+        uses_vmap = kwargs.get("use_vmap", False)
+        if not is_ours or not is_safe_to_follow(function, kwargs.get("config"), uses_vmap):
+            return None
+    return causal_window(function)
 
 
 def complete_mask(
-    mask: Tensor | None, query: Tensor, key: Tensor, window: int, causal: bool
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    window: int,
+    causal: bool,
+    start: int = 0,
+    filled: Tensor | None = None,
 ) -> Tensor | None:
     """Return a mask that includes causality and the window; None where `is_causal` is enough.
 
     Args:
-        mask: None, compact `[B, 1, 1, N]` of uint8, or complete (then only cut to the keys).
-        query: `[B, Hq, T, Dk]`, the last T tokens of the keys.
+        mask: None, compact, or complete (then only cut to the keys).
+        query: `[B, Hq, T, Dk]`, the last T tokens of the filled keys.
         key: `[B, Hkv, N, Dk]`.
         window: tokens that a query sees; 0: all.
         causal: whether a query sees only the tokens up to its own.
+        start: position of the first key.
+        filled: `[B]`, keys that hold tokens; None: all, or as many as a compact mask says.
     """
-    if mask is not None and mask.dtype != torch.uint8:
+    if mask is not None and not is_compact(mask):
         return mask[..., : key.shape[2]]
     tokens, length = query.shape[2], key.shape[2]
-    windowed = bool(window) and length > window
-    if mask is None and not (causal and (windowed or 1 < tokens != length)):
+    narrow = bool(window) and length > window
+    if mask is None and filled is None and not (causal and (narrow or 1 < tokens != length)):
         return None
-    if mask is None:
-        return causal_mask(query, key, window)
-    present = mask[..., :length].bool()
-    return present & causal_mask(query, key, window) if causal else present
+    compact = None if mask is None else unpack(mask, start, start + length)
+    if filled is None:
+        filled = torch.tensor([length], device=query.device) if compact is None else compact.filled
+    seen = visible(filled, tokens, 0, length, causal, window)[:, None]
+    return seen if compact is None else seen & compact.seen.bool()
 
 
 def causal_mask(query: Tensor, key: Tensor, window: int) -> Tensor:

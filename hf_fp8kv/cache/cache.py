@@ -234,6 +234,10 @@ class FP8PagedCache(DynamicCache):
             return densify(keys), densify(values)
         return keys, values
 
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Return the position of the next query; for masks, see `PagedLayers.mark_offset`."""
+        return self._paged.mark_offset(super().get_query_offset(layer_idx))
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the columns of the mask, and the position of the first.
 

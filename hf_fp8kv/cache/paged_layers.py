@@ -205,6 +205,16 @@ class PagedLayers:
             is_empty = not self.layers or self.layers[0].is_empty
             self.first_tokens.ask(tokens, is_empty=is_empty)
 
+    def mark_offset(self, offset: Any) -> Any:
+        """Return a first position of 0 as a tensor `[]`, int32, if K and V will be stored ones.
+
+        By such a tensor the mask function knows a preallocated cache, whose masks are as wide at
+        its first call as at the others, unless that call attends to its own tokens.
+        """
+        is_stored = self.options.is_preallocated and self.options.prefill == "stored"
+        is_first = isinstance(offset, int) and offset == 0
+        return torch.zeros((), dtype=torch.int32) if is_stored and is_first else offset
+
     def _length_for_rings(self) -> int:
         """Return the tokens stored if a ring must know; else 0: asking waits for the device."""
         rings = any(group.ring or group.lost for group in self._preallocated())

@@ -31,3 +31,20 @@ def visible(
     if window:
         seen = seen & (position >= first_visible(query, window))
     return seen
+
+
+def mask_bounds(seen: Tensor, start: int) -> Tensor:
+    """Return the first visible position and one past the last hidden one, `[B, 2]`, int32.
+
+    Args:
+        seen: `[B, N]`, bool, which positions from `start` on a mask shows.
+        start: the position of the first column.
+
+    Where nothing is visible the first is `start + N`; where nothing is hidden the second is
+    `start`. No value is read on the host.
+    """
+    stop = start + seen.shape[1]
+    position = torch.arange(start, stop, dtype=torch.int32, device=seen.device)
+    first = torch.where(seen, position, stop).amin(1)
+    hidden = torch.where(seen, start, position + 1).amax(1)
+    return torch.stack([first, hidden], 1).int()

@@ -1,0 +1,298 @@
+"""Masks: which are compact, and that these say what transformers' complete ones do."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig
+from transformers import masking_utils as stock
+from transformers.cache_utils import StaticCache
+
+from hf_fp8kv import ConfigError, FP8PagedCache
+from hf_fp8kv.attention.compact import is_compact, pack, unpack
+from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
+from hf_fp8kv.attention.patterns import causal_window
+from hf_fp8kv.ops import registration
+from hf_fp8kv.ops.visibility import mask_bounds
+from tests.cache.test_compile import compiled
+from tests.helpers.assertions import assert_same
+from tests.helpers.tiny_models import prompt, tiny
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+ROOM = 64
+pytestmark = [
+    pytest.mark.text,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+
+def chunks() -> Any:
+    return stock.chunked_causal_mask_function(4, torch.tensor([0, 3]))
+
+
+def blocks() -> Any:
+    ids = torch.zeros(2, ROOM, dtype=torch.int)
+    return stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(ids))
+
+
+PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
+    "causal": (lambda: stock.causal_mask_function, 0),
+    "window": (lambda: stock.sliding_window_causal_mask_function(7), 7),
+    "window of one": (lambda: stock.sliding_window_causal_mask_function(1), 1),
+    "chunks": (chunks, None),
+    "blocks": (blocks, None),
+    "both ways": (lambda: stock.bidirectional_mask_function, None),
+    "a window both ways": (lambda: stock.sliding_window_bidirectional_mask_function(4), None),
+    "before the query": (lambda: lambda b, h, q, k: k <= q - 1, None),
+    "by head": (lambda: lambda b, h, q, k: k <= q + h, None),
+    "by batch": (lambda: lambda b, h, q, k: (k <= q) & (b == 0), None),
+    "a window alone": (lambda: stock.sliding_window_overlay(5), None),
+    "by value": (lambda: lambda b, h, q, k: k <= q if q > 3 else k < q, None),
+    "a window twice": (
+        lambda: stock.and_masks(
+            stock.sliding_window_overlay(9), stock.sliding_window_causal_mask_function(6)
+        ),
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_are_told_apart(name: str) -> None:
+    make, window = PATTERNS[name]
+    assert causal_window(make()) == window
+
+
+# Rows of 12 tokens: none hidden, on the left, on the right, in the middle, most, and all.
+ROWS = torch.tensor(
+    [
+        [1] * 12, [0] * 3 + [1] * 9, [1] * 9 + [0] * 3, [0, 1, 1, 0, 1] + [1] * 7,
+        [0, 0, 1, 0] + [1] * 7 + [0], [0] * 11 + [1], [0] * 12,
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_bounds(start: int) -> None:
+    for row, (first, hidden) in zip(ROWS.bool(), mask_bounds(ROWS.bool(), start), strict=True):
+        positions = torch.arange(start, start + 12)
+        seen, unseen = positions[row].tolist(), positions[~row].tolist()
+        assert first == min(seen, default=start + 12)
+        assert hidden == (max(unseen) + 1 if unseen else start)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("tokens", [1, 5, 12])
+@pytest.mark.parametrize(
+    ("columns", "room"), [(12, 12), (12, 16), (12, 31), (12, 40), (8, 31), (20, 31)]
+)
+def test_a_compact_mask_says_what_a_complete_one_does(
+    window: int, tokens: int, columns: int, room: int
+) -> None:
+    """Of a preallocated cache that holds 12 tokens, the new ones among them."""
+    text = torch.nn.functional.pad(ROWS, (0, max(columns - 12, 0)), value=1)[:, :columns].bool()
+    function = (
+        stock.sliding_window_causal_mask_function(window) if window else stock.causal_mask_function
+    )
+    offset = torch.tensor(12 - tokens, dtype=torch.int32)
+    how = (len(ROWS), tokens, room, offset, 0, function, text)
+    mask = fp8_paged_mask(*how, config=LlamaConfig())
+    assert mask is not None
+    assert is_compact(mask)
+    query, key = torch.zeros(len(ROWS), 1, tokens, 8), torch.zeros(len(ROWS), 1, room, 8)
+    expected = stock.sdpa_mask(*how, allow_is_causal_skip=False)
+    assert expected is not None
+    assert_same(complete_mask(mask, query, key, window, True), expected)
+    _, bounds, filled = unpack(mask, 0, room)
+    seen = torch.nn.functional.pad(text, (0, max(room - columns, 0)))[:, :room]
+    seen[:, 12:] = True  # not stored yet
+    assert_same(bounds, mask_bounds(seen, 0))
+    assert filled.tolist() == [12] * len(ROWS)
+    # Without the tail, as code that cuts a mask to the keys leaves it.
+    assert_same(unpack(mask[..., :room].clone(), 0, room).bounds, bounds)
+
+
+def test_a_mask_of_the_whole_text_for_a_window() -> None:
+    for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
+        text = torch.rand(2, length) > 0.4
+        whole, cut = pack(text, 0, length), pack(text[:, start:], start, length - start)
+        for mask in (whole, cut, whole[..., :length].clone()):
+            seen, bounds, filled = unpack(mask, start, length)
+            assert_same(seen[:, 0, 0].bool(), text[:, start:], (length, start))
+            expected = mask_bounds(
+                text if mask is whole else text[:, start:], 0 if mask is whole else start
+            )
+            assert_same(bounds, expected)
+            assert filled.tolist() == [length - start] * 2
+    with pytest.raises(ConfigError, match="covers 12 tokens"):
+        unpack(whole[..., :5].clone(), 0, 12)
+
+
+def test_unpacking_again_is_free_and_never_stale() -> None:
+    one, other = (pack(torch.rand(2, 9) > p, 0, 9) for p in (0.2, 0.8))
+    first = unpack(one, 0, 9)
+    assert unpack(one, 0, 9) is first
+    assert_same(unpack(other, 0, 9).seen, other[..., :9])
+    assert_same(unpack(one, 0, 9).seen, one[..., :9])
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The masks of all calls of attention over stored pages, compiled ones too."""
+    masks: list[Any] = []
+    load = registration.load_backend
+
+    def recording(name: str) -> Any:
+        backend = load(name)
+
+        def attend(query: Any, pages: Any, lengths: Any, *rest: Any) -> torch.Tensor:
+            assert rest[2].causal
+            masks.append(rest[2].mask)
+            return backend.attend(query, pages, lengths, *rest)
+
+        return SimpleNamespace(write=backend.write, gather=backend.gather, attend=attend)
+
+    monkeypatch.setattr(registration, "load_backend", recording)
+    return masks
+
+
+def chat(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
+    """Two turns with padding on the left of the first one, and then one-token and chunked calls."""
+    answers = []
+    text = prompt()
+    for turn in range(2):
+        ids = model.generate(**text, past_key_values=cache, **{**GREEDY, **keywords})
+        answers.append(ids)
+        more = prompt(turn + 5, tokens=7, pad=0)["input_ids"]
+        ids = torch.cat([ids, more], 1)
+        new = ids.shape[1] - text["attention_mask"].shape[1]
+        mask = torch.cat([text["attention_mask"], torch.ones(2, new, dtype=torch.long)], 1)
+        mask[1, -3] = 0  # a hole in the text
+        text = {"input_ids": ids, "attention_mask": mask}
+    return answers
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "exact": {"cache": {}},
+    "stored": {"cache": {"prefill": "stored"}},
+    "chunks": {"prefill_chunk_size": 4, "cache": {}},
+    "compiled": {"cache": {}, "compile_config": None},
+}
+
+
+@pytest.mark.parametrize("name", ["gqa", "sliding", "sliding_and_full", "kv_sharing"])
+@pytest.mark.parametrize("calls", CALLS)
+def test_causal_patterns_need_no_complete_mask(name: str, calls: str, attended: list[Any]) -> None:
+    if calls == "compiled" and name != "sliding_and_full":
+        pytest.skip("the masks are made by the same code")
+    torch._dynamo.reset()
+    stock_model, _ = tiny(name, attn_implementation="sdpa")
+    model, _ = tiny(name, attn_implementation="fp8_paged")
+    keywords = dict(CALLS[calls])
+    options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, **keywords.pop("cache")}
+    how = {**keywords, "disable_compile": True}
+    if "compile_config" in keywords:
+        how = {"compile_config": compiled()}
+    expected = chat(stock_model, DynamicCache(config=model.config))
+    for got, wanted in zip(
+        chat(model, FP8PagedCache(model.config, **options), **how), expected, strict=True
+    ):
+        assert_same(got, wanted)
+    assert attended
+    shapes = {None if mask is None else (mask.dtype, tuple(mask.shape)) for mask in attended}
+    assert shapes == {(torch.uint8, (2, 1, 1, ROOM))}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "padded"), [("gqa", False), ("sliding_and_full", True), ("chunked", True)]
+)
+def test_masks_that_are_made_in_compiled_code(name: str, padded: bool) -> None:
+    """A caller's own compiled forward, with later prompts of several tokens."""
+    torch._dynamo.reset()
+    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    rows: list[int | None] = []
+
+    def look(module: torch.fx.GraphModule, _: Any) -> Any:
+        for node in module.graph.nodes:
+            if "hf_fp8kv.attend" in str(node.target):
+                values = [getattr(x, "meta", {}).get("val") for x in node.args]
+                masks = [
+                    v for v in values if v is not None and v.dtype in (torch.uint8, torch.bool)
+                ]
+                masks = [v for v in masks if v.shape[1] == 1 and v.shape[3] == ROOM]
+                rows.append(masks[0].shape[2] if masks else None)
+        return module
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    step = torch.compile(
+        model.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=look)
+    )
+    mask = inputs["attention_mask"] if padded else None
+    found = []
+    for forward in (model.forward, step):
+        cache = FP8PagedCache(model.config, dtype="auto", page_size=8, max_cache_len=ROOM)
+        model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+        length = inputs["input_ids"].shape[1]
+        logits = []
+        for tokens in (5, 1):
+            length += tokens
+            ids = prompt(length, tokens=tokens, pad=0)["input_ids"]
+            whole = None
+            if mask is not None:
+                whole = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+                whole = torch.nn.functional.pad(whole, (0, ROOM - length))
+            positions = torch.arange(length - tokens, length).expand(2, -1)
+            out = forward(ids, attention_mask=whole, position_ids=positions, past_key_values=cache)
+            logits.append(out.logits)
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert rows
+    if name == "chunked":
+        assert 5 in rows, "a pattern that is not recognized"
+    else:
+        assert set(rows) == ({1} if padded else {None})
+
+
+@torch.no_grad()
+def test_a_stock_static_cache_has_complete_masks() -> None:
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    stock_model, _ = tiny("gqa", attn_implementation="sdpa")
+    found = []
+    for each in (model, stock_model):
+        cache = StaticCache(model.config, max_cache_len=ROOM)
+        each(**inputs, past_key_values=cache)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+        more = prompt(1, tokens=3, pad=0)["input_ids"]
+        found.append(each(more, attention_mask=mask, past_key_values=cache).logits)
+    assert_same(*found)
+    offset = torch.tensor([13])
+    made = fp8_paged_mask(
+        2, 3, ROOM, offset, 0, stock.causal_mask_function, mask.bool(), config=model.config
+    )
+    assert made is not None
+    assert made.shape == (2, 1, 3, ROOM)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
+def test_compact_masks_over_dense_keys(name: str) -> None:
+    """Attention weights, and layers that are left to transformers."""
+    stock_model, inputs = tiny(name, attn_implementation="eager")
+    model, _ = tiny(name, attn_implementation="fp8_paged")
+    found = []
+    for each in (stock_model, model):
+        cache: Any = DynamicCache(config=model.config)
+        if each is model:
+            cache = FP8PagedCache(
+                model.config, dtype="auto", page_size=8, max_cache_len=ROOM, prefill="stored"
+            )
+        each(**inputs, past_key_values=cache)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+        more = prompt(1, tokens=3, pad=0)["input_ids"]
+        out = each(more, attention_mask=mask, past_key_values=cache, output_attentions=True)
+        found.append(out.logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
