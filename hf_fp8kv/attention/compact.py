@@ -2,14 +2,14 @@
 
 transformers hands one tensor to all layers of a kind, so what is computed once per step travels in
 that: `[B, 1, 1, W]`, uint8. A row is a byte for each of N columns, 0 for padding, zeros up to a
-multiple of 16, and a tail of four numbers, int32:
+multiple of 8, and a tail of four numbers, int32:
 
     the position of the first visible token, and one past that of the last hidden one
     how many columns are filled: the queries are the last of these
     0
 
-The tail is followed by 16 more bytes where the columns begin at position 0. A layer with a window
-may be given the mask of the whole text, and tells by the width.
+A mask that begins after position 0 has one more number, so that the width tells: a layer with a
+window may be given the mask of the whole text.
 """
 
 import weakref
@@ -22,7 +22,8 @@ from ..ops.visibility import mask_bounds
 
 Tensor = torch.Tensor
 
-_ALIGNED = 16
+_ALIGNED = 8
+_TAIL = 16
 
 
 class CompactMask(NamedTuple):
@@ -60,9 +61,8 @@ def pack(present: Tensor, start: int, filled: int | Tensor) -> Tensor:
         last = filled.int().expand(batch)
     else:
         last = torch.full((batch,), filled, dtype=torch.int32, device=present.device)
-    numbers = torch.stack([*mask_bounds(present, start).unbind(1), last, torch.zeros_like(last)], 1)
-    if start == 0:
-        numbers = torch.nn.functional.pad(numbers, (0, 4))
+    numbers = torch.stack([*mask_bounds(present, start).unbind(1), last], 1)
+    numbers = torch.nn.functional.pad(numbers, (0, 1 if start == 0 else 2))
     seen = torch.nn.functional.pad(present.to(torch.uint8), (0, -columns % _ALIGNED))
     return torch.cat([seen, numbers.view(torch.uint8)], 1)[:, None, None]
 
@@ -74,8 +74,10 @@ _last: tuple["weakref.ref[Tensor]", int, int, CompactMask] | None = None
 def unpack(mask: Tensor, start: int, stop: int) -> CompactMask:
     """Return what a compact mask says of the tokens at positions `start` to `stop - 1`.
 
-    All layers of a step ask, most of them for the same. A mask without a tail (which a model's code
-    may have cut off) says the same, which is then computed.
+    All layers of a step ask, most of them for the same.
+
+    Raises:
+        ConfigError: the mask was made for other tokens.
     """
     global _last
     if torch.compiler.is_compiling():
@@ -90,25 +92,15 @@ def unpack(mask: Tensor, start: int, stop: int) -> CompactMask:
 
 def _unpack(mask: Tensor, start: int, stop: int) -> CompactMask:
     width, columns = mask.shape[3], stop - start
-    first = 0
-    if start > 0 and width == _padded(stop) + 2 * _ALIGNED:
-        first, columns = start, stop  # of the whole text
-    elif width not in (_padded(columns) + _ALIGNED, _padded(columns) + 2 * _ALIGNED):
-        seen = mask[..., -columns:] if start else mask[..., :columns]
-        if seen.shape[3] < columns:
-            raise ConfigError(
-                f"expected a mask that covers {columns} tokens, got {tuple(mask.shape)}; pass a "
-                "mask over the cached and the new tokens"
-            )
-        bounds = mask_bounds(seen[:, 0, 0] != 0, start)
-        return CompactMask(seen, bounds, torch.full_like(bounds[:, 0], columns))
-    tail = _padded(columns)
-    numbers = mask[:, 0, 0, tail : tail + _ALIGNED].view(torch.int32)
+    from_zero = width % _ALIGNED == 0
+    tail = width - _TAIL - (0 if from_zero else 4)
+    if tail < stop if from_zero else tail != columns + -columns % _ALIGNED:
+        raise ConfigError(
+            f"expected a mask that covers the tokens {start} to {stop - 1}, got one of about "
+            f"{max(tail, 0)} tokens; pass a mask over the cached and the new tokens"
+        )
+    numbers = mask[:, 0, 0, tail : tail + _TAIL].view(torch.int32)
     filled = numbers[:, 2]
-    return CompactMask(
-        mask[..., first:columns], numbers[:, :2], filled - first if first else filled
-    )
-
-
-def _padded(columns: int) -> int:
-    return -(-columns // _ALIGNED) * _ALIGNED
+    if from_zero and start > 0:
+        return CompactMask(mask[..., start:stop], numbers[:, :2], filled - start)
+    return CompactMask(mask[..., :columns], numbers[:, :2], filled)

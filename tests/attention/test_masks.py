@@ -110,24 +110,36 @@ def test_a_compact_mask_says_what_a_complete_one_does(
     seen[:, 12:] = True  # not stored yet
     assert_same(bounds, mask_bounds(seen, 0))
     assert filled.tolist() == [12] * len(ROWS)
-    # Without the tail, as code that cuts a mask to the keys leaves it.
-    assert_same(unpack(mask[..., :room].clone(), 0, room).bounds, bounds)
 
 
 def test_a_mask_of_the_whole_text_for_a_window() -> None:
     for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
         text = torch.rand(2, length) > 0.4
         whole, cut = pack(text, 0, length), pack(text[:, start:], start, length - start)
-        for mask in (whole, cut, whole[..., :length].clone()):
-            seen, bounds, filled = unpack(mask, start, length)
-            assert_same(seen[:, 0, 0].bool(), text[:, start:], (length, start))
-            expected = mask_bounds(
-                text if mask is whole else text[:, start:], 0 if mask is whole else start
-            )
-            assert_same(bounds, expected)
-            assert filled.tolist() == [length - start] * 2
-    with pytest.raises(ConfigError, match="covers 12 tokens"):
-        unpack(whole[..., :5].clone(), 0, 12)
+        for mask, bounds in (
+            (whole, mask_bounds(text, 0)),
+            (cut, mask_bounds(text[:, start:], start)),
+        ):
+            compact = unpack(mask, start, length)
+            assert_same(compact.seen[:, 0, 0].bool(), text[:, start:], (length, start))
+            assert_same(compact.bounds, bounds)
+            assert compact.filled.tolist() == [length - start] * 2
+
+
+@pytest.mark.parametrize(("columns", "first"), [(13, 0), (13, 3), (5, 20), (48, 0), (32, 0)])
+def test_a_mask_of_other_tokens_is_refused(columns: int, first: int) -> None:
+    mask = pack(torch.ones(2, columns, dtype=torch.bool), first, columns)
+    for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
+        room = -(-columns // 8) * 8
+        fits = -(-(stop - start) // 8) * 8 == room if first else stop <= room
+        if fits:
+            assert unpack(mask, start, stop).seen.shape[3] == stop - start
+        else:
+            with pytest.raises(ConfigError, match=f"covers the tokens {start} to {stop - 1}"):
+                unpack(mask, start, stop)
+    cut = mask[..., :columns]
+    with pytest.raises(ConfigError, match="expected a mask"):
+        unpack(cut, first, first + columns)
 
 
 def test_unpacking_again_is_free_and_never_stale() -> None:
@@ -192,10 +204,11 @@ def test_causal_patterns_need_no_complete_mask(name: str, calls: str, attended: 
     model, _ = tiny(name, attn_implementation="fp8_paged")
     keywords = dict(CALLS[calls])
     options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, **keywords.pop("cache")}
-    how = {**keywords, "disable_compile": True}
+    # The second turn in chunks has masks that are too short in transformers 5.17, with any cache.
+    how = plain = {**keywords, "disable_compile": True}
     if "compile_config" in keywords:
-        how = {"compile_config": compiled()}
-    expected = chat(stock_model, DynamicCache(config=model.config))
+        how, plain = {"compile_config": compiled()}, {}
+    expected = chat(stock_model, DynamicCache(config=model.config), **plain)
     for got, wanted in zip(
         chat(model, FP8PagedCache(model.config, **options), **how), expected, strict=True
     ):
