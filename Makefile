@@ -7,7 +7,8 @@
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
 #   make oldest   part of the tests with the oldest supported transformers
-#   make kernels-ir  the kernels' tests, compiled for sm_90 and executed on the CPU by ttsem
+#   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
+#                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
 #   make clean    remove .venv and build results

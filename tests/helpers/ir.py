@@ -5,6 +5,12 @@ Triton's intermediate code, which ttsem executes; an access outside of a tensor,
 depends on which program came first, fail the test at the kernel's line. PyTorch and the tests
 believe that there is a GPU.
 
+A launch is executed from what several passes of the compiler leave, each time on the memory that it
+began with, and all must leave the same bytes there. By default these are the last ones of TTIR and
+of TTGIR, where layouts are chosen, loops are pipelined, copies run asynchronously and shared memory
+is allocated; for some tests each pass that changes the code (`--stages all`: for all tests). After
+that Triton makes LLVM's code, which nothing here executes.
+
 Added to what ttsem 0.1.0 knows are codec.py's PTX, and the order that a counter gives: what a
 program did before it counted (an atomic update that releases) is seen by a program that counts
 later (and acquires). Threads of a program are not told apart: a barrier that is missing before the
@@ -12,24 +18,33 @@ count is not noticed.
 """
 
 import collections
-from collections.abc import Iterator
-from contextlib import ExitStack
-from types import SimpleNamespace
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import ttsem.ops
+from torch.utils._pytree import tree_leaves
+from triton._C.libtriton import ir as triton_ir
+from triton.backends.nvidia import compiler
 from triton.compiler import ASTSource
-from ttsem import harness, mlir, pidraces, sanitize, values
+from triton.runtime.jit import JITFunction
+from ttsem import harness, interp2, minimize, mlir, pidraces, sanitize, values
 from ttsem.interp import Interp
 from ttsem.ir_types import Op
 
 from tests.helpers import ptx
 
+ARCH = 90
 COUNTS: collections.Counter[str] = collections.Counter()
 _session = ExitStack()
-_compiled: dict[str, str] = {}
+_every_pass = False  # whether a test is executed from what every pass leaves
+_compiled: dict[str, list[tuple[str, str]]] = {}
+_stages: list[tuple[str, str]] = []  # of the compilation that is under way
 # Parts of tests' names.
 _LEFT_OUT = {
     "gigabytes": "ttsem copies all memory of a launch, several times",
@@ -37,9 +52,26 @@ _LEFT_OUT = {
     "architectures[latent": "transformers' experts need a real GPU",
     "architectures[sinks": "transformers' experts need a real GPU",
 }
+# Tests that are executed from every pass: of each kernel, of each form of it.
+FROM_EVERY_PASS = {
+    "test_16_bits_are_within_twice_pytorch_s_error[fp8_e4m3 dynamic bfloat16-decode]",
+    "test_16_bits_are_within_twice_pytorch_s_error[fp8_e3m4 dynamic float16-extend]",
+    "test_16_bits_are_within_twice_pytorch_s_error[fp8_e4m3 static bfloat16-decode]",
+    "test_16_bits_are_within_twice_pytorch_s_error[auto bf16-decode]",
+    "test_float32_equals_the_reference[everything-decode]",
+    "test_any_split_gives_the_same_answer[5-last]",
+    "test_every_format_and_kind_of_scale[fp8_e3m4-centered-decode]",
+    "test_every_format_and_kind_of_scale[fp8_e4m3-dynamic-tiles that pages cut]",
+    "test_gathering_behind_a_window[k]",
+    "test_gathering_behind_a_window[v]",
+}
 _find_race = pidraces.find_race
 _run_known_assembly = ttsem.ops.OPS["tt.elementwise_inline_asm"]
 _to_integer = ttsem.ops.OPS["arith.fptosi"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--stages", choices=("some", "all"), default="some")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,8 +81,10 @@ def pytest_load_initial_conftests() -> None:
     pidraces.find_race = find_race
     ttsem.ops.OPS["tt.elementwise_inline_asm"] = run_assembly
     ttsem.ops.OPS["arith.fptosi"] = to_integer
-    harness._compile_asm = compile_once
-    _session.enter_context(sanitize.session(90, "<pytest>", **_HOOKS))
+    mlir.parse = functools.lru_cache(64)(mlir.parse)
+    _session.enter_context(sanitize.session(ARCH, "<pytest>", **_HOOKS))
+    run = JITFunction.run
+    JITFunction.run = lambda *args, **kwargs: run_stages(run, *args, **kwargs)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -59,6 +93,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for part, reason in _LEFT_OUT.items():
             if part in item.name:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _every_pass
+    _every_pass = item.name in FROM_EVERY_PASS or item.config.getoption("--stages") == "all"
+    COUNTS["tests from every pass"] += _every_pass
 
 
 @pytest.hookimpl(wrapper=True)
@@ -102,25 +142,118 @@ def _count(what: str) -> None:
     COUNTS[what] += 1
 
 
-_HOOKS = {
-    "on_stop": _stop,
-    "on_launch": lambda _: _count("launches"),
-    "on_unchecked": lambda: _count("not searched for races"),
-}
+_HOOKS = {"on_stop": _stop, "on_unchecked": lambda: _count("not searched for races")}
 
 
-def compile_once(fn: Any, args: Any, kwargs: Any, target: Any) -> dict[str, str]:
-    """Return what is executed of a kernel's code; ttsem would compile to the end, and then drop it.
+class _BeforeLLVM(Exception):
+    """Ends a compilation."""
 
-    `hf-fp8kv check --kernels` does that.
-    """
+
+class _PassManager:
+    """Runs passes one at a time, and keeps what each makes of a module."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        self.passes: list[tuple[str, Callable[[Any], None]]] = []
+
+    def enable_debug(self) -> bool:
+        return False
+
+    def run(self, module: Any, name: str) -> None:
+        names = [pass_name for pass_name, _ in self.passes]
+        for (pass_name, add), following in zip(self.passes, [*names[1:], None], strict=True):
+            if pass_name == "to_llvmir":
+                raise _BeforeLLVM
+            manager = triton_ir.pass_manager(self.context)
+            add(manager)
+            manager.run(module, name)
+            if _every_pass or following in (None, "to_llvmir"):
+                _stages.append((f"{name}, {pass_name}", str(module)))
+
+
+class _Recorder:
+    """Stands for a module of Triton's compiler that knows passes."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if isinstance(found, ModuleType):
+            return _Recorder(found)
+        if name == "pass_manager":
+            return _PassManager
+        if not name.startswith("add_"):
+            return found
+
+        def add(manager: _PassManager, *args: Any) -> None:
+            manager.passes.append((name[4:], lambda real: found(real, *args)))
+
+        return add
+
+
+def compile_stages(fn: Any, args: Any, kwargs: Any) -> list[tuple[str, str]]:
+    """Return the passes of a launch's compilation, and the module that each makes."""
+    target = harness.target_for("cpu", ARCH)
     options, signature, constants, attributes = harness._specialize(fn, args, kwargs, target)
-    source = ASTSource(fn, signature, constants, attributes)
-    key = f"{source.hash()} {options}"
+    key = f"{ASTSource(fn, signature, constants, attributes).hash()} {options} {_every_pass}"
     if key not in _compiled:
-        record = SimpleNamespace(fn=fn, args=args, kwargs=kwargs)
-        _compiled[key] = harness._stage_text(record, "ttir", target)
-    return {"ttir": _compiled[key]}
+        _stages.clear()
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("ir", "passes", "nvidia"):
+                patched.setattr(compiler, name, _Recorder(getattr(compiler, name)))
+            record = SimpleNamespace(fn=fn, args=args, kwargs=kwargs, fn_name=fn.__name__)
+            with suppress(_BeforeLLVM):
+                harness._stage_text(record, "llir", target)
+        _compiled[key] = _changed(_stages) if _every_pass else [_stages[0], _stages[-1]]
+        for stage in _compiled[key]:
+            check_layouts(*stage)
+    return _compiled[key]
+
+
+def _changed(stages: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return those stages that differ from the one before."""
+    bare = [None, *(minimize.strip_locs(text) for _, text in stages)]
+    return [stage for i, stage in enumerate(stages) if bare[i] != bare[i + 1]]
+
+
+def check_layouts(name: str, text: str) -> None:
+    """Raise if a thread does not hold the part of a tensor that the code says it does."""
+    violations, gaps, checked = interp2.check_module(mlir.parse(text), *interp2.launch_config(text))
+    if violations:
+        raise AssertionError(f"{name}: {violations[0]}") from violations[0]
+    COUNTS["layouts"] += sum(checked.values())
+    COUNTS["layouts not judged"] += len(gaps)
+
+
+def run_stages(run: Callable[..., None], fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a launch from each of its stages, on the memory that it begins with.
+
+    All must leave the same bytes.
+    """
+    if kwargs["warmup"]:
+        return run(fn, *args, **kwargs)
+    options = {name: x for name, x in kwargs.items() if name not in ("grid", "warmup")}
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+    memory = [torch.tensor([], dtype=torch.uint8).set_(x) for x in storages.values()]
+    begin = [x.clone() for x in memory]
+    results: list[list[torch.Tensor]] = []
+    COUNTS["launches"] += 1
+    for name, text in compile_stages(fn, args, options):
+        for now, then in zip(memory, begin, strict=True):
+            now.copy_(then)
+        harness._compile_asm = lambda *_, text=text: {"ttir": text}
+        COUNTS["executed"] += 1
+        try:
+            run(fn, *args, **kwargs)
+        except Exception as error:
+            error.add_note(f"executed from {name}")
+            raise
+        results.append([x.clone() for x in memory])
+        same = all(map(torch.equal, results[0], results[-1]))
+        assert same, f"{fn.__name__}: {name} leaves other bytes than the first stage"
+    return None
 
 
 def run_assembly(interp: Interp, op: Op, args: list[Any]) -> list[Any]:

@@ -1,6 +1,8 @@
 """What `make kernels-ir` stands on: faults are found, and codec.py's assembly is run."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ttsem.sanitize import KernelFault, Unjudged
 from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.ops.triton.codec import MOVED_PACKED, codec_for, decode_for_dot
 from hf_fp8kv.ops.triton.target import Target
+from tests.helpers import ir
 
 
 @triton.jit
@@ -54,6 +57,73 @@ def test_a_store_past_the_end_is_found():
     with pytest.raises(KernelFault, match="1 element") as found:
         run_sum(past=1)
     assert found.value.fault.kind == "oob_write"
+
+
+def test_every_stage_is_executed_up_to_shared_memory(monkeypatch):
+    monkeypatch.setattr(ir, "_every_pass", True)
+    stages = []
+    compile_stages = ir.compile_stages
+    monkeypatch.setattr(
+        ir, "compile_stages", lambda *args: stages.extend(compile_stages(*args)) or stages
+    )
+    ran = ir.COUNTS["executed"]
+    _pipelined[(1,)](torch.ones(256, dtype=torch.int32), torch.empty(64, dtype=torch.int32))
+    assert ir.COUNTS["executed"] - ran == len(stages) > 10
+    names = [name for name, _ in stages]
+    assert names[0].startswith("make_ttir")
+    assert {"make_ttgir, coalesce", "make_ttgir, pipeline"} <= set(names)
+    assert names[-1].startswith("make_llir")
+    assert "ttg.async_copy_global_to_local" in stages[-1][1]
+    assert "allocation.offset" in stages[-1][1]
+
+
+@triton.jit
+def _pipelined(x, out):
+    i = tl.arange(0, 64)
+    total = tl.zeros([64], tl.int32)
+    for j in tl.range(0, 4, num_stages=3):
+        total += tl.load(x + j * 64 + i).to(tl.int32)
+    tl.store(out + i, total)
+
+
+def test_a_stage_that_computes_something_else_is_found(monkeypatch):
+    compile_stages = ir.compile_stages
+
+    def compile_wrongly(*args):
+        first, (name, text) = compile_stages(*args)
+        return [first, (name, text.replace("arith.extui", "arith.extsi"))]
+
+    monkeypatch.setattr(ir, "compile_stages", compile_wrongly)
+    codes = torch.full((256,), 200, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match=r"_pipelined: make_llir.* leaves other bytes"):
+        _pipelined[(1,)](codes, torch.empty(64, dtype=torch.int32))
+
+
+@triton.jit
+def _rows(x, out):
+    i, j = tl.arange(0, 16), tl.arange(0, 32)
+    tl.store(out + i, tl.sum(tl.load(x + i[:, None] * 32 + j[None, :]), 1))
+
+
+def test_a_wrong_layout_is_found():
+    name, text = ir.compile_stages(_rows, (torch.ones(512), torch.empty(16)), {})[-1]
+    ir.check_layouts(name, text)
+    wrong = re.sub(r'("tt.reduce".*axis = )1', r"\g<1>0", text)
+    with pytest.raises(AssertionError, match=r"make_llir.*tt\.reduce"):
+        ir.check_layouts(name, wrong)
+
+
+def test_a_fault_says_where_it_was_executed_from():
+    with pytest.raises(KernelFault) as found:
+        run_sum(past=1)
+    assert found.value.__notes__ == ["executed from make_ttir, loop_unroll"]
+
+
+def test_what_is_executed_from_every_pass_exists(request):
+    files = {"test_kernels_attention.py", "test_kernels_write.py"}
+    if not files <= {Path(name).name for name in request.config.args}:
+        pytest.skip("runs with all tests")
+    assert {item.name for item in request.session.items} >= ir.FROM_EVERY_PASS
 
 
 @triton.jit
