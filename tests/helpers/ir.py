@@ -6,9 +6,10 @@ depends on which program came first, fail the test at the kernel's line. PyTorch
 believe that there is a GPU.
 
 A launch is executed from what several passes of the compiler leave, each time on the memory that it
-began with, and all must leave the same bytes there. By default these are the last ones of TTIR and
-of TTGIR, where layouts are chosen, loops are pipelined, copies run asynchronously and shared memory
-is allocated; for some tests each pass that changes the code (`--stages all`: for all tests). After
+began with, and all must leave the same bytes there; only products of float32, of which a pass makes
+three of TF32, may be rounded in another way. By default these are the last passes of TTIR and of
+TTGIR, where layouts are chosen, loops are pipelined, copies run asynchronously and shared memory is
+allocated; for some tests each pass that changes the code (`--stages all`: for all tests). After
 that Triton makes LLVM's code, which nothing here executes.
 
 Added to what ttsem 0.1.0 knows are codec.py's PTX, and the order that a counter gives: what a
@@ -58,7 +59,6 @@ FROM_EVERY_PASS = {
     "test_16_bits_are_within_twice_pytorch_s_error[fp8_e3m4 dynamic float16-extend]",
     "test_16_bits_are_within_twice_pytorch_s_error[fp8_e4m3 static bfloat16-decode]",
     "test_16_bits_are_within_twice_pytorch_s_error[auto bf16-decode]",
-    "test_float32_equals_the_reference[everything-decode]",
     "test_any_split_gives_the_same_answer[5-last]",
     "test_every_format_and_kind_of_scale[fp8_e3m4-centered-decode]",
     "test_every_format_and_kind_of_scale[fp8_e4m3-dynamic-tiles that pages cut]",
@@ -229,18 +229,19 @@ def check_layouts(name: str, text: str) -> None:
 def run_stages(run: Callable[..., None], fn: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a launch from each of its stages, on the memory that it begins with.
 
-    All must leave the same bytes.
+    All must leave the same numbers.
     """
     if kwargs["warmup"]:
         return run(fn, *args, **kwargs)
     options = {name: x for name, x in kwargs.items() if name not in ("grid", "warmup")}
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-    memory = [torch.tensor([], dtype=torch.uint8).set_(x) for x in storages.values()]
+    whole = {x.untyped_storage().data_ptr(): x for x in tensors}
+    memory = [x.new_empty(0).set_(x.untyped_storage()) for x in whole.values()]
     begin = [x.clone() for x in memory]
     results: list[list[torch.Tensor]] = []
     COUNTS["launches"] += 1
-    for name, text in compile_stages(fn, args, options):
+    stages = compile_stages(fn, args, options)
+    for name, text in stages:
         for now, then in zip(memory, begin, strict=True):
             now.copy_(then)
         harness._compile_asm = lambda *_, text=text: {"ttir": text}
@@ -251,9 +252,18 @@ def run_stages(run: Callable[..., None], fn: Any, *args: Any, **kwargs: Any) -> 
             error.add_note(f"executed from {name}")
             raise
         results.append([x.clone() for x in memory])
-        same = all(map(torch.equal, results[0], results[-1]))
-        assert same, f"{fn.__name__}: {name} leaves other bytes than the first stage"
+        # "tf32x3": a pass makes three products of one.
+        rounded = "inputPrecision = 1 " in stages[0][1]
+        same = all(are_same(*pair, rounded) for pair in zip(results[0], results[-1], strict=True))
+        assert same, f"{fn.__name__}: {name} leaves other numbers than {stages[0][0]}"
     return None
+
+
+def are_same(first: torch.Tensor, last: torch.Tensor, rounded: bool) -> bool:
+    """Return whether two tensors have the same bytes, or are rounded in another way."""
+    if rounded and first.dtype == torch.float32:
+        return torch.allclose(first, last, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return torch.equal(first.view(torch.uint8), last.view(torch.uint8))
 
 
 def run_assembly(interp: Interp, op: Op, args: list[Any]) -> list[Any]:

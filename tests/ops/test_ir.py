@@ -95,7 +95,7 @@ def test_a_stage_that_computes_something_else_is_found(monkeypatch):
 
     monkeypatch.setattr(ir, "compile_stages", compile_wrongly)
     codes = torch.full((256,), 200, dtype=torch.uint8)
-    with pytest.raises(AssertionError, match=r"_pipelined: make_llir.* leaves other bytes"):
+    with pytest.raises(AssertionError, match=r"_pipelined: make_llir.* leaves other numbers"):
         _pipelined[(1,)](codes, torch.empty(64, dtype=torch.int32))
 
 
