@@ -23,7 +23,8 @@ class Assembly:
             registers that are kept in memory.
         doubles: instructions on float64.
         loop: instructions of the main loop: the innermost one that multiplies matrices. Where
-            there are several, the shortest: the others mask what some row does not see. 0: none.
+            there are several, that with the most loads of 16 bytes, and of those the shortest: the
+            others mask what some row does not see. 0: none.
         wide_bytes: bytes that a thread loads in it, 16 at a time, from global memory.
         byte_loads: loads of single bytes from shared memory in it.
         conversions: instructions in it that convert 8-bit floating-point numbers.
@@ -65,13 +66,14 @@ _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(?P<line>[A-Z][^;
 _SASS_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
 _SASS_JUMP = re.compile(r"BRA.*\((\.L_x_\d+)\)")
 _SASS_PRODUCT = re.compile(r"(H|Q|I|B|O)?G?MMA\b|UTC\w*MMA")
+_SASS_WIDE = r"(LDG|LDGSTS)\.\S*\b128\b"
 _SASS_DOUBLE = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F64|DMMA")
 
 
 def read_nvidia(text: str, usage: str) -> Assembly:
     """Return what nvdisasm's `text` and cuobjdump's resource `usage` say."""
     lines, labels = _find_lines(text, _SASS, _SASS_LABEL)
-    loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT)
+    loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT, _SASS_WIDE)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers is not None, usage
     return Assembly(
@@ -79,7 +81,7 @@ def read_nvidia(text: str, usage: str) -> Assembly:
         spills=_count(r"(STL|LDL)\b", lines),
         doubles=sum(_SASS_DOUBLE.match(line) is not None for line in lines),
         loop=len(loop),
-        wide_bytes=16 * _count(r"(LDG|LDGSTS)\.\S*\b128\b", loop),
+        wide_bytes=16 * _count(_SASS_WIDE, loop),
         byte_loads=_count(r"LDS\.[US]8\b", loop),
         conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop),
         ahead=_count_copies(loop),
@@ -111,7 +113,7 @@ def read_amd(text: str) -> Assembly:
     """Return what the assembly `text` of a kernel for AMD says."""
     code = text[: text.find(".amdhsa_kernel")]
     lines, labels = _find_lines(code, _GCN, _GCN_LABEL)
-    loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT)
+    loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT, _GCN_WIDE_LOAD.pattern)
 
     def read_field(name: str) -> int:
         field = re.search(rf"\.{name}:\s+(\d+)", text)
@@ -161,9 +163,13 @@ def _find_lines(
 
 
 def _find_main_loop(
-    lines: Sequence[str], labels: dict[str, int], jump: re.Pattern[str], product: re.Pattern[str]
+    lines: Sequence[str],
+    labels: dict[str, int],
+    jump: re.Pattern[str],
+    product: re.Pattern[str],
+    wide: str,
 ) -> Sequence[str]:
-    """Return the instructions of the shortest innermost loop that has a matrix product."""
+    """Return the instructions of the main loop, see `Assembly`; `wide` are its widest loads."""
     loops = set()
     for end, line in enumerate(lines):
         target = jump.match(line)
@@ -177,7 +183,12 @@ def _find_main_loop(
         for a, b in loops
         if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
     ]
-    start, end = min(inner, key=lambda loop: loop[1] - loop[0], default=(0, -1))
+
+    def rank(loop: tuple[int, int]) -> tuple[int, int]:
+        start, end = loop
+        return -_count(wide, lines[start : end + 1]), end - start
+
+    start, end = min(inner, key=rank, default=(0, -1))
     return [line for line in lines[start : end + 1] if not line.startswith("NOP")]
 
 

@@ -52,8 +52,9 @@ def find_violations(
         for name in (variant.k, variant.v)
     ):
         yield "no native conversion"
-    if variant.main and variant.operation == "decode" and programs < expected_programs(target):
-        yield f"{programs} programs fit on a processor, of {expected_programs(target)}"
+    expected = expected_programs(target, variant.groups * variant.tokens)
+    if variant.main and variant.operation == "decode" and programs < expected:
+        yield f"{programs} programs fit on a processor, of {expected}"
 
 
 def _needs_conversion(target: Target, fmt: Format) -> bool:

@@ -61,8 +61,12 @@ class PlanningBackend(Backend, Protocol):
         stop: int,
         spec: AttentionSpec,
         plan: Tensor | None = None,
+        new: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Return attention; `plan` is made here where it is None."""
+        """Return attention; `plan` is made here where it is None.
+
+        `new`: keys and values of this call's tokens, to be stored before.
+        """
 
     def plan_rows(
         self, device: torch.device, batch: int, heads: int, length: int | None = None

@@ -1,12 +1,12 @@
 """The operations on stored pages, as torch's dispatcher knows them.
 
-write, gather, attend, make_plan       what callers use: flatten their arguments
+write, gather, attend, make_plan, ...  what callers use: flatten their arguments
 run_write, run_gather, ...             what the dispatcher calls: put them together again, and
                                        hand them to the backend
 """
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -106,6 +106,36 @@ def attend(
     return op(query, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
 
+def write_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
+    *,
+    plan: Tensor | None = None,
+    backend: str,
+) -> Tensor:
+    """Store new tokens as `write` does, and return what `attend` then returns.
+
+    Of few tokens and query heads, the backend "triton" does both in one launch.
+
+    Args:
+        key: as in `write`; query `t` is the token that is stored from `key[:, :, t]`.
+        value: the same.
+        lengths: `[B]`, int32, tokens stored, this call's among them.
+        stop: as in `attend`; tokens from here on are refused, or not stored, as past the limit of
+            `write`.
+
+    The others are those of `attend`. Raises what `write` does.
+    """
+    op = _WRITE_AND_ATTEND if backend == "triton" else _WRITE_AND_ATTEND_BY_HOST
+    return op(query, key, value, lengths, start, stop, plan, backend, *spec, *flatten(pages))
+
+
 def plan_rows(
     backend: str, device: torch.device, batch: int, heads: int, length: int | None = None
 ) -> int | None:
@@ -191,6 +221,25 @@ def run_attend(
     return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
 
 
+def run_write_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    plan: Tensor | None,
+    backend: str,
+    *leaves: Leaf,
+) -> Tensor:
+    """Write and attend, see `run_write` and `run_attend`."""
+    spec, pages = unflatten_spec(leaves)
+    if backend == "triton" and not lengths.is_cpu:
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
+    run_write(key, value, lengths - key.shape[2], stop, backend, *flatten(pages))
+    return run_attend(query, lengths, start, stop, plan, backend, *leaves)
+
+
 def run_plan(
     plan: Tensor, lengths: Tensor, tokens: int, window: int, start: int, heads: int, backend: str
 ) -> None:
@@ -228,6 +277,12 @@ def _attend_shape(
     _spec, pages = unflatten_spec(leaves)
     batch, heads, tokens, _dim = query.shape
     return query.new_empty((batch, tokens, heads, pages.v.head_dim))
+
+
+def _write_and_attend_shape(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *rest: Any
+) -> Tensor:
+    return _attend_shape(query, lengths, *rest)
 
 
 def _nothing(*_: object) -> None:
@@ -274,10 +329,15 @@ _GATHER_SCHEMA = (
     "(Tensor lengths, str side, SymInt start, SymInt stop, ScalarType dtype, bool ragged, "
     f"str backend, {_PAGES}) -> Tensor"
 )
-# It counts in the plan which parts are done, and leaves it as it was.
+# In the plan it counts which parts are done.
 _ATTEND_SCHEMA = (
-    "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor? plan, str backend, "
+    "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor(plan!)? plan, str backend, "
     f"{schema_of(AttentionSpec)}, {_PAGES}) -> Tensor"
+)
+_WRITE_AND_ATTEND_SCHEMA = (
+    "(Tensor query, Tensor key, Tensor value, Tensor lengths, SymInt start, SymInt stop, "
+    f"Tensor(plan!)? plan, str backend, {schema_of(AttentionSpec)}, "
+    f"{schema_of(Pages, written=True)}) -> Tensor"
 )
 _PLAN_SCHEMA = (
     "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, int heads, "
@@ -293,4 +353,11 @@ _ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape)
 _ATTEND_BY_HOST = _register(
     "attend_by_host", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=True
 )
+_WRITE_AND_ATTEND = _register(
+    "write_and_attend", run_write_and_attend, _WRITE_AND_ATTEND_SCHEMA, _write_and_attend_shape
+)
+_WRITE_AND_ATTEND_BY_HOST = _register(
+    "write_and_attend_by_host", run_write_and_attend, _WRITE_AND_ATTEND_SCHEMA,
+    _write_and_attend_shape, by_host=True,
+)  # fmt: skip
 _PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing)

@@ -130,6 +130,7 @@ class AttentionArgs:
     features: Features
     k_codec: Codec
     v_codec: Codec
+    formats: tuple[str, str]
     target: Target
 
     @property
@@ -153,7 +154,6 @@ class AttentionArgs:
             exact=tl.float32 in (self.k_codec.operand, self.v_codec.operand),
             wide=any(side.codes.element_size() > 1 for side in (tensors.k, tensors.v)),
             biased=tensors.bias is not None or self.features.mask == attention.ADDITIVE.value,
-            padded=widths != (shape.k_dim, shape.v_dim),
         )
 
     @property
@@ -250,5 +250,6 @@ def prepare(
         features=features,
         k_codec=k_codec,
         v_codec=v_codec,
+        formats=(pages.k.format, pages.v.format),
         target=target,
     )

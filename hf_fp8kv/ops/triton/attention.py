@@ -39,6 +39,18 @@ SCAN = tl.constexpr(1024)
 
 
 @triton.jit
+def of_rows(x, SWAPPED: tl.constexpr):
+    """Return `x`, `[ROWS]`, so that it broadcasts over a block of rows and something else."""
+    return x[None, :] if SWAPPED else x[:, None]
+
+
+@triton.jit
+def of_others(x, SWAPPED: tl.constexpr):
+    """Return `x`, `[TILE]` or `[v_width]`, so that it broadcasts over a block with rows."""
+    return x[:, None] if SWAPPED else x[None, :]
+
+
+@triton.jit
 def last_before_window(q_position, window):
     """Return the last position that is too old for a query's sliding window."""
     return q_position - window
@@ -49,15 +61,17 @@ def attend_rows(
     tensors, factors, b, h, head, t, exists, length, tokens, low, high, first_t, last_t,
     start, window, query_strides, table_b, mask_strides, bias_strides,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the attention of some query rows over positions `low` to `high - 1`, unfinished.
 
     That is acc `[ROWS, v_width]`, the sum of weights times codes of V; m_i `[ROWS]`, the power of
-    two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32. `head`, `t`
-    and `exists`, `[ROWS]`, are the query head and token of each row, and whether it is one: rows
-    past the last stand for an existing head and token too. `first_t` and `last_t` are the least and
-    the greatest `t` that exist.
+    two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32. SWAPPED:
+    products have their operands, and acc its axes, the other way round. `head`, `t` and `exists`,
+    `[ROWS]`, are the query head and token of each row, and whether it is one: rows past the last
+    stand for an existing head and token too. `first_t` and `last_t` are the least and the greatest
+    `t` that exist.
     """
     q_position = length - tokens + t
     first_q = length - tokens + first_t
@@ -90,14 +104,17 @@ def attend_rows(
     if bias_ptr is not None:
         bias_ptr += _row_offset(bias_strides, b, head, t)
 
-    # Tiles [main, main_end) need no mask; those before and after do.
-    # Where nothing is seen there are none: the table may end before `begin`.
-    first = begin // TILE
-    last = tl.where(begin < end, tl.cdiv(end, TILE), first)
-    main = tl.minimum(tl.maximum(tl.cdiv(full, TILE), first), last)
+    # Tiles [main, main_end) need no mask; what is before and after them does, and is read in tiles
+    # of another size: a program waits for these, and they take the most registers.
+    main = tl.cdiv(full, TILE)
     main_end = tl.maximum(full_end // TILE, main)
-    before = main - first
-    masked = before + last - main_end
+    # Where nothing is seen there are none: the table may end before `begin`.
+    first = begin // MASKED_TILE
+    last = tl.where(begin < end, tl.cdiv(end, MASKED_TILE), first)
+    PER_TILE: tl.constexpr = TILE // MASKED_TILE
+    before = tl.minimum(main * PER_TILE, last) - first
+    after = tl.minimum(main_end * PER_TILE, last)
+    masked = before + last - after
 
     q, factor, offset = _load_query(
         tensors, factors, b, h, head, t, exists, query_strides, SHAPE, FEATURES, K_CODEC
@@ -106,9 +123,13 @@ def attend_rows(
         factor *= LOG2E
         offset *= LOG2E
     V_WIDTH: tl.constexpr = SHAPE.v_width
-    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    acc = tl.zeros([V_WIDTH, ROWS] if SWAPPED else [ROWS, V_WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS, TILE] if ROWS <= SUMMED_LATE else [ROWS], tl.float32)
+    # Of few rows weights are summed over tokens once, after the last tile.
+    if ROWS > SUMMED_LATE:
+        l_i = tl.zeros([ROWS], tl.float32)
+    else:
+        l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
     table_ptr = tensors.table + b.to(tl.int64) * table_b
 
     # The number of a tile's page is loaded one tile ahead: the tile's own loads can then be
@@ -119,19 +140,19 @@ def attend_rows(
         acc, m_i, l_i = _attend_tile(
             acc, m_i, l_i, q, factor, offset, j, tl.maximum(page, 0), table_ptr, h, q_position,
             exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, factors.softcap,
-            SHAPE, FEATURES, K_CODEC, V_CODEC, TILE, MASKED=False,
+            SHAPE, FEATURES, K_CODEC, V_CODEC, TILE, SWAPPED, MASKED=False,
         )  # fmt: skip
         page = next_page
+    if ROWS <= SUMMED_LATE:
+        l_i = tl.sum(l_i, 0 if SWAPPED else 1)
     for i in tl.range(0, masked, num_stages=1):
-        j = tl.where(i < before, first + i, main_end + i - before)
-        page = tl.maximum(tl.load(table_ptr + j * TILE // SHAPE.page_size), 0)
+        j = tl.where(i < before, first + i, after + i - before)
+        page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // SHAPE.page_size), 0)
         acc, m_i, l_i = _attend_tile(
             acc, m_i, l_i, q, factor, offset, j, page, table_ptr, h, q_position,
             exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, factors.softcap,
-            SHAPE, FEATURES, K_CODEC, V_CODEC, TILE, MASKED=True,
+            SHAPE, FEATURES, K_CODEC, V_CODEC, MASKED_TILE, SWAPPED, MASKED=True,
         )  # fmt: skip
-    if ROWS <= SUMMED_LATE:
-        l_i = tl.sum(l_i, 1)
     return acc, m_i, l_i
 
 
@@ -187,49 +208,57 @@ def _attend_tile(
     acc, m_i, l_i, q, factor, offset, j, page, table_ptr, h, q_position,
     exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, softcap,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    TILE: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it."""
+    ROW_AXIS: tl.constexpr = 1 if SWAPPED else 0
     position = j * TILE + tl.arange(0, TILE)
     k_codes, v_codes, token = _load_codes(
         tensors, j, position, page, table_ptr, h, end, SHAPE, TILE
     )
     k = decode_for_dot(k_codes, K_CODEC)
-    x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
+    if SWAPPED:
+        x = tl.dot(k, tl.trans(q), input_precision=FEATURES.precision)
+    else:
+        x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
     if FEATURES.k_dynamic or FEATURES.v_dynamic:
         k_scale, v_scale = _load_scales(tensors.token_scales, token)
     if FEATURES.k_dynamic:
-        x *= k_scale[None, :]
+        x *= of_others(k_scale, SWAPPED)
     x = _apply_scales_and_softcap(
-        x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES
+        x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES, SWAPPED
     )
     if MASKED:
         visible = _find_visible(
-            position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES
+            position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES, SWAPPED
         )
         x = tl.where(visible, x, float("-inf"))
+        # Tokens that some row sees.
+        seen = tl.max(visible.to(tl.int32), ROW_AXIS) != 0
 
     if FEATURES.v_dynamic:
         if MASKED:
             # What no row sees must not count even if it is NaN.
-            v_scale = tl.where(tl.max(visible.to(tl.int32), 0) != 0, v_scale, 0.0)
+            v_scale = tl.where(seen, v_scale, 0.0)
         # log2 to within 0.09, by its bits: exponent, and the mantissa as a straight line. It only
         # sets the reference that weights are relative to.
         bits = tl.maximum(v_scale, LEAST_SCALE).to(tl.int32, bitcast=True)
         log2_scale = bits.to(tl.float32) * 2.0**-23 - 127.0
-        m_new = tl.maximum(m_i, tl.max(x + log2_scale[None, :], 1))
+        m_new = tl.maximum(m_i, tl.max(x + of_others(log2_scale, SWAPPED), 1 - ROW_AXIS))
     else:
-        m_new = tl.maximum(m_i, tl.max(x, 1))
-    weights, alpha, l_i = _online_softmax(x, m_i, l_i, m_new)
+        m_new = tl.maximum(m_i, tl.max(x, 1 - ROW_AXIS))
+    weights, alpha, l_i = _online_softmax(x, m_i, l_i, m_new, SWAPPED)
     if FEATURES.v_dynamic:
-        weights *= v_scale[None, :]
+        weights *= of_others(v_scale, SWAPPED)
     if MASKED:
-        hidden = (tl.max(visible.to(tl.int32), 0) == 0)[None, :]
-        v_codes = tl.where(hidden, tl.zeros_like(v_codes), v_codes)
+        v_codes = tl.where(seen[None, :], v_codes, tl.zeros_like(v_codes))
     v = decode_for_dot(v_codes, V_CODEC)
-    acc = acc * alpha[:, None]
+    acc = acc * of_rows(alpha, SWAPPED)
     weights = weights.to(V_CODEC.operand)
-    acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
+    if SWAPPED:
+        acc = tl.dot(v, weights, acc, input_precision=FEATURES.precision)
+    else:
+        acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
     return acc, m_new, l_i
 
 
@@ -289,19 +318,20 @@ def _load_scales(scales_ptr, token):
 
 @triton.jit
 def _apply_scales_and_softcap(
-    x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES: tl.constexpr
-):
+    x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
     """Return products of q and k as logits in powers of two, with softcap, bias and mask."""
-    x = x * factor[:, None] + offset[:, None]
+    x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
     if FEATURES.softcapped:
         # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
         x = softcap - 2 * softcap / (tl.exp2(x * (2 * LOG2E / softcap)) + 1)
-    column = (position - start)[None, :]
-    within = ((position >= start) & (position < end))[None, :]
+    column = of_others(position - start, SWAPPED)
+    within = of_others((position >= start) & (position < end), SWAPPED)
     if bias_ptr is not None:
-        x += _load_added(bias_ptr[:, None] + column, within)
+        x += _load_added(of_rows(bias_ptr, SWAPPED) + column, within)
     if FEATURES.mask == ADDITIVE:
-        x += _load_added(mask_ptr[:, None] + column, within)
+        x += _load_added(of_rows(mask_ptr, SWAPPED) + column, within)
     if FEATURES.softcapped or bias_ptr is not None or FEATURES.mask == ADDITIVE:
         x *= LOG2E
     return x
@@ -319,51 +349,57 @@ def _load_added(ptrs, within):
 
 @triton.jit
 def _find_visible(
-    position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES: tl.constexpr
-):
-    """Return whether each row sees each token of a tile: `[ROWS, TILE]`."""
+    position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return whether each row sees each token of a tile: `[ROWS, TILE]`, or swapped."""
     seen = (position >= begin) & (position < end)
     if FEATURES.mask == COMPACT:
         seen &= tl.load(mask_ptr + (position - start), mask=seen, other=0) != 0
-    visible = seen[None, :] & exists[:, None]
+    visible = of_others(seen, SWAPPED) & of_rows(exists, SWAPPED)
     if FEATURES.causal:
-        visible &= position[None, :] <= q_position[:, None]
+        visible &= of_others(position, SWAPPED) <= of_rows(q_position, SWAPPED)
     if FEATURES.windowed:
-        visible &= position[None, :] > last_before_window(q_position, window)[:, None]
+        too_old = last_before_window(q_position, window)
+        visible &= of_others(position, SWAPPED) > of_rows(too_old, SWAPPED)
     if FEATURES.mask == COMPLETE:
-        column = (position - start)[None, :]
-        visible &= tl.load(mask_ptr[:, None] + column, mask=visible, other=0) != 0
+        mask_ptrs = of_rows(mask_ptr, SWAPPED) + of_others(position - start, SWAPPED)
+        visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
     return visible
 
 
 @triton.jit
-def _online_softmax(x, m_i, l_i, m_new):
+def _online_softmax(x, m_i, l_i, m_new, SWAPPED: tl.constexpr):
     """Return a tile's weights relative to `m_new`, what older sums fade by, and the new l_i."""
     # A row that has seen nothing yet: -inf - -inf would be NaN.
     m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-    weights = tl.exp2(x - (m_finite - HEADROOM)[:, None])
+    weights = tl.exp2(x - of_rows(m_finite - HEADROOM, SWAPPED))
     alpha = tl.exp2(m_i - m_finite)
-    if x.shape[0] <= SUMMED_LATE:
-        l_i = l_i * alpha[:, None] + weights
+    if len(l_i.shape) > 1:
+        l_i = l_i * of_rows(alpha, SWAPPED) + weights
     else:
-        l_i = l_i * alpha + tl.sum(weights, 1)
+        l_i = l_i * alpha + tl.sum(weights, 0 if SWAPPED else 1)
     return weights, alpha, l_i
 
 
 @triton.jit
-def finish(acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE: tl.constexpr):
-    """Return the output rows `[ROWS, v_width]`: with sinks, divided by the sum, and scaled."""
+def finish(
+    acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return the output rows, shaped like `acc`: with sinks, divided by the sum, and scaled."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         m_new = tl.maximum(m_i, sink)
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)
         l_i = l_i * alpha + tl.exp2(sink - m_finite + HEADROOM)
-        acc *= alpha[:, None]
+        acc *= of_rows(alpha, SWAPPED)
     # A row that sees nothing has the sum 0, and gives zeros.
-    out = acc * (v_factor / tl.where(l_i == 0, 1.0, l_i))[:, None]
+    out = acc * of_rows(v_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
     if v_static_scale_ptr is not None:
         dv = tl.arange(0, SHAPE.v_width)
         scale_ptr = v_static_scale_ptr + h * SHAPE.v_dim
-        out *= tl.load(scale_ptr + dv, mask=dv < SHAPE.v_dim, other=0.0)[None, :]
+        scale = tl.load(scale_ptr + dv, mask=dv < SHAPE.v_dim, other=0.0)
+        out *= of_others(scale, SWAPPED)
     return out

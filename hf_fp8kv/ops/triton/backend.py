@@ -24,12 +24,15 @@ def attend(
     stop: int,
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return what `reference.attend` returns for the same arguments, up to rounding.
 
     Pages are contiguous, except for the table. `plan` is what `make_plan` wrote for these lengths;
-    None: made here.
+    None: made here. `new` are keys and values of these tokens, to be stored before.
     """
     if query.shape[1] // pages.heads * query.shape[2] <= DECODE_ROWS:
-        return decode.attend(query, pages, lengths, start, stop, spec, plan)
+        return decode.attend(query, pages, lengths, start, stop, spec, plan, new)
+    if new is not None:
+        write(pages, *new, lengths - query.shape[2], stop)
     return extend.attend(query, pages, lengths, start, stop, spec)

@@ -5,7 +5,7 @@ of one sequence, as the plan says (plan.py). A sequence in several splits leaves
 a second kernel, or the program that is done last, merges.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,13 +13,32 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
-from .attention import attend_rows, finish
+from .attention import attend_rows, finish, of_others, of_rows
+from .encoder import encoder_for
 from .plan import make_plan, max_parts, plan_rows
 from .target import cdiv, compiled_size, launch
 from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
+from .write import SINGLE_TOKENS, write, write_side
 
-# Splits whose sums are merged at a time.
-MERGED = 16
+# Numbers of the partial sums that a warp merges at a time.
+MERGED_NUMBERS = 1024
+MOST_MERGED = 16
+
+
+class NewTokens(NamedTuple):
+    """Tokens that a decode launch stores before it reads; in a kernel, pointers and numbers.
+
+    Attributes:
+        key, value: `[B, Hkv, T, D]`, floating, of any strides.
+        center: of the keys, `[B, Hkv, Dk]`, float32, or None.
+        key_strides, value_strides: of batch, head, token and channel.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    center: torch.Tensor | None
+    key_strides: tuple[int, ...]
+    value_strides: tuple[int, ...]
 
 
 def attend(
@@ -30,24 +49,45 @@ def attend(
     stop: int,
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return what `backend.attend` does, of at most DECODE_ROWS query rows."""
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS
     config = decode_config(args.target, args.workload)
-    # A plan is made for one block of few rows: of more, fewer programs may fit at once.
-    suits = args.rows <= config.rows
-    if config.rows > FEW_ROWS:
-        suits = suits and programs_of(args, config) == expected_programs(args.target)
-    return split_kv_decode(args, config, plan if suits else None)
+    tokens = None
+    if new is not None and args.tokens <= SINGLE_TOKENS and args.rows <= config.rows:
+        key, value = new
+        tokens = NewTokens(key, value, pages.k.center, key.stride(), value.stride())
+    elif new is not None:
+        write(pages, *new, lengths - args.tokens, stop)
+    if plan is not None and not _suits(plan, args, config):
+        plan = None
+    return split_kv_decode(args, config, plan, tokens)
+
+
+def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:
+    """Return whether a plan has no more parts than programs of the call fit at once.
+
+    It was made before the query was known: for one block of few rows.
+    """
+    batch, device = len(args.tensors.lengths), plan.device
+    if args.rows > config.rows:
+        return False
+    programs = programs_of(args, config)
+    return plan.shape[0] <= plan_rows(device, batch, args.shape.heads, None, programs)
 
 
 def split_kv_decode(
-    args: AttentionArgs, config: LaunchConfig, plan: torch.Tensor | None
+    args: AttentionArgs,
+    config: LaunchConfig,
+    plan: torch.Tensor | None,
+    new: NewTokens | None = None,
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, Dv]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
+    `new` are tokens to store before.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
@@ -69,30 +109,40 @@ def split_kv_decode(
     partial = query.new_empty(saved * (dim + 2), dtype=torch.float32)
     stats = partial[saved * dim :]
     last = config.combine == "last"
-    tensors, constants = _arguments(args, config, plan, out, partial, stats)
+    tensors, constants = _arguments(args, config, new, plan, out, partial, stats)
     launch(_decode, (heads, splits, blocks), *tensors, **constants)
     if is_split and not last:
         launch(
             _combine, (args.rows, heads, batch), plan, partial, stats, args.tensors.sinks,
             args.tensors.v.static_scale, out, tokens, splits, args.factors.v, SHAPE=shape,
-            MERGED=MERGED, num_warps=1,
+            MERGED=MOST_MERGED, num_warps=1,
         )  # fmt: skip
     return out
 
 
 def _arguments(
-    args: AttentionArgs, config: LaunchConfig, *tensors: torch.Tensor
+    args: AttentionArgs, config: LaunchConfig, new: NewTokens | None, *tensors: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return those of `_decode`; `tensors` are plan, output, partial sums and their statistics."""
     batch, _, tokens, _ = args.tensors.query.shape
     positional = (
-        args.tensors, *tensors, batch, tokens, args.start, args.stop, args.window, args.factors,
-        args.query_strides, *args.strides,
+        args.tensors, new, *tensors, batch, tokens, args.start, args.stop, args.window,
+        args.tensors.table.shape[1], args.factors, args.query_strides, *args.strides,
     )  # fmt: skip
+    merged = max(
+        1, min(MERGED_NUMBERS * config.warps // (config.rows * args.shape.v_width), MOST_MERGED)
+    )
     constants = {
-        **args.constants, "ROWS": config.rows, "TILE": config.tile, "STAGES": config.stages,
-        "LAST": config.combine == "last", "MERGED": MERGED, **config.options(),
+        **args.constants, "K_ENCODER": None, "V_ENCODER": None, "ROWS": config.rows,
+        "TILE": config.tile, "MASKED_TILE": config.masked_tile, "STAGES": config.stages,
+        "SWAPPED": config.swapped, "LAST": config.combine == "last", "MERGED": merged,
+        **config.options(),
     }  # fmt: skip
+    if new is not None:
+        # What is stored has the same bytes as in a launch of its own: see encoder.py.
+        constants["K_ENCODER"] = encoder_for(args.formats[0])
+        constants["V_ENCODER"] = encoder_for(args.formats[1])
+        constants["enable_fp_fusion"] = False
     return positional, constants
 
 
@@ -102,16 +152,16 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
     Of a kernel with few rows that is what plans are made for; others are compiled and asked.
     """
     if config.rows <= FEW_ROWS:
-        return expected_programs(args.target)
+        return expected_programs(args.target, config.rows)
     device = args.tensors.query.device
     key = (device, args.shape, args.features, args.k_codec, args.v_codec, config)
     if key not in _programs:
         x = torch.empty(4, dtype=torch.float32, device=device)
         plan, out = x.to(torch.int32), x.to(args.tensors.query.dtype)
-        positional, constants = _arguments(args, config, plan, out, x, x)
+        positional, constants = _arguments(args, config, None, plan, out, x, x)
         size = compiled_size(_decode, *positional, **constants)
         if size is None:
-            return expected_programs(args.target, config)
+            return expected_programs(args.target, config.rows)
         registers, shared = size
         _programs[key] = max(1, args.target.fit(registers, config.warps, shared))
     return _programs[key]
@@ -123,15 +173,16 @@ _programs: dict[Any, int] = {}
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "start", "stop", "window", "table_b", "mask_b", "mask_h", "mask_t", "bias_b",
-        "bias_h", "bias_t",
+        "batch", "start", "stop", "window", "columns", "table_b", "mask_b", "mask_h", "mask_t",
+        "bias_b", "bias_h", "bias_t",
     ]
 )  # fmt: skip
 def _decode(
-    tensors, plan_ptr, out_ptr, partial_ptr, stats_ptr, batch, tokens, start, stop, window,
-    factors, query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
+    tensors, new, plan_ptr, out_ptr, partial_ptr, stats_ptr, batch, tokens, start, stop, window,
+    columns, factors, query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, LAST: tl.constexpr,
+    K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    MASKED_TILE: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, LAST: tl.constexpr,
     MERGED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in one split, and the partial sums of the others.
@@ -141,11 +192,12 @@ def _decode(
 
     Args:
         tensors: pointers, see `AttentionTensors`.
+        new: see `NewTokens`: tokens to store before; or None. There is one block of rows then.
         plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
         partial_ptr: `[max_parts, Hkv, rows, Dv]`, float32, the sums in each slot.
         stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
-        start, stop, window: as in `ops.attend`; batch, tokens: B and T.
+        start, stop, window: as in `ops.attend`; batch, tokens: B and T; columns: of the table.
         factors: floats, see `Factors`.
         query_strides, mask_b, ..., bias_t: of batch, head and token; table_b: of the batch.
     """
@@ -158,6 +210,11 @@ def _decode(
     slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
     high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
+    if new is not None:
+        _store_new(
+            tensors, new, b, h, length, tokens, low, high, columns, table_b, SHAPE, K_ENCODER,
+            V_ENCODER,
+        )  # fmt: skip
     count = SHAPE.groups * tokens
     first_row = tl.program_id(2) * ROWS
     end_row = tl.minimum(first_row + ROWS, count)
@@ -170,20 +227,21 @@ def _decode(
         tensors, factors, b, h, head, t, exists, length, tokens, low, high,
         first_row // SHAPE.groups, (end_row - 1) // SHAPE.groups, start, window, query_strides,
         table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t),
-        SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, STAGES,
+        SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE, STAGES, SWAPPED,
     )  # fmt: skip
     dv = tl.arange(0, SHAPE.v_width)
-    real = exists[:, None] & (dv < SHAPE.v_dim)[None, :]
+    real = of_rows(exists, SWAPPED) & of_others(dv < SHAPE.v_dim, SWAPPED)
     if slot < 0:
         out = finish(
-            acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE
+            acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE, SWAPPED
         )
         offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
-        out_ptrs = out_ptr + offset[:, None] + dv[None, :]
+        out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(dv, SWAPPED)
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
     else:
         saved = ((slot * SHAPE.heads + h) * count + row).to(tl.int64)
-        tl.store(partial_ptr + (saved * SHAPE.v_dim)[:, None] + dv[None, :], acc, mask=real)
+        sum_ptrs = partial_ptr + of_rows(saved * SHAPE.v_dim, SWAPPED) + of_others(dv, SWAPPED)
+        tl.store(sum_ptrs, acc, mask=real)
         tl.store(stats_ptr + saved * 2, m_i, mask=exists)
         tl.store(stats_ptr + saved * 2 + 1, l_i, mask=exists)
         if LAST:
@@ -197,12 +255,46 @@ def _decode(
             done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if done == num_splits - 1:
                 tl.debug_barrier()
-                for merged_row in range(first_row, end_row):
-                    _merge_splits(
-                        plan_ptr, partial_ptr, stats_ptr, tensors.sinks, tensors.v.static_scale,
-                        out_ptr, b, h, merged_row, tokens, max_parts, factors.v, SHAPE, MERGED,
-                    )  # fmt: skip
+                _merge_splits(
+                    plan_ptr, partial_ptr, stats_ptr, tensors.sinks, tensors.v.static_scale,
+                    out_ptr, b, h, first_row, tokens, max_parts, factors.v, SHAPE, ROWS, MERGED,
+                    STAGES,
+                )  # fmt: skip
                 tl.store(counter_ptr, 0)
+
+
+@triton.jit
+def _store_new(
+    tensors, new, b, h, length, tokens, low, high, columns, table_b,
+    SHAPE: tl.constexpr, K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr,
+):  # fmt: skip
+    """Store those new tokens of a sequence and KV head whose positions are from low to high - 1.
+
+    Parts are a partition of the positions: every token is stored by the one program that reads it.
+    """
+    first = length - tokens
+    table_ptr = tensors.table + b.to(tl.int64) * table_b
+    key_ptr = new.key + b.to(tl.int64) * new.key_strides[0] + h.to(tl.int64) * new.key_strides[1]
+    value_ptr = new.value + b.to(tl.int64) * new.value_strides[0]
+    value_ptr += h.to(tl.int64) * new.value_strides[1]
+    center_ptr = new.center
+    if center_ptr is not None:
+        center_ptr += (b.to(tl.int64) * SHAPE.heads + h) * SHAPE.k_dim
+    begin = tl.maximum(low, first)
+    for position in range(begin, high):
+        write_side(
+            key_ptr, tensors.k, tensors.token_scales, center_ptr, table_ptr, h, position, first, tokens, high,
+            columns, new.key_strides[2], new.key_strides[3], SHAPE.heads, SHAPE.page_size,
+            SHAPE.k_dim, SHAPE.k_width, K_ENCODER, TILE=1, TRANSPOSED=False,
+        )  # fmt: skip
+        write_side(
+            value_ptr, tensors.v, tensors.token_scales, None, table_ptr, h, position, first, tokens, high,
+            columns, new.value_strides[2], new.value_strides[3], SHAPE.heads, SHAPE.page_size,
+            SHAPE.v_dim, SHAPE.v_width, V_ENCODER, TILE=1, TRANSPOSED=True,
+        )  # fmt: skip
+    if begin < high:
+        # What some threads of this program stored, others read.
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["tokens", "max_parts"])
@@ -223,47 +315,57 @@ def _combine(
     if tl.load(plan_ptr + (max_parts + b) * 4 + 1) > 1:
         _merge_splits(
             plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b,
-            tl.program_id(1), tl.program_id(0), tokens, max_parts, v_factor, SHAPE, MERGED,
+            tl.program_id(1), tl.program_id(0), tokens, max_parts, v_factor, SHAPE, 1, MERGED,
+            STAGES=1,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge_splits(
-    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b, h, row, tokens,
-    max_parts, v_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
+    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b, h, first_row,
+    tokens, max_parts, v_factor, SHAPE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query row, MERGED at a time, and store the result."""
+    """Merge the splits of ROWS query rows, MERGED at a time, and store the result."""
     first = tl.load(plan_ptr + (max_parts + b) * 4)
     num_splits = tl.load(plan_ptr + (max_parts + b) * 4 + 1)
     count = SHAPE.groups * tokens
     i = tl.arange(0, MERGED)
+    rows = first_row + tl.arange(0, ROWS)
+    exists = rows < count
+    row = tl.minimum(rows, count - 1)
     V_WIDTH: tl.constexpr = SHAPE.v_width
     dv = tl.arange(0, V_WIDTH)
-    acc = tl.zeros([1, V_WIDTH], tl.float32)
-    m_i = tl.full([1], float("-inf"), tl.float32)
-    l_i = tl.zeros([1], tl.float32)
-    for begin in range(0, num_splits, MERGED):
-        inside = begin + i < num_splits
-        saved = (((first + begin + i) * SHAPE.heads + h) * count + row).to(tl.int64)
+    real = exists[:, None] & (dv < SHAPE.v_dim)[None, :]
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    # Loaded ahead: what is added up does not tell where to load next.
+    for begin in tl.range(0, num_splits, MERGED, num_stages=STAGES):
+        inside = (begin + i < num_splits)[:, None] & exists[None, :]
+        block = (first + begin + i) * SHAPE.heads + h
+        saved = (block[:, None] * count + row[None, :]).to(tl.int64)
         # Past the first-level cache, which may hold what was there before.
         split_m = tl.load(
             stats_ptr + saved * 2, mask=inside, other=float("-inf"), cache_modifier=".cg"
         )
         split_l = tl.load(stats_ptr + saved * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
         split_acc = tl.load(
-            partial_ptr + (saved * SHAPE.v_dim)[:, None] + dv[None, :],
-            mask=inside[:, None] & (dv < SHAPE.v_dim)[None, :], other=0.0, cache_modifier=".cg",
+            partial_ptr + (saved * SHAPE.v_dim)[:, :, None] + dv[None, None, :],
+            mask=inside[:, :, None] & real[None, :, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(split_m, 0))
         m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m_i - m_finite)
-        share = tl.exp2(split_m - m_finite)
+        share = tl.exp2(split_m - m_finite[None, :])
         l_i = l_i * alpha + tl.sum(split_l * share, 0)
-        acc = acc * alpha[:, None] + tl.sum(split_acc * share[:, None], 0)[None, :]
+        acc = acc * alpha[:, None] + tl.sum(split_acc * share[:, :, None], 0)
         m_i = m_new
-    head = h * SHAPE.groups + row % SHAPE.groups + tl.zeros([1], tl.int32)
-    out = finish(acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE)
+    head = h * SHAPE.groups + row % SHAPE.groups
+    out = finish(
+        acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE, SWAPPED=False
+    )
     token = b * tokens + row // SHAPE.groups
     offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
     out_ptrs = out_ptr + offset[:, None] + dv[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(dv < SHAPE.v_dim)[None, :])
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)

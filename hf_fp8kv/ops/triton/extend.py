@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import prepare
-from .attention import attend_rows, finish
+from .attention import attend_rows, finish, of_others, of_rows
 from .decode import split_kv_decode
 from .target import cdiv, launch
 from .tuning import extend_config
@@ -39,7 +39,8 @@ def attend(
     launch(
         _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
         args.factors, args.query_strides, *args.strides, **args.constants, ROWS=config.rows,
-        TILE=config.tile, STAGES=config.stages, **config.options(),
+        TILE=config.tile, MASKED_TILE=config.masked_tile, STAGES=config.stages,
+        SWAPPED=config.swapped, **config.options(),
     )  # fmt: skip
     return out
 
@@ -54,7 +55,8 @@ def _extend(
     tensors, out_ptr, batch, tokens, start, stop, window, factors, query_strides,
     table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of all query rows.
 
@@ -82,11 +84,14 @@ def _extend(
     acc, m_i, l_i = attend_rows(
         tensors, factors, b, h, head, t, exists, length, tokens, 0, tl.minimum(length, stop),
         first_t, last_t, start, window, query_strides, table_b, (mask_b, mask_h, mask_t),
-        (bias_b, bias_h, bias_t), SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, STAGES,
+        (bias_b, bias_h, bias_t), SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE,
+        STAGES, SWAPPED,
     )  # fmt: skip
-    out = finish(acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE)
+    out = finish(
+        acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE, SWAPPED
+    )
     dv = tl.arange(0, SHAPE.v_width)
     offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
-    real = exists[:, None] & (dv < SHAPE.v_dim)[None, :]
-    out_ptrs = out_ptr + offset[:, None] + dv[None, :]
+    real = of_rows(exists, SWAPPED) & of_others(dv < SHAPE.v_dim, SWAPPED)
+    out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(dv, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)

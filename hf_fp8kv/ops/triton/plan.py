@@ -35,7 +35,12 @@ MOST_PARTS = 65_535
 
 
 def plan_rows(
-    device: torch.device, batch: int, heads: int, length: int | None = None, programs: int = 0
+    device: torch.device,
+    batch: int,
+    heads: int,
+    length: int | None = None,
+    programs: int = 0,
+    rows: int = 1,
 ) -> int:
     """Return the rows of a plan.
 
@@ -45,10 +50,11 @@ def plan_rows(
         heads: H.
         length: what every sequence has to read, where that is known: the plan then has no room for
             parts that are not needed. None: lengths differ, or grow.
-        programs: what a processor holds at once; 0: of the decode kernel with few rows.
+        programs: what a processor holds at once; 0: of the decode kernel for `rows`.
+        rows: query rows per KV head.
     """
     target, config = target_of(device), plan_config()
-    places = target.processors * (programs or expected_programs(target))
+    places = target.processors * (programs or expected_programs(target, rows))
     ranges = max(1, min(places * config.rounds // heads, MOST_PARTS + 1 - batch))
     if length is not None and not gains_if_even(length, batch, heads, places, config):
         ranges = 1
@@ -82,6 +88,9 @@ def make_plan(
     parts = max_parts(plan, batch, heads)
     places = target.processors * (programs or expected_programs(target))
     ranges = max(1, min(places * config.rounds // heads, parts - batch + 1))
+    if ranges > 1:
+        # It may have been made for fewer places.
+        places = min(places, cdiv(ranges * heads, config.rounds))
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,
         parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),

@@ -26,6 +26,8 @@ class LaunchConfig:
         warps: of a program.
         stages: tiles that are loaded ahead, plus the one in use.
         registers: the most per thread; None: as the compiler likes.
+        masked_tile: tokens read at a time where some row does not see them; divides `tile`.
+        swapped: whether products are of codes and rows, instead of rows and codes.
         combine: who merges the splits of a sequence: "kernel", a second launch, or "last",
             the program that is done last.
     """
@@ -35,7 +37,9 @@ class LaunchConfig:
     warps: int
     stages: int
     registers: int | None = None
-    combine: str = "kernel"
+    masked_tile: int = 16
+    swapped: bool = False
+    combine: str = "last"
 
     def options(self) -> dict[str, int]:
         """Return what Triton is told about the launch."""
@@ -45,14 +49,18 @@ class LaunchConfig:
 
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
-
-# What a program of the decode kernel takes as long as none is compiled: warps, registers of a
-# thread and shared memory, as the tables below have it for a head size of 128. Without a limit a
-# thread takes all registers that there are.
-_DECODE_TAKES = {"cuda": (4, 168, 40 << 10), "hip": (2, 256, 16 << 10)}
-_ALL_REGISTERS = {"cuda": 255, "hip": 256}
-# Query rows up to which the product's shape is the smallest.
+# Query rows up to which it is known, before a kernel is compiled, how many programs fit.
 FEW_ROWS = 16
+
+# What a program of the decode kernel takes: registers of a thread, warps and shared memory, for so
+# many query rows. A plan is made before a kernel is compiled, for all layers; that at least as many
+# programs fit as this says is checked (`hf-fp8kv check --kernels`).
+_DECODE_TAKES = {
+    "cuda": {8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
+    "hip": {16: (256, 1, 16 << 10)},
+}
+# With more rows, and without a limit, a thread takes all registers that there are.
+_ALL_REGISTERS = {"cuda": 255, "hip": 256}
 
 
 @dataclass(frozen=True)
@@ -75,24 +83,34 @@ class PlanConfig:
     merge_cost: float = 2.5
 
 
-# The decode kernel by head size, padded to a power of two: (tile, warps, stages, registers). Codes
-# of K and V of one tile are 16 KB from 128 on; with 168 registers three programs of four warps fit.
-_DECODE = {
-    64: (64, 4, 4, 168),
-    128: (64, 4, 3, 168),
-    256: (32, 4, 3, 168),
-    512: (32, 8, 2, None),
+# The decode kernel by rows and head size, padded to a power of two: (tile, warps, stages,
+# registers), with swapped operands: the product's shape then has room for 8 rows where it had 16
+# before, and a warp has half as many instructions for a byte. Codes of K and V of one tile are
+# 16 KB from 128 on; with 168 registers six programs of two warps fit.
+_DECODE: dict[int, dict[int, tuple[int, int, int, int | None]]] = {
+    8: {
+        64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
+        1024: (16, 4, 2, None),
+    },
+    16: {
+        64: (64, 2, 4, 240), 128: (64, 2, 3, 240), 256: (32, 2, 3, 240), 512: (32, 4, 2, None),
+        1024: (16, 4, 2, None),
+    },
+    32: {64: (64, 2, 4, None), 128: (64, 2, 3, None), 256: (32, 4, 3, None)},
+}  # fmt: skip
+# Without: with as many rows as tokens there is nothing to be saved, and float32 operands, whose
+# rounding is to be that of float32, take many registers.
+_DECODE_ROWS_FIRST = {
+    64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
     1024: (16, 8, 2, None),
-}
-# Float32 operands: as long as rounding is to be that of float32, speed is another matter.
+}  # fmt: skip
 _DECODE_FLOAT32 = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
-# AMD: 512 registers for each lane of a processor's four parts.
-_DECODE_HIP = {
-    128: (32, 2, 2, None),
-    256: (32, 4, 2, None),
-    512: (32, 8, 1, None),
-    1024: (16, 8, 1, None),
-}
+# AMD: products have 16 rows; 512 registers for each lane of a processor's four parts. Of one warp,
+# since a barrier between warps does not wait for what they store.
+_DECODE_HIP = {128: (32, 1, 2, None), 256: (32, 2, 2, None)}
+_DECODE_HIP_ROWS_FIRST = {
+    128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None), 1024: (16, 8, 1, None),
+}  # fmt: skip
 
 # The extend kernel: (rows, tile, warps, stages). Two programs of four warps on one processor: one's
 # softmax runs beside the other's products.
@@ -113,19 +131,21 @@ def plan_config() -> PlanConfig:
     return _apply_overrides(PlanConfig())
 
 
-def expected_programs(target: Target, config: LaunchConfig | None = None) -> int:
+def expected_programs(target: Target, rows: int = 1) -> int:
     """Return how many programs of the decode kernel one processor should hold.
 
-    With few rows, it is what launch parameters are chosen for, for any heads and format; with more
-    only a guess, of what `config` says. `config`: launch parameters; None: those for few rows.
+    `rows`: query rows per KV head. Up to FEW_ROWS launch parameters are chosen for it, for any
+    heads and format; with more it is a guess.
     """
     if "programs" in _overrides:
         return int(_overrides["programs"])
-    warps, registers, shared = _DECODE_TAKES[target.vendor]
-    if config is not None and config.rows > FEW_ROWS:
-        warps = config.warps
-        registers = config.registers or _ALL_REGISTERS[target.vendor]
-    return max(1, target.fit(registers, warps, shared))
+    takes = _DECODE_TAKES[target.vendor]
+    known = [most for most in takes if rows <= most]
+    if known:
+        return max(1, target.fit(*takes[min(known)]))
+    config = decode_config(target, Workload(128, rows, False, False, False))
+    registers = config.registers or _ALL_REGISTERS[target.vendor]
+    return max(1, target.fit(registers, config.warps, 40 << 10))
 
 
 def _look_up(table: Mapping[int, _Entry], width: int) -> _Entry:
@@ -141,7 +161,6 @@ class Workload(NamedTuple):
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
         biased: whether something is added to logits.
-        padded: whether a head size is not a power of two.
     """
 
     width: int
@@ -149,36 +168,46 @@ class Workload(NamedTuple):
     exact: bool
     wide: bool
     biased: bool
-    padded: bool
 
 
 def _has_room(target: Target, width: int, widest: int) -> bool:
     """Return whether tiles of 16 bits leave room for as many programs as codes of 8 do.
 
-    They do where a processor has 228 KB: three programs of the decode kernel with three stages, two
-    of the extend kernel with two, up to the head size `widest` (`check --kernels`).
+    They do where a processor has 228 KB: two of the extend kernel with two stages, up to the head
+    size `widest` (`check --kernels`).
     """
     return target.shares.shared >= 200 << 10 and width <= widest
 
 
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
-    width, rows, exact, wide, biased, padded = workload
-    table = _DECODE if target.is_nvidia else _DECODE_HIP
-    tile, warps, stages, registers = _look_up(_DECODE_FLOAT32 if exact else table, width)
-    if wide and not exact and not _has_room(target, width, 256):
-        stages = max(1, stages - 1)
+    width, rows, exact, wide, biased = workload
+    few = min(most for most in (*_DECODE_TAKES[target.vendor], 32, 64) if rows <= most)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
-    most = 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS
-    rows = min(FEW_ROWS if rows <= FEW_ROWS else 32 if rows <= 32 else 64, most)
-    if rows > FEW_ROWS or biased:
+    rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
+    if target.is_nvidia:
+        swapped, others = _DECODE.get(rows, {}), _DECODE_ROWS_FIRST
+    else:
+        swapped, others = _DECODE_HIP if rows <= FEW_ROWS else {}, _DECODE_HIP_ROWS_FIRST
+    is_swapped = not exact and width <= max(swapped, default=0)
+    table: Mapping[int, tuple[int, int, int, int | None]] = others
+    if exact or is_swapped:
+        table = _DECODE_FLOAT32 if exact else swapped
+    tile, warps, stages, registers = _look_up(table, width)
+    if wide and not exact:
+        tile = max(16, tile // 2)  # as many bytes
+    if biased:
         registers = None
-    elif registers is not None and expected_programs(target) < 3:
+    elif registers is not None and expected_programs(target, rows) < 3:
         # Said, since compilers do not always take what there is.
         registers = 240
-    if target.family == 10 and registers is not None and (padded or wide):
-        tile = 32  # its compiler spills otherwise
-    return _apply_overrides(LaunchConfig(rows, tile, warps, stages, registers))
+    # What programs of several warps have stored is not sure to be seen on AMD.
+    last = target.is_nvidia or warps == 1
+    config = LaunchConfig(
+        rows, tile, warps, stages, registers, max(16, tile // 2), is_swapped,
+        "last" if last else "kernel",
+    )  # fmt: skip
+    return _apply_overrides(config)
 
 
 def extend_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -194,7 +223,7 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     widest = 256 if target.family == 9 else 128
     if workload.wide and not workload.exact and not _has_room(target, workload.width, widest):
         stages = max(1, stages - 1)
-    return _apply_overrides(LaunchConfig(rows, tile, warps, stages))
+    return _apply_overrides(LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2)))
 
 
 def _apply_overrides(config: _Config) -> _Config:

@@ -98,14 +98,14 @@ def _write(
         center_ptr = k.center
         if center_ptr is not None:
             center_ptr += (b.to(tl.int64) * HEADS + h) * K_DIM
-        _write_side(
+        write_side(
             x_ptr, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
             key_strides[2], key_strides[3],
             HEADS, PAGE, K_DIM, K_WIDTH, K_ENCODER, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         x_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
-        _write_side(
+        write_side(
             x_ptr, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit, columns,
             value_strides[2], value_strides[3],
             HEADS, PAGE, V_DIM, V_WIDTH, V_ENCODER, TILE, TRANSPOSED=True,
@@ -113,7 +113,7 @@ def _write(
 
 
 @triton.jit
-def _write_side(
+def write_side(
     x_ptr, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
     x_t, x_d,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
