@@ -24,6 +24,5 @@ from .registration import attend, gather, make_plan, plan_rows, write, write_and
 
 __all__ = [
     "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "attend", "available_backends",
-    "choose_backend", "gather", "make_plan", "plan_rows", "write",
-    "write_and_attend",
+    "choose_backend", "gather", "make_plan", "plan_rows", "write", "write_and_attend",
 ]  # fmt: skip

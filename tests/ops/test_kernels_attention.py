@@ -23,7 +23,7 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.visibility import visible
 from tests.helpers import gpu_model
-from tests.helpers.assertions import assert_same
+from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.ops.test_ops import (
     CASES,
     EDGES,
@@ -36,6 +36,7 @@ from tests.ops.test_ops import (
     copy,
     errors,
     map_pages,
+    poison,
     poisoned,
     prepare,
     with_fault,
@@ -346,6 +347,77 @@ def test_a_plan_for_other_lengths_is_as_right():
         plan.make_plan(table, ends, 1, window, 0, 2)
         found = run("decode", case, pages, query, plan=table, **kwargs)
         assert errors(found, expected).max() <= bound(case)
+
+
+_STORED = [
+    Case("dynamic", lengths=(130, 64, 65, 1), page_size=64),
+    Case("static", dynamic=False, lengths=(129, 63), page_size=64, q_heads=8, heads=1),
+    Case("bf16", key="fp8_e3m4", dtype=torch.bfloat16, lengths=(200, 64), page_size=64),
+    Case("center", center=True, sinks=True, lengths=(70, 128), page_size=64, tokens=2, q_heads=4),
+    Case("small pages", lengths=(50, 33), page_size=16, tokens=5, q_heads=2, v_dim=48),
+    Case("window", window=20, lengths=(90, 64), page_size=64, tokens=3),
+    Case("auto", key=AUTO, value=AUTO, lengths=(65, 200), page_size=64, tokens=2),
+    Case("K auto", key=AUTO, lengths=(66, 10), page_size=64),
+    Case("V auto", value=AUTO, lengths=(66, 10), page_size=64, k_dim=40),
+    Case("many rows", lengths=(140,), page_size=64, q_heads=16, heads=1, tokens=2),
+    Case("too many tokens for one launch", lengths=(140, 33), page_size=64, q_heads=2, tokens=11),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("combine", ["kernel", "last"])
+@pytest.mark.parametrize("case", _STORED, ids=str)
+def test_tokens_stored_by_the_launch_that_reads_them(case, combine):
+    """The same bytes as of a launch of its own, in every split, and attention of them."""
+    generator = torch.Generator().manual_seed(3)
+    pages, query, kwargs = prepare(case)
+    ends = torch.tensor(case.lengths, dtype=torch.int32)
+    shape = (len(ends), case.tokens, case.heads)
+    # As a projection gives them: the heads of a token beside each other.
+    key, value = (
+        torch.randn(*shape, dim, generator=generator).to(case.dtype).transpose(1, 2)
+        for dim in (case.k_dim, case.v_dim)
+    )
+    # In memory where slots that nobody wrote hold NaN.
+    before = copy(pages)
+    for row, length in enumerate(case.lengths):
+        poison(before, row, range(max(length - case.tokens, 0), length))
+    expected = copy(before)
+    written = [min(length, case.tokens) for length in case.lengths]
+    for row, count in enumerate(written):
+        one = expected._replace(table=expected.table[row : row + 1])
+        if one.k.center is not None:
+            one = one._replace(k=one.k._replace(center=one.k.center[row : row + 1]))
+        at, new = ends[row : row + 1] - count, slice(case.tokens - count, None)
+        ops.write(one, key[row : row + 1, :, new], value[row : row + 1, :, new], at, "reference")
+    answer = attend(case, expected, query, "reference", **kwargs)
+    for processors in (1, 3, 40):
+        found = map_pages(to_device, copy(before))
+        target = dataclasses.replace(target_of(DEVICE), processors=processors)
+        with assuming(target), tuning.override(combine=combine):
+            attended = decode.attend(
+                to_device(query), found, to_device(ends), case.start, case.stop,
+                AttentionSpec(**{name: to_device(x) for name, x in kwargs.items()}),
+                new=(to_device(key), to_device(value)),
+            )  # fmt: skip
+        assert_same_pool(map_pages(torch.Tensor.cpu, found), expected)
+        limit = bound(case) if case.dtype == torch.float32 else 2.0**-8
+        assert errors(attended.cpu(), answer).max() <= limit
+
+
+def test_a_token_without_a_page_is_not_stored():
+    """Nor one past the limit: what a launch of its own does, too."""
+    case = Case("no page", lengths=(64, 65), page_size=64)
+    pages, query, kwargs = prepare(case)
+    key, value = torch.ones(2, 2, 1, 32), torch.ones(2, 2, 1, 32)
+    pages.table[1, 1] = -1
+    ends = torch.tensor(case.lengths, dtype=torch.int32)
+    before = copy(pages)
+    for stop in (65, 63):
+        decode.attend(query, pages, ends, 0, stop, AttentionSpec(**kwargs), new=(key, value))
+        if stop == 65:
+            one = before._replace(table=before.table[:1])
+            ops.write(one, key[:1], value[:1], ends[:1] - 1, "reference")
+        assert_same_pool(pages, before)
 
 
 def test_more_sequences_than_one_wave_holds():

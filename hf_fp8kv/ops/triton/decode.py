@@ -283,14 +283,14 @@ def _store_new(
     begin = tl.maximum(low, first)
     for position in range(begin, high):
         write_side(
-            key_ptr, tensors.k, tensors.token_scales, center_ptr, table_ptr, h, position, first, tokens, high,
-            columns, new.key_strides[2], new.key_strides[3], SHAPE.heads, SHAPE.page_size,
-            SHAPE.k_dim, SHAPE.k_width, K_ENCODER, TILE=1, TRANSPOSED=False,
+            key_ptr, tensors.k, tensors.token_scales, center_ptr, table_ptr, h, position, first,
+            tokens, high, columns, new.key_strides[2], new.key_strides[3], SHAPE.heads,
+            SHAPE.page_size, SHAPE.k_dim, SHAPE.k_width, K_ENCODER, TILE=1, TRANSPOSED=False,
         )  # fmt: skip
         write_side(
-            value_ptr, tensors.v, tensors.token_scales, None, table_ptr, h, position, first, tokens, high,
-            columns, new.value_strides[2], new.value_strides[3], SHAPE.heads, SHAPE.page_size,
-            SHAPE.v_dim, SHAPE.v_width, V_ENCODER, TILE=1, TRANSPOSED=True,
+            value_ptr, tensors.v, tensors.token_scales, None, table_ptr, h, position, first,
+            tokens, high, columns, new.value_strides[2], new.value_strides[3], SHAPE.heads,
+            SHAPE.page_size, SHAPE.v_dim, SHAPE.v_width, V_ENCODER, TILE=1, TRANSPOSED=True,
         )  # fmt: skip
     if begin < high:
         # What some threads of this program stored, others read.

@@ -8,10 +8,11 @@ None of these numbers was measured on a GPU yet. They follow from compiling for 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from .target import Target
 
+_Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
 _Entry = TypeVar("_Entry")
 _Config = TypeVar("_Config", "LaunchConfig", "PlanConfig")
 
@@ -87,7 +88,7 @@ class PlanConfig:
 # registers), with swapped operands: the product's shape then has room for 8 rows where it had 16
 # before, and a warp has half as many instructions for a byte. Codes of K and V of one tile are
 # 16 KB from 128 on; with 168 registers six programs of two warps fit.
-_DECODE: dict[int, dict[int, tuple[int, int, int, int | None]]] = {
+_DECODE: dict[int, _Table] = {
     8: {
         64: (64, 2, 4, 168), 128: (64, 2, 3, 168), 256: (32, 2, 3, 168), 512: (32, 4, 2, None),
         1024: (16, 4, 2, None),
@@ -100,15 +101,16 @@ _DECODE: dict[int, dict[int, tuple[int, int, int, int | None]]] = {
 }  # fmt: skip
 # Without: with as many rows as tokens there is nothing to be saved, and float32 operands, whose
 # rounding is to be that of float32, take many registers.
-_DECODE_ROWS_FIRST = {
+_DECODE_ROWS_FIRST: _Table = {
     64: (64, 4, 4, None), 128: (64, 4, 3, None), 256: (32, 4, 3, None), 512: (32, 8, 2, None),
     1024: (16, 8, 2, None),
 }  # fmt: skip
-_DECODE_FLOAT32 = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
+_NONE: _Table = {}
+_DECODE_FLOAT32: _Table = {128: (32, 4, 2, None), 256: (16, 8, 2, None), 1024: (16, 8, 1, None)}
 # AMD: products have 16 rows; 512 registers for each lane of a processor's four parts. Of one warp,
 # since a barrier between warps does not wait for what they store.
-_DECODE_HIP = {128: (32, 1, 2, None), 256: (32, 2, 2, None)}
-_DECODE_HIP_ROWS_FIRST = {
+_DECODE_HIP: _Table = {128: (32, 1, 2, None), 256: (32, 2, 2, None)}
+_DECODE_HIP_ROWS_FIRST: _Table = {
     128: (32, 2, 2, None), 256: (32, 4, 2, None), 512: (32, 8, 1, None), 1024: (16, 8, 1, None),
 }  # fmt: skip
 
@@ -186,11 +188,11 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
     if target.is_nvidia:
-        swapped, others = _DECODE.get(rows, {}), _DECODE_ROWS_FIRST
+        swapped, others = _DECODE.get(rows, _NONE), _DECODE_ROWS_FIRST
     else:
-        swapped, others = _DECODE_HIP if rows <= FEW_ROWS else {}, _DECODE_HIP_ROWS_FIRST
+        swapped, others = _DECODE_HIP if rows <= FEW_ROWS else _NONE, _DECODE_HIP_ROWS_FIRST
     is_swapped = not exact and width <= max(swapped, default=0)
-    table: Mapping[int, tuple[int, int, int, int | None]] = others
+    table = others
     if exact or is_swapped:
         table = _DECODE_FLOAT32 if exact else swapped
     tile, warps, stages, registers = _look_up(table, width)
