@@ -564,7 +564,7 @@ def test_every_code_is_decoded_exactly(name, backend):
 
 def test_every_backend_has_the_same_functions():
     # What "triton" takes besides.
-    more = {"write": {"limit"}, "attend": {"plan"}, "gather": set()}
+    more = {"write": {"limit"}, "attend": {"plan", "new"}, "gather": set()}
     for name in ops.BACKENDS:
         if ops.available_backends().get(name) is None:
             module = ops.BACKENDS[name]()

@@ -17,7 +17,14 @@ from .attention import attend_rows, finish, of_others, of_rows
 from .encoder import encoder_for
 from .plan import make_plan, max_parts, plan_rows
 from .target import cdiv, compiled_size, launch
-from .tuning import DECODE_ROWS, FEW_ROWS, LaunchConfig, decode_config, expected_programs
+from .tuning import (
+    DECODE_ROWS,
+    FEW_ROWS,
+    LaunchConfig,
+    decode_config,
+    expected_programs,
+    reads_own_stores,
+)
 from .write import SINGLE_TOKENS, write, write_side
 
 # Numbers of the partial sums that a warp merges at a time.
@@ -56,7 +63,7 @@ def attend(
     assert args.rows <= DECODE_ROWS
     config = decode_config(args.target, args.workload)
     tokens = None
-    if new is not None and args.tokens <= SINGLE_TOKENS and args.rows <= config.rows:
+    if new is not None and _stores(args, config):
         key, value = new
         tokens = NewTokens(key, value, pages.k.center, key.stride(), value.stride())
     elif new is not None:
@@ -64,6 +71,15 @@ def attend(
     if plan is not None and not _suits(plan, args, config):
         plan = None
     return split_kv_decode(args, config, plan, tokens)
+
+
+def _stores(args: AttentionArgs, config: LaunchConfig) -> bool:
+    """Return whether a launch can store the call's tokens first.
+
+    There is one block of rows, since another one would read what this one stores.
+    """
+    few = args.tokens <= SINGLE_TOKENS and args.rows <= config.rows
+    return few and reads_own_stores(args.target, config.warps)
 
 
 def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> bool:

@@ -184,7 +184,7 @@ def _has_room(target: Target, width: int, widest: int) -> bool:
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
     width, rows, exact, wide, biased = workload
-    few = min(most for most in (*_DECODE_TAKES[target.vendor], 32, 64) if rows <= most)
+    few = min((most for most in (*_DECODE_TAKES[target.vendor], 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
     if target.is_nvidia:
@@ -203,13 +203,19 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     elif registers is not None and expected_programs(target, rows) < 3:
         # Said, since compilers do not always take what there is.
         registers = 240
-    # What programs of several warps have stored is not sure to be seen on AMD.
-    last = target.is_nvidia or warps == 1
-    config = LaunchConfig(
-        rows, tile, warps, stages, registers, max(16, tile // 2), is_swapped,
-        "last" if last else "kernel",
-    )  # fmt: skip
-    return _apply_overrides(config)
+    combine = "last" if reads_own_stores(target, warps) else "kernel"
+    return _apply_overrides(
+        LaunchConfig(rows, tile, warps, stages, registers, max(16, tile // 2), is_swapped, combine)
+    )
+
+
+def reads_own_stores(target: Target, warps: int) -> bool:
+    """Return whether all of a program reads, after a barrier, what some of it stored.
+
+    On AMD's GPUs a barrier does not wait for stores of other warps to arrive (Triton 3.6 to 3.8
+    compile `debug_barrier` to `s_barrier` without `s_waitcnt vmcnt(0)`).
+    """
+    return target.is_nvidia or warps == 1
 
 
 def extend_config(target: Target, workload: Workload) -> LaunchConfig:
@@ -225,7 +231,10 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     widest = 256 if target.family == 9 else 128
     if workload.wide and not workload.exact and not _has_room(target, workload.width, widest):
         stages = max(1, stages - 1)
-    return _apply_overrides(LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2)))
+    config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
+    if not reads_own_stores(target, warps):
+        config = replace(config, combine="kernel")
+    return _apply_overrides(config)
 
 
 def _apply_overrides(config: _Config) -> _Config:
