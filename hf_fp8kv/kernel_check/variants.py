@@ -27,7 +27,8 @@ class Variant:
         tokens: new tokens.
         page: slots of a page.
         dtype: of the query, or of new keys and values.
-        extras: "window", "softcap", "sinks", "mask", "bias", "center"; "k" or "v" for gather.
+        extras: "window", "softcap", "sinks", "mask", "bias", "center"; "new": the tokens are stored
+            first; "k" or "v" for gather.
         main: whether it is among those that must be fast.
     """
 
@@ -74,6 +75,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     mains: list[dict[str, Any]] = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
+        *({**fmt, "extras": ("new",)} for fmt in (formats[0], *own, auto)),
+        {**static, "extras": ("new", "center")},
     ]  # fmt: skip
     others: list[dict[str, Any]] = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
@@ -110,12 +113,7 @@ def call_variant(variant: Variant) -> None:
         side = variant.extras[0]
         kernels.gather(pages, lengths, side, 0, LENGTH, variant.dtype, True)
     elif variant.operation == "write":
-        # As a projection gives them: the heads of a token beside each other.
-        k, v = (
-            torch.zeros(BATCH, variant.tokens, HEADS, dim, dtype=variant.dtype).transpose(1, 2)
-            for dim in variant.dims
-        )
-        kernels.write(pages, k, v, lengths)
+        kernels.write(pages, *_new_tokens(variant), lengths)
     else:
         q_heads = HEADS * variant.groups
         query = torch.zeros(BATCH, variant.tokens, q_heads, variant.dims[0], dtype=variant.dtype)
@@ -128,7 +126,16 @@ def call_variant(variant: Variant) -> None:
         }
         chosen = {name: x for name, x in extras.items() if name in variant.extras}
         spec = AttentionSpec(variant.dims[0] ** -0.5, causal=True, **chosen)
-        kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec)
+        new = {"new": _new_tokens(variant)} if "new" in variant.extras else {}
+        kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec, **new)
+
+
+def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
+    """Return keys and values as a projection gives them: the heads of a token beside each other."""
+    shape = (BATCH, variant.tokens, HEADS)
+    return tuple(
+        torch.zeros(*shape, dim, dtype=variant.dtype).transpose(1, 2) for dim in variant.dims
+    )
 
 
 def _pages(variant: Variant) -> Pages:
