@@ -148,10 +148,13 @@ def _stored_attention(
         mask=mask,
         bias=None if bias is None else bias.detach(),
     )
-    return ops.attend(
-        query.detach(), pages_of(key), key.lengths, key.start, key.stop, spec,
-        plan=key.plan, backend=key.backend,
-    )  # fmt: skip
+    query, pending = query.detach(), key.pending
+    span = (pages_of(key), key.lengths, key.start, key.stop, spec)
+    if pending is not None and pending.take(query.shape[2]):
+        return ops.write_and_attend(
+            query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
+        )
+    return ops.attend(query, *span, plan=key.plan, backend=key.backend)
 
 
 def _detach_sinks(sinks: Tensor | None) -> Tensor | None:

@@ -9,6 +9,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
 from ..paging.passage import Passage
+from ..paging.pending_write import MOST_TOKENS, PendingWrite
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
@@ -77,11 +78,21 @@ class FP8PagedLayer(PagedLayerBase):
             return self._pass_through(passage, key_states, value_states)
         self.pool.grow(group.table.allocator.capacity)
         pages = self._pages(group.table_on(self.device))
-        ops.write(pages, key, value, group.lengths_on(self.device, start), self.backend)
+        written = group.lengths_on(self.device, start)
+        attends_fresh = start == 0 and self.options.prefill == "exact"
+        pending = None
+        if self.backend == "triton" and tokens <= MOST_TOKENS and not attends_fresh:
+            pending = PendingWrite(pages, key, value, written, self.backend)
+            group.defer_write(pending)
+        else:
+            ops.write(pages, key, value, written, self.backend)
         group.lengths[self.member] = stop
-        if start == 0 and self.options.prefill == "exact":
+        if attends_fresh:
             return key_states, value_states
-        return self._view(pages, group.visible_from(start), stop)
+        both = self._view(pages, group.visible_from(start), stop)
+        for handle in both:
+            handle.pending = pending
+        return both
 
     def _pass_through(
         self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor
@@ -114,6 +125,7 @@ class FP8PagedLayer(PagedLayerBase):
         length = self.get_seq_length()
         if not length:
             return None
+        self.group.store_pending()
         self._prefetch_if_offloaded()
         pages = self._pages(self.group.table_on(self.device))
         return self._view(pages, self.group.visible_from(length), length)

@@ -259,6 +259,7 @@ class PagedLayerBase(CacheLayerMixin):
 
     def offload(self) -> None:
         """Move the bytes to the CPU's memory."""
+        self.group.store_pending()
         if self.pool.is_allocated:
             self.pool.move(torch.device("cpu"))
 
@@ -276,6 +277,7 @@ class PagedLayerBase(CacheLayerMixin):
 
         A cache from a file is on one device, and the model's layers may be on several.
         """
+        self.group.store_pending()
         self.backend = ops.choose_backend(self.options.backend, device)
         self.device = self.pool.device = device
         # Written in place later, in inference mode and outside of it.

@@ -19,6 +19,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
 from ..ops.flattening import PAGE_FIELDS, flatten, unflatten
+from ..paging.pending_write import PendingWrite
 from ..utils.warn_once import warn_once
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class PagedKV(torch.Tensor):
     window: int
     ragged: bool
     backend: str
+    # What attention to this handle has to store before; not for `torch.compile`.
+    pending: PendingWrite | None = None
 
     # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
     # without types, so mypy sees overrides that differ.)
@@ -53,12 +56,20 @@ class PagedKV(torch.Tensor):
 
     def dense(self) -> torch.Tensor:
         """Return the numbers that the stored bytes stand for, contiguous."""
+        self.store_pending()
         return ops.gather(
             pages_of(self), self.lengths, self.side, self.start, self.stop, self.dtype,
             self.ragged, self.backend,
         )  # fmt: skip
 
+    def store_pending(self) -> None:
+        """Store the step's new tokens, unless that is done."""
+        if self.pending is not None:
+            self.pending.store()
+            self.pending = None
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        self.store_pending()
         attributes = {name: getattr(self, name) for name in _FIELDS}
         tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
         constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)

@@ -173,21 +173,31 @@ def run_write(
 ) -> None:
     """Write to the pages that `leaves` are; a limit below 0 is none."""
     pages = unflatten(leaves)
-    tokens = key.shape[2]
-    if backend == "triton" and not target_of(lengths.device).interpreted:
-        load_triton().write(pages, key, value, lengths, None if limit < 0 else limit)
+    most = None if limit < 0 else limit
+    if backend != "triton":
+        _check_limit(lengths, key.shape[2], most)
+        load_backend(backend).write(pages, key, value, lengths)
         return
-    if limit >= 0 and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
+    _check_interpreted(pages, lengths, key.shape[2], most)
+    load_triton().write(pages, key, value, lengths, most)
+
+
+def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
+    """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
+    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
         raise OutOfPagesError(
             f"expected at most {limit} tokens per sequence (max_cache_len), got {most} stored and "
             f"{tokens} more; make the cache with a larger max_cache_len, or crop or reset it",
             needed=most + tokens,
             available=limit,
         )
-    if backend == "triton":
-        # In the interpreter: what the other backends refuse is refused here too.
+
+
+def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
+    """Refuse, in the interpreter, what the other backends refuse."""
+    if target_of(lengths.device).interpreted:
+        _check_limit(lengths, tokens, limit)
         reference.locate_all(pages, lengths, tokens)
-    load_backend(backend).write(pages, key, value, lengths)
 
 
 def run_gather(
@@ -234,9 +244,11 @@ def run_write_and_attend(
 ) -> Tensor:
     """Write and attend, see `run_write` and `run_attend`."""
     spec, pages = unflatten_spec(leaves)
-    if backend == "triton" and not lengths.is_cpu:
+    before = lengths - key.shape[2]
+    if backend == "triton":
+        _check_interpreted(pages, before, key.shape[2], stop)
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
-    run_write(key, value, lengths - key.shape[2], stop, backend, *flatten(pages))
+    run_write(key, value, before, stop, backend, *flatten(pages))
     return run_attend(query, lengths, start, stop, plan, backend, *leaves)
 
 

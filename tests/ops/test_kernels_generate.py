@@ -3,6 +3,7 @@
 On a GPU where there is one, otherwise in Triton's interpreter.
 """
 
+import copy
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
+
+from hf_fp8kv.ops.triton import decode, extend, plan, write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -110,3 +113,85 @@ def test_forks_and_crops():
         found[backend] = outputs
     for x, y in zip(found["torch"], found["triton"], strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decode_step_is_one_launch_a_layer(monkeypatch):
+    """Besides the plan, one for all layers."""
+    started: list[str] = []
+    for module in (decode, extend, plan, write):
+        launch = module.launch
+
+        def note(kernel: Any, *args: Any, launch: Any = launch, **constants: Any) -> None:
+            started.append(kernel.__name__)
+            launch(kernel, *args, **constants)
+
+        monkeypatch.setattr(module, "launch", note)
+    model, inputs = setting("gqa")
+    tokens(model, inputs, "triton", max_new_tokens=3)
+    layers = model.config.num_hidden_layers
+    prefill, step = ["_write"] * layers, ["_plan", *["_decode"] * layers]
+    assert started == [*prefill, *step, *step]
+
+
+def _read(cache: FP8PagedCache) -> list[Any]:
+    return [x.dense() for layer in cache.layers for x in (layer.keys, layer.values)]
+
+
+def _save_and_load(cache: FP8PagedCache, path: Any) -> FP8PagedCache:
+    cache.save(path)
+    return FP8PagedCache.load(path)
+
+
+LEFT: dict[str, Any] = {
+    "read": lambda cache, *_: cache,
+    "fork": lambda cache, *_: cache.fork(),
+    "copy": lambda cache, *_: copy.deepcopy(cache),
+    "save": lambda cache, path, *_: _save_and_load(cache, path / "cache.safetensors"),
+    "crop": lambda cache, *_: cache.crop(-1) or cache,
+    "reorder": lambda cache, *_: cache.reorder_cache(torch.tensor([1, 0])) or cache,
+    "repeat": lambda cache, *_: cache.batch_repeat_interleave(2) or cache,
+    "handle": lambda cache, _, handles: [x.dense() for both in handles for x in both] and cache,
+    "reset": lambda cache, *_: cache.reset() or cache,
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_tokens_left_to_an_attention_that_does_not_come(name, tmp_path):
+    """They are stored before anything looks at the pages, or changes whose they are."""
+    config = tiny("gqa")[0].config
+    found = {}
+    for backend in ("torch", "triton"):
+        cache = FP8PagedCache(config, page_size=16, backend=backend, prefill="stored")
+        generator = torch.Generator().manual_seed(7)
+        for count in (15, 2, 1):
+            shape = (2, config.num_key_value_heads, count, config.head_dim)
+            handles = [
+                cache.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
+                for i in range(config.num_hidden_layers)
+            ]
+        after = LEFT[name](cache, tmp_path, handles)
+        if name == "reset":
+            assert after.get_seq_length() == 0
+            shape = (2, config.num_key_value_heads, 9, config.head_dim)
+            for i in range(config.num_hidden_layers):
+                after.update(*torch.randn(2, *shape, generator=generator).to(DEVICE), i)
+        found[backend] = _read(after)
+        del handles
+    for x, y in zip(found["torch"], found["triton"], strict=True):
+        assert_same(y.cpu(), x.cpu())
+
+
+def test_a_handle_that_is_read_after_its_tokens_are_gone_stores_nothing():
+    config = tiny("gqa")[0].config
+    cache = FP8PagedCache(config, page_size=16, backend="triton", prefill="stored")
+    shape = (1, config.num_key_value_heads, 3, config.head_dim)
+    tokens = torch.randn(4, *shape, device=DEVICE)
+    for i in range(config.num_hidden_layers):
+        old = cache.update(tokens[0], tokens[1], i)
+    cache.reset()
+    for i in range(config.num_hidden_layers):
+        cache.update(tokens[2], tokens[3], i)
+    expected = _read(cache)
+    old[0].dense()
+    for x, y in zip(_read(cache), expected, strict=True):
+        assert_same(x, y)

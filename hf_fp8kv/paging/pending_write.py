@@ -1,0 +1,53 @@
+"""Tokens that a layer has taken, and that the attention of the same step will store."""
+
+import torch
+
+from .. import ops
+from ..ops import Pages
+
+# Up to so many tokens of a call are left to the attention: more have a launch of their own.
+MOST_TOKENS = 8
+
+
+class PendingWrite:
+    """New tokens of one layer that have pages, but are not in them yet.
+
+    The kernel that attends to them stores them first, which saves a launch; whoever else looks at
+    the pages, or changes which page is whose, calls `store` before.
+
+    Attributes:
+        key: `[B, Hkv, T, Dk]`, of any floating dtype.
+        value: `[B, Hkv, T, Dv]`.
+        is_done: whether they are stored, or not wanted any more.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: torch.Tensor,
+        backend: str,
+    ) -> None:
+        self._pages, self._lengths, self._backend = pages, lengths, backend
+        self.key, self.value = key, value
+        self.is_done = False
+
+    def take(self, tokens: int) -> bool:
+        """Return whether the caller has to store them, with as many queries as there are tokens.
+
+        True: it will, now. False: they are stored.
+        """
+        if self.is_done:
+            return False
+        if tokens != self.key.shape[2]:
+            self.store()
+            return False
+        self.is_done = True
+        return True
+
+    def store(self) -> None:
+        """Store them, unless that is done."""
+        if not self.is_done:
+            self.is_done = True
+            ops.write(self._pages, self.key, self.value, self._lengths, self._backend)
