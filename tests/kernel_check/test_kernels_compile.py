@@ -228,7 +228,7 @@ def test_a_gpu_is_asked_for_what_it_has():
     assert tuning.expected_programs(spark) == 2
     b300 = Target("cuda", 103, 148, resources=Resources(228 << 10, 2048))
     assert tuning.expected_programs(b300) == 6
-    usual = tuning.Workload(256, 64, False, False, False, False)
+    usual = tuning.Workload(256, 64, False, False, False)
     assert tuning.extend_config(b300, usual) == tuning.extend_config(Target.parse("sm_100"), usual)
 
 

@@ -279,13 +279,13 @@ def test_a_plan_is_the_one_the_model_has(lengths, heads, processors):
 
 def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
     with assuming(dataclasses.replace(target_of(DEVICE), processors=132, resources=None)):
-        assert plan.plan_rows(DEVICE, 32, 8, 32768) == 32 + 32 + 64
+        assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64 + 128
         assert plan.plan_rows(DEVICE, 50, 8, 32768) > 50 + 50 + 100
-        assert plan.plan_rows(DEVICE, 32, 8) > 32 + 32 + 64
+        assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64 + 128
         parts, sequences, _ = make_plan([900, 900], 8, length=100)
         for length, batch, heads in itertools.product((1, 500, 9000), range(1, 70, 3), (1, 8, 40)):
             room = plan.plan_rows(DEVICE, batch, heads, length) > 2 * batch + -(-batch * heads // 4)
-            split = [not part.whole for part in gpu_model.cut([length] * batch, heads, 396)]
+            split = [not part.whole for part in gpu_model.cut([length] * batch, heads, 792)]
             assert any(split) == room or (room and length < 1000)
     assert [row[1:] for row in parts] == [[0, 2**31 - 1, -1]] * 2
     assert [row[1] for row in sequences] == [1, 1]

@@ -87,10 +87,9 @@ def make_plan(
     assert plan.is_contiguous()
     parts = max_parts(plan, batch, heads)
     places = target.processors * (programs or expected_programs(target))
-    ranges = max(1, min(places * config.rounds // heads, parts - batch + 1))
-    if ranges > 1:
-        # It may have been made for fewer places.
-        places = min(places, cdiv(ranges * heads, config.rounds))
+    room, ranges = parts - batch + 1, max(1, places * config.rounds // heads)
+    if room < ranges:  # for a kernel of which fewer programs fit
+        ranges, places = room, cdiv(room * heads, config.rounds)
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,
         parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
@@ -103,7 +102,7 @@ def gains_if_even(length: int, batch: int, heads: int, places: int, config: Plan
     units, count = cdiv(length, config.unit), batch * heads
     late, cost = count % places, config.split_cost
     if count <= places:
-        whole = units * max(places // 3, count)
+        whole = units * max(places * 3 // 5, count)
     else:
         whole = units * (count - late + (max(late, places * 18 // 25) if late else 0))
         cost //= 2
@@ -115,7 +114,7 @@ def _gains(units, total, longest, batch, heads, places, unit, cost):
     """Return whether ranges are done sooner than whole sequences, by more than they cost.
 
     Time is counted in units that a program reads if all `places` are taken, times `places`. One
-    with fewer beside it is up to 3 times as fast; with two others on its own processor, as
+    with fewer beside it is up to 1 / 0.6 times as fast; with two others on its own processor, as
     the last ones that start often have, 1 / 0.72 times.
 
     Args:
@@ -132,9 +131,9 @@ def _gains(units, total, longest, batch, heads, places, unit, cost):
     last = tl.where(late > 0, tl.maximum(late, places * 18 // 25), 0)
     whole = longest * (count - late + last)
     if count <= places:
-        # All start at once: while more than a third of them run they share the bandwidth. When so
+        # All start at once: while more than 0.6 of them run they share the bandwidth. When so
         # few are left is found by trying: any other time gives less.
-        few = (places // 3).to(tl.int64)
+        few = (places * 3 // 5).to(tl.int64)
         whole = tl.maximum(longest * few, even)
         for i in tl.static_range(1, 8):
             until = longest * i // 8
