@@ -2,7 +2,7 @@
 
 transformers hands one tensor to all layers of a kind, so what is computed once per step travels in
 that: `[B, 1, 1, W]`, uint8. A row is a byte for each of N columns, 0 for padding, zeros up to a
-multiple of 8, and a tail of four numbers, int32:
+multiple of 16, and a tail of four numbers, int32:
 
     the position of the first visible token, and one past that of the last hidden one
     how many columns are filled: the queries are the last of these
@@ -22,7 +22,8 @@ from ..ops.visibility import mask_bounds
 
 Tensor = torch.Tensor
 
-_ALIGNED = 8
+# So that kernels find the tail at a multiple of it, whatever the number of columns.
+_ALIGNED = 16
 _TAIL = 16
 
 

@@ -130,8 +130,10 @@ def _stored_attention(
         # need not be read.
         window = key.window + query.shape[2] - 1 if key.ragged and key.window else 0
     bias = _cut_to_keys(spec.bias, key)
+    mask: Tensor | None
+    bounds = None
     if spec.mask is not None and not complete:
-        mask: Tensor | None = unpack(spec.mask, key.start, key.stop).seen
+        mask, bounds, _ = unpack(spec.mask, key.start, key.stop)
     else:
         mask = _cut_to_keys(spec.mask, key)
     if mask is not None and mask.dtype == torch.bool:
@@ -147,6 +149,7 @@ def _stored_attention(
         sinks=_detach_sinks(spec.sinks),
         mask=mask,
         bias=None if bias is None else bias.detach(),
+        bounds=bounds,
     )
     query, pending = query.detach(), key.pending
     span = (pages_of(key), key.lengths, key.start, key.stop, spec)

@@ -84,6 +84,9 @@ class AttentionSpec(NamedTuple):
         mask: `[B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or floating,
             `[1 | B, 1 | Hq, 1 | T, stop - start]`, added to the logits; or None.
         bias: the same shapes as a floating mask, added to the logits; or None.
+        bounds: `[B, 2]`, int32: of a mask that is the same for all query tokens, the position of
+            the first visible token and one past that of the last hidden one, as `mask_bounds` gives
+            them; None: a backend that needs them finds them. Wrong ones give wrong results.
     """
 
     scaling: float
@@ -93,3 +96,4 @@ class AttentionSpec(NamedTuple):
     sinks: Tensor | None = None
     mask: Tensor | None = None
     bias: Tensor | None = None
+    bounds: Tensor | None = None

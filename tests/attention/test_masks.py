@@ -130,8 +130,8 @@ def test_a_mask_of_the_whole_text_for_a_window() -> None:
 def test_a_mask_of_other_tokens_is_refused(columns: int, first: int) -> None:
     mask = pack(torch.ones(2, columns, dtype=torch.bool), first, columns)
     for start, stop in [(0, 48), (0, 32), (20, 25), (3, 16), (0, 13), (40, 69), (7, 71)]:
-        room = -(-columns // 8) * 8
-        fits = -(-(stop - start) // 8) * 8 == room if first else stop <= room
+        room = -(-columns // 16) * 16
+        fits = -(-(stop - start) // 16) * 16 == room if first else stop <= room
         if fits:
             assert unpack(mask, start, stop).seen.shape[3] == stop - start
         else:

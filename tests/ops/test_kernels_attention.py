@@ -29,6 +29,8 @@ from tests.ops.test_ops import (
     EDGES,
     FAR,
     FAULTS,
+    HOLES,
+    WRONG_BOUNDS,
     Case,
     at_the_edge,
     attend,
@@ -40,6 +42,7 @@ from tests.ops.test_ops import (
     poisoned,
     prepare,
     with_fault,
+    with_holes,
 )
 
 if ops.available_backends()["triton"] is not None:
@@ -527,6 +530,29 @@ def test_a_row_that_is_all_lowest_numbers_is_a_mean():
             for kernel in KERNELS:
                 found = run(kernel, case, pages, query, **more)
                 assert errors(found, expected).max() <= bound(case)
+
+
+@pytest.mark.parametrize("case", HOLES, ids=str)
+def test_bounds_of_a_mask(case):
+    pages, query, kwargs = prepare(case)
+    kwargs = with_holes(case, pages, kwargs)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    for kernel in KERNELS:
+        found = run(kernel, case, pages, query, **kwargs)
+        assert errors(found, expected).max() <= bound(case)
+    found = run("decode", case, pages, query, **{**kwargs, "bounds": None})
+    assert errors(found, expected).max() <= bound(case), "bounds that the backend found"
+
+
+@pytest.mark.parametrize("fault", WRONG_BOUNDS)
+def test_wrong_bounds_are_noticed(fault):
+    pages, query, kwargs = prepare(HOLES[1])
+    kwargs = with_holes(HOLES[1], pages, kwargs)
+    expected = attend(HOLES[1], pages, query, "reference", **kwargs)
+    kwargs["bounds"] = kwargs["bounds"] + torch.tensor(WRONG_BOUNDS[fault], dtype=torch.int32)
+    for kernel in KERNELS:
+        worst = errors(run(kernel, HOLES[1], pages, query, **kwargs), expected).max()
+        assert not worst <= FAR * bound(HOLES[1])
 
 
 def test_a_sink_of_nothing_for_a_row_that_sees_nothing():

@@ -20,6 +20,7 @@ from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
 from hf_fp8kv.ops.flattening import flatten, unflatten
+from hf_fp8kv.ops.visibility import mask_bounds
 from tests.helpers.assertions import assert_same, assert_same_pool
 
 pytestmark = pytest.mark.text
@@ -406,6 +407,50 @@ def test_a_fault_is_far_above_the_bound(fault, tokens, backend):
     pages, kwargs = with_fault(fault, case, pages, kwargs)
     worst = errors(attend(case, pages, query, backend, **kwargs), expected).max().item()
     assert worst > FAR * bound(case), f"{worst:.2e} is not far above {bound(case):.2e}"
+
+
+def with_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The spec with padding on the left of one sequence, and holes in the text of the other."""
+    mask = torch.ones(2, 1, 1, case.stop - case.start, dtype=torch.uint8)
+    for row, hidden in enumerate((range(case.start, 333), [case.start + 1, 901])):
+        poison(pages, row, [x for x in hidden if pages.table[row, x // pages.page_size] >= 0])
+        mask[row, ..., torch.tensor(list(hidden)) - case.start] = 0
+    return {**kwargs, "mask": mask, "bounds": mask_bounds(mask[:, 0, 0] != 0, case.start)}
+
+
+HOLES = [
+    Case(f"T{tokens} window {window}", lengths=(1037, 1001), tokens=tokens, page_size=64,
+         heads=1, q_heads=3, window=window, from_zero=from_zero)
+    for tokens, window, from_zero in [(1, 0, True), (3, 0, True), (3, 900, False), (2, 500, True)]
+]  # fmt: skip
+# What is added to the bounds of each sequence.
+WRONG_BOUNDS = {
+    "the first token lost": [[1, 0], [0, 0]],
+    "a page of padding seen": [[-64, -64], [0, 0]],
+    "a hole seen": [[0, 0], [0, -64]],
+    "one sequence's for the other": [[-333, 569], [333, -569]],
+}
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("case", HOLES, ids=str)
+def test_bounds_of_a_mask(case, backend):
+    pages, query, kwargs = prepare(case)
+    kwargs = with_holes(case, pages, kwargs)
+    expected = attend(case, pages, query, "reference", **{**kwargs, "bounds": None})
+    found = attend(case, pages, query, backend, **kwargs)
+    assert errors(found, expected).max() <= bound(case)
+
+
+@pytest.mark.parametrize("backend", [NUMBA])  # the other ones on a CPU need no bounds
+@pytest.mark.parametrize("fault", WRONG_BOUNDS)
+def test_wrong_bounds_are_noticed(fault, backend):
+    pages, query, kwargs = prepare(HOLES[1])
+    kwargs = with_holes(HOLES[1], pages, kwargs)
+    expected = attend(HOLES[1], pages, query, "reference", **kwargs)
+    kwargs["bounds"] = kwargs["bounds"] + torch.tensor(WRONG_BOUNDS[fault], dtype=torch.int32)
+    worst = errors(attend(HOLES[1], pages, query, backend, **kwargs), expected).max()
+    assert not worst <= FAR * bound(HOLES[1])
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])

@@ -48,6 +48,7 @@ ATTEND = Record(
     ("q_", STRIDED),
     ("", "sinks sinks_kind"),
     ("mask_", STRIDED), ("bias_", STRIDED), ("more_", STRIDED),
+    ("", "bounds bounds_b"),
     ("", "splits blocks block_tokens work_rows out out_kind"),
 )  # fmt: skip
 
@@ -126,7 +127,10 @@ def _attend_tile(
         add_bias(c, place, c.more_dtype, c.more_h, c.more_t, head, token, rows, count, logits)
     seen_columns = count
     query = length - c.tokens + token  # the position of the first row
-    if c.mask_data or c.window or (c.causal and high > query + 1):
+    masked = c.mask_data != 0
+    if c.bounds and low >= load_i32(c.bounds + sequence * c.bounds_b + 4):
+        masked = False  # nothing is hidden from here on
+    if masked or c.window or (c.causal and high > query + 1):
         seen_columns = hide_invisible(c, sequence, token, rows, low, count, query, s.seen, s.logits)
     if seen_columns == 0:
         return
@@ -235,6 +239,8 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
             low, high = c.start, min(c.stop, length, c.slots * c.table_columns)
             if c.causal:
                 high = min(high, length - c.tokens + token + tokens)
+            if c.bounds:
+                low = max(low, load_i32(c.bounds + sequence * c.bounds_b))
             if c.window:
                 low = max(low, first_visible(length - c.tokens + token, c.window))
             tile, last = low // TILE, (high + TILE - 1) // TILE

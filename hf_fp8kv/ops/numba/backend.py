@@ -177,13 +177,14 @@ def attend(
         splits = max(1, min((stop - start) // SPLIT, -(-UNITS * threads // units)))
     work = np.empty((units * splits, rows * (2 + v_dim)), np.float32)
 
-    scaling, causal, window, softcap, sinks, mask, bias = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds = spec
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
     more: Tensor | None = None
     if mask is not None and mask.is_floating_point():
-        more, mask = no_gaps(readable_floats(mask)), None
+        more, mask, bounds = no_gaps(readable_floats(mask)), None, None
     elif mask is not None:
         mask = no_gaps(mask).view(torch.uint8)
+    bounds = None if mask is None or bounds is None else no_gaps(bounds)
     bias = None if bias is None else no_gaps(readable_floats(bias))
     sinks = None if sinks is None else readable_floats(sinks.contiguous())
     call = attention.ATTEND.fill(
@@ -195,6 +196,7 @@ def attend(
         strided(query),
         (address(sinks), F32 if sinks is None else KINDS[sinks.dtype]),
         broadcast(mask), broadcast(bias), broadcast(more),
+        (address(bounds), 0 if bounds is None or len(bounds) == 1 else 4 * bounds.stride(0)),
         (splits, blocks, block, rows, out.data_ptr(), KINDS[out.dtype]),
     )  # fmt: skip
     _run(attention.attend, threads, call, work)

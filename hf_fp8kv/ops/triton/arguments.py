@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 
 from ..pages import AttentionSpec, Pages, StoredSide
+from ..visibility import mask_bounds
 from . import attention
 from .codec import Codec, codec_for
 from .target import Target, next_power_of_2, target_of
@@ -38,6 +39,7 @@ class AttentionTensors(NamedTuple):
         table: `[B, M]`, int32: the pages of each sequence.
         lengths: `[B]`, int32: stored tokens.
         mask: of a kind that `Features.mask` names, its last axis without gaps, or None.
+        bounds: `[B, 2]`, int32, where a compact mask hides, or None.
         bias: `[1 | B, 1 | Hq, 1 | T, N]`, floating, its last axis without gaps, or None.
         sinks: `[Hq]`, floating, or None.
     """
@@ -49,6 +51,7 @@ class AttentionTensors(NamedTuple):
     table: torch.Tensor
     lengths: torch.Tensor
     mask: torch.Tensor | None
+    bounds: torch.Tensor | None
     bias: torch.Tensor | None
     sinks: torch.Tensor | None
 
@@ -114,8 +117,9 @@ features_of = functools.cache(Features)
 class AttentionArgs:
     """One call of attention, as kernels take it.
 
-    `start`, `stop` and `window` are those of `ops.attend`; strides are of batch, head and token;
-    shape, features and codecs are constexpr.
+    `start`, `stop` and `window` are those of `ops.attend`; strides are of batch, head and token
+    (`mask_strides` of a compact mask: its batch's, its bounds', 0); shape, features and codecs are
+    constexpr.
     """
 
     tensors: AttentionTensors
@@ -224,6 +228,12 @@ def prepare(
     scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None
     kind = _mask_kind(spec.mask)
     mask, mask_strides = _broadcast(spec.mask)
+    bounds = None
+    if mask is not None and kind == attention.COMPACT.value:
+        bounds = spec.bounds
+        if bounds is None:
+            bounds = mask_bounds(mask[:, 0, 0] != 0, start)
+        mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _broadcast(spec.bias)
     k_dim, v_dim = pages.k.head_dim, pages.v.head_dim
     shape = shape_of(
@@ -238,7 +248,9 @@ def prepare(
         pages.v.is_dynamic, precise,
     )  # fmt: skip
     return AttentionArgs(
-        tensors=AttentionTensors(query, k, v, scales, pages.table, lengths, mask, bias, spec.sinks),
+        tensors=AttentionTensors(
+            query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
+        ),
         factors=Factors(spec.scaling * k_codec.factor, spec.scaling, spec.softcap, v_codec.factor),
         start=start,
         stop=stop,

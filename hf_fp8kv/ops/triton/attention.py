@@ -21,7 +21,7 @@ from .codec import decode_for_dot
 
 # What a mask is (`Features.mask`).
 NO_MASK = tl.constexpr(0)
-COMPACT = tl.constexpr(1)  # [B, 1, 1, N] uint8: which tokens are padding
+COMPACT = tl.constexpr(1)  # [B, 1, 1, N] uint8: which tokens are padding; and `bounds`
 COMPLETE = tl.constexpr(2)  # [B, 1, T, N] uint8
 ADDITIVE = tl.constexpr(3)  # [1 | B, 1 | Hq, 1 | T, N] floating
 
@@ -34,8 +34,6 @@ LEAST_SCALE = tl.constexpr(2.0**-40)
 # Up to so many rows weights are summed over a tile's tokens once, after the last tile: a sum over
 # warps costs three barriers.
 SUMMED_LATE = tl.constexpr(16)
-# Positions whose mask bytes are looked at together.
-SCAN = tl.constexpr(1024)
 
 
 @triton.jit
@@ -94,8 +92,9 @@ def attend_rows(
     mask_ptr = tensors.mask
     if FEATURES.mask == COMPACT:
         mask_ptr += b.to(tl.int64) * mask_strides[0]
-        begin, hidden = _scan_mask(mask_ptr, begin, end, start)
-        full = tl.maximum(full, hidden)
+        bounds_ptr = tensors.bounds + b.to(tl.int64) * mask_strides[1]
+        begin = tl.maximum(begin, tl.load(bounds_ptr))
+        full = tl.maximum(full, tl.load(bounds_ptr + 1))
     elif FEATURES.mask != NO_MASK:
         mask_ptr += _row_offset(mask_strides, b, head, t)
     if FEATURES.mask == COMPLETE:
@@ -187,20 +186,6 @@ def _load_query(
     raised = q * (up << 23).to(tl.float32, bitcast=True)[:, None]
     factor = ((254 - up) << 23).to(tl.float32, bitcast=True) * factors.k_scaling
     return raised.to(K_CODEC.operand), factor, offset
-
-
-@triton.jit
-def _scan_mask(mask_ptr, begin, end, start):
-    """Return the first visible position, and one past the last hidden one, of a compact mask."""
-    first = end
-    hidden = begin
-    for scanned in range(begin, end, SCAN):
-        position = scanned + tl.arange(0, SCAN)
-        inside = position < end
-        seen = tl.load(mask_ptr + (position - start), mask=inside, other=1) != 0
-        first = tl.minimum(first, tl.min(tl.where(seen & inside, position, end), 0))
-        hidden = tl.maximum(hidden, tl.max(tl.where(seen, begin, position + 1), 0))
-    return first, hidden
 
 
 @triton.jit
