@@ -57,7 +57,7 @@ def bench(
     dry: Annotated[
         bool, typer.Option("--dry", help="gpu: run all of it on tiny shapes, on any machine.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=1, help="gpu: how long it may take.")] = 300.0,
+    seconds: Annotated[float, typer.Option(min=1, help="gpu: how long it may take.")] = 255.0,
     shown: Annotated[
         str | None,
         typer.Option(
@@ -121,7 +121,7 @@ def _load_result(path: str) -> dict[str, Any]:
     """Return what `bench --suite gpu --json` wrote."""
     try:
         result: Any = json.loads(Path(path).read_text())
-        if result["suite"] == "gpu" and "targets" in result:
+        if result["suite"] == "gpu" and "goals" in result:
             return dict(result)
     except (ValueError, KeyError, TypeError):
         pass

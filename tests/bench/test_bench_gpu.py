@@ -4,8 +4,10 @@ Neither a contender that fails nor a device that is lost may end it, and what co
 else than attention must not get a time.
 """
 
+import functools
 import importlib.machinery
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -28,12 +30,16 @@ from hf_fp8kv import ConfigError, cli, ops
 from hf_fp8kv.bench import gpu as bench_gpu
 from hf_fp8kv.bench.gpu import (
     baselines,
+    cached,
     decode,
     experiments,
+    goals,
+    other_kernels,
     roofline,
     serving,
     suite,
     timing,
+    vllm_file,
     write,
 )
 from hf_fp8kv.bench.gpu.record import DeviceLost, Record
@@ -83,8 +89,10 @@ def test_every_section_runs_and_nothing_fails(result):
     for section, cases in (("decode", TINY.decode), ("others", TINY.others)):
         assert {(section, str(case)) for case in cases} <= found
         assert {row["name"] for row in result["rows"] if row["section"] == "decode"} >= OURS
-    ends = {row["name"] for row in result["rows"] if row["section"] == "end to end"}
-    assert {"FP8PagedCache compiled", "StaticCache compiled", "DynamicCache eager"} <= ends
+    ends = [row["name"] for row in result["rows"] if row["section"] == "end to end"]
+    assert {goals.PAGED, *goals.NEEDED, "StaticCache (repeats K and V) compiled"} <= set(ends)
+    compiled = [name.endswith("compiled") for name in ends]
+    assert compiled == sorted(compiled), "eager ones first: compiling takes most of the time"
     plans = {r["name"]: r["planned_tokens"] for r in result["rows"] if r["section"] == "serving"}
     assert plans["fp8 static"] > plans["fp8 dynamic"] > plans["bf16 sdpa"]
 
@@ -93,16 +101,18 @@ def test_it_is_json_and_says_where_and_how(result):
     assert json.loads(json.dumps(result)) == result
     assert set(result) == {
         "suite", "date", "command", "versions", "hardware", "settings", "ceilings", "sections",
-        "rows", "targets", "banned",
+        "rows", "goals", "banned",
     }  # fmt: skip
     assert result["settings"]["dry"]
     assert all(result["ceilings"].values())
-    assert all(target["met"] is None for target in result["targets"]), "a dry run judges nothing"
+    assert {goal["state"] for goal in result["goals"]} == {"not measured"}, "of a dry run"
+    assert {goal["why"] for goal in result["goals"]} == {"a dry run"}
 
 
 def test_what_is_timed_was_checked(result):
     for row in result["rows"]:
-        if row["section"] in ("decode", "others", "extend") and row["name"] != "split plan":
+        sections = ("decode", "layer", "others", "extend")
+        if row["section"] in sections and row["name"] != "split plan":
             assert 0 <= row["error"] < 0.01, row
             assert row["low"] <= row["us"] <= row["high"]
             assert row["gb_per_s"] == pytest.approx(row["moved"] / row["us"] / 1e3)
@@ -118,8 +128,10 @@ def test_memory_of_the_caches_end_to_end(result):
     # The first new token comes of the last one of the prompt.
     tokens = context + TINY.tokens[False] + TINY.warm[False]
     per_token = 4 * batch * heads.kv * heads.dim * TINY.layers
-    assert size["DynamicCache eager"] == per_token * tokens
-    assert size["FP8PagedCache compiled"] < size["StaticCache compiled"] * 1.2
+    assert size[goals.FLASH] == per_token * tokens
+    assert size[goals.PAGED] < size[goals.AUTO] * 0.6
+    # One page of 64 slots beside 46 positions.
+    assert size[goals.PAGED] < size["StaticCache (repeats K and V) compiled"] * 1.2
 
 
 def test_the_table_and_the_picture(result, tmp_path):
@@ -149,7 +161,7 @@ def test_without_a_gpu_it_says_so():
         pytest.skip("there is one")
     with pytest.raises(ConfigError, match=r"expected a CUDA or ROCm device.*finds none"):
         bench_gpu.run_gpu_suite()
-    with pytest.raises(ConfigError, match="expected some of ceilings, write"):
+    with pytest.raises(ConfigError, match="expected some of ceilings, decode"):
         bench_gpu.run_gpu_suite(**DRY, sections=("speed",))
 
 
@@ -185,6 +197,53 @@ def test_a_wrong_kernel_fails(record, monkeypatch, broken):
     assert not record.find("decode")
 
 
+@pytest.mark.parametrize("broken", [_five_percent_more, _one_not_written])
+def test_wrong_attention_over_a_cache_fails(record, monkeypatch, broken):
+    monkeypatch.setattr(cached, "fp8_paged_attention", broken_pair(broken))
+    case = TINY.decode[0]
+    cached.measure_attention(record, "decode", case, E4M3, "torch")
+    cached.measure_layers(record, replace(TINY, layer=(case,)), "torch")
+    assert len(record.rows) == 1 + len(TINY.layer_kinds) + 1
+    assert all("relative error" in row["failed"] for row in record.rows), record.rows
+
+
+def broken_pair(broken):
+    """Return the attention function with a broken result beside its weights."""
+    right = cached.fp8_paged_attention
+    wrong = broken(lambda *args, **kwargs: right(*args, **kwargs)[0])
+    return lambda *args, **kwargs: (wrong(*args, **kwargs), None)
+
+
+@pytest.mark.parametrize("preallocated", [True, False])
+def test_padding_that_is_not_hidden_fails(record, monkeypatch, preallocated):
+    """What hides padding is the mask; without it, tokens that no model would see count."""
+    case = Case((130, 130), TINY.heads, padding=(0, 65))
+    measure = functools.partial(
+        cached.measure_attention, record, "decode", case, E4M3, "torch", preallocated=preallocated
+    )
+    measure("right")
+    right = cached.fp8_paged_attention
+    monkeypatch.setattr(
+        cached, "fp8_paged_attention", lambda m, q, k, v, _mask: right(m, q, k, v, None)
+    )
+    measure("no mask")
+    failed = {row["name"]: "failed" in row for row in record.rows}
+    assert failed == {"right": False, "no mask": True}
+    assert record.rows[0]["read"] == 130 + 65
+
+
+def test_every_replay_of_a_layer_begins_at_the_same_length(record):
+    case = TINY.layer[0]
+    filled = cached.fill(record.stage, E4M3, case, 2, "torch")
+    steps = [functools.partial(filled.step, layer) for layer in range(2)]
+    record.stage.time(steps, between=filled.rewind)
+    filled.rewind()
+    assert {int(x) for tensor, _ in filled.lengths for x in tensor} == {case.lengths[0] - 1}
+    filled.step(0)
+    filled.step(1)
+    assert {int(x) for tensor, _ in filled.lengths for x in tensor} == {case.lengths[0]}
+
+
 def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
     def lazy(query, pages, *args, **kwargs):
         shape = (query.shape[0], query.shape[2], query.shape[1], pages.v.head_dim)
@@ -197,9 +256,9 @@ def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
 
 def test_wrong_attention_of_others_fails(record, monkeypatch):
     monkeypatch.setattr(baselines, "_attend_grouped", _five_percent_more(baselines._attend_grouped))
-    baselines.measure_decode(record, "decode", TINY.decode[0])
+    baselines.measure_decode(record, "decode", TINY.decode[0], compiles=True)
     failed = {row["name"]: "failed" in row for row in record.rows}
-    assert failed == {"sdpa math": True, "sdpa math folded": False}
+    assert failed == {"sdpa math": True, "sdpa math folded": False, "flex": False}
 
 
 def test_a_write_of_one_wrong_byte_fails(record, monkeypatch):
@@ -213,7 +272,7 @@ def test_a_write_of_one_wrong_byte_fails(record, monkeypatch):
     write.measure(record, replace(TINY, writes=(1,), prefill=70), "torch")
     for row in record.rows:
         if "e4m3" in row["name"]:
-            assert "expected the reference's bytes, got 1 others in v.codes" in row["failed"]
+            assert "expected the reference's bytes, got 1 others in v" in row["failed"]
 
 
 # -- one that fails does not end the others ------------------------------------------------------
@@ -246,6 +305,7 @@ def test_a_section_that_fails(monkeypatch):
 def test_what_there_is_no_time_for_is_named():
     found = bench_gpu.run_gpu_suite(**DRY, seconds=0.0)
     assert not [row for row in found["rows"] if "us" in row]
+    # Kernels of others are not there.
     assert all(section["skipped"] for section in found["sections"])
     assert "no time left" in text_of(found)
 
@@ -327,45 +387,23 @@ def test_bytes_and_operations_of_a_case():
     # Three new tokens over two: they see three, four and five.
     assert Case((5,), tokens=3).flops == (3 + 4 + 5) * 32 * 128 * 4
     assert Case((1000, 10), window=100, tokens=2).read == 101 + 10
-    assert {str(case) for case in FULL.decode} == {
-        f"{b} x {n}k" for b in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)
-    } | {"ragged"}
+    padded = Case((100,) * 4).pad_left()
+    assert padded.padding == (0, 12, 25, 37)
+    assert (padded.read, str(padded)) == (400 - 74, "4 x 100")
+    assert padded.flops == (400 - 74) * 32 * 128 * 4
+    assert Case((100,)).pad_left().padding == (50,)
 
 
-def test_targets_take_the_worst_case():
-    def row(section, case, name, **more):
-        return {"section": section, "case": case, "name": name, **more}
-
-    rows = [
-        row("ceilings", "read", "a", us=1000.0, moved=4e9),
-        row("ceilings", "read", "b", us=1250.0, moved=4e9),
-    ]
-    for case, ours, pages in (("16 x 16k", 100.0, 200.0), ("16 x 32k", 220.0, 400.0)):
-        rows.append(row("decode", case, "e4m3", us=ours, moved=ours * 3.6e6, read=2**18))
-        rows.append(row("decode", case, "bf16 pages", us=pages, moved=pages * 3.6e6, read=2**18))
-    rows.append(row("decode", "1 x 1k", "e4m3", us=13.0, moved=1e6, read=1024))
-    rows.append(row("decode", "1 x 1k", "bf16 pages", us=13.0, moved=2e6, read=1024))
-    for name, speed, size in (
-        ("FP8PagedCache compiled", 30.0, 52),
-        ("StaticCache compiled", 20.0, 100),
-    ):
-        rows.append(row("end to end", "8 x 32k", name, tokens_per_s=speed, cache_bytes=size))
-        rows.append(row("end to end", "1 x 1k", name, tokens_per_s=1.0, cache_bytes=size))
-    found = complete({"settings": {"dry": False}, "rows": rows})
-    values = {target["what"]: (target["value"], target["met"]) for target in found["targets"]}
-    assert found["ceilings"]["read_gb_per_s"] == pytest.approx(4000)
-    assert values["decode e4m3, share of read bandwidth, 256k tokens on"] == (
-        pytest.approx(0.9),
-        True,
-    )
-    assert values["decode e4m3, time over bf16 pages, 256k tokens on"] == (
-        pytest.approx(0.55),
-        True,
-    )
-    assert values["decode e4m3, us, batch 1, 1k"] == (13.0, False)
-    assert values["generate 8 x 32k, tokens/s over StaticCache compiled"] == (1.5, True)
-    assert values["generate 8 x 32k, cache bytes over StaticCache"] == (0.52, True)
-    assert values["extend e4m3, rate over SDPA flash"] == (None, None)
+def test_cases_that_goals_are_about_come_first():
+    names = [str(case) for case in FULL.decode]
+    assert set(goals.CASES) < set(names[:6])
+    assert len(names) == len(set(names))
+    batches = {len(case.lengths) for case in FULL.decode if case.read >= goals.LARGE}
+    assert {1, 2, 4, 8, 16, 32, 50, 64, 98, 128, 256} <= batches
+    assert set(FULL.padded) < set(names)
+    rows = {case.heads.query // case.heads.kv * case.tokens for case in FULL.others}
+    assert {16, 24, 32, 64} <= rows
+    assert str(FULL.layer[0]) == "1 x 1k"
 
 
 # -- others' attention ---------------------------------------------------------------------------
@@ -409,15 +447,112 @@ class _Wrapper:
         return out
 
 
+def _attend_by_table(query, k, v, table, lengths):
+    """Attend to `[P, H, S, D]` by a block table; in float32."""
+    out, groups = torch.empty_like(query), query.shape[1] // k.shape[1]
+    for b, length in enumerate(lengths.tolist()):
+        dense = (
+            x[table[b].long()].float().transpose(0, 1).flatten(1, 2)[:, :length]
+            .repeat_interleave(groups, 0)
+            for x in (k, v)
+        )  # fmt: skip
+        k_dense, v_dense = dense
+        logits = query[b, :, None].float() @ k_dense.transpose(1, 2) * query.shape[-1] ** -0.5
+        out[b] = (logits.softmax(-1) @ v_dense)[:, 0]
+    return out
+
+
+def _xqa(
+    *, query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale,
+    bmm2_scale, out, kv_layout,
+):  # fmt: skip
+    assert (kv_layout, max_seq_len, bmm2_scale) == ("HND", seq_lens.max(), 1.0)
+    assert bmm1_scale == query.shape[-1] ** -0.5
+    assert not workspace_buffer.any()
+    out.copy_(_attend_by_table(query, *kv_cache, block_tables, seq_lens))
+
+
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """A stand-in for FlashInfer, as far as it is used."""
+    for name, content in (
+        ("flashinfer", {"BatchDecodeWithPagedKVCacheWrapper": _Wrapper}),
+        ("flashinfer.decode", {"xqa_batch_decode_with_kv_cache": _xqa}),
+    ):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(other_kernels, "WORKSPACE", 64)
+
+
+@pytest.mark.usefixtures("flashinfer")
 def test_flashinfer_where_there_is_one(record, monkeypatch):
-    stand_in = types.ModuleType("flashinfer")
-    stand_in.__spec__ = importlib.machinery.ModuleSpec("flashinfer", None)
-    stand_in.BatchDecodeWithPagedKVCacheWrapper = _Wrapper
-    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
-    for case in TINY.decode:
-        baselines._measure_flashinfer(record, "decode", case)
-    assert len(record.find("decode", name="flashinfer bf16")) == len(TINY.decode), record.rows
-    assert len(record.find("decode", name="flashinfer e4m3")) == len(TINY.decode), record.rows
+    other_kernels.measure(record, TINY, "torch")
+    plain = [*TINY.decode, TINY.others[0]]
+    for name in ("flashinfer xqa", "flashinfer wrapper"):
+        for dtype in (" bf16", " e4m3"):
+            rows = record.find("other kernels", name=name + dtype)
+            assert [row["case"] for row in rows] == list(map(str, plain)), record.rows
+    assert "vLLM is not installed" in record.skipped[0]
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_wrong_attention_of_a_kernel_of_others_fails(record, monkeypatch):
+    wrong = _five_percent_more(_attend_by_table)
+    monkeypatch.setitem(globals(), "_attend_by_table", wrong)
+    other_kernels.measure(record, TINY, "torch")
+    failed = {row["name"] for row in record.rows if "failed" in row}
+    assert failed == {"flashinfer xqa bf16", "flashinfer xqa e4m3"}
+
+
+# As vLLM's file begins: what it imports, and the names that it uses of it when it is imported.
+_VLLM_FILE = """
+import torch
+import vllm.envs as envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.v1.attention.ops.triton_attention_helpers import attend
+from vllm.v1.kv_cache_interface import KVQuantMode
+
+logger = init_logger(__name__)
+is_batch_invariant = envs.VLLM_BATCH_INVARIANT
+float8_info = torch.finfo(current_platform.fp8_dtype())
+
+def unified_attention(
+    q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, softmax_scale, causal,
+    window_size, block_table, softcap, q_descale, k_descale, v_descale, seq_threshold_3D=None,
+    num_par_softmax_segments=None, softmax_segm_output=None, softmax_segm_max=None,
+    softmax_segm_expsum=None, kv_quant_mode=KVQuantMode.NONE, k_scale_cache=None,
+    v_scale_cache=None,
+):
+    assert not is_batch_invariant
+    assert (kv_quant_mode == KVQuantMode.NONE) == (k.dtype == torch.bfloat16)
+    assert cu_seqlens_q.tolist() == list(range(len(q) + 1))
+    if kv_quant_mode == KVQuantMode.FP8_PER_TOKEN_HEAD:
+        k, v = k.float() * k_scale_cache[..., None], v.float() * v_scale_cache[..., None]
+    out.copy_(attend(q, k.transpose(1, 2), v.transpose(1, 2), block_table, seqused_k))
+"""
+
+
+def test_vllm_s_kernel_from_a_file(record, monkeypatch, tmp_path):
+    pytest.importorskip("triton")
+    file = tmp_path / "triton_unified_attention.py"
+    file.write_text(_VLLM_FILE)
+    helpers = tmp_path / "triton_attention_helpers.py"
+    helpers.write_text(
+        f"import torch\n{inspect.getsource(_attend_by_table)}\nattend = _attend_by_table\n"
+    )
+    monkeypatch.setenv(vllm_file.VARIABLE, str(file))
+    other_kernels.measure(record, TINY, "torch")
+    names = {row["name"] for row in record.find("other kernels")}
+    assert names == {"vllm triton bf16", "vllm triton e4m3", "vllm triton e4m3 per token"}
+    assert not [row for row in record.rows if "failed" in row]
+    assert "vllm" not in sys.modules
+    monkeypatch.setenv(vllm_file.VARIABLE, str(tmp_path / "none.py"))
+    other_kernels.measure(record, TINY, "torch")
+    assert "none.py" in " ".join(record.skipped)
 
 
 # -- with Triton's interpreter -------------------------------------------------------------------
@@ -553,7 +688,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch):
 def test_a_graph_is_long_enough_for_a_clock(monkeypatch):
     calls = []
     monkeypatch.setattr(timing, "GRAPH", 2.0)
-    monkeypatch.setattr(timing, "_events", lambda run, count: [400.0] * count)
+    monkeypatch.setattr(timing, "_events", lambda run, count, restore: [400.0] * count)
     found = Stage("cpu").time([lambda: calls.append(1)] * 3)
     # Twice to warm up, once to see how long, then so often that it takes two milliseconds.
     assert found.calls == 3 * 6
@@ -639,6 +774,61 @@ def test_make_gpu_without_one():
     assert "No GPU" in ended.stdout
 
 
+def test_all_parts_fit_into_eight_minutes(runner):
+    for limits in (runner.LIMITS, runner.EXPERIMENTS):
+        assert sum(limits.values()) + len(limits) * runner.END + runner.START <= runner.TOTAL == 480
+    # As the sections of the benchmark have it, and it has it from them.
+    asked = runner.LIMITS["benchmark"] - runner.GRACE
+    assert sum(FULL.seconds.values()) == asked
+    assert set(FULL.seconds) == set(bench_gpu.SECTIONS)
+
+
+def test_tests_that_were_not_run_are_named(runner, tmp_path):
+    ended = tmp_path / "test_ended.py"
+    ended.write_text(
+        "import os, signal\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_ends(): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def test_late(): pass\n"
+    )
+    options = ["-m", "pytest", "-p", "tests.gpu.unfinished", "-p", "no:cacheprovider", "-q"]
+    assert runner.run([*options, str(ended), "--rootdir", str(tmp_path)], tmp_path / "log", 60) == 2
+    said = (tmp_path / "log").read_text()
+    assert "failed: test_ended.py::test_bad" in said
+    assert "assert 1 == 2" in said
+    assert "not run, or not to its end: 2 of test_ended.py" in said
+
+
+def test_what_was_measured_before_the_end_is_kept(runner, tmp_path):
+    """Killed in the middle of a section: the file has all rows, and names what is missing."""
+    script = (
+        "import time; from pathlib import Path; from hf_fp8kv.bench import gpu;"
+        "from hf_fp8kv.bench.gpu import suite\n"
+        "def hangs(record, sizes, backend):\n"
+        "    record.measure('write', 'a', 'b', lambda: {'us': 1.0})\n"
+        "    time.sleep(100)\n"
+        "suite.SECTIONS['write'] = hangs\n"
+        f"gpu.run_gpu_suite(device='cpu', backend='torch', dry=True, "
+        f"sections=('ceilings', 'write', 'decode'), save=Path({str(tmp_path / 'gpu.json')!r}))"
+    )
+    saved = tmp_path / "gpu.json"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as process:
+        while not (saved.exists() and '"b"' in saved.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+    found = json.loads(saved.read_text())
+    assert found["rows"][-1]["us"] == 1.0
+    assert [s["seconds"] is None for s in found["sections"]] == [False, True, True]
+    assert bench_gpu.line(found)["unfinished"] == ["write", "decode"]
+    text = text_of(found)
+    assert "not measured, or not all of it: write: the run was ended" in text
+    assert "not measured, or not all of it: decode" in text
+    assert {goal["state"] for goal in found["goals"]} == {"not measured"}
+
+
 def test_a_part_that_takes_too_long_is_ended(runner, tmp_path, capsys):
     log = tmp_path / "log"
     assert runner.run(["-c", "import time; time.sleep(60)"], log, 0.5) == 124
@@ -696,7 +886,7 @@ def test_the_exit_code_and_the_last_line(
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last["tests_exit_code"] == (failing == "tests")
     assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
-    assert last["targets"]
+    assert last["goals"]
 
 
 def test_every_format_is_measured_and_every_contender_has_a_color():

@@ -1,8 +1,7 @@
-"""Baselines on the same shapes: torch's own attention on dense bf16, and FlashInfer."""
+"""Baselines on the same shapes: torch's own attention on dense bf16."""
 
+import contextlib
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention
 
-from .pools import PAGE_SIZE, check_dense, make_dense
+from .pools import check_dense, make_dense
 from .record import Record
 from .shapes import BF16, Case
 from .timing import Stage, Step
@@ -39,15 +39,30 @@ def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     return out.reshape(q.shape)
 
 
-def measure_decode(record: Record, section: str, case: Case) -> None:
-    """Add rows for one new token: each backend of torch, and FlashInfer where there is one."""
+def measure_decode(record: Record, section: str, case: Case, *, compiles: bool = False) -> None:
+    """Add rows for one new token: each backend of torch; `compiles`: also what is compiled first.
+
+    Where lengths differ they are called once for each sequence, and their names say so.
+    """
     forms: dict[str, Attention] = {"": _attend_grouped}
     if case.heads.query != case.heads.kv:
         forms[" folded"] = _attend_folded
+    each = ", a call for each" if case.is_ragged else ""
     for name, backend in _backends(record.stage).items():
         for suffix, form in forms.items():
-            _measure_sdpa(record, section, case, f"sdpa {name}{suffix}", backend, form)
-    _measure_flashinfer(record, section, case)
+            _measure_sdpa(record, section, case, f"sdpa {name}{suffix}{each}", backend, form)
+    if compiles and not case.is_ragged:
+        _measure_sdpa(record, section, case, "flex", None, _make_flex(record.stage), seconds=10)
+
+
+def _make_flex(stage: Stage) -> Attention:
+    """Return torch's FlexAttention, which is compiled; not in a dry run."""
+    attend = flex_attention if stage.dry else torch.compile(flex_attention, dynamic=False)
+
+    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+    return flex
 
 
 def measure_extend(record: Record, case: Case) -> None:
@@ -68,8 +83,9 @@ def measure_extend(record: Record, case: Case) -> None:
 
 
 def _measure_sdpa(
-    record: Record, section: str, case: Case, name: str, backend: SDPBackend, form: Attention
-) -> None:
+    record: Record, section: str, case: Case, name: str, backend: SDPBackend | None,
+    form: Attention, seconds: float = 0.0,
+) -> None:  # fmt: skip
     stage, size = record.stage, case.moved(BF16)
     layers = stage.copies(int(size))
 
@@ -83,7 +99,12 @@ def _measure_sdpa(
             output = _attend_all(backend, form, queries[-1:], pairs[-1:])
         except RuntimeError:
             # A backend that does not take fewer KV heads gets each as often as it is needed.
-            if form is _attend_folded or heads.query == heads.kv or case.is_ragged:
+            if (
+                form is _attend_folded
+                or backend is None
+                or heads.query == heads.kv
+                or case.is_ragged
+            ):
                 raise
             groups = heads.query // heads.kv
             pairs = [
@@ -101,59 +122,18 @@ def _measure_sdpa(
         timed = stage.time(steps)
         return {"timed": timed, "error": error, "moved": size, **case.describe(), **note}
 
-    record.measure(section, case, name, work, size=layers * size * 1.1 + 2**31)
+    need = layers * size * 1.1 + 2**31
+    record.measure(section, case, name, work, seconds=seconds, size=need)
 
 
 def _attend_all(
-    backend: SDPBackend, form: Attention, queries: Sequence[torch.Tensor], pairs: Sequence[Pair]
+    backend: SDPBackend | None,
+    form: Attention,
+    queries: Sequence[torch.Tensor],
+    pairs: Sequence[Pair],
 ) -> torch.Tensor:
     """Attend from each of the queries, and return the last output."""
-    with sdpa_kernel(backend):
+    with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
         for query, pair in zip(queries, pairs, strict=True):
             output = form(query, *pair)
     return output
-
-
-# -- FlashInfer ----------------------------------------------------------------------------------
-
-
-def _measure_flashinfer(record: Record, section: str, case: Case) -> None:
-    if importlib.util.find_spec("flashinfer") is None:
-        if "FlashInfer is not installed" not in record.skipped:
-            record.skip("FlashInfer is not installed")
-        return
-    for name, dtype in (("bf16", torch.bfloat16), ("e4m3", torch.float8_e4m3fn)):
-        work = functools.partial(_run_flashinfer, record, case, dtype)
-        record.measure(section, case, f"flashinfer {name}", work)
-
-
-def _run_flashinfer(record: Record, case: Case, dtype: torch.dtype) -> dict[str, Any]:
-    flashinfer = importlib.import_module("flashinfer")
-
-    stage, heads, device = record.stage, case.heads, record.stage.device
-    counts = [-(-n // PAGE_SIZE) for n in case.lengths]
-    total = sum(counts)
-    size = case.read * 2 * heads.kv * heads.dim * dtype.itemsize
-    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    order = torch.randperm(total).int()
-    last = torch.tensor([(n - 1) % PAGE_SIZE + 1 for n in case.lengths], dtype=torch.int32)
-    workspace = torch.zeros(2**27, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-    wrapper.plan(
-        starts.to(device), order.to(device), last.to(device), heads.query, heads.kv, heads.dim,
-        PAGE_SIZE, q_data_type=torch.bfloat16, kv_data_type=dtype,
-    )  # fmt: skip
-    query = stage.randn(len(case.lengths), heads.query, heads.dim)
-    shape = (total, heads.kv, PAGE_SIZE, heads.dim)
-    pools = [
-        tuple(stage.randn(*shape).to(dtype) for _ in range(2)) for _ in range(stage.copies(size))
-    ]
-    steps = [functools.partial(wrapper.run, query, pool) for pool in pools]
-    output = steps[-1]()
-    numbers = order[starts[-2] : starts[-1]].to(device).long()
-    k, v = (
-        pool[numbers].to(torch.bfloat16).transpose(0, 1).flatten(1, 2)[None, :, : case.lengths[-1]]
-        for pool in pools[-1]
-    )
-    error = check_dense(output[-1:, :, None], query[-1:, :, None], k, v, case)
-    return {"timed": stage.time(steps), "error": error, "moved": size, **case.describe()}

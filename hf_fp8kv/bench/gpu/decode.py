@@ -1,6 +1,7 @@
 """Attention sections, one layer over stored tokens: decode steps, other shapes, extending."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,7 +9,10 @@ import torch
 from ... import ops
 from ...formats import AUTO
 from ...ops import Pages
-from . import baselines
+from ...ops.triton.target import next_power_of_2, target_of
+from ...ops.triton.tuning import DECODE_ROWS, Workload, extend_config
+from . import baselines, cached
+from .goals import PADDED
 from .pools import check, pages_for, poison_memory
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
@@ -17,31 +21,63 @@ from .timing import Step
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each case of a decode step and each contender."""
-    for case in sizes.decode:
+    for index, case in enumerate(sizes.decode):
+        is_compared = index < sizes.compared
+        # Static scales are the exception.
+        kinds = [kind for kind in KINDS if is_compared or not kind.static]
+        for kind in kinds:
+            if case.is_ragged:
+                # As engines have them; generate() pads shorter texts, and has no such case.
+                measure_pages(record, sizes, backend, "decode", case, kind)
+            else:
+                cached.measure_attention(record, "decode", case, kind, backend)
+            if str(case) in sizes.padded and not kind.static:
+                name = kind.name + PADDED
+                padded = case.pad_left()
+                cached.measure_attention(record, "decode", padded, kind, backend, name)
+            if is_compared and not kind.static:
+                name = f"{kind.name} no mask"
+                measure_pages(record, sizes, backend, "decode", case, kind, name)
+        baselines.measure_decode(record, "decode", case, compiles=is_compared)
         _measure_plan(record, sizes, backend, "decode", case)
-        for kind in KINDS:
-            measure_pages(record, sizes, backend, "decode", case, kind)
-        baselines.measure_decode(record, "decode", case)
 
 
 def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for other heads, windows, softcap and several new tokens."""
     for case in sizes.others:
         for kind in KINDS:
-            if not kind.static:
+            if kind.static:
+                continue
+            if case.window or case.softcap or case.is_ragged:
                 measure_pages(record, sizes, backend, "others", case, kind)
+            else:
+                cached.measure_attention(record, "others", case, kind, backend)
         if not (case.window or case.softcap or case.tokens > 1):
             baselines.measure_decode(record, "others", case)
 
 
 def measure_extend(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each number of new tokens, over each number of stored ones."""
+    """Add a row for each number of new tokens, over each number of stored ones.
+
+    A growing cache without padding is asked without a mask; a preallocated one, and one with
+    padding, with what `generate()` passes. On an empty cache attention reads fresh keys, no pages,
+    but for `prefill="stored"`.
+    """
     for stored, new in sizes.extend:
         label = f"{new} over {stored}"
         case = Case((stored + new,), sizes.heads, tokens=new, label=label)
         for kind in KINDS:
-            if kind.format in ("fp8_e4m3", AUTO):
-                measure_pages(record, sizes, backend, "extend", case, kind)
+            if kind.format not in ("fp8_e4m3", AUTO):
+                continue
+            row = measure_pages(record, sizes, backend, "extend", case, kind)
+            if row and kind.format == AUTO and not _loads_ahead(record, case):
+                row["note"] = "K and V are not loaded ahead: no ratio to it says anything"
+            if stored and not kind.static:
+                measure = functools.partial(cached.measure_attention, record, "extend")
+                measure(case, kind, backend, f"{kind.name} preallocated")
+                padded = replace(case, padding=(stored // 2,))
+                name = kind.name + PADDED
+                measure(padded, kind, backend, name, preallocated=False)
         baselines.measure_extend(record, case)
 
 
@@ -67,6 +103,13 @@ def measure_pages(
 
     # The check takes some memory, and the making of pages too.
     return record.measure(section, case, name, work, size=layers * size * 1.1 + 2**31)
+
+
+def _loads_ahead(record: Record, case: Case) -> bool:
+    """Return whether the extend kernel loads pages of 16 bits before it needs them."""
+    width = next_power_of_2(case.heads.dim)
+    workload = Workload(width, DECODE_ROWS + 1, False, True, False, width != case.heads.dim)
+    return extend_config(target_of(record.stage.device), workload).stages > 1
 
 
 def make_query(record: Record, case: Case) -> torch.Tensor:

@@ -8,10 +8,12 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     Cache,
     CompileConfig,
@@ -23,9 +25,11 @@ from transformers import (
     QuantizedCache,
     StaticCache,
 )
+from transformers.utils.import_utils import is_flash_attn_2_available
 
 from ...cache.cache import FP8PagedCache
 from ..reporting import count_bytes
+from .goals import AUTO, FLASH, PAGED
 from .record import Record
 from .shapes import ModelShape, Sizes, format_tokens
 from .timing import Stage
@@ -46,21 +50,29 @@ class _Contender:
 
 
 QUANTIZED = "QuantizedCache fp8 eager"
+FLASH_ATTN = "DynamicCache flash-attn eager"
 
 
 def _contenders(backend: str) -> dict[str, _Contender]:
+    """Return what is compared: eager ones first, since compiling takes most of the time."""
     paged = functools.partial(FP8PagedCache, backend=backend)
+
+    def eager(attention: str, make: Callable[[Any], Cache], size: float) -> _Contender:
+        return _Contender(attention, False, lambda config, _tokens: make(config), size)
+
     return {
-        "FP8PagedCache compiled": _Contender(
-            "fp8_paged", True, lambda c, n: paged(c, max_cache_len=n), 1.02
+        FLASH: eager("sdpa", lambda c: DynamicCache(config=c), 2),
+        "FP8PagedCache eager": eager("fp8_paged", paged, 1.1),
+        "FP8PagedCache auto eager": eager("fp8_paged", lambda c: paged(c, dtype="auto"), 2.1),
+        FLASH_ATTN: eager("flash_attention_2", lambda c: DynamicCache(config=c), 2),
+        QUANTIZED: eager("sdpa", lambda c: QuantizedCache(backend="fp8", config=c), 1.02),
+        PAGED: _Contender("fp8_paged", True, lambda c, n: paged(c, max_cache_len=n), 1.02),
+        AUTO: _Contender(
+            "fp8_paged", True, lambda c, n: paged(c, dtype="auto", max_cache_len=n), 2
         ),
-        "StaticCache compiled": _Contender(
+        # transformers' mask makes SDPA take K and V with as many heads as the query has.
+        "StaticCache (repeats K and V) compiled": _Contender(
             "sdpa", True, lambda c, n: StaticCache(config=c, max_cache_len=n), 2
-        ),
-        "DynamicCache eager": _Contender("sdpa", False, lambda c, n: DynamicCache(config=c), 2),
-        "FP8PagedCache eager": _Contender("fp8_paged", False, lambda c, n: paged(c), 1.1),
-        QUANTIZED: _Contender(
-            "sdpa", False, lambda c, n: QuantizedCache(backend="fp8", config=c), 1.02
         ),
     }
 
@@ -76,17 +88,22 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     except (ImportError, ValueError) as error:
         record.skip(f"QuantizedCache fp8: {error}")
         del contenders[QUANTIZED]
+    if not is_flash_attn_2_available():
+        record.skip("DynamicCache with flash-attn: it is not installed")
+        del contenders[FLASH_ATTN]
     for batch, context in sizes.generate:
         case = f"{batch} x {format_tokens(context)}"
         for name, contender in contenders.items():
             # What it took last time; without a graph, a new shape is not slower to begin. The
-            # first case has the targets: nobody is left out there.
+            # first case has the goals: nobody is left out there.
             is_first = (batch, context) == sizes.generate[0]
             expected = 0.0 if is_first else took.get(contender.compiled, 0.0)
             stored = 2 * sizes.layers * sizes.heads.kv * sizes.heads.dim * batch * context
             size = stored * (contender.bytes_per_number + 2 / sizes.layers)
             began = time.perf_counter()
-            work = functools.partial(_work, record.stage, model, contender, sizes, batch, context)
+            work = functools.partial(
+                _work, record.stage, model, name, contender, sizes, batch, context
+            )
             if record.measure(SECTION, case, name, work, seconds=expected, size=size + 2**32):
                 took[contender.compiled] = time.perf_counter() - began
 
@@ -138,7 +155,13 @@ class _Marks(LogitsProcessor):
 
 
 def _work(
-    stage: Stage, model: Any, contender: _Contender, sizes: Sizes, batch: int, context: int
+    stage: Stage,
+    model: Any,
+    name: str,
+    contender: _Contender,
+    sizes: Sizes,
+    batch: int,
+    context: int,
 ) -> dict[str, Any]:
     tokens, warm = sizes.tokens[contender.compiled], sizes.warm[contender.compiled]
     _forget_graphs(model)
@@ -152,20 +175,31 @@ def _work(
             ids = torch.randint(1, sizes.vocabulary, (batch, context + 1), device=stage.device)
             stage.reset_peak()
             options = {"max_new_tokens": warm + tokens, **_compiling(contender.compiled, stage)}
-            return _generate(stage, model, ids, warm, cache, options)
+            # By this name it is torch's flash attention, and no other, that must run.
+            only_flash = name == FLASH and stage.is_gpu and not stage.dry
+            flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if only_flash else nullcontext()
+            return _generate(stage, model, ids, warm, cache, flash, options)
     finally:
         _forget_graphs(model)
 
 
 def _generate(
-    stage: Stage, model: Any, ids: torch.Tensor, warm: int, cache: Cache, options: dict[str, Any]
+    stage: Stage,
+    model: Any,
+    ids: torch.Tensor,
+    warm: int,
+    cache: Cache,
+    flash: AbstractContextManager[None],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
     marks = _Marks(stage)
     began = time.perf_counter()
-    model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
-        do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([marks]), **options,
-    )  # fmt: skip
+    with flash:
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+            do_sample=False, pad_token_id=0, logits_processor=LogitsProcessorList([marks]),
+            **options,
+        )  # fmt: skip
     steps = marks.steps()
     total = time.perf_counter() - began
     if not bool(marks.scores.isfinite().all()):

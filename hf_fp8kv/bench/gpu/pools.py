@@ -118,13 +118,13 @@ def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -
         for first, last in _split_queries(case.tokens):
             # Queries are the last of what is stored: earlier ones see a shorter text.
             length = case.lengths[b] - case.tokens + last
+            spec = case.attention_spec()
+            if case.padding:
+                position = torch.arange(length, device=query.device)
+                spec = spec._replace(mask=(position >= case.padding[b])[None, None, None])
+            lengths = torch.tensor([length], dtype=torch.int32, device=query.device)
             expected = reference.attend(
-                query[b : b + 1, rows, first:last],
-                one,
-                torch.tensor([length], dtype=torch.int32, device=query.device),
-                0,
-                length,
-                case.attention_spec(),
+                query[b : b + 1, rows, first:last], one, lengths, 0, length, spec
             )
             worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
     return worst
@@ -141,7 +141,10 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
     one = slice(head, head + 1)
     cut = map_stored(pages, lambda stored: stored[:, one])
     k, v = (
-        side._replace(static_scale=None if side.static_scale is None else side.static_scale[one])
+        side._replace(
+            static_scale=None if side.static_scale is None else side.static_scale[one],
+            center=None if side.center is None else side.center[sequence : sequence + 1, one],
+        )
         for side in (cut.k, cut.v)
     )
     return Pages(k, v, cut.token_scales, pages.table[sequence : sequence + 1])

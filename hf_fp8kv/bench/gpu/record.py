@@ -47,10 +47,11 @@ class Record:
         self._done = {_key(row) for row in self.rows}
         self._ends = float("inf")
 
-    def begin(self, seconds: float) -> None:
-        """Begin a section that has so many seconds."""
+    def begin(self, seconds: float) -> list[str]:
+        """Begin a section that has so many seconds, and return the list of what it will skip."""
         self._ends = time.perf_counter() + seconds
         self.skipped = []
+        return self.skipped
 
     def seconds_left(self) -> float:
         """Return the seconds that the section still has."""

@@ -60,6 +60,7 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     label: str = ""  # in a row; "": batch and length
+    padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence; (): none
 
     def __str__(self) -> str:
         return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
@@ -73,9 +74,15 @@ class Case:
     def read(self) -> int:
         """Tokens that are read, over all sequences."""
         if not self.window:
-            return sum(self.lengths)
+            return sum(self.lengths) - sum(self.padding)
         firsts = (first_visible(n - self.tokens, self.window) for n in self.lengths)
         return sum(n - max(first, 0) for n, first in zip(self.lengths, firsts, strict=True))
+
+    def pad_left(self) -> "Case":
+        """Return the case with up to half of each sequence hidden, as for prompts of one batch."""
+        batch = len(self.lengths)
+        hidden = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
+        return replace(self, label=str(self), padding=tuple(hidden))
 
     def attention_spec(self) -> AttentionSpec:
         """Return what such a call asks of `ops.attend`."""
@@ -99,7 +106,8 @@ class Case:
             visible = sum(self.tokens * min(n, self.window) for n in self.lengths)
         else:
             hidden = self.tokens * (self.tokens - 1) // 2
-            visible = self.tokens * sum(self.lengths) - hidden * len(self.lengths)
+            stored = sum(self.lengths) - sum(self.padding)
+            visible = self.tokens * stored - hidden * len(self.lengths)
         return 4 * self.heads.query * self.heads.dim * visible
 
 
@@ -135,6 +143,10 @@ class Sizes(ModelShape):
     """The sizes of one run, and the model end to end; `TINY` measures nothing, in seconds."""
 
     decode: tuple[Case, ...]
+    padded: tuple[str, ...]  # cases of them that are also measured padded on the left
+    compared: int  # how many of them are also given to kernels that take seconds to compile
+    layer: tuple[Case, ...]  # of a step
+    layer_kinds: tuple[Kind, ...]  # the first one called from Python too
     others: tuple[Case, ...]  # other heads and attention, and several new tokens
     writes: tuple[int, ...]  # batches of one new token each
     prefill: int  # tokens
@@ -144,26 +156,40 @@ class Sizes(ModelShape):
     warm: tuple[int, int]  # the first ones, which are not: compiling and recording graphs
     served: Served
     pages: int  # random ones, which stand for all others
-    seconds: dict[str, float]  # the share of each section, in proportion
+    seconds: dict[str, float]  # of each section; with more or less time, its share of it
 
 
 def _cases() -> tuple[Case, ...]:
-    """Return the decode cases, first those that targets are about: time may run out."""
-    first = [Case((32768,) * 16), Case((1024,)), Case((32768,)), Case((32768,) * 64)]
-    first.append(Case(RAGGED, label="ragged"))
-    others = [Case((1024 * n,) * batch) for batch in (1, 4, 16, 64) for n in (1, 4, 16, 32, 128)]
-    return tuple(dict.fromkeys(first + others))
+    """Return the decode cases, first those that goals are about: time may run out."""
+    shapes = (
+        (8, 32), (1, 1), (50, 32), (64, 32), (1, 256), (98, 4), (16, 32), (1, 32), (256, 1),
+        (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
+    )  # fmt: skip
+    cases = [Case((1024 * n,) * batch) for batch, n in shapes]
+    return (*cases[:8], Case(RAGGED, label="ragged"), *cases[8:])
 
 
+_NAMED = {kind.name: kind for kind in KINDS}
 _LONG = (32768,) * 4
 FULL = Sizes(
     decode=_cases(),
+    padded=("16 x 32k", "98 x 4k", "1 x 32k"),
+    compared=4,
+    layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
+    layer_kinds=(_NAMED["e3m4"], _NAMED["e4m3"], BF16),
     others=(
-        Case(_LONG, Heads(32, 32, 128), label="4 x 32k, MHA"),
+        Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
+        # Rows above 16: query heads of a KV head times tokens.
+        Case(_LONG, tokens=8, label="4 x 32k, T 8 (32 rows)"),
+        Case(_LONG, Heads(64, 8, 128), tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
+        Case(_LONG, tokens=16, label="4 x 32k, T 16 (64 rows)"),
+        # Shapes that others have published.
+        Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
+        Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
+        Case(_LONG, tokens=4, label="4 x 32k, T 4 (16 rows)"),
         Case(_LONG, Heads(64, 8, 128), label="4 x 32k, G 8"),
         Case(_LONG, Heads(32, 8, 64), label="4 x 32k, D 64"),
         Case(_LONG, Heads(16, 8, 256), label="4 x 32k, D 256"),
-        Case(_LONG, tokens=4, label="4 x 32k, T 4"),
         Case(_LONG, window=4096, label="4 x 32k, window 4k"),
         Case(_LONG, softcap=50.0, label="4 x 32k, softcap"),
     ),
@@ -174,8 +200,8 @@ FULL = Sizes(
     served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
     pages=64,
     seconds={
-        "ceilings": 10, "write": 15, "decode": 75, "extend": 20, "others": 20, "serving": 50,
-        "end to end": 130,
+        "ceilings": 8, "decode": 70, "layer": 15, "end to end": 85, "others": 22, "write": 8,
+        "extend": 17, "serving": 20, "other kernels": 10,
     },
 )  # fmt: skip
 
@@ -183,6 +209,9 @@ _SMALL = Heads(4, 2, 16)
 TINY = replace(
     FULL,
     decode=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
+    padded=("2 x 70",),
+    compared=1,
+    layer=(Case((70,) * 2, _SMALL),),
     others=(
         Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
         Case((70, 65), _SMALL, tokens=4, label="2 x 70, T 4"),
@@ -190,8 +219,8 @@ TINY = replace(
         Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
     ),
     writes=(1, 3),
-    prefill=80,
-    extend=((0, 40), (70, 40)),
+    prefill=20,
+    extend=((0, 20), (70, 20)),
     heads=_SMALL,
     layers=2,
     hidden=32,

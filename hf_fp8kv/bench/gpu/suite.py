@@ -14,22 +14,24 @@ import torch
 
 from ...errors import ConfigError
 from ...utils.environment import describe_run
-from . import ceilings, decode, end_to_end, experiments, serving, write
+from . import cached, ceilings, decode, end_to_end, experiments, other_kernels, serving, write
 from .record import DeviceLost, Record
 from .results import complete
 from .shapes import FULL, TINY, Sizes
 from .timing import Stage
 
 Section = Callable[[Record, Sizes, str], None]
-# name -> what measures it. The last takes what time there is.
+# name -> what measures it; first those that goals are about. The last may have to wait for nvcc.
 SECTIONS: dict[str, Section] = {
     "ceilings": lambda record, sizes, backend: ceilings.measure(record, backend),
-    "write": write.measure,
     "decode": decode.measure,
-    "extend": decode.measure_extend,
-    "others": decode.measure_others,
-    "serving": serving.measure,
+    "layer": cached.measure_layers,
     "end to end": end_to_end.measure,
+    "others": decode.measure_others,
+    "write": write.measure,
+    "extend": decode.measure_extend,
+    "serving": serving.measure,
+    "other kernels": other_kernels.measure,
 }
 # Sections that are measured only when asked for.
 MORE: dict[str, Section] = {"experiments": experiments.measure}
@@ -42,7 +44,7 @@ def run_gpu_suite(
     backend: str = "triton",
     dry: bool = False,
     sections: Sequence[str] | None = None,
-    seconds: float = 310.0,
+    seconds: float = 255.0,
     save: Path | None = None,
 ) -> dict[str, Any]:
     """Return what was measured, ready for JSON.
@@ -57,7 +59,7 @@ def run_gpu_suite(
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, `ceilings`, `sections`,
-        `rows` and `targets`.
+        `rows` and `goals`.
 
     Raises:
         ConfigError: there is no such device or section.
@@ -94,22 +96,27 @@ def continue_suite(
     stage = Stage(settings["device"], dry=settings["dry"])
     sizes, known = TINY if stage.dry else FULL, {**SECTIONS, **MORE}
     ends = time.perf_counter() + seconds
-    saved = [0.0]
+    # Known before they begin: a run that is ended in the middle leaves a file that names them.
+    sections = [_describe_section(name) for name in chosen]
+    result["sections"] += sections
 
-    def keep(pause: float = 5.0) -> None:
-        if save is not None and time.perf_counter() - saved[0] > pause:
-            saved[0] = time.perf_counter()
-            save.write_text(json.dumps(complete(result), indent=1) + "\n")
+    def keep() -> None:
+        if save is not None:
+            # In the place of the file before, which is whole until then.
+            new = save.with_name(f"{save.name}.new")
+            new.write_text(json.dumps(complete(result), indent=1) + "\n")
+            new.replace(save)
 
     record = Record(
         stage, progress=progress, keep=keep, rows=result["rows"], banned=result["banned"]
     )
-    for index, name in enumerate(chosen):
+    keep()
+    for index, (name, section) in enumerate(zip(chosen, sections, strict=True)):
         # What one section does not need goes to those after it.
         shares = [sizes.seconds.get(other, 100.0) for other in chosen[index:]]
         share = (ends - time.perf_counter()) * shares[0] / sum(shares)
         progress(f"== {name}: up to {max(share, 0):.0f} s")
-        record.begin(share)
+        section |= {"share": round(share, 1), "skipped": record.begin(share)}
         began, error, again = time.perf_counter(), None, False
         try:
             with torch.no_grad():
@@ -118,19 +125,22 @@ def continue_suite(
             error, again = f"lost the device: {lost}", True
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
-        result["sections"].append({
-            "name": name, "seconds": round(time.perf_counter() - began, 1),
-            "share": round(share, 1), "error": error, "skipped": record.skipped,
-        })  # fmt: skip
+        section |= {"seconds": round(time.perf_counter() - began, 1), "error": error}
         if again or stage.is_lost():
             # A new process gets the device back. It repeats the section without the contender that
             # lost the device, if it is known which.
             remaining = chosen[index if again else index + 1 :]
+            del result["sections"][len(result["sections"]) - len(chosen) + index + 1 :]
             progress("the device is lost to this process: another one goes on")
             return _continue_elsewhere(result, remaining, ends - time.perf_counter(), save)
         stage.clean()
-        keep(0.0)
+        keep()
     return complete(result)
+
+
+def _describe_section(name: str) -> dict[str, Any]:
+    """Return a section that has not ended: `seconds` is None as long as it has not."""
+    return {"name": name, "seconds": None, "share": 0.0, "error": None, "skipped": []}
 
 
 def _continue_elsewhere(
@@ -140,19 +150,19 @@ def _continue_elsewhere(
         path = Path(folder, "result.json")
         path.write_text(json.dumps([result, chosen, seconds, save and str(save)]))
         script = f"import sys; from {__name__} import _resume; _resume(sys.argv[1])"
-        run = subprocess.run(
-            [sys.executable, "-c", script, str(path)],
-            check=False,
-            text=True,
-            capture_output=True,
-            timeout=max(seconds, 1.0) + 60,
-        )
-        if run.returncode == 0:
+        command = [sys.executable, "-c", script, str(path)]
+        try:
+            subprocess.run(
+                command, check=True, text=True, capture_output=True, timeout=max(seconds, 1.0) + 10
+            )
             return dict(json.loads(path.read_text()))
-    result["sections"].append({
-        "name": "another process", "seconds": 0.0, "share": 0.0, "skipped": list(chosen),
-        "error": f"it ended with {run.returncode}: {run.stderr[-2000:]}",
-    })  # fmt: skip
+        except subprocess.SubprocessError as failure:
+            error = f"{failure}: {str(getattr(failure, 'stderr', ''))[-2000:]}"
+    # What it wrote before it ended counts.
+    result = json.loads(save.read_text()) if save is not None else result
+    unfinished = [s["name"] for s in result["sections"] if s["seconds"] is None]
+    result["sections"] += [_describe_section(name) for name in chosen if name not in unfinished]
+    result["sections"] += [{**_describe_section("another process"), "seconds": 0.0, "error": error}]
     return complete(result)
 
 

@@ -1,7 +1,7 @@
 """Tables of the GPU suite for a terminal."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..reporting import build_table
 from ..reporting import format_number as number
@@ -10,19 +10,23 @@ from .results import Row
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+# Columns of a table besides the first.
+WIDEST = 9
+RIGHT: Literal["right"] = "right"
+
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return what `run_gpu_suite` found: a table for each section, and the targets last."""
+    """Return what `run_gpu_suite` found: a table for each section, and the goals last."""
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
     for name, (cell, title) in _TABLES.items():
         if rows := [row for row in result["rows"] if row["section"] == name]:
-            parts.append(_pivot(title, rows, cell))
+            parts += _pivot(title, rows, cell)
     if tried := [row for row in result["rows"] if "parameters" in row]:
         parts.append(_experiments(tried))
-    parts += [_failures(result), _targets(result)]
+    parts += [_failures(result), _goals(result)]
     top = result["ceilings"]
     text = (
         f"{result['hardware'].get('gpu', result['settings']['device'])}: reads "
@@ -79,8 +83,8 @@ _TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
 }
 
 
-def _pivot(title: str, rows: list[Row], cell: Callable[[Row], str]) -> "RenderableType":
-    """Return a table with a row for each case and a column for each contender."""
+def _pivot(title: str, rows: list[Row], cell: Callable[[Row], str]) -> "list[RenderableType]":
+    """Return tables with a row for each case and a column for each contender, WIDEST at a time."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
     size: dict[str, tuple[int, int]] = {}
@@ -91,14 +95,18 @@ def _pivot(title: str, rows: list[Row], cell: Callable[[Row], str]) -> "Renderab
     def format_cell(row: Row | None) -> str:
         return "" if row is None else "failed" if "failed" in row else cell(row)
 
-    return build_table(
-        {"": "left", **{name.replace(" ", "\n", 1): "right" for name in names}},
-        [
-            [case, *(format_cell(cells.get((case, name))) for name in names)]
-            for case in sorted(size, key=size.__getitem__)
-        ],
-        **_style(title),
-    )
+    tables: list[RenderableType] = []
+    for first in range(0, len(names), WIDEST):
+        some = names[first : first + WIDEST]
+        cases = [case for case in size if any((case, name) in cells for name in some)]
+        columns = dict.fromkeys([name.replace(" ", "\n") for name in some], RIGHT)
+        body = [
+            [case, *(format_cell(cells.get((case, name))) for name in some)]
+            for case in sorted(cases, key=size.__getitem__)
+        ]
+        again = f"{title} (more)" if first else title
+        tables.append(build_table({"": "left", **columns}, body, **_style(again)))
+    return tables
 
 
 def _experiments(rows: list[Row]) -> "RenderableType":
@@ -138,27 +146,48 @@ def _failures(result: dict[str, Any]) -> "RenderableType":
         for row in result["rows"]
         if "failed" in row
     ]
+    # A broken kernel fails in every case in the same way.
+    lines = lines if len(lines) <= 20 else [*lines[:20], f"... {len(lines) - 20} more in the JSON"]
+    notes = {
+        (row["section"], row["name"], row["note"]): None for row in result["rows"] if "note" in row
+    }
+    lines += [f"note: {section}, {name}: {note}" for section, name, note in notes]
     for section in result["sections"]:
         if section["error"]:
             lines.append(f"section {section['name']} ended early: {section['error'][-500:]}")
-        if section["skipped"]:
-            several = section["skipped"]
-            more = f" and {len(several) - 3} more" if len(several) > 3 else ""
-            lines.append(f"not measured: {'; '.join(several[:3])}{more}")
-    # A broken kernel fails in every case in the same way.
-    shown = lines if len(lines) <= 20 else [*lines[:20], f"... {len(lines) - 20} more in the JSON"]
-    return Text("\n".join(shown))
+        elif section["seconds"] is None:
+            lines.append(f"not measured, or not all of it: {section['name']}: the run was ended")
+        lines += [f"not measured: {text}" for text in _group_skipped(section["skipped"])]
+    return Text("\n".join(lines))
 
 
-def _targets(result: dict[str, Any]) -> "RenderableType":
-    met = {None: "not measured", True: "yes", False: "NO"}
+def _group_skipped(skipped: list[str]) -> list[str]:
+    """Return what was skipped, one line for each section, case and reason."""
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for text in skipped:
+        place, _, why = text.rpartition(": ")
+        case, _, name = place.rpartition(", ")
+        grouped.setdefault((case, why), []).append(name)
+    places = ((case, " / ".join(names), why) for (case, why), names in grouped.items())
+    return [": ".join(filter(None, [", ".join(filter(None, p[:2])), p[2]])) for p in places]
+
+
+def _goals(result: dict[str, Any]) -> "RenderableType":
+    from rich.console import Group
+    from rich.text import Text
+
     rows = [
         [
-            row["what"], row["target"], number(row["value"]), number(row.get("best")),
-            str(row.get("cases", 0)), met[row["met"]],
+            row["what"], f"{row['sign']} {row['bound']:g}", number(row["worst"]), row["where"],
+            number(row["best"]), str(row["cases"]), row["state"],
         ]
-        for row in result["targets"]
+        for row in result["goals"]
     ]  # fmt: skip
-    columns = ("target", "worst", "best", "cases", "met")
-    style = _style("targets, worst case of each")
-    return build_table({"": "left", **dict.fromkeys(columns, "right")}, rows, **style)
+    columns = ("goal", "worst", "in", "best", "cases", "")
+    style = _style("goals: met, missed or not measured; the worst case of each counts")
+    table = build_table({"": "left", **dict.fromkeys(columns, "right")}, rows, **style)
+    reasons: dict[str, list[str]] = {}
+    for row in filter(lambda row: row["why"], result["goals"]):
+        reasons.setdefault(f"{row['state']}, {row['why']}", []).append(row["what"])
+    why = [f"{reason}: {'; '.join(names)}" for reason, names in reasons.items()]
+    return Group(table, Text("\n".join(why)))

@@ -1,0 +1,43 @@
+"""A plugin of pytest that says what is known when a run is ended: failures, and what did not run.
+
+pytest-xdist waits for its processes before pytest's own summary, and time may be up before.
+"""
+
+import sys
+from collections import Counter
+
+import pytest
+
+
+class Unfinished:
+    """What was collected, what has a result, and what failed."""
+
+    def __init__(self) -> None:
+        self.collected: set[str] = set()
+        self.done: set[str] = set()
+        self.failed: list[str] = []
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.collected.update(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.collected.update(ids)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.done.add(report.nodeid)
+        if report.failed:
+            self.failed.append(f"failed: {report.nodeid}\n{report.longreprtext[-1500:]}")
+
+    def pytest_keyboard_interrupt(self) -> None:
+        files = Counter(name.partition("::")[0] for name in self.collected - self.done)
+        lines = [f"not run, or not to its end: {n} of {file}" for file, n in sorted(files.items())]
+        sys.stdout.write("\n".join(["", *self.failed, *lines, ""]))
+        sys.stdout.flush()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Its processes collect and run, and the one that started them hears of it.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Unfinished())
