@@ -108,7 +108,7 @@ def measure_pages(
 def _loads_ahead(record: Record, case: Case) -> bool:
     """Return whether the extend kernel loads pages of 16 bits before it needs them."""
     width = next_power_of_2(case.heads.dim)
-    workload = Workload(width, DECODE_ROWS + 1, False, True, False, width != case.heads.dim)
+    workload = Workload(width, DECODE_ROWS + 1, exact=False, wide=True, biased=False)
     return extend_config(target_of(record.stage.device), workload).stages > 1
 
 
