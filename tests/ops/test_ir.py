@@ -99,6 +99,16 @@ def test_a_stage_that_computes_something_else_is_found(monkeypatch):
         _pipelined[(1,)](codes, torch.empty(64, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("rounded", "change", "same"),
+    [(False, 0.0, True), (False, 2.0, False), (True, 2.0, True), (True, 64.0, False)],
+)
+def test_other_rounding_is_allowed_where_a_pass_rounds(rounded, change, same):
+    first = torch.tensor([float("nan"), float("-inf"), 1e6, 3.0])
+    last = first + torch.tensor([0.0, 0.0, 0.0, change])
+    assert ir.are_same(first, last, rounded) is same
+
+
 @triton.jit
 def _rows(x, out):
     i, j = tl.arange(0, 16), tl.arange(0, 32)
