@@ -47,6 +47,7 @@ from hf_fp8kv.bench.gpu.results import complete
 from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case
 from hf_fp8kv.bench.gpu.timing import Stage
 from hf_fp8kv.formats import DISTINCT
+from hf_fp8kv.ops.triton import tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
@@ -580,18 +581,28 @@ def test_kernels_in_a_dry_run(triton_record, monkeypatch):
     assert record.find("decode", name="split plan")
 
 
+def test_every_launch_parameter_is_a_switch():
+    tried = {key for values in experiments.SWITCHES.values() for value in values for key in value}
+    fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
+    # Rows follow from the call.
+    assert tried == (fields | {"programs"}) - {"rows"}
+    for values in experiments.SWITCHES.values():
+        for value in values:
+            with tuning.override(**value):
+                pass
+
+
 def test_experiments(triton_record, monkeypatch):
     record = triton_record
-    monkeypatch.setattr(experiments, "STARTS", ({}, {"warps": 2}))
-    monkeypatch.setattr(experiments, "GRID", {"tile": (32, 64), "combine": ("last",)})
+    switches = {"tile": ({"tile": 32}, {"tile": 64}), "combine": ({"combine": "last"},)}
+    monkeypatch.setattr(experiments, "SWITCHES", switches)
     sizes = replace(TINY, decode=(Case((70,), TINY.heads, label="1 x 70"),))
     experiments.measure(record, sizes, "triton")
     rows = record.find("experiments")
     tried = [row["parameters"] for row in rows]
-    assert tried[:2] == [{}, {"warps": 2}]
-    best = min(rows[:2], key=lambda row: row["us"])["parameters"]
-    assert tried[2:4] == [{**best, "tile": 32}, {**best, "tile": 64}]
-    assert len(rows) == 5
+    assert tried[:3] == [{}, {"tile": 32}, {"tile": 64}]
+    best = min(rows[:3], key=lambda row: row["us"])["parameters"]
+    assert tried[3:] == [{**best, "combine": "last"}]
     found = complete({
         "settings": {"dry": True, "device": "cpu"}, "hardware": {}, "date": "", "sections": [],
         "rows": record.rows,

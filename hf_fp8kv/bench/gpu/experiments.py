@@ -9,46 +9,53 @@ from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
 SECTION = "experiments"
-# Where the search may begin. Two warps do a third less work per tile than four (the query is read
-# from shared memory by each warp), with more registers each and one program more.
-STARTS: tuple[dict[str, Any], ...] = ({}, {"warps": 2, "registers": 255, "programs": 4})
-# What is tried of each parameter, the others being the best so far.
-GRID: dict[str, tuple[Any, ...]] = {
-    "tile": (32, 64, 128),
-    "programs": (1, 2, 3, 4, 6),
-    "stages": (2, 3, 4, 5),
-    "warps": (2, 4, 8),
-    "registers": (None, 128, 168),
-    "combine": ("kernel", "last"),
-    "unit": (64, 128),
-    "rounds": (1, 2, 4),
-    # Tokens; so many that no sequence is split.
-    "split_cost": (0, 160, 640, 10**6),
-    "merge_cost": (0.0, 2.5, 10.0),
+Parameters = dict[str, Any]
+
+
+def _each(name: str, *values: Any) -> tuple[Parameters, ...]:
+    return tuple({name: value} for value in values)
+
+
+# Decisions, the most open ones first; what is tried of each, the others being the best so far.
+SWITCHES: dict[str, tuple[Parameters, ...]] = {
+    # Codes times rows, or rows times codes; the latter with the four warps that it was made for.
+    "operands": ({"swapped": True}, {"swapped": False, "warps": 4}),
+    "warps": _each("warps", 1, 2, 4, 8),
+    "combine": _each("combine", "kernel", "last"),
+    "tile": tuple({"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)),
+    "masked tile": _each("masked_tile", 16, 32, 64),
+    "stages": _each("stages", 2, 3, 4, 5),
+    "registers": _each("registers", None, 128, 168),
+    "programs": _each("programs", 1, 2, 3, 4, 6, 8),
+    "rounds": _each("rounds", 1, 2, 4),
+    # In tokens; with so many no sequence is split.
+    "split cost": _each("split_cost", 0, 160, 640, 10**6),
+    "merge cost": _each("merge_cost", 0.0, 2.5, 10.0),
+    "unit": _each("unit", 64, 128),
 }
+CASES: tuple[Case, ...] = tuple(
+    Case((1024 * n,) * batch) for batch, n in ((8, 32), (1, 1), (64, 32), (50, 32), (1, 32))
+)
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each attempt; `kind` and `parameters` say what it was."""
-    cases: Sequence[Case] = [
-        Case((32768,) * 16), Case((32768,) * 50), Case((32768,)), Case((1024,)),
-    ]  # fmt: skip
-    kinds: Sequence[Kind] = KINDS
+    cases: Sequence[Case] = CASES
+    kinds: Sequence[Kind] = sorted(KINDS, key=lambda kind: kind.static)
     if record.stage.dry:
         cases, kinds = sizes.decode[:1], KINDS[:1]
-    for kind in kinds:
-        for case in cases:
+    for case in cases:
+        for kind in kinds:
             _search(record, sizes, backend, case, kind)
 
 
 def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) -> None:
-    times = [_attempt(record, sizes, backend, case, kind, start) for start in STARTS]
-    fastest = min(times)
-    best = STARTS[times.index(fastest)]
-    for parameter, values in GRID.items():
+    best: Parameters = {}
+    fastest = _attempt(record, sizes, backend, case, kind, best)
+    for values in SWITCHES.values():
         chosen = best
         for value in values[:2] if record.stage.dry else values:
-            tried = {**best, parameter: value}
+            tried = {**best, **value}
             us = _attempt(record, sizes, backend, case, kind, tried)
             if us < fastest:
                 fastest, chosen = us, tried
@@ -56,7 +63,7 @@ def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) 
 
 
 def _attempt(
-    record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, parameters: dict[str, Any]
+    record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, parameters: Parameters
 ) -> float:
     """Return the microseconds with these parameters; infinite if it failed or was not tried."""
     text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "as it is"
