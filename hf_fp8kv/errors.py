@@ -36,6 +36,16 @@ class OutOfPagesError(Fp8KVError, MemoryError):
         self.needed = needed
         self.available = available
 
+    @classmethod
+    def of_tokens(cls, limit: int, stored: int, tokens: int) -> "OutOfPagesError":
+        """Return the error for `tokens` more than the `stored` ones that pass `max_cache_len`."""
+        return cls(
+            f"expected at most {limit} tokens per sequence (max_cache_len), got {stored} stored "
+            f"and {tokens} more; make the cache with a larger max_cache_len, or crop or reset it",
+            needed=stored + tokens,
+            available=limit,
+        )
+
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_out_of_pages, (self.args[0], self.needed, self.available)
 

@@ -153,9 +153,15 @@ def _stored_attention(
     )
     query, pending = query.detach(), key.pending
     span = (pages_of(key), key.lengths, key.start, key.stop, spec)
+    new_key, new_value = key.new_key, key.new_value
     if pending is not None and pending.take(query.shape[2]):
+        new_key, new_value = pending.key, pending.value
+    elif new_key is not None and new_key.shape[2] != query.shape[2]:
+        key.store_pending()
+        new_key = None
+    if new_key is not None and new_value is not None:
         return ops.write_and_attend(
-            query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
+            query, new_key, new_value, *span, plan=key.plan, backend=key.backend
         )
     return ops.attend(query, *span, plan=key.plan, backend=key.backend)
 

@@ -154,13 +154,19 @@ class PagedLayerBase(CacheLayerMixin):
         return Pages(k, v, pool.token_scales, table)
 
     def _handles(
-        self, pages: Pages, lengths: torch.Tensor, plan: torch.Tensor | None, start: int, stop: int
+        self,
+        pages: Pages,
+        lengths: torch.Tensor,
+        plan: torch.Tensor | None,
+        start: int,
+        stop: int,
+        new: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> tuple[PagedKV, PagedKV]:
         ragged = self.options.is_preallocated
         span = (start, stop, self.group.window or 0, ragged, self.backend)
         return (
-            make_handle(pages, lengths, plan, "k", self.dtype, *span),
-            make_handle(pages, lengths, plan, "v", self.v_dtype, *span),
+            make_handle(pages, lengths, plan, "k", self.dtype, *span, *new),
+            make_handle(pages, lengths, plan, "v", self.v_dtype, *span, *new),
         )
 
     @property

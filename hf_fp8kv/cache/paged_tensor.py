@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 # What a handle carries besides its dtype: the fields of its pages, and these.
-_OWN_FIELDS = ("lengths", "plan", "side", "start", "stop", "window", "ragged", "backend")
+_OWN_FIELDS = (
+    "lengths", "plan", "new_key", "new_value", "side", "start", "stop", "window", "ragged",
+    "backend",
+)  # fmt: skip
 _FIELDS = (*PAGE_FIELDS, *_OWN_FIELDS)
 
 
@@ -41,13 +44,15 @@ class PagedKV(torch.Tensor):
     k_codes: torch.Tensor
     lengths: torch.Tensor
     plan: torch.Tensor | None
+    new_key: torch.Tensor | None
+    new_value: torch.Tensor | None
     side: str
     start: int
     stop: int
     window: int
     ragged: bool
     backend: str
-    # What attention to this handle has to store before; not for `torch.compile`.
+    # What attention to this handle has to store first, outside of `torch.compile`.
     pending: PendingWrite | None = None
 
     # `.shape` and `.dtype` then cost what they cost on any tensor. (torch declares these methods
@@ -67,9 +72,13 @@ class PagedKV(torch.Tensor):
         if self.pending is not None:
             self.pending.store()
             self.pending = None
+        if self.new_key is not None and self.new_value is not None:
+            before = self.lengths - self.new_key.shape[2]
+            ops.write(pages_of(self), self.new_key, self.new_value, before, self.backend, self.stop)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        self.store_pending()
+        if self.pending is not None:
+            self.store_pending()
         attributes = {name: getattr(self, name) for name in _FIELDS}
         tensors = [name for name, x in attributes.items() if isinstance(x, torch.Tensor)]
         constants = tuple((name, x) for name, x in attributes.items() if name not in tensors)
@@ -80,7 +89,12 @@ class PagedKV(torch.Tensor):
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], size: Any, stride: Any
     ) -> "PagedKV":
         constants, dtype = context
-        return _wrap(inner | dict(constants), dtype)
+        handle = _wrap(inner | dict(constants), dtype)
+        if type(handle.new_key) is torch.Tensor:
+            # It leaves a compiled region, and nobody may attend to it before the next step.
+            handle.store_pending()
+            handle.new_key = handle.new_value = None
+        return handle
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -151,6 +165,8 @@ def make_handle(
     window: int,
     ragged: bool,
     backend: str,
+    new_key: torch.Tensor | None = None,
+    new_value: torch.Tensor | None = None,
 ) -> PagedKV:
     """Return a handle.
 
@@ -164,6 +180,9 @@ def make_handle(
         window: the sliding window of the layer in tokens; 0: none.
         ragged: columns past the last stored token exist (`max_cache_len`); they read as zero.
         backend: a key of `ops.BACKENDS`.
+        new_key: `[B, Hkv, T, Dk]`, the last T tokens, if attention has to store them first (or
+            None); only inside of a compiled region.
+        new_value: `[B, Hkv, T, Dv]`, the same.
     """
-    own = (lengths, plan, side, start, stop, window, ragged, backend)
+    own = (lengths, plan, new_key, new_value, side, start, stop, window, ragged, backend)
     return _wrap(dict(zip(_FIELDS, (*flatten(pages), *own), strict=True)), dtype)

@@ -13,6 +13,7 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from ..ops import Pages
 from ..paging.page_pool import zeros
+from ..paging.pending_write import MOST_TOKENS
 from ..paging.preallocated_group import PreallocatedGroup
 from .centers import FirstTokens
 from .layer import PagedLayerBase, parse_crop, refuse_export
@@ -108,7 +109,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         if not torch.compiler.is_compiling():
             self._check_tokens(key_states, value_states)
             if self.is_empty and key_states.shape[2] > self.max_cache_len:
-                self._raise_overrun(0, key_states.shape[2])
+                raise OutOfPagesError.of_tokens(self.max_cache_len, 0, key_states.shape[2])
             if self.is_initialized and key_states.device != self.device:
                 self.move_to(key_states.device)
             self._prefetch_if_offloaded()
@@ -127,15 +128,32 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         elif self.k_center is not None and self.first_tokens.told is not None:
             self.k_center.copy_(self.first_tokens.complete(self.k_center, key))
         attends_fresh = was_empty and self.options.prefill == "exact"
-        pages = self._store(key, value, is_read=not attends_fresh)
+        defers = not attends_fresh and self._defers(key.shape[2])
+        pages = self._store(key, value, is_read=not attends_fresh, defers=defers)
         if attends_fresh:
-            if self._attends_fresh():
+            if self._attends_pages():
                 return key_states, value_states
             return self._pad(key_states), self._pad(value_states)
-        return self._view(pages)
+        return self._view(pages, (key, value) if defers else (None, None))
 
-    def _store(self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool) -> Pages:
-        """Store new tokens, and return the pages that hold what they see if that `is_read`."""
+    def _defers(self, tokens: int) -> bool:
+        """Return whether the attention of a compiled step stores its tokens, in one launch.
+
+        What reads the handle in another way stores them first. In a compiled region attention
+        follows, and where the model's is "fp8_paged" it takes the handle; elsewhere a launch is
+        the smaller part of what a step costs.
+        """
+        one_launch = self.backend == "triton" and tokens <= MOST_TOKENS
+        one_launch = one_launch and torch.compiler.is_compiling() and self._attends_pages()
+        return one_launch and not (self.group.ring and tokens > self.group.tokens_at_once)
+
+    def _store(
+        self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool, defers: bool
+    ) -> Pages:
+        """Store new tokens, and return the pages that hold what they see if that `is_read`.
+
+        `defers`: attention stores them.
+        """
         tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
         first, target, lengths = 0, pages, self.lengths
         passes = ring > 0 and tokens > self.group.tokens_at_once
@@ -146,10 +164,11 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             # The cache is empty: only the last pages of these tokens will ever be read.
             first = max((tokens - 1) // pages.page_size - ring + 1, 0) * pages.page_size
             lengths = lengths + first
-        ops.write(
-            target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
-            self.max_cache_len,
-        )  # fmt: skip
+        if not defers:
+            ops.write(
+                target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
+                self.max_cache_len,
+            )  # fmt: skip
         self.lengths.add_(tokens)
         if passes and is_read:
             end = self._first_in_ring(self.lengths)
@@ -200,13 +219,16 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             window, heads = self.group.window or 0, self.pool.heads
             ops.make_plan(self.plan, self.lengths, tokens, window, 0, heads, self.backend)
 
-    def _view(self, pages: Pages) -> tuple[PagedKV, PagedKV]:
-        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len)
+    def _view(
+        self, pages: Pages, new: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    ) -> tuple[PagedKV, PagedKV]:
+        return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len, new)
 
-    def _attends_fresh(self) -> bool:
-        """Whether the model's attention takes keys shorter than `max_cache_len` at the prefill.
+    def _attends_pages(self) -> bool:
+        """Whether the model's attention is "fp8_paged".
 
-        "fp8_paged" does; others were written for StaticCache.
+        At the prefill it takes keys shorter than `max_cache_len`; others were written for
+        StaticCache.
         """
         return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
 
@@ -238,7 +260,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the columns of the mask, and the position of the first."""
-        if self.is_empty and self.options.prefill == "exact" and self._attends_fresh():
+        if self.is_empty and self.options.prefill == "exact" and self._attends_pages():
             return query_length, 0
         self._check_room(query_length)
         return self.max_cache_len, 0
@@ -255,17 +277,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         if self._max_written > self.max_cache_len:
             length = self.host_length()
             if length + tokens > self.max_cache_len:
-                self._raise_overrun(length, tokens)
+                raise OutOfPagesError.of_tokens(self.max_cache_len, length, tokens)
             self._max_written = length + tokens
-
-    def _raise_overrun(self, stored: int, tokens: int) -> None:
-        raise OutOfPagesError(
-            f"expected at most {self.max_cache_len} tokens per sequence (max_cache_len), got "
-            f"{stored} stored and {tokens} more; make the cache with a larger max_cache_len, or "
-            "crop or reset it",
-            needed=stored + tokens,
-            available=self.max_cache_len,
-        )
 
     def get_max_length(self) -> int:
         """Return how many tokens there is room for."""

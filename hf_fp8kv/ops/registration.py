@@ -185,12 +185,7 @@ def run_write(
 def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
     if limit is not None and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
-        raise OutOfPagesError(
-            f"expected at most {limit} tokens per sequence (max_cache_len), got {most} stored and "
-            f"{tokens} more; make the cache with a larger max_cache_len, or crop or reset it",
-            needed=most + tokens,
-            available=limit,
-        )
+        raise OutOfPagesError.of_tokens(limit, most, tokens)
 
 
 def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
@@ -341,7 +336,7 @@ _GATHER_SCHEMA = (
     "(Tensor lengths, str side, SymInt start, SymInt stop, ScalarType dtype, bool ragged, "
     f"str backend, {_PAGES}) -> Tensor"
 )
-# In the plan it counts which parts are done.
+# In the plan it counts which parts are done; backends that work by host have none.
 _ATTEND_SCHEMA = (
     "(Tensor query, Tensor lengths, SymInt start, SymInt stop, Tensor(plan!)? plan, str backend, "
     f"{schema_of(AttentionSpec)}, {_PAGES}) -> Tensor"
@@ -363,13 +358,13 @@ _GATHER_BY_HOST = _register(
 )
 _ATTEND = _register("attend", run_attend, _ATTEND_SCHEMA, _attend_shape)
 _ATTEND_BY_HOST = _register(
-    "attend_by_host", run_attend, _ATTEND_SCHEMA, _attend_shape, by_host=True
+    "attend_by_host", run_attend, _ATTEND_SCHEMA.replace("(plan!)", ""), _attend_shape, by_host=True
 )
 _WRITE_AND_ATTEND = _register(
     "write_and_attend", run_write_and_attend, _WRITE_AND_ATTEND_SCHEMA, _write_and_attend_shape
 )
 _WRITE_AND_ATTEND_BY_HOST = _register(
-    "write_and_attend_by_host", run_write_and_attend, _WRITE_AND_ATTEND_SCHEMA,
-    _write_and_attend_shape, by_host=True,
+    "write_and_attend_by_host", run_write_and_attend,
+    _WRITE_AND_ATTEND_SCHEMA.replace("(plan!)", ""), _write_and_attend_shape, by_host=True,
 )  # fmt: skip
 _PLAN = _register("plan", run_plan, _PLAN_SCHEMA, _nothing)
