@@ -18,7 +18,8 @@ FLOORS = (
     ("attention",),
     ("calibration", "serving"),
     ("__init__",),
-    ("bench", "kernel_check"),
+    ("kernel_check",),
+    ("bench",),
     ("cli",),
 )
 

@@ -137,23 +137,19 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         return self._view(pages, (key, value) if defers else (None, None))
 
     def _defers(self, tokens: int) -> bool:
-        """Return whether the attention of a compiled step stores its tokens, in one launch.
+        """Return whether attention stores the tokens: in compiled code, where it is sure to come.
 
-        What reads the handle in another way stores them first. In a compiled region attention
-        follows, and where the model's is "fp8_paged" it takes the handle; elsewhere a launch is
-        the smaller part of what a step costs.
+        What reads a handle in another way stores them first.
         """
-        one_launch = self.backend == "triton" and tokens <= MOST_TOKENS
-        one_launch = one_launch and torch.compiler.is_compiling() and self._attends_pages()
-        return one_launch and not (self.group.ring and tokens > self.group.tokens_at_once)
+        if not (self.backend == "triton" and torch.compiler.is_compiling()):
+            return False
+        fits = not self.group.ring or tokens <= self.group.tokens_at_once
+        return fits and tokens <= MOST_TOKENS and self._attends_pages()
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool, defers: bool
     ) -> Pages:
-        """Store new tokens, and return the pages that hold what they see if that `is_read`.
-
-        `defers`: attention stores them.
-        """
+        """Store tokens unless `defers`; return pages with what they see if that `is_read`."""
         tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
         first, target, lengths = 0, pages, self.lengths
         passes = ring > 0 and tokens > self.group.tokens_at_once
@@ -225,11 +221,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         return self._handles(pages, self.lengths, self.plan, 0, self.max_cache_len, new)
 
     def _attends_pages(self) -> bool:
-        """Whether the model's attention is "fp8_paged".
-
-        At the prefill it takes keys shorter than `max_cache_len`; others were written for
-        StaticCache.
-        """
+        """Whether the model's attention is "fp8_paged", which at the prefill takes short keys."""
         return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
 
     def _pad(self, fresh: torch.Tensor) -> torch.Tensor:
