@@ -3,10 +3,15 @@
 `python -m tests.helpers.gpu_model` prints the table of docs/kernels.md.
 
 It knows of an H200 (132 processors, 4.3 TB/s that can be reached) what the plan decides about: that
-programs are started in order, each where a place is free; that a processor with one, two or three
-of them reads so many bytes per clock (from a cycle model of one processor that runs the machine
-code of the main loop); and that all of them together cannot read more than the memory gives. A
-program reads nothing at its beginning and end. Nothing else is modelled: trust ratios.
+programs are started in order, each where a place is free; that a processor with one to six of them
+reads so many bytes per clock; that all of them together cannot read more than the memory gives;
+and that the program that is done last with a sequence merges its parts. A program reads nothing at
+its beginning and end. Nothing else is modelled: trust ratios.
+
+Six programs of two warps read 40 bytes per clock, by a cycle model of one processor that runs the
+machine code of the main loop. One alone reads 10, an estimate: its warps have as many instructions
+for a tile as those of four warps had before, 489 and 464, for which the cycle model gave 10.7. The
+others lie between.
 """
 
 import heapq
@@ -42,18 +47,18 @@ class Gpu:
         start: what passes until a program's first bytes come: its launch, its row of the plan, the
             page table, the query.
         end: and after its last: sums over warps, and what it stores.
-        merge: of the second kernel, if there is one: its launch,
-        merge_step: and each 16 parts of the sequence that has the most.
+        merge: of merging a sequence, by its last program: atomics and latencies,
+        merge_step: and each part: 4 rows of 128 float32 at 40 bytes per clock, and their sums.
     """
 
     processors: int = 132
-    rates: tuple[float, ...] = (10.7, 18.3, 22.7)
+    rates: tuple[float, ...] = (10.0, 18.0, 25.0, 31.0, 36.0, 40.0)
     clock: float = 1980.0
     bandwidth: float = 4.3e6
     start: float = 1.5
     end: float = 0.5
-    merge: float = 1.5
-    merge_step: float = 0.5
+    merge: float = 1.2
+    merge_step: float = 0.033
 
     @property
     def places(self) -> int:
@@ -82,7 +87,8 @@ def cut(
         saved = (_whole_time(units, heads, places) - sum(units) * heads) * unit
         split = saved > (cost if len(units) * heads <= places else cost // 2) * places
     least = int(math.sqrt(max(units) * unit * CONFIG.merge_cost) / unit)
-    length = max(-(-sum(units) // max(1, places // heads)), least) if split else sum(units)
+    even = -(-sum(units) // max(1, places // heads))
+    length = max(even, least, min(even * 2, max(units) // 32)) if split else sum(units)
     alike = max(units) <= length or len(units) * heads >= 2 * places
     parts = []
     stops = list(itertools.accumulate(units))
@@ -100,10 +106,9 @@ def cut(
 def _whole_time(units: Sequence[int], heads: int, places: int) -> int:
     """Return the time that whole sequences are expected to take, see `plan._gains`."""
     longest, count = max(units), len(units) * heads
-    late = count % places
+    late, few = count % places, places * 2 // 5
     if count > places:
-        return longest * (count - late + (max(late, places * 18 // 25) if late else 0))
-    few = places * 3 // 5
+        return longest * (count - late + (max(late, few) if late else 0))
     untils = [longest * i // 8 for i in range(9)]
     reads = [sum(min(n, until) for n in units) * heads for until in untils]
     return max(read + (longest - until) * few for read, until in zip(reads, untils, strict=True))
@@ -111,22 +116,28 @@ def _whole_time(units: Sequence[int], heads: int, places: int) -> int:
 
 @dataclass
 class _Processor:
-    """What it has read for each of its programs, and how much that was when they are done."""
+    """What it has read for each of its programs, and how much that is when which are done."""
 
     read: float = 0.0
     since: float = 0.0
-    ends: list[float] = field(default_factory=list)
+    ends: list[tuple[float, int]] = field(default_factory=list)
     version: int = 0
 
 
-def run_parts(sizes: Iterable[int], gpu: Gpu = H200) -> float:
+def run_parts(
+    sizes: Iterable[int], gpu: Gpu = H200, merged: Sequence[int | None] | None = None
+) -> float:
     """Return the microseconds until programs that read so many bytes are done.
 
-    `flow` is time in which the memory were fast enough: all processors then go by their own rates.
+    `merged`: for each of them, whose parts are merged with it, or None. `flow` is time in which the
+    memory were fast enough: all processors then go by their own rates.
     """
-    waiting = iter(sizes)
+    waiting = enumerate(sizes)
+    left = Counter(merged or ())
+    counts = dict(left)
     processors = [_Processor() for _ in range(gpu.processors)]
-    timers: list[tuple[float, int, int, float | None]] = []  # when, order, processor, bytes to read
+    # When, order, processor, program, bytes to read.
+    timers: list[tuple[float, int, int, int, float | None]] = []
     drained: list[tuple[float, int, int]] = []  # flow, processor, its version
     order = itertools.count()
     now = flow = demand = 0.0
@@ -134,11 +145,18 @@ def run_parts(sizes: Iterable[int], gpu: Gpu = H200) -> float:
     most = gpu.bandwidth / gpu.clock
 
     def issue(p: int) -> int:
-        size = next(waiting, None)
+        program, size = next(waiting, (0, None))
         if size is None:
             return 0
-        heapq.heappush(timers, (now + gpu.start, next(order), p, float(size)))
+        heapq.heappush(timers, (now + gpu.start, next(order), p, program, float(size)))
         return 1
+
+    def merge(program: int) -> float:
+        whose = merged[program] if merged else None
+        left[whose] -= 1
+        if whose is None or left[whose]:
+            return 0.0
+        return gpu.merge + gpu.merge_step * counts[whose]
 
     def rate(count: int) -> float:
         return gpu.rates[count - 1] if count else 0.0
@@ -154,7 +172,7 @@ def run_parts(sizes: Iterable[int], gpu: Gpu = H200) -> float:
         one, count = processors[p], len(processors[p].ends)
         one.version += 1
         if count:
-            ends = flow + (one.ends[0] - one.read) * count / rate(count)
+            ends = flow + (one.ends[0][0] - one.read) * count / rate(count)
             heapq.heappush(drained, (ends, p, one.version))
 
     for _ in gpu.rates:
@@ -169,36 +187,31 @@ def run_parts(sizes: Iterable[int], gpu: Gpu = H200) -> float:
         flow += (min(done, timer) - now) * speed
         now = min(done, timer)
         if timer <= done:
-            _, _, p, size = heapq.heappop(timers)
+            _, _, p, program, size = heapq.heappop(timers)
             if size is None:
                 running += issue(p) - 1
                 continue
             one = settle(p)
             demand -= rate(len(one.ends))
-            heapq.heappush(one.ends, one.read + size)
+            heapq.heappush(one.ends, (one.read + size, program))
         else:
             p = heapq.heappop(drained)[1]
             one = settle(p)
             demand -= rate(len(one.ends))
-            heapq.heappop(one.ends)
-            heapq.heappush(timers, (now + gpu.end, next(order), p, None))
+            _, program = heapq.heappop(one.ends)
+            until = now + gpu.end + merge(program)
+            heapq.heappush(timers, (until, next(order), p, program, None))
         demand += rate(len(one.ends))
         expect(p)
     return now
 
 
-def time_of(
-    parts: Sequence[Part], lengths: Sequence[int], heads: int, gpu: Gpu = H200, *, even: bool
-) -> float:
-    """Return the microseconds of a plan. `even`: the host knows that all are of one length."""
+def time_of(parts: Sequence[Part], lengths: Sequence[int], heads: int, gpu: Gpu = H200) -> float:
+    """Return the microseconds of a plan."""
     unit = CONFIG.unit
     sizes = [(min(p.end * unit, lengths[p.sequence]) - p.begin * unit) for p in parts]
-    took = run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)], gpu)
-    split = any(not part.whole for part in parts)
-    if not split:
-        return took + (0.0 if even else gpu.merge)
-    most = max(Counter(part.sequence for part in parts).values())
-    return took + gpu.merge + gpu.merge_step * -(-most // 16)
+    merged = [None if p.whole else p.sequence * heads + h for p in parts for h in range(heads)]
+    return run_parts([size * BYTES_PER_TOKEN for size in sizes for _ in range(heads)], gpu, merged)
 
 
 def bound(lengths: Sequence[int], heads: int, gpu: Gpu = H200) -> float:
@@ -223,10 +236,10 @@ def least_time(lengths: Sequence[int], heads: int, gpu: Gpu = H200) -> float:
         unit = CONFIG.unit * BYTES_PER_TOKEN / (gpu.rates[0] * gpu.clock)
         all_bytes = bound(lengths, heads, gpu) * gpu.bandwidth
         best = min(best, max(unit, all_bytes / min(rate * gpu.clock, gpu.bandwidth)))
-    return fixed + min(max(best, whole), best + gpu.merge + gpu.merge_step)
+    return fixed + min(max(best, whole), best + gpu.merge + 2 * gpu.merge_step)
 
 
-def best_time(lengths: Sequence[int], heads: int, gpu: Gpu = H200, *, even: bool) -> float:
+def best_time(lengths: Sequence[int], heads: int, gpu: Gpu = H200) -> float:
     """Return the best time of many plans: whole sequences, even parts of any number, ranges."""
 
     def cut_evenly(count: int) -> list[Part]:
@@ -245,7 +258,7 @@ def best_time(lengths: Sequence[int], heads: int, gpu: Gpu = H200, *, even: bool
         *(lambda n=n: cut(lengths, heads, n, split=True) for n in _places(gpu, heads)),
         *(lambda n=n: cut_evenly(n) for n in (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 48)),
     ]
-    return min(time_of(make(), lengths, heads, gpu, even=even) for make in tried)
+    return min(time_of(make(), lengths, heads, gpu) for make in tried)
 
 
 def _places(gpu: Gpu, heads: int) -> list[int]:
@@ -267,10 +280,10 @@ def main() -> None:
 
         def run(split: bool | None, lengths: list[int] = lengths, heads: int = heads) -> float:
             parts = cut(lengths, heads, H200.places, split=split)
-            return time_of(parts, lengths, heads, even=True)
+            return time_of(parts, lengths, heads)
 
         took, whole = run(None), run(False)
-        least, best = bound(lengths, heads), min(took, best_time(lengths, heads, even=True))
+        least, best = bound(lengths, heads), min(took, best_time(lengths, heads))
         rows.append(
             f"| {heads} | {batch} x {length}k | {least:.1f} | {whole:.1f} | {took:.1f} | "
             f"{least / took:.0%} | {best / took:.0%} |"

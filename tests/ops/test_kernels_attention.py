@@ -29,8 +29,6 @@ from tests.ops.test_ops import (
     EDGES,
     FAR,
     FAULTS,
-    HOLES,
-    WRONG_BOUNDS,
     Case,
     at_the_edge,
     attend,
@@ -42,7 +40,6 @@ from tests.ops.test_ops import (
     poisoned,
     prepare,
     with_fault,
-    with_holes,
 )
 
 if ops.available_backends()["triton"] is not None:
@@ -283,7 +280,7 @@ def test_a_plan_is_the_one_the_model_has(lengths, heads, processors):
 def test_a_plan_for_one_length_has_no_room_for_parts_that_do_not_pay():
     with assuming(dataclasses.replace(target_of(DEVICE), processors=132, resources=None)):
         assert plan.plan_rows(DEVICE, 64, 8, 32768) == 64 + 64 + 128
-        assert plan.plan_rows(DEVICE, 50, 8, 32768) > 50 + 50 + 100
+        assert plan.plan_rows(DEVICE, 25, 8, 32768) > 25 + 25 + 50
         assert plan.plan_rows(DEVICE, 64, 8) > 64 + 64 + 128
         parts, sequences, _ = make_plan([900, 900], 8, length=100)
         for length, batch, heads in itertools.product((1, 500, 9000), range(1, 70, 3), (1, 8, 40)):
@@ -530,29 +527,6 @@ def test_a_row_that_is_all_lowest_numbers_is_a_mean():
             for kernel in KERNELS:
                 found = run(kernel, case, pages, query, **more)
                 assert errors(found, expected).max() <= bound(case)
-
-
-@pytest.mark.parametrize("case", HOLES, ids=str)
-def test_bounds_of_a_mask(case):
-    pages, query, kwargs = prepare(case)
-    kwargs = with_holes(case, pages, kwargs)
-    expected = attend(case, pages, query, "reference", **kwargs)
-    for kernel in KERNELS:
-        found = run(kernel, case, pages, query, **kwargs)
-        assert errors(found, expected).max() <= bound(case)
-    found = run("decode", case, pages, query, **{**kwargs, "bounds": None})
-    assert errors(found, expected).max() <= bound(case), "bounds that the backend found"
-
-
-@pytest.mark.parametrize("fault", WRONG_BOUNDS)
-def test_wrong_bounds_are_noticed(fault):
-    pages, query, kwargs = prepare(HOLES[1])
-    kwargs = with_holes(HOLES[1], pages, kwargs)
-    expected = attend(HOLES[1], pages, query, "reference", **kwargs)
-    kwargs["bounds"] = kwargs["bounds"] + torch.tensor(WRONG_BOUNDS[fault], dtype=torch.int32)
-    for kernel in KERNELS:
-        worst = errors(run(kernel, HOLES[1], pages, query, **kwargs), expected).max()
-        assert not worst <= FAR * bound(HOLES[1])
 
 
 def test_a_sink_of_nothing_for_a_row_that_sees_nothing():

@@ -32,6 +32,8 @@ NO_END = tl.constexpr(2**31 - 1)
 EARLY = tl.constexpr(2**30)
 # CUDA starts at most that many programs along the second axis of a grid.
 MOST_PARTS = 65_535
+# Merging so many parts takes 1 us.
+MANY_PARTS = tl.constexpr(32)
 
 
 def plan_rows(
@@ -87,9 +89,10 @@ def make_plan(
     assert plan.is_contiguous()
     parts = max_parts(plan, batch, heads)
     places = target.processors * (programs or expected_programs(target))
-    room, ranges = parts - batch + 1, max(1, places * config.rounds // heads)
-    if room < ranges:  # for a kernel of which fewer programs fit
-        ranges, places = room, cdiv(room * heads, config.rounds)
+    ranges = max(1, min(places * config.rounds // heads, parts - batch + 1))
+    if ranges > 1:
+        # It may have been made for fewer places.
+        places = min(places, cdiv(ranges * heads, config.rounds))
     launch(
         _plan, (batch,), plan, lengths, batch, tokens, window, start, heads, ranges, places,
         parts, config.split_cost, config.merge_cost, PARTS_WIDTH=next_power_of_2(parts - batch + 1),
@@ -100,11 +103,11 @@ def make_plan(
 def gains_if_even(length: int, batch: int, heads: int, places: int, config: PlanConfig) -> bool:
     """Return what `_gains` returns for sequences of one length."""
     units, count = cdiv(length, config.unit), batch * heads
-    late, cost = count % places, config.split_cost
+    late, few, cost = count % places, places * 2 // 5, config.split_cost
     if count <= places:
-        whole = units * max(places * 3 // 5, count)
+        whole = units * max(few, count)
     else:
-        whole = units * (count - late + (max(late, places * 18 // 25) if late else 0))
+        whole = units * (count - late + (max(late, few) if late else 0))
         cost //= 2
     return (whole - units * count) * config.unit > cost * places
 
@@ -113,9 +116,9 @@ def gains_if_even(length: int, batch: int, heads: int, places: int, config: Plan
 def _gains(units, total, longest, batch, heads, places, unit, cost):
     """Return whether ranges are done sooner than whole sequences, by more than they cost.
 
-    Time is counted in units that a program reads if all `places` are taken, times `places`. One
-    with fewer beside it is up to 1 / 0.6 times as fast; with two others on its own processor, as
-    the last ones that start often have, 1 / 0.72 times.
+    Time is counted in units that a program reads if all `places` are taken, times `places`. If
+    fewer than 2 of 5 are, one is up to 5 / 2 times as fast: also with five others on its processor,
+    as the last that start often have.
 
     Args:
         units: `[>= B]`, of each sequence.
@@ -126,14 +129,14 @@ def _gains(units, total, longest, batch, heads, places, unit, cost):
     """
     count = batch * heads
     late = count % places
+    few = (places * 2 // 5).to(tl.int64)
     even = total.to(tl.int64) * heads
     longest = longest.to(tl.int64)
-    last = tl.where(late > 0, tl.maximum(late, places * 18 // 25), 0)
+    last = tl.where(late > 0, tl.maximum(late, few), 0)
     whole = longest * (count - late + last)
     if count <= places:
-        # All start at once: while more than 0.6 of them run they share the bandwidth. When so
+        # All start at once: while more than 2 of 5 run they share the bandwidth. When so
         # few are left is found by trying: any other time gives less.
-        few = (places * 3 // 5).to(tl.int64)
         whole = tl.maximum(longest * few, even)
         for i in tl.static_range(1, 8):
             until = longest * i // 8
@@ -185,6 +188,8 @@ def _plan(
     # Reading a range of n tokens and merging `longest / n` parts take the least time together.
     least = tl.sqrt_rn((longest * UNIT).to(tl.float32) * merge_cost)
     length = tl.maximum(tl.cdiv(total, ranges), (least / UNIT).to(tl.int32))
+    # Half of the places are enough for the bandwidth, where many parts would have to be merged.
+    length = tl.maximum(length, tl.minimum(tl.cdiv(total, ranges) * 2, longest // MANY_PARTS))
     split = _gains(units, total, longest, batch, heads, places, UNIT, cost)
     length = tl.where(split, length, total)
 

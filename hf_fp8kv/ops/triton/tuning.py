@@ -72,16 +72,16 @@ class PlanConfig:
         unit: tokens that parts are multiples of: of most tiles a multiple too.
         rounds: ranges for each place on the GPU.
         split_cost: in tokens, what splitting takes longer: another part for each place and the
-            start of the merging, about 4 us, in which a program reads 160 tokens of 260 bytes if
+            start of the merging, about 4 us, in which a program reads 80 tokens of 260 bytes if
             all places are taken.
-        merge_cost: in tokens, what each part of a sequence takes: 30 ns if 16 are merged in 0.5 us,
-            in which a program that is alone reads 2.5.
+        merge_cost: in tokens, what merging a part takes, 33 ns or, as its loads wait for each
+            other, somewhat longer; in 33 ns a program that is alone reads 2.5.
     """
 
     unit: int = 64
     rounds: int = 1
-    split_cost: int = 160
-    merge_cost: float = 2.5
+    split_cost: int = 80
+    merge_cost: float = 4.0
 
 
 # The decode kernel by rows and head size, padded to a power of two: (tile, warps, stages,
