@@ -241,7 +241,8 @@ def run_write_and_attend(
     spec, pages = unflatten_spec(leaves)
     before = lengths - key.shape[2]
     if backend == "triton":
-        _check_interpreted(pages, before, key.shape[2], stop)
+        # Nothing is stored for a row of no sequence, of length 0.
+        _check_interpreted(pages, before.clamp(min=0), key.shape[2], stop)
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
     run_write(key, value, before, stop, backend, *flatten(pages))
     return run_attend(query, lengths, start, stop, plan, backend, *leaves)

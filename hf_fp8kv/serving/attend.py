@@ -1,6 +1,8 @@
 """One layer of one step: new tokens are stored, then all queries attend to what is stored."""
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from .config import StaticScales
 from .layout import LayerPages, PageLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
-_Places = tuple[torch.Tensor, torch.Tensor]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend_layer(
@@ -40,18 +42,23 @@ def attend_layer(
         ConfigError: keys or values do not have the sizes of the pages.
     """
     _check_shapes(key, value, layout)
-    if scales.center is not None:
+    tokens = query.shape[2]
+    shape = (1, tokens, query.shape[1], layout.dim)
+    # Padding is never computed, and must not carry NaN into what the model computes of it.
+    out = query.new_empty(shape) if tokens == work.count else query.new_zeros(shape)
+    # In one launch; in a ring, tokens are not in order. Rows of length 0, padding, store nothing.
+    decodes = backend == "triton" and window is None and work.is_decoding
+    if scales.center is not None and not (decodes and (softcap or sinks is not None)):
         # In float32, as the operation itself would do it: the same bytes are stored.
         key = key.float() - scales.center[None, :, None]
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = scales.center if softcap or sinks is not None else None
     spec = AttentionSpec(scaling, True, 0, softcap, sinks)
     layer = _Layer(pages.with_scales(scales), scales, center, spec, window, layout, backend)
+    if decodes:
+        layer.attend_batch(query, work.batches[0], out, (key, value))
+        return out
     layer.write(key, value, work)
-    tokens = query.shape[2]
-    shape = (1, tokens, query.shape[1], layout.dim)
-    # Padding is never computed, and must not carry NaN into what the model computes of it.
-    out = query.new_empty(shape) if tokens == work.count else query.new_zeros(shape)
     for batch in work.batches:
         layer.attend_batch(query, batch, out)
     for chunk in work.chunks:
@@ -97,15 +104,28 @@ class _Layer:
 
     def attend(
         self, query: torch.Tensor, pages: Pages, lengths: torch.Tensor, stop: int,
-        spec: AttentionSpec, plan: torch.Tensor | None = None,
+        spec: AttentionSpec, plan: torch.Tensor | None = None, new: _Pair | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the attention of queries `[B, Hq, T, D]`, `[B, T, Hq, D]`."""
+        """Return the attention of queries `[B, Hq, T, D]`, `[B, T, Hq, D]`.
+
+        `new`: their keys and values, `[B, Hkv, T, D]`, to be stored before.
+        """
         if self.center is not None:
             center = self.center.expand(len(query), -1, -1).contiguous()
             pages = pages._replace(k=pages.k._replace(center=center))
-        return ops.attend(query, pages, lengths, 0, stop, spec, plan=plan, backend=self.backend)
+        attend: Any = ops.attend
+        if new is not None:
+            attend = partial(ops.write_and_attend, key=new[0], value=new[1])
+        attended: torch.Tensor = attend(
+            query, pages=pages, lengths=lengths, start=0, stop=stop, spec=spec, plan=plan,
+            backend=self.backend,
+        )  # fmt: skip
+        return attended
 
-    def attend_batch(self, query: torch.Tensor, batch: AttendBatch, out: torch.Tensor) -> None:
+    def attend_batch(
+        self, query: torch.Tensor, batch: AttendBatch, out: torch.Tensor,
+        new: _Pair | None = None,
+    ) -> None:  # fmt: skip
         size = len(batch.lengths)
         if batch.tokens is None:
             queries = query[:, :, :size].transpose(0, 2)  # [B, Hq, 1, D]
@@ -115,7 +135,10 @@ class _Layer:
         pages = Pages(*self.pages, batch.table)
         spec = self.spec._replace(causal=batch.causal)
         plan = batch.plan(self.backend, self.layout.heads)
-        result = self.attend(queries, pages, batch.lengths, batch.stop, spec, plan)
+        if new is not None:
+            key, value = (x[:, :, :size].transpose(0, 2) for x in new)
+            new = key, value
+        result = self.attend(queries, pages, batch.lengths, batch.stop, spec, plan, new)
         result = result.flatten(0, 1)  # [B * T, Hq, D]
         if batch.targets is None:
             out[0, :size] = result
@@ -148,7 +171,7 @@ class _Layer:
         _copy_tokens(own, (page[kept:], slot[kept:]), self.pages, chunk.kept)
 
 
-def _copy_tokens(source: LayerPages, at: _Places, target: LayerPages, to: _Places) -> None:
+def _copy_tokens(source: LayerPages, at: _Pair, target: LayerPages, to: _Pair) -> None:
     """Copy stored tokens, byte by byte."""
     target.k.codes[to[0], :, to[1]] = source.k.codes[at[0], :, at[1]]
     target.v.codes[to[0], :, :, to[1]] = source.v.codes[at[0], :, :, at[1]]
