@@ -60,6 +60,6 @@ def test_the_suite_measures_in_a_process_of_its_own() -> None:
 
 
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "make_environment", lambda: {"PATH": ""}, raising=False)
+    monkeypatch.setattr(host, "make_environment", lambda: {"PYTHONHOME": "/nowhere"})
     with pytest.raises(RuntimeError, match="a process ended with"):
         host.run_host_suite(turns=2)
