@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import Cache, DynamicCache
 
-from ..kernel_check.check import make_environment
-from ..utils.environment import describe_run
+from ..utils.environment import describe_run, make_environment
 from .contenders import Heads
 from .hot_loops import AttentionLayer, make_config
 from .reporting import build_table, format_number

@@ -25,6 +25,7 @@ from typing import IO, Any, TypeAlias
 
 import torch
 
+from ..utils.environment import make_environment
 from .assembly import read_assembly
 from .rules import TARGETS, find_violations
 from .variants import Variant, call_variant, list_variants
@@ -96,16 +97,6 @@ def check_targets(
     with ThreadPoolExecutor(max_workers=2) as pool:
         rows = [row for found in pool.map(check, halves) for row in found]
     return {name: [row for row in rows if row.target == name] for name in names}
-
-
-def make_environment() -> dict[str, str]:
-    """Return the environment of a process that compiles."""
-    # What Triton's variables say of a user's runs (an interpreter, a debugger, dumps) is not meant
-    # for these; where its cache is stays.
-    kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
-    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
-    # This process may have been told where the package is by its own path.
-    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _check_in_process(

@@ -178,7 +178,8 @@ def run_write(
         _check_limit(lengths, key.shape[2], most)
         load_backend(backend).write(pages, key, value, lengths)
         return
-    _check_interpreted(pages, lengths, key.shape[2], most)
+    if target_of(lengths.device).interpreted:
+        _check_interpreted(pages, lengths, key.shape[2], most)
     load_triton().write(pages, key, value, lengths, most)
 
 
@@ -190,9 +191,8 @@ def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
 
 def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Refuse, in the interpreter, what the other backends refuse."""
-    if target_of(lengths.device).interpreted:
-        _check_limit(lengths, tokens, limit)
-        reference.locate_all(pages, lengths, tokens)
+    _check_limit(lengths, tokens, limit)
+    reference.locate_all(pages, lengths, tokens)
 
 
 def run_gather(
@@ -239,12 +239,13 @@ def run_write_and_attend(
 ) -> Tensor:
     """Write and attend, see `run_write` and `run_attend`."""
     spec, pages = unflatten_spec(leaves)
-    before = lengths - key.shape[2]
+    tokens = key.shape[2]
     if backend == "triton":
-        # Nothing is stored for a row of no sequence, of length 0.
-        _check_interpreted(pages, before.clamp(min=0), key.shape[2], stop)
+        if target_of(lengths.device).interpreted:
+            # Nothing is stored for a row of no sequence, of length 0.
+            _check_interpreted(pages, (lengths - tokens).clamp(min=0), tokens, stop)
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
-    run_write(key, value, before, stop, backend, *flatten(pages))
+    run_write(key, value, lengths - tokens, stop, backend, *flatten(pages))
     return run_attend(query, lengths, start, stop, plan, backend, *leaves)
 
 

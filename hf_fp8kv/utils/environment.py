@@ -1,4 +1,4 @@
-"""Environment of a measurement: versions and hardware."""
+"""Environment of a measurement: versions and hardware; and that of processes started for one."""
 
 import datetime
 import os
@@ -33,6 +33,16 @@ def hardware() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
+
+
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process of this package that compiles kernels."""
+    # What Triton's variables say of a user's runs (an interpreter, a debugger, dumps) is not meant
+    # for these; where its cache is stays.
+    kept = {"TRITON_CACHE_DIR", "TRITON_HOME"}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_") or k in kept}
+    # This process may have been told where the package is by its own path.
+    return {**variables, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def utc_now() -> str:

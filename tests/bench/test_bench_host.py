@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hf_fp8kv.bench import host
-from hf_fp8kv.kernel_check.check import make_environment
+from hf_fp8kv.utils.environment import make_environment
 
 
 def test_a_stack_starts_the_kernels_of_a_step_and_no_others() -> None:

@@ -4,16 +4,42 @@ Tokens that have no place (no page, or past the limit) are not stored: what a CP
 a GPU cannot refuse without waiting.
 """
 
+from typing import Any
+
 import torch
 
 from ..pages import AttentionSpec, Pages
 from . import decode, extend
+from . import write as writing
 from .gather import gather
 from .plan import make_plan, plan_rows
+from .replay import run_or_replay
 from .tuning import DECODE_ROWS
-from .write import write
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
+
+
+def write(
+    pages: Pages,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    limit: int | None = None,
+) -> None:
+    """Store what `reference.write` stores for the same arguments, to the bit.
+
+    Pages are contiguous, except for the table. A token without a page, or at a position from
+    `limit` on, is not stored.
+    """
+    table = pages.table
+    run_or_replay(
+        writing.write, (pages, key, value, lengths, limit),
+        layout=(*_layout_of(pages), _strided(key), _strided(value)),
+        tensors=(key, value, lengths, *_tensors_of(pages)),
+        numbers=(
+            0, 0, writing.UNLIMITED if limit is None else limit, table.shape[1], table.stride(0), 0,
+        ),
+    )  # fmt: skip
 
 
 def attend(
@@ -31,8 +57,55 @@ def attend(
     Pages are contiguous, except for the table. `plan` is what `make_plan` wrote for these lengths;
     None: made here. `new` are keys and values of these tokens, to be stored before.
     """
-    if query.shape[1] // pages.heads * query.shape[2] <= DECODE_ROWS:
-        return decode.attend(query, pages, lengths, start, stop, spec, plan, new)
-    if new is not None:
-        write(pages, *new, lengths - query.shape[2], stop)
-    return extend.attend(query, pages, lengths, start, stop, spec)
+    if query.shape[1] // pages.heads * query.shape[2] > DECODE_ROWS:
+        if new is not None:
+            write(pages, *new, lengths - query.shape[2], stop)
+        return extend.attend(query, pages, lengths, start, stop, spec)
+    args = (query, pages, lengths, start, stop, spec, plan, new)
+    scaling, causal, window, softcap, sinks, mask, bias, bounds = spec
+    # Other masks and biases are rare here, and have more strides that change from step to step.
+    if bias is not None or not (mask is None or _is_compact(mask)):
+        return decode.attend(*args)
+    key, value = (None, None) if new is None else new
+    table = pages.table
+    attended: torch.Tensor = run_or_replay(
+        decode.attend, args,
+        layout=(
+            *_layout_of(pages), _strided(query), scaling, causal, window, softcap,
+            _strided(plan), _strided(key), _strided(value), _strided(bounds),
+        ),
+        tensors=(
+            query, lengths, plan, key, value, sinks, mask, bounds, *_tensors_of(pages),
+        ),
+        numbers=(
+            start, stop, 0, table.shape[1], table.stride(0),
+            0 if mask is None or len(mask) == 1 else mask.stride(0),
+        ),
+    )  # fmt: skip
+    return attended
+
+
+def _strided(x: torch.Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride())
+
+
+def _is_compact(mask: torch.Tensor) -> bool:
+    """Return whether a mask is `[B, 1, 1, N]`, not floating, and has no gaps in its last axis."""
+    return (
+        mask.shape[1:3] == (1, 1)
+        and (mask.dtype == torch.uint8 or mask.dtype == torch.bool)
+        and (mask.stride(3) == 1 or mask.shape[3] == 1)
+    )
+
+
+def _layout_of(pages: Pages) -> tuple[Any, ...]:
+    """Return what kernels on these pages are made for, besides which tensors there are."""
+    k, v, _, _ = pages
+    return k.format, v.format, k.head_dim, v.head_dim, pages.heads, pages.page_size
+
+
+def _tensors_of(pages: Pages) -> tuple[torch.Tensor | None, ...]:
+    k, v, token_scales, table = pages
+    return (
+        k.codes, k.static_scale, k.center, v.codes, v.static_scale, v.center, token_scales, table,
+    )  # fmt: skip

@@ -2,10 +2,11 @@
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -190,6 +191,39 @@ def compiling(take: Callable[..., None]) -> Iterator[None]:
         _compile = before
 
 
+def is_listing() -> bool:
+    """Return whether launches are handed to someone, and nothing runs: see `compiling`."""
+    return _compile is not None
+
+
+class Launched(NamedTuple):
+    """A launch, and the kernel that Triton compiled or found for it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    compiled: Any
+
+
+class _Recorder(threading.local):
+    launches: list[Launched] | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextmanager
+def recording() -> Iterator[list[Launched]]:
+    """Return a list to which the launches of this thread inside the `with` block are added."""
+    launches: list[Launched] = []
+    before, _recorder.launches = _recorder.launches, launches
+    try:
+        yield launches
+    finally:
+        _recorder.launches = before
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Start `kernel` on `grid`, unless an axis is 0: every kernel of this package is started here.
 
@@ -205,9 +239,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            kernel[grid](*args, **constants)
+            compiled = kernel[grid](*args, **constants)
     else:
-        kernel[grid](*args, **constants)
+        compiled = kernel[grid](*args, **constants)
+    if _recorder.launches is not None:
+        _recorder.launches.append(Launched(kernel, grid, args, constants, compiled))
 
 
 def compiled_size(kernel: Any, *args: Any, **constants: Any) -> tuple[int, int] | None:

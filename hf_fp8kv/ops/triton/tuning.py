@@ -237,6 +237,11 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     return _apply_overrides(config)
 
 
+def overrides() -> Mapping[str, Any]:
+    """Return what `override` replaces; another object as soon as it replaces something else."""
+    return _overrides
+
+
 def _apply_overrides(config: _Config) -> _Config:
     chosen = {name: value for name, value in _overrides.items() if hasattr(config, name)}
     return replace(config, **chosen) if chosen else config

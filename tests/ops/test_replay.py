@@ -1,0 +1,34 @@
+"""Calls that are replayed start what they would start the long way; the numbers are others' tests.
+
+In a process of its own, where kernels are not those of the interpreter: see helpers/replays.py.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import torch
+
+from hf_fp8kv.ops.triton import replay
+
+
+def test_a_replayed_call_starts_what_triton_would() -> None:
+    """Other dtypes, strides, alignments, numbers, plans, masks and settings, one at a time."""
+    command = [sys.executable, "-m", "tests.helpers.replays", "600", "0"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    replayed = json.loads(done.stdout)
+    assert min(replayed.values()) > 50, replayed
+
+
+def test_the_interpreter_runs_each_call() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    calls = []
+    for _ in range(3):
+        replay.run_or_replay(
+            lambda: calls.append(1), (), (), (torch.zeros(1),), (0,) * len(replay.NUMBERS)
+        )
+    assert len(calls) == 3
