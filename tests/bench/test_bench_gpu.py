@@ -233,16 +233,15 @@ def test_padding_that_is_not_hidden_fails(record, monkeypatch, preallocated):
     assert record.rows[0]["read"] == 130 + 65
 
 
-def test_every_replay_of_a_layer_begins_at_the_same_length(record):
-    case = TINY.layer[0]
-    filled = cached.fill(record.stage, E4M3, case, 2, "torch")
-    steps = [functools.partial(filled.step, layer) for layer in range(2)]
-    record.stage.time(steps, between=filled.rewind)
-    filled.rewind()
-    assert {int(x) for tensor, _ in filled.lengths for x in tensor} == {case.lengths[0] - 1}
-    filled.step(0)
-    filled.step(1)
-    assert {int(x) for tensor, _ in filled.lengths for x in tensor} == {case.lengths[0]}
+def test_a_layer_s_steps_go_on_as_generate_goes_on(record):
+    """Each step makes its mask for one token more; what was checked is what it began with."""
+    filled = cached.fill(record.stage, E4M3, TINY.layer[0], 2, "torch", preallocated=False)
+    length = filled.cache.get_seq_length()
+    assert length == TINY.layer[0].lengths[0] - 1
+    for number in range(3):
+        outputs = [filled.step(layer) for layer in range(2)]
+        assert filled.cache.get_seq_length() == filled.key.shape[2] == length + number + 1
+    assert not torch.equal(*outputs), "layers have tokens of their own"
 
 
 def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
@@ -699,7 +698,7 @@ def test_what_cannot_be_captured_is_timed_without_a_graph(monkeypatch):
 def test_a_graph_is_long_enough_for_a_clock(monkeypatch):
     calls = []
     monkeypatch.setattr(timing, "GRAPH", 2.0)
-    monkeypatch.setattr(timing, "_events", lambda run, count, restore: [400.0] * count)
+    monkeypatch.setattr(timing, "_events", lambda run, count: [400.0] * count)
     found = Stage("cpu").time([lambda: calls.append(1)] * 3)
     # Twice to warm up, once to see how long, then so often that it takes two milliseconds.
     assert found.calls == 3 * 6

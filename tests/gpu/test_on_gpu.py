@@ -16,12 +16,14 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.bench.gpu import cached
 from hf_fp8kv.bench.gpu.decode import attend, make_plan_step, make_query
 from hf_fp8kv.bench.gpu.pools import check, pages_for, poison_memory, relative_error
 from hf_fp8kv.bench.gpu.record import TOLERANCE, Record
 from hf_fp8kv.bench.gpu.shapes import BF16, KINDS, TINY, Case, Heads
 from hf_fp8kv.bench.gpu.timing import Stage
 from hf_fp8kv.bench.hot_loops import AttentionLayer
+from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import Pages, reference
 from tests.helpers.tiny_models import tiny
 
@@ -41,7 +43,9 @@ only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds n
 # A tile of the size that matters there, and what the interpreter can bear.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-E4M3, STATIC, E3M4 = KINDS[:3]
+E4M3, STATIC, E3M4 = (
+    next(kind for kind in KINDS if kind.name == name) for name in ("e4m3", "e4m3 static", "e3m4")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -361,6 +365,43 @@ def test_attention_over_many_pages(kind, case):
     with torch.no_grad(), poison_memory():
         found = attend(query, pages, ends, case, plan, "triton")
     assert check(found, query, pages, case) < TOLERANCE
+
+
+@pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((5000,) * 3, HEADS, label="one token"),
+        Case((700,) * 50, HEADS, label="50 sequences"),
+        Case((130,) * 98, HEADS, label="98 sequences"),
+        Case((30000, 30000), HEADS, label="a mask at size").pad_left(),
+        Case((3000,), HEADS, tokens=8, label="32 rows"),
+        Case((3000,), Heads(16, 2, 128), tokens=3, label="24 rows"),
+        Case((3000,), HEADS, tokens=16, label="64 rows"),
+        Case((3000,) * 2, HEADS, tokens=16, label="64 rows, padded").pad_left(),
+        Case((3000,) * 2, HEADS, tokens=300, label="many tokens, padded").pad_left(),
+        Case((3000,) * 2, Heads(8, 8, 128), label="no groups, padded").pad_left(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [E4M3, E3M4, BF16], ids=lambda kind: kind.name)
+def test_attention_as_generate_launches_it(kind, case, preallocated):
+    """A step over a filled cache, with transformers' mask: what the benchmark times."""
+    if not ON_GPU:
+        if not preallocated and kind != E3M4:
+            pytest.skip("the same masks")
+        small = tuple(1 + n // 100 for n in case.lengths[:3])
+        tokens = min(case.tokens, 20)
+        lengths = tuple(n + tokens for n in small)
+        padding = tuple(n // 100 for n in case.padding[:3])
+        case = replace(case, lengths=lengths, tokens=tokens, padding=padding, heads=TINY.heads)
+    here = record()
+    with torch.no_grad(), poison_memory():
+        filled = cached.fill(here.stage, kind, case, 2, "triton", preallocated=preallocated)
+        for layer in range(2):
+            found = filled.step(layer)
+    query = filled.states[0]
+    assert check(found, query, pages_of(filled.key), case) < TOLERANCE
 
 
 def test_addresses_past_two_gigabytes():

@@ -1,6 +1,7 @@
 """Attention over the pages of real caches, with the masks that `generate()` passes."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,27 +20,35 @@ from .timing import LARGEST_GRAPH, Stage, Step
 
 # Static scales: normal random numbers reach about 5.5, and E4M3 448.
 SCALE = 0.0125
-# Tokens that a preallocated cache has room for after those of the case: a graph may hold several
-# steps, and every replay begins at the length of the case.
+# Tokens that a preallocated cache has room for after those of the case, as it mostly has.
 ROOM = 64
+# Tokens by which a growing cache may grow: a graph holds several steps, calls from Python are more.
+MOST_STEPS = 2 * LARGEST_GRAPH
 
 
-@dataclass(frozen=True)
+@dataclass
 class Filled:
-    """A cache with random tokens, and a step of `case.tokens` more in each of its layers.
+    """A cache with random tokens, and steps of `case.tokens` more in each of its layers.
 
     Attributes:
-        lengths: the tensors that hold its lengths, each with what they were before the step.
-        states: query, keys and values of the step.
-        mask: what transformers' models hand to the attention function for the step.
+        states: query, keys and values of every step.
         modules: of each layer, as far as attention asks them.
+        make_mask: returns what transformers' models hand to the attention function, for the next
+            tokens so many.
+        mask: that of the step under way.
+        key: the keys that a layer attended to last.
     """
 
     cache: FP8PagedCache
-    lengths: list[tuple[torch.Tensor, torch.Tensor]]
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    mask: torch.Tensor | None
     modules: list[AttentionLayer]
+    make_mask: Callable[[int], torch.Tensor | None]
+    mask: torch.Tensor | None = None
+    key: Any = None
+
+    def begin(self) -> None:
+        """Make the mask of a step, which all its layers share."""
+        self.mask = self.make_mask(self.states[0].shape[2])
 
     def update(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the step's tokens in a layer, and return its keys and values."""
@@ -47,16 +56,14 @@ class Filled:
 
     def attend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the attention of a layer, `[B, T, Hq, D]`."""
+        self.key = key
         return fp8_paged_attention(self.modules[layer], self.states[0], key, value, self.mask)[0]
 
     def step(self, layer: int) -> torch.Tensor:
-        """Do what a layer of a model does."""
+        """Do what a layer of a model does, and with the first one what is done once per step."""
+        if layer == 0:
+            self.begin()
         return self.attend(layer, *self.update(layer))
-
-    def rewind(self) -> None:
-        """Make a preallocated cache as long as it was before the step."""
-        for tensor, before in self.lengths:
-            tensor.copy_(before)
 
 
 def fill(
@@ -66,41 +73,36 @@ def fill(
     heads, length, batch = case.heads, case.lengths[0], len(case.lengths)
     config = make_config((heads.query, heads.kv, heads.dim), layers)
     config._attn_implementation = "fp8_paged"
-    room = length + ROOM + LARGEST_GRAPH // layers
     cache = FP8PagedCache(
         config, dtype=kind.format, scales=SCALE if kind.static else None, backend=backend,
-        max_cache_len=room if preallocated else None,
+        max_cache_len=length + ROOM if preallocated else None,
     )  # fmt: skip
-    visible = torch.ones((batch, length), dtype=torch.long, device=stage.device)
+    visible = torch.ones((batch, length + MOST_STEPS), dtype=torch.long, device=stage.device)
     for row, hidden in zip(visible, case.padding, strict=bool(case.padding)):
         row[:hidden] = 0
-    stored = length - case.tokens
 
-    def mask(first: int, last: int) -> torch.Tensor | None:
-        embeddings = torch.empty((batch, last - first, 1), dtype=torch.bfloat16).to(stage.device)
-        positions = torch.arange(first, last, device=stage.device)[None]
-        made: Any = create_causal_mask(config, embeddings, visible[:, :last], cache, positions)
+    def make_mask(tokens: int) -> torch.Tensor | None:
+        first = 0 if cache.paged_layers[0].is_empty else stored
+        if not preallocated:
+            first = cache.get_seq_length()
+        seen = visible[:, : first + tokens]
+        embeddings = torch.empty((batch, tokens, 1), dtype=torch.bfloat16, device=stage.device)
+        positions = torch.arange(first, first + tokens, device=stage.device)[None]
+        made: Any = create_causal_mask(config, embeddings, seen, cache, positions)
         return made  # type: ignore[no-any-return]
 
-    mask(0, stored)
+    stored = length - case.tokens
+    make_mask(stored)
     for layer in range(layers):
         shape = (batch, heads.kv, stored, heads.dim)
         cache.update(stage.randn(*shape), stage.randn(*shape), layer)
-    # On the device in a preallocated cache; a growing one has numbers.
-    found = [getattr(layer, "lengths", None) for layer in cache.layers]
-    unique = {id(x): x for x in found if isinstance(x, torch.Tensor)}
     # As a model hands them over: heads and tokens have changed places.
     query, key, value = (
         stage.randn(batch, case.tokens, count, heads.dim).transpose(1, 2)
         for count in (heads.query, heads.kv, heads.kv)
     )
-    return Filled(
-        cache,
-        [(x, x.clone()) for x in unique.values()],
-        (query, key, value),
-        mask(stored, length),
-        [AttentionLayer(heads.query // heads.kv, layer) for layer in range(layers)],
-    )
+    modules = [AttentionLayer(heads.query // heads.kv, layer) for layer in range(layers)]
+    return Filled(cache, (query, key, value), modules, make_mask)
 
 
 def measure_attention(
@@ -113,6 +115,7 @@ def measure_attention(
 
     def work() -> dict[str, Any]:
         filled = fill(stage, kind, case, layers, backend, preallocated=preallocated)
+        filled.begin()
         pairs = [filled.update(layer) for layer in range(layers)]
         steps = [functools.partial(filled.attend, i, *pair) for i, pair in enumerate(pairs)]
         with poison_memory():
@@ -124,36 +127,34 @@ def measure_attention(
 
 
 def measure_layers(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add rows for one layer of a decode step: what it stores and what it attends to."""
+    """Add rows for one layer of a decode step of a growing cache: mask, write, plan, attention.
+
+    Compiled steps of a preallocated cache start the same kernels. In a graph, and once called from
+    Python as generate() does it.
+    """
     for case in sizes.layer:
         for kind in sizes.layer_kinds:
-            _measure_layer(record, case, kind, backend, kind.name)
-        _measure_layer(record, case, sizes.layer_kinds[0], backend, "", eager=True)
+            _measure_layer(record, case, kind, backend, eager=False)
+        _measure_layer(record, case, sizes.layer_kinds[0], backend, eager=True)
 
 
-def _measure_layer(
-    record: Record, case: Case, kind: Kind, backend: str, name: str, *, eager: bool = False
-) -> None:
-    """Add a row: a preallocated cache in a graph, or a growing one whose calls come from Python."""
+def _measure_layer(record: Record, case: Case, kind: Kind, backend: str, *, eager: bool) -> None:
     stage = record.stage
     layers = stage.copies(int(case.moved(kind)))
 
     def work() -> dict[str, Any]:
-        filled = fill(stage, kind, case, layers, backend, preallocated=not eager)
+        filled = fill(stage, kind, case, layers, backend, preallocated=False)
+        steps = [functools.partial(filled.step, layer) for layer in range(layers)]
         with poison_memory():
-            for layer in range(layers):
-                key, value = filled.update(layer)
-                output = filled.attend(layer, key, value)
-        error = check(output, filled.states[0], pages_of(key), case)  # type: ignore[arg-type]
-        steps: list[Step] = [functools.partial(filled.step, layer) for layer in range(layers)]
-        timed = stage.time(steps, between=filled.rewind, eagerly=eager)
-        filled.rewind()
+            for step in steps:
+                output = step()
+        error = check(output, filled.states[0], pages_of(filled.key), case)
+        timed = stage.time(steps, eagerly=eager)
         launches = count_launches(stage, steps[-1])
         more = _describe(case, kind, layers)
         return {"timed": timed, "error": error, "launches": launches, **more}
 
-    # What is stored and read; keys and values of a layer before they are stored.
-    name = name or f"{kind.name} eager"
+    name = f"{kind.name} eager" if eager else kind.name
     record.measure("layer", case, name, work, size=_size(case, kind, layers))
 
 

@@ -100,22 +100,15 @@ class Stage:
         return max(least, min(-(-4 * self.cache_bytes // max(size, 1)), 256))
 
     def time(
-        self,
-        steps: Sequence[Step],
-        before: Step | None = None,
-        between: Step | None = None,
-        *,
-        eagerly: bool = False,
+        self, steps: Sequence[Step], before: Step | None = None, *, eagerly: bool = False
     ) -> Timed:
         """Return the time of one of `steps`, which run in turns.
 
         Args:
             steps: calls that do the same to different buffers.
             before: run at the beginning of every replay, once for all: what layers share.
-            between: run before every replay, and not timed: what puts things back in their place.
             eagerly: whether they are called from Python each time, without a graph.
         """
-        restore = between or (lambda: None)
 
         def run(rounds: int = 1) -> None:
             if before is not None:
@@ -125,36 +118,33 @@ class Stage:
                     step()
 
         if not self.is_gpu:
-            return _time_by_clock(run, len(steps), restore, 1 if self.dry else 3)
+            return _time_by_clock(run, len(steps), 1 if self.dry else 3)
         note = None
         if not eagerly:
             try:
-                return _time_by_graph(run, len(steps), restore)
+                return _time_by_graph(run, len(steps))
             except RuntimeError as error:
                 # What cannot be captured is timed as it is: its launches show.
                 note = f"no graph: {str(error).splitlines()[0]}"
                 self.wait()
-        restore()
         run()
-        return _replay(run, len(steps), restore, note)
+        return _replay(run, len(steps), note)
 
 
-def _time_by_clock(run: Step, calls: int, restore: Step, times: int) -> Timed:
+def _time_by_clock(run: Step, calls: int, times: int) -> Timed:
     totals = []
     for _ in range(times):
-        restore()
         began = time.perf_counter()
         run()
         totals.append(1e6 * (time.perf_counter() - began))
     return _summarize(totals, calls)
 
 
-def _time_by_graph(run: Callable[..., None], steps: int, restore: Step) -> Timed:
+def _time_by_graph(run: Callable[..., None], steps: int) -> Timed:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
-            restore()
             run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
@@ -166,27 +156,26 @@ def _time_by_graph(run: Callable[..., None], steps: int, restore: Step) -> Timed
         return graph
 
     graph, rounds = capture(1), 1
-    took = _milliseconds(graph.replay, restore)
+    took = _milliseconds(graph.replay)
     wanted = min(int(GRAPH / took) + 1, LARGEST_GRAPH // steps)
     if took < GRAPH / 2 and wanted > 1:
         graph, rounds = capture(wanted), wanted
-    return _replay(graph.replay, rounds * steps, restore)
+    return _replay(graph.replay, rounds * steps)
 
 
-def _replay(run: Step, calls: int, restore: Step, note: str | None = None) -> Timed:
-    count = max(FEWEST, min(int(REPLAYED / _milliseconds(run, restore)), MOST))
-    return _summarize(_events(run, count, restore), calls, note)
+def _replay(run: Step, calls: int, note: str | None = None) -> Timed:
+    count = max(FEWEST, min(int(REPLAYED / _milliseconds(run)), MOST))
+    return _summarize(_events(run, count), calls, note)
 
 
-def _milliseconds(run: Step, restore: Step) -> float:
-    return _events(run, 1, restore)[0] / 1e3
+def _milliseconds(run: Step) -> float:
+    return _events(run, 1)[0] / 1e3
 
 
-def _events(run: Step, count: int, restore: Step) -> list[float]:
+def _events(run: Step, count: int) -> list[float]:
     """Return the microseconds of each of `count` runs."""
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     for start, end in marks:
-        restore()
         start.record()
         run()
         end.record()
