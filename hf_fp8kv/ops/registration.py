@@ -11,12 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import OutOfPagesError
-from . import reference
+from . import direct
 from .backends import load_backend, load_triton
 from .flattening import Leaf, flatten, schema_of, unflatten, unflatten_spec
 from .pages import AttentionSpec, Pages
-from .triton.target import target_of
 
 
 def write(
@@ -41,6 +39,9 @@ def write(
         OutOfPagesError: on a CPU, when a token has no page or would pass the limit; nothing is
             stored. On other devices such tokens are not stored, and nothing is raised.
     """
+    if direct.is_unobserved(key):
+        direct.write(pages, key, value, lengths, limit, backend)
+        return
     op = _WRITE if backend == "triton" else _WRITE_BY_HOST
     op(key, value, lengths, -1 if limit is None else limit, backend, *flatten(pages))
 
@@ -102,6 +103,8 @@ def attend(
     Returns:
         `[B, T, Hq, Dv]`, of the query's dtype. A query that sees nothing gives zero.
     """
+    if direct.is_unobserved(query):
+        return direct.attend(query, pages, lengths, start, stop, spec, plan, backend)
     op = _ATTEND if backend == "triton" else _ATTEND_BY_HOST
     return op(query, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
@@ -132,6 +135,10 @@ def write_and_attend(
 
     The others are those of `attend`. Raises what `write` does.
     """
+    if direct.is_unobserved(query):
+        return direct.write_and_attend(
+            query, key, value, pages, lengths, start, stop, spec, plan, backend
+        )
     op = _WRITE_AND_ATTEND if backend == "triton" else _WRITE_AND_ATTEND_BY_HOST
     return op(query, key, value, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
@@ -172,27 +179,7 @@ def run_write(
     key: Tensor, value: Tensor, lengths: Tensor, limit: int, backend: str, *leaves: Leaf
 ) -> None:
     """Write to the pages that `leaves` are; a limit below 0 is none."""
-    pages = unflatten(leaves)
-    most = None if limit < 0 else limit
-    if backend != "triton":
-        _check_limit(lengths, key.shape[2], most)
-        load_backend(backend).write(pages, key, value, lengths)
-        return
-    if target_of(lengths.device).interpreted:
-        _check_interpreted(pages, lengths, key.shape[2], most)
-    load_triton().write(pages, key, value, lengths, most)
-
-
-def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
-    """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
-    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
-        raise OutOfPagesError.of_tokens(limit, most, tokens)
-
-
-def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
-    """Refuse, in the interpreter, what the other backends refuse."""
-    _check_limit(lengths, tokens, limit)
-    reference.locate_all(pages, lengths, tokens)
+    direct.write(unflatten(leaves), key, value, lengths, None if limit < 0 else limit, backend)
 
 
 def run_gather(
@@ -221,9 +208,7 @@ def run_attend(
 ) -> Tensor:
     """Attend as the spec says that `leaves` begin with, to the pages that follow it."""
     spec, pages = unflatten_spec(leaves)
-    if backend == "triton":
-        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
-    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
+    return direct.attend(query, pages, lengths, start, stop, spec, plan, backend)
 
 
 def run_write_and_attend(
@@ -239,14 +224,9 @@ def run_write_and_attend(
 ) -> Tensor:
     """Write and attend, see `run_write` and `run_attend`."""
     spec, pages = unflatten_spec(leaves)
-    tokens = key.shape[2]
-    if backend == "triton":
-        if target_of(lengths.device).interpreted:
-            # Nothing is stored for a row of no sequence, of length 0.
-            _check_interpreted(pages, (lengths - tokens).clamp(min=0), tokens, stop)
-        return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
-    run_write(key, value, lengths - tokens, stop, backend, *flatten(pages))
-    return run_attend(query, lengths, start, stop, plan, backend, *leaves)
+    return direct.write_and_attend(
+        query, key, value, pages, lengths, start, stop, spec, plan, backend
+    )
 
 
 def run_plan(

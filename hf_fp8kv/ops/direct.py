@@ -1,0 +1,94 @@
+"""The operations as they are called where nothing of torch has to see them, and by its dispatcher.
+
+Arguments and errors are those of registration.py.
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import OutOfPagesError
+from . import reference
+from .backends import load_backend, load_triton
+from .pages import AttentionSpec, Pages
+from .triton.target import target_of
+
+
+def is_unobserved(x: Tensor) -> bool:
+    """Return whether nothing would see an operation on `x`, so that its backend may be called.
+
+    The dispatcher takes longer than all that a decode step needs besides. It is for compilers,
+    modes and transforms of torch, tensor subclasses, gradients and profilers.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or type(x) is not Tensor
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+
+
+def write(
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str
+) -> None:
+    """Store new tokens."""
+    if backend != "triton":
+        _check_limit(lengths, key.shape[2], limit)
+        load_backend(backend).write(pages, key, value, lengths)
+        return
+    if target_of(lengths.device).interpreted:
+        _check_interpreted(pages, lengths, key.shape[2], limit)
+    load_triton().write(pages, key, value, lengths, limit)
+
+
+def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
+    """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
+    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
+        raise OutOfPagesError.of_tokens(limit, most, tokens)
+
+
+def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
+    """Refuse, in the interpreter, what the other backends refuse."""
+    _check_limit(lengths, tokens, limit)
+    reference.locate_all(pages, lengths, tokens)
+
+
+def attend(
+    query: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
+    plan: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """Return attention over stored pages."""
+    if backend == "triton":
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
+    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
+
+
+def write_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: Pages,
+    lengths: Tensor,
+    start: int,
+    stop: int,
+    spec: AttentionSpec,
+    plan: Tensor | None,
+    backend: str,
+) -> Tensor:
+    """Store new tokens, and return attention over all of them."""
+    tokens = key.shape[2]
+    if backend == "triton":
+        if target_of(lengths.device).interpreted:
+            # Nothing is stored for a row of no sequence, of length 0.
+            _check_interpreted(pages, (lengths - tokens).clamp(min=0), tokens, stop)
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
+    write(pages, key, value, lengths - tokens, stop, backend)
+    return attend(query, pages, lengths, start, stop, spec, plan, backend)
