@@ -35,7 +35,9 @@ def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Te
 
 def by_tracing() -> torch.Tensor:
     found = []
-    torch.jit.trace(lambda x: found.append(call(lambda y: y + x)) or x, torch.zeros(1))
+    torch.jit.trace(
+        lambda x: found.append(call(lambda y: y + x)) or x, torch.zeros(1), check_trace=False
+    )
     return found[0]
 
 
