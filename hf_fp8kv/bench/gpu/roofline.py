@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from .goals import PADDED
+from .shapes import KINDS
+
 # name -> color and marker; of any other contender, `_OTHER`
 _OTHER = ("#d2691e", "*")
 _LOOKS = {
@@ -15,8 +18,11 @@ _LOOKS = {
     "sdpa flash folded": ("#d1495b", "+"),
     "sdpa cudnn": ("#edae49", "x"),
     "sdpa cudnn folded": ("#edae49", "+"),
-    "flashinfer bf16": ("#444444", "1"),
-    "flashinfer e4m3": ("#444444", "2"),
+    "flex": ("#8c564b", "x"),
+    "flashinfer xqa bf16": ("#444444", "1"),
+    "flashinfer xqa e4m3": ("#444444", "2"),
+    "vllm triton bf16": ("#17becf", "1"),
+    "vllm triton e4m3": ("#17becf", "2"),
     "sdpa math": ("#999999", "."),
 }
 
@@ -49,12 +55,19 @@ def _looks(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def _bandwidth(axes: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
-    decode = [row for row in rows if row["section"] == "decode"]
+    # Rows with padding or without masks are variants of others, in the same place or close to it.
+    decode = [
+        row
+        for row in rows
+        if row["section"] in ("decode", "other kernels")
+        and not row["name"].endswith((PADDED, " no mask"))
+    ]
     for name, color, marker in _looks(decode):
         own = [row for row in decode if row["name"] == name]
         points = sorted((row["moved"] / 2**20, row["gb_per_s"]) for row in own)
+        is_ours = name in {kind.name for kind in KINDS}
         axes.plot(
-            *zip(*points, strict=True), ":" if name.startswith("sdpa") else "-", color=color,
+            *zip(*points, strict=True), "-" if is_ours else ":", color=color,
             marker=marker, label=name, linewidth=1, markersize=6, alpha=0.9,
         )  # fmt: skip
     for name, style in (("read", "-"), ("copy", "--")):
