@@ -38,6 +38,7 @@ from hf_fp8kv.bench.gpu import (
     roofline,
     serving,
     suite,
+    table,
     timing,
     vllm_file,
     write,
@@ -139,6 +140,10 @@ def test_the_table_and_the_picture(result, tmp_path):
     text = text_of(result)
     for name in ("DRY RUN", "e4m3", "ragged", "TFLOP/s", "not measured", "FP8PagedCache"):
         assert name in text
+    assert {row["section"] for row in result["rows"]} <= {"ceilings", *table._TABLES}
+    for _cell, title in table._TABLES.values():
+        if title != table._TABLES["other kernels"][1]:  # which are not there
+            assert title in " ".join(text.split())
     bench_gpu.plot(result, tmp_path / "roofline.png")
     picture = (tmp_path / "roofline.png").read_bytes()
     assert picture.startswith(b"\x89PNG")

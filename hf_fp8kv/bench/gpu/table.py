@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 # Columns of a table besides the first.
-WIDEST = 9
+WIDEST = 7
 RIGHT: Literal["right"] = "right"
 
 
@@ -45,6 +45,10 @@ def _attention(row: Row) -> str:
     return number(row["us"]) + share
 
 
+def _layer(row: Row) -> str:
+    return f"{number(row['us'])} {number(row.get('launches'))}"
+
+
 def _rate(row: Row) -> str:
     return f"{number(row['us'])} {number(row.get('tflops'))}"
 
@@ -73,7 +77,9 @@ _TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
         _attention,
         "decode, one layer: us, and the share of the read bandwidth that K and V are read at",
     ),
+    "layer": (_layer, "one layer of a decode step, write and attention: us, launches"),
     "others": (_attention, "decode, other heads and attention: the same"),
+    "other kernels": (_attention, "decode, kernels of others: the same"),
     "extend": (_rate, "new tokens over stored ones, one layer: us, TFLOP/s"),
     "serving": (
         _served,
