@@ -89,7 +89,7 @@ class FP8PagedLayer(PagedLayerBase):
         group.lengths[self.member] = stop
         if attends_fresh:
             return key_states, value_states
-        both = self._view(pages, group.visible_from(start), stop)
+        both = self._view(pages, group.visible_from(start), stop, tokens)
         for handle in both:
             handle.pending = pending
         return both
@@ -115,9 +115,13 @@ class FP8PagedLayer(PagedLayerBase):
         group.lengths[self.member] = stop
         return self._view(pages, group.visible_from(start), stop)
 
-    def _view(self, pages: Pages, start: int, stop: int) -> tuple[PagedKV, PagedKV]:
+    def _view(
+        self, pages: Pages, start: int, stop: int, tokens: int = 1
+    ) -> tuple[PagedKV, PagedKV]:
+        """Return handles on what `tokens` queries see."""
         ends = self.group.lengths_on(self.device, stop)
-        plan = self.group.plan_on(self.device, start, stop, self.pool.heads, self.backend)
+        heads, rows = self.pool.heads, self.query_rows * tokens
+        plan = self.group.plan_on(self.device, start, stop, heads, rows, self.backend)
         return self._handles(pages, ends, plan, start, stop)
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:

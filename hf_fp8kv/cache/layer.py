@@ -34,6 +34,7 @@ class PagedLayerBase(CacheLayerMixin):
         v_static_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
+        query_heads: query heads of this process; 0: not known.
         assigned: what was assigned to `keys` or `values`, until the other one is.
     """
 
@@ -43,6 +44,7 @@ class PagedLayerBase(CacheLayerMixin):
     dtype: torch.dtype
     v_dtype: torch.dtype
     is_empty: bool
+    query_heads = 0
 
     def __init__(
         self,
@@ -79,6 +81,11 @@ class PagedLayerBase(CacheLayerMixin):
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shapes are known and there is a pool; a fork may have given it back."""
         return self._ready and self.pool.is_allocated
+
+    @property
+    def query_rows(self) -> int:
+        """Query rows of one token for each KV head, as far as is known."""
+        return max(1, self.query_heads // self.pool.heads)
 
     @property
     def sliding_window(self) -> int | None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from ..errors import ConfigError, ScaleError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers
-from ..modeling.tensor_parallel import check_divides, kv_heads
+from ..modeling.tensor_parallel import check_divides, kv_heads, query_heads
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
@@ -80,6 +80,8 @@ class PagedLayers:
             )
         else:
             layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
+        if self.config is not None:
+            layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
         self.layers.append(layer)
         self._last = index
         return layer

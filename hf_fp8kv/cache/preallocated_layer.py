@@ -87,7 +87,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     def _share_plan(self) -> None:
         """Take the group's plan, and tell torch.compile which addresses stay."""
         self.plan, self.fills_plan = self.group.shared_plan(
-            self.member, self.lengths, self.pool.heads, self.backend
+            self.member, self.lengths, self.pool.heads, self.query_rows, self.backend
         )
         if torch.compiler.is_compiling():
             return

@@ -75,11 +75,18 @@ def _splits_heads(model: Any) -> bool:
 
 def kv_heads(config: Any, layer: int) -> int | None:
     """Return the KV heads of a layer of the whole model; None: the config does not say."""
+    return _heads(config, layer, "num_key_value_heads") or query_heads(config, layer)
+
+
+def query_heads(config: Any, layer: int) -> int | None:
+    """Return the query heads of a layer of the whole model; None: the config does not say."""
+    return _heads(config, layer, "num_attention_heads")
+
+
+def _heads(config: Any, layer: int, field: str) -> int | None:
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[layer]
-    heads = config_field(config, "num_key_value_heads")
-    if heads is None:
-        heads = config_field(config, "num_attention_heads")
+    heads = config_field(config, field)
     if isinstance(heads, list | tuple):
         heads = heads[layer] if layer < len(heads) else None
     return heads if isinstance(heads, int) else None

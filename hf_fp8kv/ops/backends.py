@@ -69,7 +69,7 @@ class PlanningBackend(Backend, Protocol):
         """
 
     def plan_rows(
-        self, device: torch.device, batch: int, heads: int, length: int | None = None
+        self, device: torch.device, batch: int, heads: int, length: int | None = None, rows: int = 1
     ) -> int:
         """Return the rows of a plan for `batch` sequences and `heads` KV heads."""
 

@@ -144,15 +144,23 @@ def write_and_attend(
 
 
 def plan_rows(
-    backend: str, device: torch.device, batch: int, heads: int, length: int | None = None
+    backend: str,
+    device: torch.device,
+    batch: int,
+    heads: int,
+    length: int | None = None,
+    rows: int = 1,
 ) -> int | None:
     """Return how many rows a plan has for `batch` sequences and `heads` KV heads.
 
     `length`: what each sequence has to read, if it is known and the same for all; where splitting
-    does not pay then, the plan has no room for it, and nothing is started to merge parts. None as
-    the result: the backend works without plans.
+    does not pay then, the plan has no room for it, and nothing is started to merge parts. `rows`:
+    query heads per KV head, times query tokens: with more of them a GPU holds fewer programs at
+    once, and a plan for too many is not used. None as the result: the backend works without plans.
     """
-    return load_triton().plan_rows(device, batch, heads, length) if backend == "triton" else None
+    if backend != "triton":
+        return None
+    return load_triton().plan_rows(device, batch, heads, length, rows)
 
 
 def make_plan(

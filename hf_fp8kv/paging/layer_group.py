@@ -354,21 +354,22 @@ class LayerGroup:
         return lengths
 
     def plan_on(
-        self, device: torch.device, start: int, stop: int, heads: int, backend: str
+        self, device: torch.device, start: int, stop: int, heads: int, rows: int, backend: str
     ) -> torch.Tensor | None:
         """Return the plan for `heads` KV heads and positions `start` to `stop - 1`, on `device`.
 
-        None: the backend has no plans. Made once per step, and never changed: it holds for any
-        number of query tokens, and for any window that leaves nothing before `start` visible.
+        `rows`: query rows of each. None: the backend has no plans. Made once per step, and never
+        changed: it holds for any number of query tokens, and for any window that leaves nothing
+        before `start` visible.
         """
-        key = (device, start, stop, self.table.batch, heads, backend)
+        key = (device, start, stop, self.table.batch, heads, rows, backend)
         if key not in self._plans:
             if len(self._plans) >= _MAX_CACHED:
                 self._plans.clear()
-            rows = ops.plan_rows(backend, device, self.table.batch, heads, stop - start)
+            size = ops.plan_rows(backend, device, self.table.batch, heads, stop - start, rows)
             plan = None
-            if rows is not None:
-                plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
+            if size is not None:
+                plan = torch.empty((size, 4), dtype=torch.int32, device=device)
                 ops.make_plan(plan, self.lengths_on(device, stop), 1, 0, start, heads, backend)
             self._plans[key] = plan
         return self._plans[key]

@@ -147,9 +147,9 @@ class PreallocatedGroup(LayerGroup):
         return np.take(self.table.rows, np.arange(self.columns) % (self.ring or self.columns), 1)
 
     def shared_plan(
-        self, member: int, lengths: torch.Tensor, heads: int, backend: str
+        self, member: int, lengths: torch.Tensor, heads: int, rows: int, backend: str
     ) -> tuple[torch.Tensor | None, bool]:
-        """Return a plan, and whether `member` fills it.
+        """Return a plan for `rows` query rows per KV head, and whether `member` fills it.
 
         It stays at its address.
 
@@ -158,12 +158,12 @@ class PreallocatedGroup(LayerGroup):
         filled again is balanced less well, and as right.
         """
         device, batch = lengths.device, len(lengths)
-        rows = ops.plan_rows(backend, device, batch, heads)
-        if rows is None:
+        size = ops.plan_rows(backend, device, batch, heads, None, rows)
+        if size is None:
             return None, False
-        plan, planned, leader = self._shared_plans.get((device, heads), (None, 0, member))
+        plan, planned, leader = self._shared_plans.get((device, heads, rows), (None, 0, member))
         if plan is None or planned != batch:
-            plan, leader = zeros((rows, 4), torch.int32, device), member
+            plan, leader = zeros((size, 4), torch.int32, device), member
             ops.make_plan(plan, lengths, 1, self.window or 0, 0, heads, backend)
-            self._shared_plans[device, heads] = plan, batch, leader
+            self._shared_plans[device, heads, rows] = plan, batch, leader
         return plan, leader == member

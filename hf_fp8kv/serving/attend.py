@@ -134,7 +134,7 @@ class _Layer:
             queries = chosen.view(-1, size, batch.count, query.shape[3]).transpose(0, 1)
         pages = Pages(*self.pages, batch.table)
         spec = self.spec._replace(causal=batch.causal)
-        plan = batch.plan(self.backend, self.layout.heads)
+        plan = batch.plan(self.backend, self.layout.heads, queries.shape[1])
         if new is not None:
             key, value = (x[:, :, :size].transpose(0, 2) for x in new)
             new = key, value

@@ -48,14 +48,15 @@ class AttendBatch:
     lengths: torch.Tensor  # [B], int32, tokens stored, this step's among them
     stop: int  # the largest length
     causal: bool  # not for a full ring: it is in no order, and all of it is visible
-    _plans: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+    _plans: dict[tuple[str, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def plan(self, backend: str, heads: int) -> torch.Tensor | None:
+    def plan(self, backend: str, heads: int, query_heads: int) -> torch.Tensor | None:
         """Return the plan for `heads` KV heads, made once for all layers; None: no plans."""
-        key = (backend, heads)
+        key = (backend, heads, query_heads)
         if key not in self._plans:
             device = self.lengths.device
-            rows = ops.plan_rows(backend, device, len(self.lengths), heads)
+            query_rows = query_heads // heads * self.count
+            rows = ops.plan_rows(backend, device, len(self.lengths), heads, None, query_rows)
             plan = None
             if rows is not None:
                 plan = torch.empty((rows, 4), dtype=torch.int32, device=device)

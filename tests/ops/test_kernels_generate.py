@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from hf_fp8kv import FP8PagedCache, ops
+from hf_fp8kv import FP8PagedCache, ops, serving
 from tests.cache.test_compile import compiled, graphs
 from tests.helpers.assertions import assert_same
+from tests.helpers.serving_tools import batched, greedy
 from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
-from hf_fp8kv.ops.triton import decode, extend, plan, write
+from hf_fp8kv.ops.triton import decode, extend, plan, tuning, write
+from hf_fp8kv.ops.triton.target import target_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -131,6 +133,44 @@ def test_a_decode_step_is_one_launch_a_layer(monkeypatch):
     layers = model.config.num_hidden_layers
     prefill, step = ["_write"] * layers, ["_plan", *["_decode"] * layers]
     assert started == [*prefill, *step, *step]
+
+
+@pytest.mark.parametrize("cache", [{}, {"max_cache_len": 40}], ids=str)
+@pytest.mark.parametrize("count", [1, 2])
+def test_layers_take_the_plan_of_their_query_rows(cache, count, monkeypatch):
+    """16 rows: fewer programs fit on a processor; a plan for more would be made anew by layers."""
+    if count > 1 and cache:
+        pytest.skip("the plan stays at its address, and is for steps of one token")
+    sizes = {"num_attention_heads": 16 // count, "num_key_value_heads": 1}
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
+    model, ids = model.to(DEVICE), inputs["input_ids"].to(DEVICE)
+    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
+    monkeypatch.setattr(decode, "make_plan", _refuse)
+    # As if sequences of any length were worth splitting.
+    with torch.no_grad(), tuning.override(split_cost=0):
+        model(ids, past_key_values=cache)
+        model(ids[:, :count], past_key_values=cache)
+        if count == 1:
+            target = target_of(torch.device(DEVICE))
+            ranges = target.processors * tuning.expected_programs(target, 16)
+            plans = [keys.plan for keys, _ in (layer.stored() for layer in cache.layers)]
+            assert plans[0] is plans[1]
+            assert plan.max_parts(plans[0], len(ids), 1) == ranges + len(ids) - 1
+            assert ranges < target.processors * tuning.expected_programs(target, 1)
+
+
+def test_requests_take_the_plan_of_their_query_rows(monkeypatch):
+    sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
+    model = tiny("llama", **sizes)[0].to(DEVICE)
+    serving.enable(model, backend="triton")
+    monkeypatch.setattr(decode, "make_plan", _refuse)
+    # Prompts of so many tokens that they are not for this kernel.
+    texts = [list(range(3, 3 + count)) for count in (6, 9)]
+    assert [len(x) for x in batched(model, texts, generation=greedy(max_new_tokens=3))] == [3, 3]
+
+
+def _refuse(*_: Any) -> None:
+    raise AssertionError("a layer made a plan of its own")
 
 
 def _read(cache: FP8PagedCache) -> list[Any]:

@@ -103,6 +103,32 @@ def test_layers_with_other_heads_have_their_own(made: list[Made]) -> None:
     assert [x.heads for x in made] == [2, 4, 2, 4]
 
 
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
+def test_plans_know_the_query_rows(
+    keywords: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the config, for each KV head that is here."""
+    asked: list[int] = []
+
+    def plan_rows(_backend: str, _device: Any, batch: int, *rest: int) -> int:
+        asked.append(rest[2])
+        return batch
+
+    monkeypatch.setattr(ops, "plan_rows", plan_rows)
+    for heads, tp_size, rows in ((2, 1, 2), (1, 1, 4), (1, 2, 2)):
+        asked.clear()
+        _, cache = cache_of(tp_size=tp_size, **keywords)
+        for count in (5, 1):
+            cache.update(*tokens(2, count, heads), 0)
+        assert set(asked) == {rows}
+    _, cache = cache_of()
+    asked.clear()
+    for count in (5, 3):
+        cache.update(*tokens(2, count), 0)
+    assert asked == [6]
+
+
 def test_a_fork_has_a_plan_of_its_own(made: list[Made]) -> None:
     (model, inputs), cache = cache_of(**STATIC)
     model.generate(**inputs, past_key_values=cache, disable_compile=True, **GREEDY)

@@ -669,14 +669,18 @@ class TestRunning:
             assert_same(y[:7].view(torch.uint8), x[:7].view(torch.uint8))
 
     def test_plans_are_those_of_their_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *_: 1)
+        asked = []
+        monkeypatch.setattr(step_module.ops, "plan_rows", lambda *these: asked.append(these) or 1)
         fill = lambda plan, lengths, *_: plan.fill_(int(lengths[0]))  # noqa: E731
         monkeypatch.setattr(step_module.ops, "make_plan", fill)
         made = EngineStep([LayerKind(None, 8)])
         made.add(7, 1, [[0]])
         made.add(0, 5, [[1]])
-        plans = [int(c.plan("torch", 2)[0, 0]) for c in made.work(0, torch.device("cpu")).batches]
+        plans = [
+            int(c.plan("torch", 2, 4)[0, 0]) for c in made.work(0, torch.device("cpu")).batches
+        ]
         assert sorted(plans) == [5, 8]
+        assert sorted((heads, rows) for _, _, _, heads, _, rows in asked) == [(2, 2), (2, 10)]
 
     @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of 5.17 allocates otherwise")
     def test_tokens_held_while_requests_run(self) -> None:

@@ -126,7 +126,8 @@ def make_plan_step(record: Record, case: Case, backend: str) -> tuple[Step, Any,
     batch, heads = len(case.lengths), case.heads.kv
     # As a cache knows it, whose sequences are all of one length.
     length = None if case.is_ragged else case.read // batch
-    rows = ops.plan_rows(backend, device, batch, heads, length)
+    query_rows = case.heads.query // heads * case.tokens
+    rows = ops.plan_rows(backend, device, batch, heads, length, query_rows)
     if rows is None:
         return (lambda: None), None, lengths
     plan = torch.empty((rows, 4), dtype=torch.int32, device=device)

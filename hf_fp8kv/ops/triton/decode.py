@@ -91,7 +91,7 @@ def _suits(plan: torch.Tensor, args: AttentionArgs, config: LaunchConfig) -> boo
     if args.rows > config.rows:
         return False
     programs = programs_of(args, config)
-    return plan.shape[0] <= plan_rows(device, batch, args.shape.heads, None, programs)
+    return plan.shape[0] <= plan_rows(device, batch, args.shape.heads, programs=programs)
 
 
 def split_kv_decode(
@@ -111,7 +111,7 @@ def split_kv_decode(
     blocks = cdiv(args.rows, config.rows)
     if plan is None:
         programs = programs_of(args, config)
-        rows = plan_rows(device, batch, heads * blocks, None, programs)
+        rows = plan_rows(device, batch, heads * blocks, programs=programs)
         plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
         make_plan(
             plan, args.tensors.lengths, tokens, args.window, args.start, heads * blocks, programs

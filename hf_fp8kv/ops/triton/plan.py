@@ -41,8 +41,8 @@ def plan_rows(
     batch: int,
     heads: int,
     length: int | None = None,
-    programs: int = 0,
     rows: int = 1,
+    programs: int = 0,
 ) -> int:
     """Return the rows of a plan.
 
@@ -52,8 +52,8 @@ def plan_rows(
         heads: H.
         length: what every sequence has to read, where that is known: the plan then has no room for
             parts that are not needed. None: lengths differ, or grow.
-        programs: what a processor holds at once; 0: of the decode kernel for `rows`.
         rows: query rows per KV head.
+        programs: what a processor holds at once; 0: of the decode kernel for `rows`.
     """
     target, config = target_of(device), plan_config()
     places = target.processors * (programs or expected_programs(target, rows))
