@@ -27,8 +27,9 @@ class Variant:
         tokens: new tokens.
         page: slots of a page.
         dtype: of the query, or of new keys and values.
-        extras: "window", "softcap", "sinks", "mask", "bias", "center"; "new": the tokens are stored
-            first; "k" or "v" for gather.
+        extras: "window", "softcap", "sinks", "mask", "bias", "center"; "complete": a mask that says
+            for each query token what it sees; "new": the tokens are stored first; "k" or "v" for
+            gather.
         main: whether it is among those that must be fast.
     """
 
@@ -72,6 +73,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     auto: dict[str, Any] = {"k": AUTO, "v": AUTO}
     static: dict[str, Any] = {"static": True}
     everything: dict[str, Any] = {"extras": ("window", "softcap", "sinks", "mask", "center")}
+    complete: dict[str, Any] = {"extras": ("complete",)}
     mains: list[dict[str, Any]] = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
@@ -80,12 +82,14 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     ]  # fmt: skip
     others: list[dict[str, Any]] = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
-        everything, {"extras": ("bias",)}, {"groups": 8, "tokens": 4}, {"dtype": torch.float32},
-        {"dims": (192, 128)},
+        everything, {"extras": ("bias",)}, {"dtype": torch.float32},
+        {"dims": (192, 128)}, {"tokens": 5}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
+        *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
     ]  # fmt: skip
     extends: list[dict[str, Any]] = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
-        {"dims": (256, 256)}, everything, {"dtype": torch.float32},
+        {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
+        {**complete, "dims": (256, 256)},
     ]  # fmt: skip
     writes: list[dict[str, Any]] = [*formats, {**static, "extras": ("center",)}, auto]
     gathers: list[dict[str, Any]] = [{}, static, *own]
@@ -94,7 +98,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *(Variant("decode", **other) for other in others),
         *(Variant("extend", **extend, tokens=1024) for extend in extends),
         # Too few programs to fill a GPU: split as for decoding.
-        *(Variant("extend", **extend, tokens=128) for extend in ({}, everything)),
+        *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
         *(Variant("gather", **gather, extras=(side,)) for gather in gathers for side in "kv"),
     ]
@@ -125,7 +129,11 @@ def call_variant(variant: Variant) -> None:
             "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
         }
         chosen = {name: x for name, x in extras.items() if name in variant.extras}
-        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=True, **chosen)
+        complete = "complete" in variant.extras
+        if complete:
+            seen = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
+            chosen["mask"] = seen
+        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, **chosen)
         new = {"new": _new_tokens(variant)} if "new" in variant.extras else {}
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec, **new)
 
