@@ -78,14 +78,14 @@ class FP8PagedLayer(PagedLayerBase):
             return self._pass_through(passage, key_states, value_states)
         self.pool.grow(group.table.allocator.capacity)
         pages = self._pages(group.table_on(self.device))
-        written = group.lengths_on(self.device, start)
+        lengths = group.lengths_on(self.device, stop)
         attends_fresh = start == 0 and self.options.prefill == "exact"
         pending = None
         if self.backend == "triton" and tokens <= MOST_TOKENS and not attends_fresh:
-            pending = PendingWrite(pages, key, value, written, self.backend)
+            pending = PendingWrite(pages, key, value, lengths, self.backend)
             group.defer_write(pending)
         else:
-            ops.write(pages, key, value, written, self.backend)
+            ops.write(pages, key, value, lengths, self.backend)
         group.lengths[self.member] = stop
         if attends_fresh:
             return key_states, value_states
@@ -100,17 +100,17 @@ class FP8PagedLayer(PagedLayerBase):
         """Store the last window of the tokens, and return what all of them attend to."""
         group, start, stop = self.group, passage.start, passage.stop
         key, value = key_states.detach(), value_states.detach()
+        lengths = group.lengths_on(self.device, stop)
         if start == 0 and self.options.prefill == "exact":
             self.pool.grow(group.table.allocator.capacity)
             first = group.table.first * group.page_size
             pages = self._pages(group.table_on(self.device))
-            written = group.lengths_on(self.device, first)
-            ops.write(pages, key[:, :, first:], value[:, :, first:], written, self.backend)
+            ops.write(pages, key[:, :, first:], value[:, :, first:], lengths, self.backend)
             group.lengths[self.member] = stop
             return key_states, value_states
         scratch = passage.open(self.pool)
         pages = self._pages(passage.rows_on(self.device), scratch)
-        ops.write(pages, key, value, group.lengths_on(self.device, start), self.backend)
+        ops.write(pages, key, value, lengths, self.backend)
         self.pool = group.keep_passed(self.member, passage, scratch)
         group.lengths[self.member] = stop
         return self._view(pages, group.visible_from(start), stop)

@@ -73,8 +73,8 @@ class PagedKV(torch.Tensor):
             self.pending.store()
             self.pending = None
         if self.new_key is not None and self.new_value is not None:
-            before = self.lengths - self.new_key.shape[2]
-            ops.write(pages_of(self), self.new_key, self.new_value, before, self.backend, self.stop)
+            new = self.new_key, self.new_value
+            ops.write(pages_of(self), *new, self.lengths, self.backend, self.stop)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         if self.pending is not None:

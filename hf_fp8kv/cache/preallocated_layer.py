@@ -151,21 +151,20 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     ) -> Pages:
         """Store tokens unless `defers`; return pages with what they see if that `is_read`."""
         tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
-        first, target, lengths = 0, pages, self.lengths
+        first, target, lengths = 0, pages, self.lengths + tokens
         passes = ring > 0 and tokens > self.group.tokens_at_once
         if passes and is_read:
-            begin = self._first_in_ring(lengths)
+            begin = self._first_in_ring(self.lengths)
             target = self._make_scratch(pages, begin, tokens)
         elif passes:
             # The cache is empty: only the last pages of these tokens will ever be read.
             first = max((tokens - 1) // pages.page_size - ring + 1, 0) * pages.page_size
-            lengths = lengths + first
         if not defers:
             ops.write(
                 target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
                 self.max_cache_len,
             )  # fmt: skip
-        self.lengths.add_(tokens)
+        self.lengths.copy_(lengths)
         if passes and is_read:
             end = self._first_in_ring(self.lengths)
             for own, scratch in zip(_tensors(pages), _tensors(target), strict=True):

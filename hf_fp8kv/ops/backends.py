@@ -18,7 +18,7 @@ class Backend(Protocol):
     """The functions of a backend's module. Arguments and errors are those of registration.py."""
 
     def write(self, pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
-        """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, from `lengths` on."""
+        """Store `key`, `[B, Hkv, T, Dk]`, and `value`, `[B, Hkv, T, Dv]`, up to `lengths`."""
 
     def gather(
         self,

@@ -45,8 +45,8 @@ def write(
 
 def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
-    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) + tokens > limit:
-        raise OutOfPagesError.of_tokens(limit, most, tokens)
+    if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
+        raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
 
 
 def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
@@ -88,7 +88,7 @@ def write_and_attend(
     if backend == "triton":
         if target_of(lengths.device).interpreted:
             # Nothing is stored for a row of no sequence, of length 0.
-            _check_interpreted(pages, (lengths - tokens).clamp(min=0), tokens, stop)
+            _check_interpreted(pages, lengths.clamp(min=tokens), tokens, stop)
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
-    write(pages, key, value, lengths - tokens, stop, backend)
+    write(pages, key, value, lengths, stop, backend)
     return attend(query, pages, lengths, start, stop, spec, plan, backend)

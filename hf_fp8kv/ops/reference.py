@@ -24,8 +24,9 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     if tokens > WRITTEN_AT_A_TIME:
         locate_all(pages, lengths, tokens)
         for start in range(0, tokens, WRITTEN_AT_A_TIME):
-            part = slice(start, start + WRITTEN_AT_A_TIME)
-            write(pages, key[:, :, part], value[:, :, part], lengths + start)
+            stop = min(start + WRITTEN_AT_A_TIME, tokens)
+            part = slice(start, stop)
+            write(pages, key[:, :, part], value[:, :, part], lengths - (tokens - stop))
         return
     number, slot, exists = locate(pages, lengths, tokens)
     k, k_scales = quantize(key, pages.k, search=True)
@@ -52,7 +53,7 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
     """Raise OutOfPagesError for a write to positions that have no page."""
-    most = int(lengths.max())
+    most = int(lengths.max()) - tokens
     raise OutOfPagesError(
         f"expected a page for each of {tokens} new tokens at position {most}, got a block table of "
         f"{pages.table.shape[1]} pages of {pages.page_size} tokens; reserve pages first",
@@ -69,7 +70,7 @@ def locate_all(pages: Pages, lengths: Tensor, tokens: int) -> None:
 
 def locate(pages: Pages, lengths: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return page number, slot, and whether there is a page, of `tokens` new tokens: `[B, T]`."""
-    position = lengths[:, None].long() + torch.arange(tokens, device=lengths.device)
+    position = lengths[:, None].long() - tokens + torch.arange(tokens, device=lengths.device)
     column = position // pages.page_size
     inside = column < pages.table.shape[1]
     number = pages.table.long().gather(1, column.clamp(max=pages.table.shape[1] - 1))

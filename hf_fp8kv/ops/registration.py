@@ -25,13 +25,13 @@ def write(
     backend: str,
     limit: int | None = None,
 ) -> None:
-    """Store new tokens: token `t` of sequence `b` at position `lengths[b] + t`.
+    """Store new tokens: token `t` of sequence `b` at position `lengths[b] - T + t`.
 
     Args:
         pages: where to. Codes and dynamic scales are overwritten; `[P, ...]`, contiguous.
         key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
         value: `[B, Hkv, T, Dv]`, the same.
-        lengths: `[B]`, int32, tokens stored before this call.
+        lengths: `[B]`, int32, tokens stored, this call's among them.
         backend: a key of `BACKENDS`, as `choose_backend` returns it.
         limit: the most tokens that a sequence may hold; None: as many as it has pages for.
 

@@ -15,8 +15,7 @@ from .page_pool import PagePool
 from .passage import Passage
 from .pending_write import PendingWrite
 
-# A step needs two tensors of lengths on each device, for before and after it, and one plan for
-# each number of KV heads.
+# A step needs a tensor of lengths on each device, and one plan for each number of KV heads.
 _MAX_CACHED = 16
 
 

@@ -89,7 +89,7 @@ class _Layer:
 
     def write(self, key: torch.Tensor, value: torch.Tensor, work: LayerWork) -> None:
         """Write tokens as sequences of one page, which already hold the slots before them."""
-        count = len(work.slots)
+        count = len(work.ends)
         if not count:
             return
         if work.written is None:
@@ -100,7 +100,7 @@ class _Layer:
         for start in range(0, count, MAX_BATCH):
             part = slice(start, start + MAX_BATCH)
             pages = Pages(*self.pages, work.table[part])
-            ops.write(pages, key[part], value[part], work.slots[part], self.backend)
+            ops.write(pages, key[part], value[part], work.ends[part], self.backend)
 
     def attend(
         self, query: torch.Tensor, pages: Pages, lengths: torch.Tensor, stop: int,
@@ -163,9 +163,9 @@ class _Layer:
         page, slot = position // size, position % size
         _copy_tokens(self.pages, chunk.old, own, (page[:before], slot[:before]))
         span = slice(chunk.first, chunk.first + chunk.tokens)
-        ops.write(pages, key[:, :, span], value[:, :, span], chunk.before, self.backend)
-        spec = self.spec._replace(window=self.window or 0)
         lengths = chunk.before + chunk.tokens
+        ops.write(pages, key[:, :, span], value[:, :, span], lengths, self.backend)
+        spec = self.spec._replace(window=self.window or 0)
         out[:, span] = self.attend(query[:, :, span], pages, lengths, stop, spec)
         kept = stop - len(chunk.kept[0])
         _copy_tokens(own, (page[kept:], slot[kept:]), self.pages, chunk.kept)

@@ -82,7 +82,7 @@ class LayerWork:
 
     written: torch.Tensor | None  # [W], int64: the tokens that are stored one by one; None: all
     table: torch.Tensor  # [W, 1], int32, the page of each
-    slots: torch.Tensor  # [W], int32, its slot
+    ends: torch.Tensor  # [W], int32, one past its slot
     batches: Sequence[AttendBatch]  # requests that attend to the stored pages
     chunks: Sequence[RingChunk]  # requests that go through pages of their own
     count: int  # tokens of the step, N
@@ -137,7 +137,7 @@ def decode_work(table: torch.Tensor, lengths: torch.Tensor, page_size: int) -> L
     page = table.gather(1, (before // page_size)[:, None].long())
     stop = table.shape[1] * page_size
     batch = AttendBatch(None, None, None, 1, table, lengths, stop, causal=False)
-    return LayerWork(None, page, before % page_size, [batch], [], len(lengths))
+    return LayerWork(None, page, before % page_size + 1, [batch], [], len(lengths))
 
 
 class _Planner:
@@ -167,7 +167,7 @@ class _Planner:
         return LayerWork(
             written,
             self.send(page, np.int32)[:, None],
-            self.send(slot, np.int32),
+            self.send(slot + 1, np.int32),
             [self.batch(group, count) for group in group_by_length(plain)],
             [self.chunk(entry) for entry in chunks],
             count,

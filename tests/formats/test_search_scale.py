@@ -48,7 +48,9 @@ def written(
     stored = pages(name, tokens, key.shape[3], center)
     for begin in range(0, tokens, step or tokens):
         part = key[:, :, begin : begin + (step or tokens)]
-        ops.write(stored, part, part, torch.tensor([begin], dtype=torch.int32), backend)
+        ops.write(
+            stored, part, part, torch.tensor([begin + part.shape[2]], dtype=torch.int32), backend
+        )
 
     def in_order(pool: Tensor | None) -> Tensor:
         assert pool is not None

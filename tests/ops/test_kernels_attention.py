@@ -196,7 +196,7 @@ def test_a_visible_nan_is_not_hidden(name, side, dynamic, kernel, target):
     pages, query, kwargs = prepare(case)
     key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
-    ops.write(pages, key, value, torch.tensor([50, 50], dtype=torch.int32), "reference")
+    ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), "reference")
     how = dataclasses.replace(Target.parse(target), processors=4, interpreted=INTERPRETED)
     with assuming(how if INTERPRETED or EXECUTED else target_of(DEVICE)):
         found = run(kernel, case, pages, query, **kwargs)
@@ -388,7 +388,7 @@ def test_tokens_stored_by_the_launch_that_reads_them(case, combine):
         one = expected._replace(table=expected.table[row : row + 1])
         if one.k.center is not None:
             one = one._replace(k=one.k._replace(center=one.k.center[row : row + 1]))
-        at, new = ends[row : row + 1] - count, slice(case.tokens - count, None)
+        at, new = ends[row : row + 1], slice(case.tokens - count, None)
         ops.write(one, key[row : row + 1, :, new], value[row : row + 1, :, new], at, "reference")
     answer = attend(case, expected, query, "reference", **kwargs)
     for processors in (1, 3, 40):
@@ -417,7 +417,7 @@ def test_a_token_without_a_page_is_not_stored():
         decode.attend(query, pages, ends, 0, stop, AttentionSpec(**kwargs), new=(key, value))
         if stop == 65:
             one = before._replace(table=before.table[:1])
-            ops.write(one, key[:1], value[:1], ends[:1] - 1, "reference")
+            ops.write(one, key[:1], value[:1], ends[:1], "reference")
         assert_same_pool(pages, before)
 
 
@@ -486,7 +486,7 @@ def test_tiny_and_huge_scales_keep_their_weight():
         key, value = torch.randn(1, 2, 300, 32), torch.randn(1, 2, 300, 32) * magnitude
         value[:, :, 100:250] = 0
         key *= magnitude
-        at = torch.zeros(1, dtype=torch.int32)
+        at = torch.tensor([300], dtype=torch.int32)
         ops.write(pages, key, value, at, "reference")
         query = (torch.randn(1, 6, 1, 32) / magnitude).to(case.dtype)
         kwargs = {"scaling": 32**-0.5, "causal": True, "window": 0}
@@ -502,7 +502,7 @@ def test_many_zeros_before_the_first_value():
     pages = poisoned(case)
     key, value = torch.randn(1, 1, 17000, 16), torch.randn(1, 1, 17000, 16)
     value[:, :, :16900] = 0
-    ops.write(pages, key, value, torch.zeros(1, dtype=torch.int32), "reference")
+    ops.write(pages, key, value, torch.tensor([17000], dtype=torch.int32), "reference")
     query, kwargs = torch.zeros(1, 32, 1, 16), {"scaling": 1.0, "causal": True}
     expected = attend(case, pages, query, "reference", **kwargs)
     one = dataclasses.replace(target_of(DEVICE), processors=1)

@@ -165,7 +165,7 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     key, value = made[0] if key is None else key, made[1] if value is None else value
     pages = pages_of(case)
     found = to_device(pages)
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case), case.limit)
+    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens, case.limit)
     assert_equal(found, expected(case, pages, key, value))
 
 
@@ -252,7 +252,7 @@ def test_a_table_may_be_a_part_of_a_larger_one(tokens):
     wide[:, : pages.table.shape[1]] = pages.table
     key, value = tokens_of(case)
     found = to_device(pages)._replace(table=wide.to(DEVICE)[:, : pages.table.shape[1]])
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
+    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens)
     assert_equal(found, expected(case, pages, key, value))
 
 
@@ -278,7 +278,7 @@ def test_numbers_of_every_kind(name, rows):
     pages = with_scales(pages_of(static), hostile[None], hostile[None].flip(1))
     found = to_device(pages)
     here = x[None, None].to(DEVICE)
-    write(found, here, here, lengths_of(static))
+    write(found, here, here, lengths_of(static) + static.tokens)
     assert_equal(found, expected(static, pages, x[None, None], x[None, None]))
 
 
@@ -423,7 +423,7 @@ def test_addresses_past_four_gigabytes(tokens, tmp_path):
         found.token_scales,
         torch.tensor([[count - 1]], dtype=torch.int32, device=DEVICE),
     )
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case))
+    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens)
     page = small.table[0, 0]
     assert_same(found.k.codes[-1].cpu(), right.k.codes[page])
     assert_same(found.v.codes[-1].cpu(), right.v.codes[page])

@@ -45,7 +45,7 @@ def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32)
     scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, 2, dtype=torch.bfloat16)
     pages = Pages(side(SLOTS, DIM), side(DIM, SLOTS), scales, table)
     key, value = torch.randn(2, 1, HEADS, tokens, DIM).to(dtype)
-    reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32))
+    reference.write(pages, key, value, torch.tensor([tokens], dtype=torch.int32))
     return pages
 
 
@@ -84,12 +84,12 @@ def test_write_and_gather_on_many_threads():
     pages = make(700)
     other = map_pages(torch.zeros_like, pages)._replace(table=pages.table)
     key, value = torch.randn(2, 1, HEADS, 700, DIM)
-    none = torch.zeros(1, dtype=torch.int32)
-    numba_backend.write(pages, key, value, none)
-    reference.write(other, key, value, none)
+    ends = torch.tensor([700], dtype=torch.int32)
+    numba_backend.write(pages, key, value, ends)
+    reference.write(other, key, value, ends)
     assert_same_pool(pages, other)
     for side in ("k", "v"):
-        arguments = (none + 700, side, 5, 699, torch.bfloat16, False)
+        arguments = (ends, side, 5, 699, torch.bfloat16, False)
         assert_same(numba_backend.gather(pages, *arguments), reference.gather(pages, *arguments))
 
 
@@ -158,7 +158,7 @@ def test_float64_is_handed_over(fmt):
     assert found.dtype == torch.float64
     assert_same(found, attend(pages, query, 40, torch_backend))
     key = torch.randn(1, HEADS, 2, DIM, dtype=torch.float64)
-    at = torch.tensor([30], dtype=torch.int32)
+    at = torch.tensor([32], dtype=torch.int32)
     numba_backend.write(pages, key, key, at)
     reference.write(other, key, key, at)
     assert_same(pages.k.codes, other.k.codes)
@@ -173,7 +173,7 @@ def test_a_cpu_without_float16_is_handed_over(monkeypatch):
     pages, query = make(40), torch.randn(1, 6, 1, DIM)
     assert_same(attend(pages, query, 40), attend(pages, query, 40, torch_backend))
     key = torch.randn(1, HEADS, 2, DIM)
-    numba_backend.write(pages, key, key, torch.zeros(1, dtype=torch.int32))
+    numba_backend.write(pages, key, key, torch.tensor([2], dtype=torch.int32))
     numba_backend.gather(
         pages, torch.tensor([40], dtype=torch.int32), "k", 0, 40, torch.float32, False
     )

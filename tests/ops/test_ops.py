@@ -144,7 +144,7 @@ def fill(pages: Pages, case: Case, backend: str = "reference") -> Pages:
         value = torch.randn(*shape, case.v_dim, generator=generator).to(case.dtype)
         for begin, end in ((0, length // 3), (length // 3, length)):
             if begin < end:
-                at = torch.tensor([begin], dtype=torch.int32)
+                at = torch.tensor([end], dtype=torch.int32)
                 ops.write(one, key[:, :, begin:end], value[:, :, begin:end], at, backend)
     return pages
 
@@ -462,7 +462,7 @@ def test_a_visible_nan_is_not_hidden(name, side, dynamic, backend):
     pages, query, kwargs = prepare(case)
     key, value = torch.randn(2, 2, 1, 32), torch.randn(2, 2, 1, 32)
     (key if side == "k" else value)[1, 0, 0, 3] = math.nan
-    ops.write(pages, key, value, torch.tensor([50, 50], dtype=torch.int32), backend)
+    ops.write(pages, key, value, torch.tensor([51, 51], dtype=torch.int32), backend)
     found = attend(case, pages, query, backend, **kwargs)
     assert found[0].isfinite().all(), "another sequence"
     assert found[1, :, 3:].isfinite().all(), "another head"
@@ -499,9 +499,9 @@ def test_written_bytes_are_the_reference_s(case, backend):
         shape = (2, tokens, case.heads, case.k_dim + case.v_dim)
         both = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, (2, tokens, case.heads, 1)))
         key, value = both.to(case.dtype).transpose(1, 2).split([case.k_dim, case.v_dim], dim=3)
+        lengths += tokens
         ops.write(pages, key, value, lengths, backend)
         ops.write(other, key, value, lengths, "reference")
-        lengths += tokens
         assert_same_pool(pages, other)
 
 
@@ -517,7 +517,7 @@ def test_special_numbers(name, dynamic, backend):
     x[0, 0, :, 1] = SPECIAL
     x[0, 1] = torch.randn(13, 5)
     x[0, 1, :, 2] = SPECIAL
-    lengths = torch.zeros(1, dtype=torch.int32)
+    lengths = torch.tensor([13], dtype=torch.int32)
     ops.write(pages, x, x, lengths, backend)
     ops.write(other, x, x, lengths, "reference")
     table = code_table(FORMATS[name], torch.device("cpu"))
@@ -547,7 +547,7 @@ def test_any_strides_and_dtypes(layout, backend):
         key, value = key.double(), value.double()
     pages = poisoned(case)
     other = copy(pages)
-    lengths = torch.zeros(1, dtype=torch.int32)
+    lengths = torch.tensor([20], dtype=torch.int32)
     ops.write(pages, key, value, lengths, backend)
     ops.write(other, key, value, lengths, "reference")
     assert_same_pool(pages, other)
@@ -566,7 +566,7 @@ def test_an_overrun_changes_nothing(hole, backend):
         pages.table[1, 2] = -1
     before = copy(pages)
     key = torch.randn(2, 2, 20, 32)
-    lengths = torch.tensor([0, 30 if hole else 50], dtype=torch.int32)
+    lengths = torch.tensor([20, 50 if hole else 70], dtype=torch.int32)
     with pytest.raises(OutOfPagesError, match="reserve pages"):
         ops.write(pages, key, key, lengths, backend)
     assert_same_pool(pages, before)

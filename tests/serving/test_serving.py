@@ -628,7 +628,7 @@ class TestRunning:
         table = torch.tensor([[3, 4], [7, 7]], dtype=torch.int32)
         work = decode_work(table, torch.tensor([9, 0], dtype=torch.int32), 8)
         assert work.table.tolist() == [[4], [7]]
-        assert work.slots.tolist() == [0, 0]
+        assert work.ends.tolist() == [1, 1]
 
     @pytest.mark.skipif(ops.available_backends()["triton"] is not None, reason="no Triton here")
     @pytest.mark.usefixtures("interpreted")

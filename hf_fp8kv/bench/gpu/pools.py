@@ -36,7 +36,9 @@ def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> 
     pages = Pages(k, v, scales, torch.arange(count, dtype=torch.int32, device=device)[None])
     shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
     key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    reference.write(pages, key, value, torch.zeros(1, dtype=torch.int32, device=device))
+    reference.write(
+        pages, key, value, torch.full((1,), key.shape[2], dtype=torch.int32, device=device)
+    )
     return pages
 
 

@@ -36,15 +36,15 @@ def _measure_case(
 
     def work() -> dict[str, Any]:
         pools = pages_for(stage, kind, case, layers, sizes.pages)
-        before = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device) - case.tokens
+        lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
         shape = (len(case.lengths), case.tokens, heads.kv, heads.dim)
         states = [stage.randn(*shape).transpose(1, 2) for _ in range(2 * layers)]
         pairs = list(zip(states[::2], states[1::2], strict=True))
         steps = [
-            functools.partial(ops.write, pages, k, v, before, backend)
+            functools.partial(ops.write, pages, k, v, lengths, backend)
             for pages, (k, v) in zip(pools, pairs, strict=True)
         ]
-        _check(pools[-1], *pairs[-1], before, backend)
+        _check(pools[-1], *pairs[-1], lengths, backend)
         # Read: the numbers; written: what is stored.
         moved = new * (2.0 + kind.bytes_per_number(heads.dim))
         return {"timed": stage.time(steps), "moved": moved, "layers": layers}
@@ -53,12 +53,12 @@ def _measure_case(
 
 
 def _check(
-    pages: Pages, key: torch.Tensor, value: torch.Tensor, before: torch.Tensor, backend: str
+    pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
     """Raise RuntimeError unless every stored byte is the one that the reference stores."""
     written, expected = (map_stored(pages, torch.Tensor.clone) for _ in range(2))
-    ops.write(written, key, value, before, backend)
-    reference.write(expected, key, value, before)
+    ops.write(written, key, value, lengths, backend)
+    reference.write(expected, key, value, lengths)
     for name in ("k", "v", "token_scales"):
         ours, theirs = (getattr(p, name) for p in (written, expected))
         if name != "token_scales":

@@ -204,7 +204,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any], bool], Callable[[Any], No
         """Return whether every new token of `calls[0]` has a page."""
         c = calls[0]
         for sequence in range(c.batch):
-            length = load_i32(c.lengths + 4 * sequence)
+            length = load_i32(c.lengths + 4 * sequence) - c.tokens
             first, last = length // c.slots, (length + c.tokens - 1) // c.slots
             if c.tokens and last >= c.table_columns:
                 return False
@@ -226,7 +226,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any], bool], Callable[[Any], No
                 return
             block, unit = unit % blocks, unit // blocks
             head, sequence = unit % c.heads, unit // c.heads
-            length = load_i32(c.lengths + 4 * sequence)
+            length = load_i32(c.lengths + 4 * sequence) - c.tokens
             for token in range(block * BLOCK, min((block + 1) * BLOCK, c.tokens)):
                 page, slot = page_of(c, sequence, length + token), (length + token) % c.slots
                 _write_k(c, sequence, head, token, page, slot, address_of(work))

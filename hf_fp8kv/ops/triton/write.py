@@ -90,7 +90,7 @@ def _write(
     """
     h = tl.program_id(1) % HEADS
     b = tl.program_id(2)
-    length = tl.load(lengths_ptr + b)
+    length = tl.load(lengths_ptr + b) - tokens
     tile = length // TILE + tl.program_id(0)
     table_ptr += b.to(tl.int64) * table_b
     if tl.program_id(1) < HEADS:
