@@ -646,7 +646,7 @@ class TestRunning:
         for row, length in ((0, 11), (1, 7)):
             old = torch.randn(2, 1, 2, length, 16)
             rows = Pages(*pages.with_scales(scales), table[row : row + 1])
-            ops.write(rows, old[0], old[1], torch.zeros(1, dtype=torch.int32), "torch")
+            ops.write(rows, old[0], old[1], torch.tensor([length], dtype=torch.int32), "torch")
         query, (key, value) = torch.randn(1, 6, 3, 16), torch.randn(2, 1, 2, 3, 16)
         found, memories = [], [before.clone(), before.clone()]
         calls: list[str] = []

@@ -59,7 +59,7 @@ def attend(
     """
     if query.shape[1] // pages.heads * query.shape[2] > DECODE_ROWS:
         if new is not None:
-            write(pages, *new, lengths - query.shape[2], stop)
+            write(pages, *new, lengths, stop)
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = (query, pages, lengths, start, stop, spec, plan, new)
     scaling, causal, window, softcap, sinks, mask, bias, bounds = spec

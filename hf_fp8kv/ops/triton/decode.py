@@ -67,7 +67,7 @@ def attend(
         key, value = new
         tokens = NewTokens(key, value, pages.k.center, key.stride(), value.stride())
     elif new is not None:
-        write(pages, *new, lengths - args.tokens, stop)
+        write(pages, *new, lengths, stop)
     if plan is not None and not _suits(plan, args, config):
         plan = None
     return split_kv_decode(args, config, plan, tokens)
