@@ -83,7 +83,7 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     others: list[dict[str, Any]] = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
         everything, {"extras": ("bias",)}, {"dtype": torch.float32},
-        {"dims": (192, 128)}, {"tokens": 5}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
+        {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
         *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
     ]  # fmt: skip
     extends: list[dict[str, Any]] = [

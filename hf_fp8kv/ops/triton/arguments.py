@@ -158,6 +158,7 @@ class AttentionArgs:
             exact=tl.float32 in (self.k_codec.operand, self.v_codec.operand),
             wide=any(side.codes.element_size() > 1 for side in (tensors.k, tensors.v)),
             biased=tensors.bias is not None or self.features.mask == attention.ADDITIVE.value,
+            complete=self.features.mask == attention.COMPLETE.value,
         )
 
     @property

@@ -163,6 +163,7 @@ class Workload(NamedTuple):
         exact: whether products are of float32.
         wide: whether a side is stored in 16 bits or more.
         biased: whether something is added to logits.
+        complete: whether a mask says for each query what it sees: then all tiles are masked ones.
     """
 
     width: int
@@ -170,6 +171,7 @@ class Workload(NamedTuple):
     exact: bool
     wide: bool
     biased: bool
+    complete: bool = False
 
 
 def _has_room(target: Target, width: int, widest: int) -> bool:
@@ -183,7 +185,7 @@ def _has_room(target: Target, width: int, widest: int) -> bool:
 
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
-    width, rows, exact, wide, biased = workload
+    width, rows, exact, wide, biased, complete = workload
     few = min((most for most in (*_DECODE_TAKES[target.vendor], 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
@@ -204,8 +206,10 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
         # Said, since compilers do not always take what there is.
         registers = 240
     combine = "last" if reads_own_stores(target, warps) else "kernel"
+    # Half of the others' tiles; a byte for each query and token of a complete mask would spill.
+    masked_tile = 16 if complete else max(16, tile // 2)
     return _apply_overrides(
-        LaunchConfig(rows, tile, warps, stages, registers, max(16, tile // 2), is_swapped, combine)
+        LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped, combine)
     )
 
 
