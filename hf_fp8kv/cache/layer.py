@@ -15,7 +15,7 @@ from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
-from .paged_tensor import PagedKV, densify, make_handle
+from .paged_tensor import PagedKV, densify, make_handle, make_handles
 from .snapshot import LayerSnapshot
 
 
@@ -171,6 +171,8 @@ class PagedLayerBase(CacheLayerMixin):
     ) -> tuple[PagedKV, PagedKV]:
         ragged = self.options.is_preallocated
         span = (start, stop, self.group.window or 0, ragged, self.backend)
+        if not torch.compiler.is_compiling() and new[0] is None:
+            return make_handles(pages, lengths, plan, (self.dtype, self.v_dtype), *span)
         return (
             make_handle(pages, lengths, plan, "k", self.dtype, *span, *new),
             make_handle(pages, lengths, plan, "v", self.v_dtype, *span, *new),

@@ -14,7 +14,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.compact import is_compact, pack, unpack
 from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
 from hf_fp8kv.attention.patterns import causal_window
-from hf_fp8kv.ops import registration
+from hf_fp8kv.ops import direct, registration
 from hf_fp8kv.ops.visibility import mask_bounds
 from tests.cache.test_compile import compiled
 from tests.helpers.assertions import assert_same
@@ -166,7 +166,8 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return SimpleNamespace(write=backend.write, gather=backend.gather, attend=attend)
 
-    monkeypatch.setattr(registration, "load_backend", recording)
+    for caller in (registration, direct):
+        monkeypatch.setattr(caller, "load_backend", recording)
     return masks
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.ops import AttentionSpec, Pages, reference, registration
+from hf_fp8kv.ops import AttentionSpec, Pages, direct, reference, registration
 
 __all__ = ["Made", "triton_standin"]
 
@@ -66,9 +66,10 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         plan_rows=lambda _device, batch, *_: batch,
     )  # fmt: skip
     others = registration.load_backend
-    monkeypatch.setattr(registration, "load_triton", lambda: module)
-    monkeypatch.setattr(
-        registration, "load_backend", lambda name: module if name == "triton" else others(name)
-    )
+    for caller in (registration, direct):
+        monkeypatch.setattr(caller, "load_triton", lambda: module)
+        monkeypatch.setattr(
+            caller, "load_backend", lambda name: module if name == "triton" else others(name)
+        )
     monkeypatch.setattr(ops, "choose_backend", lambda name, _device: name)
     return made
