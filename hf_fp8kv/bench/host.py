@@ -49,7 +49,7 @@ _CALLS = 32
 # while those of the other parts return what they did in the step: so it is timed without them.
 PARTS: dict[str, tuple[str, ...]] = {
     "handles": ("cache.layer.PagedLayerBase._handles",),
-    "operations": ("ops.write", "ops.attend"),
+    "operations": ("ops.write", "ops.attend", "ops.write_and_attend"),
     "arguments of write": ("ops.triton.backend.write",),
     "arguments of attend": ("ops.triton.backend.attend",),
     "launch of write": ("ops.triton.write.launch",),
