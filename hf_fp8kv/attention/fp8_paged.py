@@ -154,9 +154,13 @@ def _stored_attention(
     query, pending = query.detach(), key.pending
     span = (pages_of(key), key.lengths, key.start, key.stop, spec)
     new_key, new_value = key.new_key, key.new_value
-    if pending is not None and pending.take(query.shape[2]):
-        new_key, new_value = pending.key, pending.value
-    elif new_key is not None and new_key.shape[2] != query.shape[2]:
+    if pending is not None and pending.waits_for(query.shape[2]):
+        attended = ops.write_and_attend(
+            query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
+        )
+        pending.is_done = True
+        return attended
+    if new_key is not None and new_key.shape[2] != query.shape[2]:
         key.store_pending()
         new_key = None
     if new_key is not None and new_value is not None:

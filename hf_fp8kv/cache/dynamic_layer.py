@@ -83,7 +83,7 @@ class FP8PagedLayer(PagedLayerBase):
         pending = None
         if self.backend == "triton" and tokens <= MOST_TOKENS and not attends_fresh:
             pending = PendingWrite(pages, key, value, lengths, self.backend)
-            group.defer_write(pending)
+            group.defer_write(self.pool, pending)
         else:
             ops.write(pages, key, value, lengths, self.backend)
         group.lengths[self.member] = stop

@@ -47,7 +47,7 @@ class LayerGroup:
             # Pages per sequence that a window is in, the next token among it, wherever it begins.
             self._window_pages = (window + self.page_size - 2) // self.page_size + 1
         self._passage: Passage | None = None
-        self.pending: list[PendingWrite] = []
+        self.pending: PendingWrite | None = None
         self.siblings: list[weakref.ref[LayerGroup]] = []
         self._prepared: tuple[int, int, int] | None = None
         self._device_tables: dict[torch.device, torch.Tensor] = {}
@@ -61,16 +61,22 @@ class LayerGroup:
         self.lengths.append(0)
         return len(self.lengths) - 1
 
-    def defer_write(self, pending: PendingWrite) -> None:
-        """Leave new tokens of one layer to its attention, or to whatever else comes first."""
-        self.pending = [write for write in self.pending if not write.is_done]
-        self.pending.append(pending)
+    def defer_write(self, pool: PagePool, pending: PendingWrite) -> None:
+        """Leave new tokens of one layer to its attention, or to whatever else comes first.
+
+        So those of a layer wait for the update of the next one at most.
+        """
+        self.store_pending()
+        self.pending = pending
+        # Forks have the pool, too.
+        pool.pending = [write for write in pool.pending if not write.is_done]
+        pool.pending.append(pending)
 
     def store_pending(self) -> None:
         """Store what was left to an attention that did not come: before pages are read or moved."""
-        for write in self.pending:
-            write.store()
-        self.pending.clear()
+        if self.pending is not None:
+            self.pending.store()
+            self.pending = None
 
     @property
     def length(self) -> int:

@@ -6,6 +6,7 @@ from ..errors import ConfigError
 from ..formats import AUTO
 from .block_table import Copies
 from .page_allocator import Ints
+from .pending_write import PendingWrite
 
 
 class PagePool:
@@ -14,6 +15,7 @@ class PagePool:
     Made before the first token is known; `allocate` gives it shapes. Forks of a cache share it.
 
     Attributes:
+        pending: tokens that attention has to store; see `LayerGroup.defer_write`.
         k: `[P, Hkv, S, Dk]`, uint8, or the model's dtype for "auto".
         v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
         token_scales: `[P, Hkv, S, 2]`, bfloat16, of K and of V, when a side's scales are dynamic;
@@ -31,6 +33,13 @@ class PagePool:
         self.dynamic = dynamic
         self.token_scales: torch.Tensor | None = None
         self.is_allocated = False
+        self.pending: list[PendingWrite] = []
+
+    def store_pending(self) -> None:
+        """Store what was left to an attention that did not come: before bytes move."""
+        for write in self.pending:
+            write.store()
+        self.pending.clear()
 
     def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
         """Make `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
@@ -75,6 +84,7 @@ class PagePool:
         """Make room for `pages` pages; the content stays, new pages are zero."""
         if pages <= self.pages:
             return
+        self.store_pending()
         # One tensor after the other: at most one of them exists twice at a time.
         for name, old in self.tensors().items():
             new = zeros((pages, *old.shape[1:]), old.dtype, old.device)
@@ -97,6 +107,7 @@ class PagePool:
 
     def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
+        self.store_pending()
         kept = torch.from_numpy(pages[pages < self.pages]).to(self.k.device).long()
         # One tensor after the other, as in `grow`.
         for name, old in self.tensors().items():
@@ -107,6 +118,7 @@ class PagePool:
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""
+        self.pending.clear()
         for name in self.tensors():
             delattr(self, name)
         self.token_scales = None
@@ -119,6 +131,7 @@ class PagePool:
 
     def move(self, device: torch.device) -> None:
         """Move the bytes to `device`; `self.device` still names where the layer computes."""
+        self.store_pending()
         for name, tensor in self.tensors().items():
             # Towards the CPU torch would return before the bytes are there.
             setattr(self, name, tensor.to(device, non_blocking=device.type != "cpu"))

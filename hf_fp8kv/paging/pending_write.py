@@ -33,21 +33,17 @@ class PendingWrite:
         self.key, self.value = key, value
         self.is_done = False
 
-    def take(self, tokens: int) -> bool:
-        """Return whether the caller has to store them, with as many queries as there are tokens.
+    def waits_for(self, tokens: int) -> bool:
+        """Return whether an attention of so many queries has to store them; it sets `is_done`.
 
-        True: it will, now. False: they are stored.
+        Where these are not the tokens, they are stored here.
         """
-        if self.is_done:
-            return False
-        if tokens != self.key.shape[2]:
+        if not self.is_done and tokens != self.key.shape[2]:
             self.store()
-            return False
-        self.is_done = True
-        return True
+        return not self.is_done
 
     def store(self) -> None:
         """Store them, unless that is done."""
         if not self.is_done:
-            self.is_done = True
             ops.write(self._pages, self.key, self.value, self._lengths, self._backend)
+            self.is_done = True

@@ -19,6 +19,7 @@ from tests.helpers.tiny_models import tiny
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.ops.triton import decode, extend, plan, tuning, write
 from hf_fp8kv.ops.triton.target import target_of
 
@@ -219,6 +220,60 @@ def test_tokens_left_to_an_attention_that_does_not_come(name, tmp_path):
         del handles
     for x, y in zip(found["torch"], found["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
+
+
+def test_a_fork_grows_the_pool_between_update_and_attention():
+    attention = torch.nn.Module().eval()
+    attention.is_causal = True
+    found = {}
+    for backend in ("reference", "triton"):
+        generator = torch.Generator().manual_seed(5)
+
+        def tokens(count: int, generator: torch.Generator = generator) -> tuple[Any, Any]:
+            key, value = torch.randn(2, 1, 2, count, 16, generator=generator).to(DEVICE)
+            return key, value
+
+        cache = FP8PagedCache(page_size=16, backend=backend)
+        cache.update(*tokens(32), 0)
+        fork = cache.fork()
+        handles = cache.update(*tokens(1), 0)
+        fork.update(*tokens(80), 0)
+        query = torch.randn(1, 2, 1, 16, generator=generator).to(DEVICE)
+        fp8_paged_attention(attention, query, *handles, None)
+        found[backend] = [*_read(cache), *_read(fork)]
+    for x, y in zip(found["reference"], found["triton"], strict=True):
+        assert_same(y.cpu(), x.cpu())
+
+
+def test_one_buffer_for_the_tokens_of_all_layers():
+    found = {}
+    for backend in ("reference", "triton"):
+        generator = torch.Generator().manual_seed(6)
+        cache = FP8PagedCache(page_size=16, backend=backend, prefill="stored")
+        buffer = torch.empty(2, 1, 2, 3, 16, device=DEVICE)
+        for layer in (0, 1, 0, 1):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+            cache.update(buffer[0], buffer[1], layer)
+            cache.layers[layer].keys  # noqa: B018 (stores them)
+        found[backend] = _read(cache)
+    for x, y in zip(found["reference"], found["triton"], strict=True):
+        assert_same(y.cpu(), x.cpu())
+
+
+def test_an_attention_that_fails_leaves_its_tokens(monkeypatch):
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for partial sums")
+
+    attention = torch.nn.Module().eval()
+    attention.is_causal = True
+    cache = FP8PagedCache(page_size=16, backend="triton", prefill="stored")
+    key, value = torch.randn(2, 1, 2, 3, 16, device=DEVICE)
+    handles = cache.update(key, value, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "split_kv_decode", fail)
+        with pytest.raises(MemoryError):
+            fp8_paged_attention(attention, torch.randn(1, 2, 3, 16, device=DEVICE), *handles, None)
+    assert ((_read(cache)[0] - key).abs() < 0.2).all()
 
 
 def test_a_handle_that_is_read_after_its_tokens_are_gone_stores_nothing():

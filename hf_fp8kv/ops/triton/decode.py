@@ -78,7 +78,8 @@ def _stores(args: AttentionArgs, config: LaunchConfig) -> bool:
 
     There is one block of rows, since another one would read what this one stores.
     """
-    few = args.tokens <= SINGLE_TOKENS and args.rows <= config.rows
+    few = args.tokens <= SINGLE_TOKENS and args.rows <= min(config.rows, FEW_ROWS)
+    few = few and args.workload.width <= 256  # of larger ones registers are short
     return few and reads_own_stores(args.target, config.warps)
 
 
@@ -167,7 +168,8 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
 
     Of a kernel with few rows that is what plans are made for; others are compiled and asked.
     """
-    if config.rows <= FEW_ROWS:
+    exact = args.workload.exact
+    if config.rows <= FEW_ROWS and not exact and args.workload.width <= 256:
         return expected_programs(args.target, config.rows)
     device = args.tensors.query.device
     key = (device, args.shape, args.features, args.k_codec, args.v_codec, config)
