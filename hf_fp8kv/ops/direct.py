@@ -38,7 +38,7 @@ def write(
         _check_limit(lengths, key.shape[2], limit)
         load_backend(backend).write(pages, key, value, lengths)
         return
-    if target_of(lengths.device).interpreted:
+    if lengths.is_cpu and target_of(lengths.device).interpreted:
         _check_interpreted(pages, lengths, key.shape[2], limit)
     load_triton().write(pages, key, value, lengths, limit)
 
@@ -86,7 +86,7 @@ def write_and_attend(
     """Store new tokens, and return attention over all of them."""
     tokens = key.shape[2]
     if backend == "triton":
-        if target_of(lengths.device).interpreted:
+        if lengths.is_cpu and target_of(lengths.device).interpreted:
             # Nothing is stored for a row of no sequence, of length 0.
             _check_interpreted(pages, lengths.clamp(min=tokens), tokens, stop)
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
