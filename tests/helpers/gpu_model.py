@@ -106,7 +106,7 @@ def cut(
 def _whole_time(units: Sequence[int], heads: int, places: int) -> int:
     """Return the time that whole sequences are expected to take, see `plan._gains`."""
     longest, count = max(units), len(units) * heads
-    late, few = count % places, places * 2 // 5
+    late, few = count % places, places // 2
     if count > places:
         return longest * (count - late + (max(late, few) if late else 0))
     untils = [longest * i // 8 for i in range(9)]

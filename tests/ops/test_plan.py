@@ -299,6 +299,15 @@ def test_plans_take_hardly_longer_than_the_best(heads):
             assert shares[0] >= 0.95, (len(lengths), lengths[0], took, shares)
 
 
+def test_a_gpu_with_more_bandwidth_needs_more_programs():
+    """On a B200 three programs on each processor reach it, and two do not."""
+    b200 = dataclasses.replace(H200, processors=148, clock=1850.0, bandwidth=7.2e6)
+    for batch, heads in ((8, 32), (48, 8), (24, 16), (64, 8), (100, 8)):
+        lengths = [32768] * batch
+        took = time_of(cut(lengths, heads, b200.places), lengths, heads, b200)
+        assert bound(lengths, heads, b200) / took > 0.93, (batch, heads)
+
+
 def test_programs_with_more_rows_have_fewer_places():
     """Four of them fit where six do of others."""
     four = dataclasses.replace(H200, rates=H200.rates[:4])
