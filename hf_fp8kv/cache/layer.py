@@ -158,7 +158,7 @@ class PagedLayerBase(CacheLayerMixin):
         pool = pool or self.pool
         k = StoredSide(pool.k, self.k_static_scale, self.k_center, pool.key_format, pool.k_dim)
         v = StoredSide(pool.v, self.v_static_scale, None, pool.value_format, pool.v_dim)
-        return Pages(k, v, pool.token_scales, table)
+        return Pages(k, v, pool.token_scales, table, pool.addresses)
 
     def _handles(
         self,
@@ -251,13 +251,14 @@ class PagedLayerBase(CacheLayerMixin):
         if not self.is_initialized:
             return {}
         pool = self.pool
-        codes = pool.k.nbytes + pool.v.nbytes
-        token_scales = sum(tensor.nbytes for tensor in pool.tensors().values()) - codes
+        page = pool.bytes_per_page()
+        scales = 0 if pool.token_scales is None else pool.pages * pool.token_scales[:1].nbytes
         static = (self.k_static_scale, self.v_static_scale, self.k_center)
         return {
-            "pages": codes,
-            "scales": token_scales + sum(t.nbytes for t in static if t is not None),
-            "used": self.pages_in_use() * pool.bytes_per_page(),
+            "pages": pool.pages * page - scales,
+            "scales": scales + sum(t.nbytes for t in static if t is not None),
+            "tables": 0 if pool.addresses is None else pool.addresses.nbytes,
+            "used": self.pages_in_use() * page,
         }
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -294,6 +295,8 @@ class PagedLayerBase(CacheLayerMixin):
         """
         self.group.store_pending()
         self.backend = ops.choose_backend(self.options.backend, device)
+        if not self.options.is_preallocated:
+            self.pool.lay_out(in_blocks=ops.reads_blocks(self.backend, device))
         self.device = self.pool.device = device
         # Written in place later, in inference mode and outside of it.
         with torch.inference_mode(False), torch.no_grad():

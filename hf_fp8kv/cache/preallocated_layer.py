@@ -357,7 +357,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self.lazy_initialization(*snapshot.pool.empty_tokens(stored.batch))
         # A ring has no room for more than the last pages.
         first = max(stored.first, stored.count - (self.group.ring or stored.count))
-        rows = torch.from_numpy(stored.rows[:, first : stored.count]).long()
+        rows = stored.rows[:, first : stored.count]
         self.group.lost = first * self.pool.page_size
         length = snapshot.length
         self.lengths.fill_(length)
@@ -365,10 +365,9 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         self.is_empty = isinstance(length, int) and length == 0
         self._max_written = length if isinstance(length, int) else self.max_cache_len
         pages = self.table[:, first : stored.count].long().reshape(-1)
-        sources = snapshot.pool.tensors()
+        sources = snapshot.pool.take(rows.reshape(-1))
         for name, tensor in self.pool.tensors().items():
-            source = sources[name]
-            tensor[pages] = source[rows.reshape(-1).to(source.device)].to(tensor.device)
+            tensor[pages] = sources[name].to(tensor.device)
         if self.k_center is not None and snapshot.k_center is not None:
             self.k_center.copy_(snapshot.k_center)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .. import ops
 from ..errors import ConfigError
 from ..formats import AUTO
 from ..paging.block_table import BlockTable
@@ -46,7 +47,7 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
         pages = group.table.rows[:, group.table.first : -(-length // group.table.page_size)]
         used, rows = np.unique(pages, return_inverse=True)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(pages.shape).astype(np.int32))
-        used_pages.append(torch.from_numpy(used).long())
+        used_pages.append(used)
     layers: list[Facts] = []
     for i, layer in enumerate(snapshot.layers):
         if layer is None:
@@ -62,9 +63,8 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
             }
             # A layer of fewer tokens may not have grown yet, with pages that only others use.
             pool.grow(layer.group.table.allocator.capacity)
-            for name, tensor in _tensors_of(pool).items():
-                stored = tensor[used_pages[g].to(tensor.device)]
-                tensors[f"layers.{i}.{name}"] = stored.contiguous()
+            for name, tensor in _name_as_in_files(pool, pool.take(used_pages[g])).items():
+                tensors[f"layers.{i}.{name}"] = tensor.contiguous()
             if layer.k_center is not None:
                 tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
         layers.append(facts)
@@ -115,15 +115,22 @@ def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions)
     k_dtype, v_dtype = (getattr(torch, name) for name in facts["dtypes"])
     pool = options.new_pool()
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
-    pool.allocate(key, key.new_empty((1, heads, 0, v_dim), dtype=v_dtype), pages)
-    for name, tensor in _tensors_of(pool).items():
-        tensor[: len(held[name])] = held[name]
+    value = key.new_empty((1, heads, 0, v_dim), dtype=v_dtype)
+    backend = ops.choose_backend(options.backend, key.device)
+    in_blocks = not options.is_preallocated and ops.reads_blocks(backend, key.device)
+    pool.allocate(key, value, pages, in_blocks=in_blocks)
+    start = 0
+    for part in pool.parts():
+        for name, tensor in _name_as_in_files(pool, part).items():
+            stored = held[name][start : start + len(tensor)]
+            tensor[: len(stored)] = stored
+        start += len(part["k"])
     return pool
 
 
-def _tensors_of(pool: PagePool) -> Tensors:
-    """Return the tensors of a pool by their names in files, which have the scales of K and of V."""
-    tensors = pool.tensors()
+def _name_as_in_files(pool: PagePool, tensors: Tensors) -> Tensors:
+    """Return tensors of a pool as files have them: the scales of K and of V apart; views."""
+    tensors = dict(tensors)
     scales = tensors.pop("token_scales", None)
     if scales is not None:
         formats = {"k_scales": pool.key_format, "v_scales": pool.value_format}

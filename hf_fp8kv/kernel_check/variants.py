@@ -72,6 +72,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
     auto: dict[str, Any] = {"k": AUTO, "v": AUTO}
     static: dict[str, Any] = {"static": True}
+    # As pools that grow have them.
+    blocks: dict[str, Any] = {"extras": ("blocks",)}
     everything: dict[str, Any] = {"extras": ("window", "softcap", "sinks", "mask", "center")}
     complete: dict[str, Any] = {"extras": ("complete",)}
     mains: list[dict[str, Any]] = [
@@ -79,20 +81,22 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
         *({**fmt, "extras": ("new",)} for fmt in (formats[0], *own, auto)),
         {**static, "extras": ("new", "center")},
+        *({**fmt, "extras": ("new", "blocks")} for fmt in (formats[0], *own, auto, static)),
+        blocks, {**static, **blocks},
     ]  # fmt: skip
     others: list[dict[str, Any]] = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
         everything, {"extras": ("bias",)}, {"dtype": torch.float32},
         {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
-        *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
+        {"page": 16, **blocks}, *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
     ]  # fmt: skip
     extends: list[dict[str, Any]] = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
         {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
-        {**complete, "dims": (256, 256)},
+        {**complete, "dims": (256, 256)}, blocks,
     ]  # fmt: skip
-    writes: list[dict[str, Any]] = [*formats, {**static, "extras": ("center",)}, auto]
-    gathers: list[dict[str, Any]] = [{}, static, *own]
+    writes: list[dict[str, Any]] = [*formats, {**static, "extras": ("center",)}, auto, blocks]
+    gathers: list[dict[str, Any]] = [{}, static, *own, blocks]
     variants = [
         *(Variant("decode", **main, main=True) for main in mains),
         *(Variant("decode", **other) for other in others),
@@ -100,7 +104,11 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         # Too few programs to fill a GPU: split as for decoding.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
-        *(Variant("gather", **gather, extras=(side,)) for gather in gathers for side in "kv"),
+        *(
+            Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
+            for gather in gathers
+            for side in "kv"
+        ),
     ]
     return [variant for variant in variants if not names or variant.name in names]
 
@@ -163,4 +171,5 @@ def _pages(variant: Variant) -> Pages:
     scales = None
     if k.is_dynamic or v.is_dynamic:
         scales = torch.ones(2, HEADS, variant.page, 2, dtype=torch.bfloat16)
-    return Pages(k, v, scales, torch.zeros((BATCH, count), dtype=torch.int32))
+    addresses = torch.zeros(2, dtype=torch.int64) if "blocks" in variant.extras else None
+    return Pages(k, v, scales, torch.zeros((BATCH, count), dtype=torch.int32), addresses)

@@ -46,12 +46,16 @@ class Pages(NamedTuple):
             dynamic scales has there means nothing; where neither has any, this may be None.
         table: `[B, M]`, int32: the pages of each sequence, in order. A page that fell out of the
             window, or that is not needed yet, is a number below 0 and is never read.
+        addresses: None: pages lie one after the other in `codes` and `token_scales`. Else `[P]`,
+            int64: where in memory each page is, as blocks.py says; the tensors then are parts of
+            the first block, and tell shapes and dtypes.
     """
 
     k: StoredSide
     v: StoredSide
     token_scales: Annotated[Tensor | None, WRITTEN]
     table: Tensor
+    addresses: Tensor | None = None
 
     def scales_of(self, side: str) -> Tensor | None:
         """Return the dynamic scales of "k" or "v", `[P, Hkv, S]`, a view; None: it has none."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
+from .blocks import copy_side_by_side, write_back
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import visible
 
@@ -27,6 +28,9 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
             stop = min(start + WRITTEN_AT_A_TIME, tokens)
             part = slice(start, stop)
             write(pages, key[:, :, part], value[:, :, part], lengths - (tokens - stop))
+        return
+    if pages.addresses is not None:
+        _write_to_blocks(pages, key, value, lengths)
         return
     number, slot, exists = locate(pages, lengths, tokens)
     k, k_scales = quantize(key, pages.k, search=True)
@@ -49,6 +53,18 @@ def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     for side, scales in (("k", k_scales), ("v", v_scales)):
         if scales is not None and (stored := pages.scales_of(side)) is not None:
             stored[place[0], :, place[1]] = tokens_first(scales)
+
+
+def _write_to_blocks(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
+    """Store new tokens in copies of their pages, and these in place of the pages."""
+    tokens, size = key.shape[2], pages.page_size
+    locate_all(pages, lengths, tokens)
+    first = (int(lengths.min()) - tokens) // size
+    last = min(-(-int(lengths.max()) // size), pages.table.shape[1])
+    if first < last:
+        copies = copy_side_by_side(pages, first, last)
+        write(copies, key, value, lengths - first * size)
+        write_back(pages, first, copies)
 
 
 def raise_overrun(pages: Pages, lengths: Tensor, tokens: int) -> None:
@@ -124,6 +140,9 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     """Return K or V, `[B, Hkv, stop - start, D]`, float32, or as stored in "auto"."""
     size = pages.page_size
     first, last = start // size, -(-stop // size)
+    if pages.addresses is not None:
+        copies = copy_side_by_side(pages, first, last)
+        return _dense(copies, side, start - first * size, stop - first * size)
     # A released page is behind the window: it is read as page 0 and masked by who asked.
     number = pages.table[:, first:last].clamp(min=0).long()
     stored = pages.k if side == "k" else pages.v

@@ -8,6 +8,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
+from ..ops.blocks import upload
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
 from .page_allocator import NO_PAGE, PageAllocator, PageBudget
@@ -336,11 +337,8 @@ class LayerGroup:
             self._device_tables_version = self.table.version
         table = self._device_tables.get(device)
         if table is None:
-            # A copy: the rows change in place later, and a handle may still read this. Preallocated
-            # layers write into it, in inference mode or outside.
-            with torch.inference_mode(False), torch.no_grad():
-                table = torch.from_numpy(self._logical_rows()).to(device)
-                self._device_tables[device] = table
+            # A copy: the rows change in place later, and a handle may still read this.
+            table = self._device_tables[device] = upload(self._logical_rows(), device)
         return table
 
     def _logical_rows(self) -> npt.NDArray[np.int32]:

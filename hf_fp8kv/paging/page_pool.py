@@ -1,12 +1,21 @@
 """Page pool: the bytes of one layer's pages. It does not know who holds which page."""
 
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError
 from ..formats import AUTO
+from ..ops.blocks import PageBytes, address_pages, page_bytes, put_pages, take_pages, upload
 from .block_table import Copies
 from .page_allocator import Ints
 from .pending_write import PendingWrite
+
+# Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
+BLOCK_BYTES = 16 << 20
+_NAMES = ("k", "v", "token_scales")
 
 
 class PagePool:
@@ -20,6 +29,8 @@ class PagePool:
         v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
         token_scales: `[P, Hkv, S, 2]`, bfloat16, of K and of V, when a side's scales are dynamic;
             else None. The half of a side without dynamic scales is unused.
+        addresses: where each page is if the pages lie in blocks, see `ops.blocks`; the three above
+            are then parts of the first block. None: they have all pages, one after the other.
     """
 
     k: torch.Tensor
@@ -31,9 +42,9 @@ class PagePool:
         self.page_size = page_size
         self.key_format, self.value_format = key_format, value_format
         self.dynamic = dynamic
-        self.token_scales: torch.Tensor | None = None
-        self.is_allocated = False
+        self.is_allocated = self.in_blocks = False
         self.pending: list[PendingWrite] = []
+        self._forget()
 
     def store_pending(self) -> None:
         """Store what was left to an attention that did not come: before bytes move."""
@@ -41,19 +52,60 @@ class PagePool:
             write.store()
         self.pending.clear()
 
-    def allocate(self, key: torch.Tensor, value: torch.Tensor, pages: int) -> None:
+    def _forget(self) -> None:
+        self.token_scales: torch.Tensor | None = None
+        self.addresses: torch.Tensor | None = None
+        self._blocks: list[torch.Tensor] = []
+
+    def allocate(
+        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_blocks: bool = False
+    ) -> None:
         """Make `pages` zeroed pages for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`.
 
-        Only shapes, dtypes and the device are read.
+        Only shapes, dtypes and the device are read. `in_blocks`: the pool can then grow without
+        moving what it holds.
         """
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
-        slots = self.page_size
-        self.k = self._zeros(pages, self.heads, slots, self.k_dim, dtype=self.key_dtype)
-        self.v = self._zeros(pages, self.heads, self.v_dim, slots, dtype=self.value_dtype)
-        if self.dynamic and (self.key_format, self.value_format) != (AUTO, AUTO):
-            self.token_scales = self._zeros(pages, self.heads, slots, 2, dtype=torch.bfloat16)
+        self.in_blocks = in_blocks
+        if in_blocks:
+            self._append(pages, self.device)
+        else:
+            heads, slots = self.heads, self.page_size
+            self.k = zeros((pages, heads, slots, self.k_dim), self.key_dtype, self.device)
+            self.v = zeros((pages, heads, self.v_dim, slots), self.value_dtype, self.device)
+            if self._has_scales:
+                self.token_scales = zeros((pages, heads, slots, 2), torch.bfloat16, self.device)
         self.is_allocated = True
+
+    @property
+    def _has_scales(self) -> bool:
+        return self.dynamic and (self.key_format, self.value_format) != (AUTO, AUTO)
+
+    @property
+    def _layout(self) -> PageBytes:
+        return page_bytes(
+            self.heads, self.page_size, self.k_dim, self.v_dim, self.key_dtype, self.value_dtype,
+            self._has_scales,
+        )  # fmt: skip
+
+    def _append(self, pages: int, device: torch.device) -> None:
+        """Append blocks of so many pages in all."""
+        # A pool without pages has one block without pages, for its shapes.
+        blocks = [block for block in self._blocks if len(block)]
+        for size in self._block_sizes(pages):
+            blocks.append(zeros((size, self._layout.size), torch.uint8, device))
+        self._use(blocks or [zeros((0, self._layout.size), torch.uint8, device)])
+
+    def _block_sizes(self, pages: int) -> list[int]:
+        """Return the pages of each block that `pages` new pages are in."""
+        most = max(1, BLOCK_BYTES // self._layout.size)
+        return [min(most, pages - start) for start in range(0, pages, most)]
+
+    def _use(self, blocks: list[torch.Tensor]) -> None:
+        self._blocks, self.addresses = blocks, address_pages(blocks)
+        for name, tensor in self._layout.split(blocks[0]).items():
+            setattr(self, name, tensor)
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` like those of `allocate`."""
@@ -73,16 +125,48 @@ class PagePool:
     @property
     def pages(self) -> int:
         """Pages that there is room for."""
-        return len(self.k) if self.is_allocated else 0
+        if not self.is_allocated:
+            return 0
+        return len(self.k) if self.addresses is None else len(self.addresses)
+
+    def parts(self) -> list[dict[str, torch.Tensor]]:
+        """Return every tensor by name, for each block; each has the pages as its first axis."""
+        if self.in_blocks:
+            return [self._layout.split(block) for block in self._blocks]
+        tensors = {name: getattr(self, name, None) for name in _NAMES}
+        return [{name: tensor for name, tensor in tensors.items() if tensor is not None}]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor of the pool by name; each has the pages as its first axis."""
-        names = ("k", "v", "token_scales")
-        return {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        """Return every tensor of a pool by name that is not in blocks."""
+        assert not self.in_blocks, "the pages are in several tensors"
+        return self.parts()[0]
+
+    def take(self, pages: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        """Return copies of pages, by the name of the tensor."""
+        if self.in_blocks:
+            return self._layout.split(take_pages(self._blocks, pages))
+        index = upload(pages.astype(np.int64), self.k.device)
+        return {name: tensor[index] for name, tensor in self.tensors().items()}
+
+    def put(self, start: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Write pages from `start` on; the keys are some of those that `take` returns."""
+        for part in self.parts():
+            size = len(part["k"])
+            for name, source in tensors.items():
+                inside = source[max(-start, 0) : max(size - start, 0)]
+                first = max(start, 0)
+                part[name][first : first + len(inside)] = inside
+            start -= size
 
     def grow(self, pages: int) -> None:
-        """Make room for `pages` pages; the content stays, new pages are zero."""
+        """Make room for `pages` pages; the content stays, new pages are zero.
+
+        In blocks no byte moves.
+        """
         if pages <= self.pages:
+            return
+        if self.in_blocks:
+            self._append(pages - self.pages, self._blocks[0].device)
             return
         self.store_pending()
         # One tensor after the other: at most one of them exists twice at a time.
@@ -95,46 +179,93 @@ class PagePool:
     def like(self, pages: int) -> "PagePool":
         """Return a pool of `pages` zeroed pages of the same kind."""
         pool = PagePool(self.page_size, self.key_format, self.value_format, dynamic=self.dynamic)
-        pool.allocate(*self.empty_tokens(1), pages)
+        pool.allocate(*self.empty_tokens(1), pages, in_blocks=self.in_blocks)
         return pool
 
     def copy(self, copies: Copies, source: "PagePool | None" = None) -> None:
-        """Copy pages, given as `(sources, destinations)`, within the pool or from `source`."""
-        sources, destinations = (torch.from_numpy(c).to(self.k.device).long() for c in copies)
-        origin = (source or self).tensors()
+        """Copy pages, given as `(sources, destinations)`, within the pool or from `source`.
+
+        No page is both.
+        """
+        origin = source or self
+        if self.in_blocks:
+            start = 0
+            for size in self._block_sizes(len(copies[0])):
+                sources, destinations = (numbers[start : start + size] for numbers in copies)
+                put_pages(self._blocks, destinations, take_pages(origin._blocks, sources))
+                start += size
+            return
+        index = [upload(numbers.astype(np.int64), self.k.device) for numbers in copies]
+        tensors = origin.tensors()
         for name, tensor in self.tensors().items():
-            tensor[destinations] = origin[name][sources]
+            tensor[index[1]] = tensors[name][index[0]]
 
     def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
         self.store_pending()
-        kept = torch.from_numpy(pages[pages < self.pages]).to(self.k.device).long()
+        kept = pages[pages < self.pages]
+        if self.in_blocks:
+            old_blocks, self._blocks = self._blocks, []
+            self._append(len(pages), old_blocks[0].device)
+            start = 0
+            for size in self._block_sizes(len(kept)):
+                numbers = np.arange(start, start + size)
+                put_pages(self._blocks, numbers, take_pages(old_blocks, kept[numbers]))
+                start += size
+            return
+        index = upload(kept.astype(np.int64), self.k.device)
         # One tensor after the other, as in `grow`.
         for name, old in self.tensors().items():
             new = zeros((len(pages), *old.shape[1:]), old.dtype, old.device)
-            new[: len(kept)] = old[kept]
+            new[: len(kept)] = old[index]
             setattr(self, name, new)
             del old
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""
         self.pending.clear()
-        for name in self.tensors():
+        for name in self.parts()[0]:
             delattr(self, name)
-        self.token_scales = None
+        self._forget()
         self.is_allocated = False
 
     def zero(self) -> None:
         """Set every page to zero, at the same address."""
-        for tensor in self.tensors().values():
-            tensor.zero_()
+        for part in self.parts():
+            for tensor in part.values():
+                tensor.zero_()
 
     def move(self, device: torch.device) -> None:
         """Move the bytes to `device`; `self.device` still names where the layer computes."""
         self.store_pending()
+        # Towards the CPU torch would return before the bytes are there.
+        waits = device.type == "cpu"
+        if self.in_blocks:
+            if self._blocks[0].device != device:
+                self.addresses = None
+                for i, block in enumerate(self._blocks):
+                    self._blocks[i] = block.to(device, non_blocking=not waits)
+                self._use(self._blocks)
+            return
         for name, tensor in self.tensors().items():
-            # Towards the CPU torch would return before the bytes are there.
-            setattr(self, name, tensor.to(device, non_blocking=device.type != "cpu"))
+            setattr(self, name, tensor.to(device, non_blocking=not waits))
+
+    def lay_out(self, *, in_blocks: bool) -> None:
+        """Bring the pages into blocks, or out of them, where they are."""
+        if not self.is_allocated or in_blocks == self.in_blocks:
+            return
+        self.store_pending()
+        pages, place, computes = self.pages, self.k.device, self.device
+        old = PagePool(self.page_size, self.key_format, self.value_format, dynamic=self.dynamic)
+        vars(old).update(vars(self))
+        self._forget()
+        self.device = place
+        self.allocate(*self.empty_tokens(1), pages, in_blocks=in_blocks)
+        self.device = computes
+        start = 0
+        for size in self._block_sizes(pages):
+            self.put(start, old.take(np.arange(start, start + size)))
+            start += size
 
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise ConfigError unless tokens like these fit the pool; change nothing."""
@@ -149,10 +280,9 @@ class PagePool:
 
     def bytes_per_page(self) -> int:
         """Return the bytes of one page: K, V and dynamic scales."""
-        return sum(t[0].numel() * t.element_size() for t in self.tensors().values() if len(t))
-
-    def _zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return zeros(shape, dtype, self.device)
+        if self.in_blocks:
+            return self._layout.size
+        return sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in self._layout.parts)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

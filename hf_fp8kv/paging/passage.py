@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
+from ..ops.blocks import upload
 from .block_table import BlockTable, Copies
 from .page_allocator import NO_PAGE, Ints
-from .page_pool import PagePool, zeros
+from .page_pool import PagePool
 
 
 class Passage:
@@ -68,7 +69,5 @@ class Passage:
         """Return `rows` on `device`."""
         rows = self._rows_on.get(device)
         if rows is None:
-            rows = zeros(self.rows.shape, torch.int32, device)
-            rows.copy_(torch.from_numpy(self.rows))
-            self._rows_on[device] = rows
+            rows = self._rows_on[device] = upload(self.rows, device)
         return rows

@@ -51,8 +51,9 @@ def as_stored(name: str, mark: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Token `[b, t]` of the list is then in position `start + t` of sequence `b`."""
     pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
+    held = whole(pool)
     for name, mark in marks(tokens).items():
-        tensor = pool.tensors().get(name)
+        tensor = held.get(name)
         if tensor is None:
             continue
         stored = as_stored(name, mark, tensor.dtype)
@@ -60,13 +61,20 @@ def write(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> N
             tensor[pages, :, :, slots] = stored
         else:
             tensor[pages, :, slots] = stored
+    pool.put(0, held)
+
+
+def whole(pool: PagePool) -> dict[str, torch.Tensor]:
+    """Copies of all pages."""
+    return {name: torch.cat([part[name] for part in pool.parts()]) for name in pool.parts()[0]}
 
 
 def assert_holds(pool: PagePool, rows: np.ndarray, start: int, tokens: np.ndarray) -> None:
     """Token `[b, t]` of the list is in position `start + t` of sequence `b`, in every tensor."""
     pages, slots = places(rows, start, tokens.shape[1], pool.page_size)
+    held = whole(pool)
     for name, mark in marks(tokens).items():
-        tensor = pool.tensors().get(name)
+        tensor = held.get(name)
         if tensor is None:
             continue
         stored = as_stored(name, mark, tensor.dtype)
@@ -312,7 +320,9 @@ class Pages(RuleBasedStateMachine):
         pool, capacity = group.pools[member], group.table.allocator.capacity
         if not pool.is_allocated:
             like = torch.zeros(1, HEADS, 1, K_DIM), torch.zeros(1, HEADS, 1, V_DIM)
-            pool.allocate(*like, capacity)
+            # The first layer of each group has its pages in blocks.
+            in_blocks = member == 0
+            pool.allocate(*like, capacity, in_blocks=in_blocks)
         passage = group.passage(start, stop)
         if passage is None:
             pool.grow(capacity)

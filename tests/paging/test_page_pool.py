@@ -1,13 +1,21 @@
 """The bytes of one layer: shapes, growth, copies and sizes."""
 
+import weakref
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.ops.blocks import take_pages
+from hf_fp8kv.paging import page_pool
+from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
+from tests.helpers.counting import BytesWritten
 
 S, HEADS, K_DIM, V_DIM = 16, 2, 5, 3
 EIGHT_BIT = list(FORMATS)
@@ -27,17 +35,37 @@ def new_pool(
     dynamic: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
+    in_blocks: bool = False,
 ) -> PagePool:
     pool = PagePool(S, key, value, dynamic=dynamic)
-    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages)
+    pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, in_blocks=in_blocks)
     return pool
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one to three pages."""
+    monkeypatch.setattr(page_pool, "BLOCK_BYTES", 1200)
+
+
+layouts = pytest.mark.parametrize("in_blocks", [False, True], ids=["one tensor", "blocks"])
+
+
+def whole(pool: PagePool) -> dict[str, torch.Tensor]:
+    """Copies of all pages."""
+    return {name: torch.cat([part[name] for part in pool.parts()]) for name in pool.parts()[0]}
 
 
 def fill(pool: PagePool) -> dict[str, torch.Tensor]:
     """Every number of every tensor is then random; returns copies."""
-    for tensor in pool.tensors().values():
-        tensor.copy_(torch.randint(1, 250, tensor.shape))
-    return {name: tensor.clone() for name, tensor in pool.tensors().items()}
+    for part in pool.parts():
+        for tensor in part.values():
+            tensor.copy_(torch.randint(1, 250, tensor.shape))
+    return whole(pool)
+
+
+def addresses(pool: PagePool) -> list[int]:
+    return [tensor.data_ptr() for part in pool.parts() for tensor in part.values()]
 
 
 # Formats of K and V, whether scales are dynamic, and the tensors that there are.
@@ -53,11 +81,12 @@ CASES = {
 cases = pytest.mark.parametrize(("key", "value", "dynamic", "names"), CASES.values(), ids=CASES)
 
 
+@layouts
 @cases
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_shapes_and_dtypes(key, value, dynamic, names, dtype, device):
-    pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device)
-    found = pool.tensors()
+def test_shapes_and_dtypes(key, value, dynamic, names, dtype, device, in_blocks):
+    pool = new_pool(key, value, 7, dynamic=dynamic, dtype=dtype, device=device, in_blocks=in_blocks)
+    found = whole(pool)
     assert " ".join(found) == names
     assert found["k"].shape == (7, HEADS, S, K_DIM)
     assert found["v"].shape == (7, HEADS, V_DIM, S), "V is stored transposed"
@@ -98,14 +127,18 @@ def test_a_new_pool_has_no_pages_until_shapes_are_known():
     assert (pool.pages, pool.is_allocated) == (0, False)
 
 
+@layouts
 @cases
-def test_growing_keeps_every_page_and_zeroes_the_new_ones(key, value, dynamic, names, device):
-    pool = new_pool(key, value, 3, dynamic=dynamic, device=device)
-    before = fill(pool)
+def test_growing_keeps_every_page_and_zeroes_the_new_ones(
+    key, value, dynamic, names, device, in_blocks
+):
+    pool = new_pool(key, value, 3, dynamic=dynamic, device=device, in_blocks=in_blocks)
+    before, places = fill(pool), addresses(pool)
     pool.grow(8)
     assert pool.pages == 8
-    assert " ".join(pool.tensors()) == names
-    for name, tensor in pool.tensors().items():
+    assert " ".join(whole(pool)) == names
+    assert not in_blocks or addresses(pool)[: len(places)] == places, "a block was moved"
+    for name, tensor in whole(pool).items():
         assert tensor.shape == (8, *before[name].shape[1:])
         assert tensor.dtype == before[name].dtype
         assert_same(tensor[:3], before[name], name)
@@ -114,47 +147,159 @@ def test_growing_keeps_every_page_and_zeroes_the_new_ones(key, value, dynamic, n
 
 @pytest.mark.parametrize("pages", [0, 2, 3])
 def test_a_pool_never_shrinks_and_stays_in_place(pages):
-    pool = new_pool(pages=3)
-    addresses = [t.data_ptr() for t in pool.tensors().values()]
-    pool.grow(pages)
-    assert pool.pages == 3
-    assert [t.data_ptr() for t in pool.tensors().values()] == addresses
+    for in_blocks in (False, True):
+        pool = new_pool(pages=3, in_blocks=in_blocks)
+        before = addresses(pool)
+        pool.grow(pages)
+        assert pool.pages == 3
+        assert addresses(pool) == before
 
 
-def test_a_pool_of_no_pages_grows():
-    pool = new_pool(pages=0)
+@layouts
+def test_a_pool_of_no_pages_grows(in_blocks):
+    pool = new_pool(pages=0, in_blocks=in_blocks)
     assert pool.pages == 0
     pool.grow(2)
     assert pool.pages == 2
+    assert len(whole(pool)["k"]) == 2
 
 
+@layouts
 @cases
 def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
-    key, value, dynamic, names, device
+    key, value, dynamic, names, device, in_blocks
 ):
-    pool = new_pool(key, value, 6, dynamic=dynamic, device=device)
+    pool = new_pool(key, value, 6, dynamic=dynamic, device=device, in_blocks=in_blocks)
     before = fill(pool)
     pool.copy((np.array([4, 0, 4], np.int32), np.array([1, 5, 2], np.int32)))
     came_from = [0, 4, 4, 3, 4, 0]
     assert " ".join(before) == names
-    for name, tensor in pool.tensors().items():
+    for name, tensor in whole(pool).items():
         assert_same(tensor, before[name][came_from], name)
 
 
-def test_copying_nothing_changes_nothing():
-    pool = new_pool()
+@layouts
+def test_copying_pages_of_another_pool(in_blocks):
+    pool, other = (new_pool(pages=n, in_blocks=in_blocks) for n in (5, 9))
+    before, theirs = fill(pool), fill(other)
+    pool.copy((np.array([8, 2, 5, 0], np.int32), np.array([1, 4, 0, 3], np.int32)), other)
+    for name, tensor in whole(pool).items():
+        assert_same(tensor[[1, 4, 0, 3, 2]], torch.cat([theirs[name][[8, 2, 5, 0]],
+                                                        before[name][2:3]]), name)  # fmt: skip
+
+
+@layouts
+def test_copying_nothing_changes_nothing(in_blocks):
+    pool = new_pool(in_blocks=in_blocks)
     before = fill(pool)
     pool.copy((np.zeros(0, np.int32), np.zeros(0, np.int32)))
-    assert all(torch.equal(t, before[name]) for name, t in pool.tensors().items())
+    assert all(torch.equal(t, before[name]) for name, t in whole(pool).items())
 
 
-def test_zeroing_keeps_the_addresses():
-    pool = new_pool()
+@layouts
+def test_zeroing_keeps_the_addresses(in_blocks):
+    pool = new_pool(in_blocks=in_blocks)
     fill(pool)
-    addresses = [t.data_ptr() for t in pool.tensors().values()]
+    before = addresses(pool)
     pool.zero()
-    assert not any(t.any() for t in pool.tensors().values())
-    assert [t.data_ptr() for t in pool.tensors().values()] == addresses
+    assert not any(t.any() for t in whole(pool).values())
+    assert addresses(pool) == before
+
+
+@layouts
+@pytest.mark.parametrize("kept", [[1, 3, 4, 6], [0], [6], [0, 1, 2, 3, 4, 5, 6], []])
+def test_only_some_pages_are_kept(kept, in_blocks):
+    pool = new_pool(pages=7, in_blocks=in_blocks)
+    before = fill(pool)
+    # One page that this pool has not grown to yet.
+    pool.keep(np.array([*kept, 9], np.int32))
+    assert pool.pages == len(kept) + 1
+    for name, tensor in whole(pool).items():
+        assert_same(tensor[:-1], before[name][kept], name)
+        assert not tensor[-1].any()
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_pages_come_into_blocks_and_out_of_them(in_blocks):
+    pool = new_pool(pages=7, in_blocks=in_blocks)
+    before = fill(pool)
+    pool.lay_out(in_blocks=not in_blocks)
+    assert (pool.pages, pool.in_blocks) == (7, not in_blocks)
+    assert (pool.addresses is None) == in_blocks
+    assert all(torch.equal(t, before[name]) for name, t in whole(pool).items())
+    pool.grow(8)
+    assert pool.pages == 8
+
+
+@layouts
+def test_taking_and_putting_pages(in_blocks):
+    pool, other = (new_pool(pages=n, in_blocks=in_blocks) for n in (7, 6))
+    before, theirs = fill(pool), fill(other)
+    pool.put(2, other.take(np.array([5, 0, 1, 2])))
+    for name, tensor in whole(pool).items():
+        right = before[name].clone()
+        right[2:6] = theirs[name][[5, 0, 1, 2]]
+        assert_same(tensor, right, name)
+
+
+def test_kernels_find_each_page_by_its_address():
+    pool = new_pool(pages=2, in_blocks=True)
+    pool.grow(7)
+    before = fill(pool)
+    assert pool.addresses is not None
+    blocks = vars(pool.addresses)["blocks"]
+    where = [b.data_ptr() + i * b.shape[1] for b in blocks for i in range(len(b))]
+    assert pool.addresses.tolist() == where
+    rows = pool._layout.split(take_pages(blocks, np.array([6, 1])))
+    assert all(torch.equal(rows[name], tensor[[6, 1]]) for name, tensor in before.items())
+
+
+class Allocations(TorchDispatchMode):
+    """Watch what tensors take: the largest, and the most at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.held = self.most = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and "zeros" in str(function):
+            size = result.untyped_storage().nbytes()
+            self.largest = max(self.largest, size)
+            self.held += size
+            self.most = max(self.most, self.held)
+            weakref.finalize(result.untyped_storage(), self._free, size)
+        return result
+
+    def _free(self, size: int) -> None:
+        self.held -= size
+
+
+def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
+    """As a cache grows over many steps, with all that it holds counted."""
+    page = new_pool(in_blocks=True).bytes_per_page()
+    monkeypatch.setattr(page_pool, "BLOCK_BYTES", 8 * page)
+    allocator = PageAllocator(PageBudget(S))
+    with Allocations() as seen, BytesWritten() as written:
+        pool = new_pool(pages=0, in_blocks=True)
+        for _ in range(300):
+            allocator.take(1)
+            pool.grow(allocator.capacity)
+            # An address takes 8 bytes of each page, each time.
+            assert seen.held == pool.pages * page
+    assert seen.largest <= 8 * page
+    assert seen.most == pool.pages * page
+    assert pool.pages <= 300 * 33 // 32 + 4
+    growths = 8 * pool.pages * 300
+    assert written.total <= pool.pages * page + growths, "bytes were moved"
+    # All that is held is known: compaction takes a block after the other, and gives all back.
+    with seen:
+        seen.largest = 0
+        pool.keep(np.arange(0, 300, 5, dtype=np.int32))
+    assert seen.largest <= 8 * page
+    assert seen.held == 60 * page
 
 
 def test_moving_moves_every_tensor_and_remembers_where_the_layer_computes():
@@ -167,20 +312,22 @@ def test_moving_moves_every_tensor_and_remembers_where_the_layer_computes():
     assert {(t.device.type, len(t)) for t in pool.tensors().values()} == {("meta", 9)}
 
 
-def test_moving_to_where_it_is_copies_nothing():
-    pool = new_pool()
-    addresses = [t.data_ptr() for t in pool.tensors().values()]
+@layouts
+def test_moving_to_where_it_is_copies_nothing(in_blocks):
+    pool = new_pool(in_blocks=in_blocks)
+    before = addresses(pool)
     pool.move(torch.device("cpu"))
-    assert [t.data_ptr() for t in pool.tensors().values()] == addresses
+    assert addresses(pool) == before
 
 
-def test_there_and_back_the_bytes_are_the_same(device):
-    pool = new_pool(device=device)
+@layouts
+def test_there_and_back_the_bytes_are_the_same(device, in_blocks):
+    pool = new_pool(device=device, in_blocks=in_blocks)
     before = fill(pool)
     pool.move(torch.device("cpu"))
-    assert all(torch.equal(t, before[n].cpu()) for n, t in pool.tensors().items())
+    assert all(torch.equal(t, before[n].cpu()) for n, t in whole(pool).items())
     pool.move(pool.device)
-    assert all(torch.equal(t, before[n]) for n, t in pool.tensors().items())
+    assert all(torch.equal(t, before[n]) for n, t in whole(pool).items())
 
 
 @pytest.mark.gpu
@@ -199,12 +346,13 @@ def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
     assert (int(pool.k.min()), int(pool.v.min())) == (7, 9)
 
 
-def test_freed_bytes_are_gone_and_can_be_taken_again():
-    pool = new_pool()
+@layouts
+def test_freed_bytes_are_gone_and_can_be_taken_again(in_blocks):
+    pool = new_pool(in_blocks=in_blocks)
     fill(pool)
     pool.free()
     assert (pool.pages, pool.is_allocated) == (0, False)
-    assert pool.token_scales is None
+    assert (pool.token_scales, pool.addresses) == (None, None)
     assert not hasattr(pool, "k")
     assert not hasattr(pool, "v")
     # Another model may come now.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...formats import AUTO, FORMATS
 from ...formats.codec import decode
+from ..blocks import copy_side_by_side
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import gather, write
 from ..visibility import first_visible
@@ -126,6 +127,9 @@ def _read(
 
     K `[B * Hkv, n * S, Dk]`, scales `[B * Hkv, 1, n * S]`, V `[B * Hkv, n, Dv, S]`.
     """
+    if pages.addresses is not None:
+        pages = copy_side_by_side(pages, first, last)
+        first, last = 0, last - first
     number = pages.table[:, first:last].clamp(min=0)
     batch, count = number.shape
     heads, size = pages.heads, pages.page_size

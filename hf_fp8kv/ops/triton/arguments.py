@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from ..blocks import layout_of
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import attention
@@ -18,16 +19,30 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 class SidePointers(NamedTuple):
-    """Tensors of a `StoredSide`, which see for shapes and dtypes; in a kernel, pointers."""
+    """Tensors of a `StoredSide`, which see for shapes and dtypes; in a kernel, pointers.
+
+    `addresses` is that of `Pages`; with it, the bytes of a page at which its codes begin, and its
+    dynamic scales.
+    """
 
     codes: torch.Tensor
     static_scale: torch.Tensor | None
     center: torch.Tensor | None
+    addresses: torch.Tensor | None = None
+    offset: int = 0
+    scales_offset: int = 0
 
 
-def pointers_to(side: StoredSide) -> SidePointers:
-    """Return what kernels take of a side."""
-    return SidePointers(side.codes, side.static_scale, side.center)
+def pointers_to(pages: Pages, name: str) -> SidePointers:
+    """Return what kernels take of "k" or "v"."""
+    side = pages.k if name == "k" else pages.v
+    tensors = side.codes, side.static_scale, side.center
+    if pages.addresses is None:
+        return SidePointers(*tensors)
+    layout = layout_of(pages)
+    return SidePointers(
+        *tensors, pages.addresses, layout.first_byte(name), layout.first_byte("token_scales")
+    )
 
 
 class AttentionTensors(NamedTuple):
@@ -223,7 +238,7 @@ def prepare(
     k_codec, v_codec = _codec(pages.k, target, exact), _codec(pages.v, target, exact)
     # The center's share of the logits counts only beside what does not contain it.
     centered = pages.k.center is not None and (spec.softcap != 0 or spec.sinks is not None)
-    k, v = pointers_to(pages.k), pointers_to(pages.v)
+    k, v = pointers_to(pages, "k"), pointers_to(pages, "v")
     if not centered:
         k = k._replace(center=None)
     scales = pages.token_scales if pages.k.is_dynamic or pages.v.is_dynamic else None

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .codec import decode_for_dot
+from .places import find_place, load_codes, load_scales
 
 # What a mask is (`Features.mask`).
 NO_MASK = tl.constexpr(0)
@@ -131,24 +132,35 @@ def attend_rows(
         l_i = tl.zeros([TILE, ROWS] if SWAPPED else [ROWS, TILE], tl.float32)
     table_ptr = tensors.table + b.to(tl.int64) * table_b
 
-    # The number of a tile's page is loaded one tile ahead: the tile's own loads can then be
-    # started as far ahead as `STAGES` says.
+    # The number of a tile's page is loaded one tile ahead, or two and its address one: the tile's
+    # own loads can then be started as far ahead as `STAGES` says.
     page = tl.load(table_ptr + main * TILE // SHAPE.page_size, mask=main < main_end, other=0)
+    LEAD: tl.constexpr = 1 if tensors.k.addresses is None else 2
+    if LEAD == 2:
+        next_place = find_place(tensors.k, tl.maximum(page, 0))
+        later = tl.minimum(main + 1, main_end - 1)
+        page = tl.load(table_ptr + later * TILE // SHAPE.page_size, mask=main < main_end, other=0)
     for j in tl.range(main, main_end, num_stages=STAGES):
-        next_page = tl.load(table_ptr + tl.minimum(j + 1, main_end - 1) * TILE // SHAPE.page_size)
+        if LEAD == 2:
+            place = next_place
+            next_place = find_place(tensors.k, tl.maximum(page, 0))
+        else:
+            place = tl.maximum(page, 0)
+        later = tl.minimum(j + LEAD, main_end - 1)
+        page = tl.load(table_ptr + later * TILE // SHAPE.page_size)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, q, factor, offset, j, tl.maximum(page, 0), table_ptr, h, q_position,
+            acc, m_i, l_i, q, factor, offset, j, place, table_ptr, h, q_position,
             exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, factors.softcap,
             SHAPE, FEATURES, K_CODEC, V_CODEC, TILE, SWAPPED, MASKED=False,
         )  # fmt: skip
-        page = next_page
     if ROWS <= SUMMED_LATE:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
     for i in tl.range(0, masked, num_stages=1):
         j = tl.where(i < before, first + i, after + i - before)
         page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // SHAPE.page_size), 0)
+        place = find_place(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, q, factor, offset, j, page, table_ptr, h, q_position,
+            acc, m_i, l_i, q, factor, offset, j, place, table_ptr, h, q_position,
             exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, factors.softcap,
             SHAPE, FEATURES, K_CODEC, V_CODEC, MASKED_TILE, SWAPPED, MASKED=True,
         )  # fmt: skip
@@ -198,7 +210,7 @@ def _attend_tile(
     """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it."""
     ROW_AXIS: tl.constexpr = 1 if SWAPPED else 0
     position = j * TILE + tl.arange(0, TILE)
-    k_codes, v_codes, token = _load_codes(
+    k_codes, v_codes, word_ptrs = load_codes(
         tensors, j, position, page, table_ptr, h, end, SHAPE, TILE
     )
     k = decode_for_dot(k_codes, K_CODEC)
@@ -207,7 +219,7 @@ def _attend_tile(
     else:
         x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
     if FEATURES.k_dynamic or FEATURES.v_dynamic:
-        k_scale, v_scale = _load_scales(tensors.token_scales, token)
+        k_scale, v_scale = load_scales(word_ptrs)
     if FEATURES.k_dynamic:
         x *= of_others(k_scale, SWAPPED)
     x = _apply_scales_and_softcap(
@@ -245,60 +257,6 @@ def _attend_tile(
     else:
         acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
     return acc, m_new, l_i
-
-
-@triton.jit
-def _load_codes(
-    tensors, j, position, page, table_ptr, h, end, SHAPE: tl.constexpr, TILE: tl.constexpr
-):
-    """Return the codes of a tile: K `[TILE, k_width]`, V `[v_width, TILE]`.
-
-    And `[TILE]`, where the scales of its tokens are.
-    """
-    PAGE: tl.constexpr = SHAPE.page_size
-    DK: tl.constexpr = SHAPE.k_dim
-    DV: tl.constexpr = SHAPE.v_dim
-    n = tl.arange(0, TILE)
-    d = tl.arange(0, SHAPE.k_width)
-    dv = tl.arange(0, SHAPE.v_width)
-    if PAGE % TILE == 0:
-        # One page, known by one number: the addresses of a tile are one base and constants.
-        block = page.to(tl.int64) * SHAPE.heads + h
-        slot = (j % (PAGE // TILE)) * TILE
-        token = block * PAGE + slot + n
-        k_ptrs = tensors.k.codes + (block * PAGE + slot) * DK + (n[:, None] * DK + d[None, :])
-        v_ptrs = tensors.v.codes + (block * (DV * PAGE) + slot) + (dv[:, None] * PAGE + n[None, :])
-    else:
-        # Past the end the last page is read again: with a mask loads would be of single bytes.
-        last = tl.maximum(end - 1, 0) // PAGE
-        pages = tl.load(table_ptr + tl.minimum(position // PAGE, last))
-        pages = tl.maximum(pages, 0)
-        if PAGE % 16 == 0:
-            # Triton 3.6 loses sight of it on AMD: 16 tokens are in one page.
-            pages = tl.max_constancy(pages, 16)
-        block = pages.to(tl.int64) * SHAPE.heads + h
-        slot = position % PAGE
-        token = block * PAGE + slot
-        v_offsets = (block * (DV * PAGE) + slot)[None, :] + dv[:, None] * PAGE
-        k_ptrs = tensors.k.codes + ((token * DK)[:, None] + d[None, :])
-        v_ptrs = tensors.v.codes + v_offsets
-    if SHAPE.k_width == DK:
-        k_codes = tl.load(k_ptrs)
-    else:
-        k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
-    if SHAPE.v_width == DV:
-        v_codes = tl.load(v_ptrs)
-    else:
-        v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)
-    return k_codes, v_codes, token
-
-
-@triton.jit
-def _load_scales(scales_ptr, token):
-    """Return the scales of K and of V of tokens, float32: the two halves of one word."""
-    words = tl.load(scales_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + token)
-    k_scale = (words << 16).to(tl.float32, bitcast=True)
-    return k_scale, (words & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -100,12 +100,13 @@ def _is_compact(mask: torch.Tensor) -> bool:
 
 def _layout_of(pages: Pages) -> tuple[Any, ...]:
     """Return what kernels on these pages are made for, besides which tensors there are."""
-    k, v, _, _ = pages
+    k, v = pages.k, pages.v
     return k.format, v.format, k.head_dim, v.head_dim, pages.heads, pages.page_size
 
 
 def _tensors_of(pages: Pages) -> tuple[torch.Tensor | None, ...]:
-    k, v, token_scales, table = pages
+    k, v, token_scales, table, addresses = pages
     return (
         k.codes, k.static_scale, k.center, v.codes, v.static_scale, v.center, token_scales, table,
+        addresses,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import triton.language as tl
 from ..pages import Pages
 from .arguments import pointers_to
 from .encoder import decode, encoder_for
+from .places import codes_of, find_place, scales_of
 from .target import launch, next_power_of_2
 from .write import num_warps, tile_size
 
@@ -33,7 +34,7 @@ def gather(
     # Tiles begin at multiples of their size, wherever `start` is.
     tiles = (stop - 1) // tile - start // tile + 1 if stop > start else 0
     launch(
-        _gather, (tiles, heads, batch), pointers_to(stored), pages.token_scales, out, lengths,
+        _gather, (tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out, lengths,
         pages.table, start, stop, pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim,
         WIDTH=width, ENCODER=encoder_for(stored.format), TRANSPOSED=not is_key, RAGGED=ragged,
         TILE=tile, num_warps=num_warps(width), enable_fp_fusion=False,
@@ -72,25 +73,25 @@ def _gather(
     table_ptr += b.to(tl.int64) * table_b
     if PAGE % TILE == 0:
         # One page: the addresses of a tile are one base and constants, and all of it is there.
-        block = tl.maximum(tl.load(table_ptr + first // PAGE), 0).to(tl.int64) * HEADS + h
-        slot = (tile % (PAGE // TILE)) * TILE
+        place = find_place(side, tl.maximum(tl.load(table_ptr + first // PAGE), 0))
+        codes_ptr = codes_of(side, place, h, HEADS, PAGE * DIM)
+        first_slot = (tile % (PAGE // TILE)) * TILE
         if TRANSPOSED:
-            run_ptr = side.codes + (block * (DIM * PAGE) + slot)
-            code_ptrs = run_ptr + (d * PAGE)[None, :] + i[:, None]
+            code_ptrs = codes_ptr + first_slot + (d * PAGE)[None, :] + i[:, None]
         else:
-            code_ptrs = side.codes + (block * PAGE + slot) * DIM + (i * DIM)[:, None] + d[None, :]
+            code_ptrs = codes_ptr + first_slot * DIM + (i * DIM)[:, None] + d[None, :]
         codes = tl.load(code_ptrs, mask=real, other=0)
-        token = block * PAGE + slot + i
+        slot = first_slot + i
     else:
         page = tl.load(table_ptr + position // PAGE, mask=asked, other=0)
-        block = tl.maximum(page, 0).to(tl.int64) * HEADS + h
+        place = find_place(side, tl.maximum(page, 0))
+        codes_ptr = codes_of(side, place, h, HEADS, PAGE * DIM)
         slot = position % PAGE
         if TRANSPOSED:
-            code_ptrs = side.codes + (block * (DIM * PAGE) + slot)[:, None] + (d * PAGE)[None, :]
+            code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
         else:
-            code_ptrs = side.codes + ((block * PAGE + slot) * DIM)[:, None] + d[None, :]
+            code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
         codes = tl.load(code_ptrs, mask=exists[:, None] & real, other=0)
-        token = block * PAGE + slot
 
     if ENCODER is None:
         x = codes
@@ -99,7 +100,8 @@ def _gather(
         if side.static_scale is not None:
             x *= tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=0.0)[None, :]
         else:
-            scale_ptrs = scales_ptr + token * 2 + (1 if TRANSPOSED else 0)
+            scale_ptrs = scales_of(scales_ptr, side, place, h, HEADS, PAGE * 2)
+            scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
         if side.center is not None:
             center_ptr = side.center + (b.to(tl.int64) * HEADS + h) * DIM

@@ -15,6 +15,7 @@ from .encoder import (
     smallest_scale,
     to_bfloat16,
 )
+from .places import codes_of, find_place, scales_of
 from .target import launch, next_power_of_2
 
 # Up to so many new tokens per sequence each has programs of its own, as decoding has.
@@ -50,7 +51,7 @@ def write(
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
     launch(
         _write, (tiles, 2 * heads, batch), key, value, lengths, pages.table,
-        pointers_to(pages.k), pointers_to(pages.v), pages.token_scales, tokens,
+        pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
         UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
         key.stride(), value.stride(),
         HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim, K_WIDTH=k_width,
@@ -141,7 +142,8 @@ def write_side(
         page = tl.load(table_ptr + column, mask=inside & (column < columns), other=-1)
         slot = position % PAGE
     exists = inside & (page >= 0)
-    block = page.to(tl.int64) * HEADS + h
+    place = find_place(side, tl.maximum(page, 0))
+    codes_ptr = codes_of(side, place, h, HEADS, PAGE * DIM)
 
     if ENCODER is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
@@ -160,15 +162,16 @@ def write_side(
             scale = search_scale_at_once(copies, ENCODER)
         else:
             scale = search_scale(x, ENCODER)
-        scale_ptrs = scales_ptr + (block * PAGE + slot) * 2 + (1 if TRANSPOSED else 0)
+        scale_ptrs = scales_of(scales_ptr, side, place, h, HEADS, PAGE * 2)
+        scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
         tl.store(scale_ptrs, to_bfloat16(scale), mask=exists)
         codes = encode(x * tl.div_rn(1.0, scale)[:, None], ENCODER)
 
     if not TRANSPOSED:
-        code_ptrs = side.codes + ((block * PAGE + slot) * DIM)[:, None] + d[None, :]
+        code_ptrs = (codes_ptr + slot * DIM)[:, None] + d[None, :]
         tl.store(code_ptrs, codes, mask=exists[:, None] & real)
     elif TILE > 1 and PAGE % TILE == 0:
-        run_ptr = side.codes + (block * (DIM * PAGE) + first_slot)
+        run_ptr = codes_ptr + first_slot
         code_ptrs = run_ptr + (d * PAGE)[None, :] + i[:, None]
         end = start + TILE
         if (page >= 0) & (start >= length) & (end <= length + tokens) & (end <= limit):
@@ -177,7 +180,7 @@ def write_side(
         else:
             tl.store(code_ptrs, codes, mask=exists[:, None] & real)
     else:
-        code_ptrs = side.codes + (block * (DIM * PAGE) + slot)[:, None] + (d * PAGE)[None, :]
+        code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
         tl.store(code_ptrs, codes, mask=exists[:, None] & real)
 
 

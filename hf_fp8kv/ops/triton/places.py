@@ -1,0 +1,105 @@
+"""Where the bytes of a page are, by its number or its address in some block, and tiles of them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_place(side, page):
+    """Return what `codes_of` takes for a page: its number, or its address."""
+    if side.addresses is None:
+        return page
+    else:
+        return tl.load(side.addresses + page)
+
+
+@triton.jit
+def codes_of(
+    side, place, h, HEADS: tl.constexpr, SIZE: tl.constexpr, ALIKE: tl.constexpr = 1
+):  # fmt: skip
+    """Return a pointer to the SIZE codes that a page has of head `h`; of the shape of `place`.
+
+    ALIKE: how many places that follow each other are one.
+    """
+    return _in_page(side.codes, side, side.offset, place, h, HEADS, SIZE, ALIKE)
+
+
+@triton.jit
+def scales_of(scales_ptr, side, place, h, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """Return a pointer to the SIZE numbers that `scales_ptr` has of a page and head."""
+    return _in_page(scales_ptr, side, side.scales_offset, place, h, HEADS, SIZE, 1)
+
+
+@triton.jit
+def _in_page(
+    pointer, side, offset, place, h,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ALIKE: tl.constexpr,
+):  # fmt: skip
+    if side.addresses is None:
+        return pointer + (place.to(tl.int64) * HEADS + h) * SIZE
+    else:
+        # Parts of a page begin at multiples of 16 bytes, which Triton cannot see in an address.
+        part = tl.multiple_of((place + offset).to(pointer.dtype), 16)
+        if ALIKE > 1:
+            part = tl.max_constancy(part, ALIKE)
+        return part + h * SIZE
+
+
+@triton.jit
+def load_codes(
+    tensors, j, position, page, table_ptr, h, end, SHAPE: tl.constexpr, TILE: tl.constexpr
+):
+    """Return the codes of a tile: K `[TILE, k_width]`, V `[v_width, TILE]`.
+
+    And `[TILE]`, where the dynamic scales of its tokens are, if there are any. `page` is what
+    `find_place` returns.
+    """
+    PAGE: tl.constexpr = SHAPE.page_size
+    DK: tl.constexpr = SHAPE.k_dim
+    DV: tl.constexpr = SHAPE.v_dim
+    n = tl.arange(0, TILE)
+    d = tl.arange(0, SHAPE.k_width)
+    dv = tl.arange(0, SHAPE.v_width)
+    if PAGE % TILE == 0:
+        # One page, known by one number: the addresses of a tile are one base and constants.
+        slot = (j % (PAGE // TILE)) * TILE
+        k_ptr = codes_of(tensors.k, page, h, SHAPE.heads, PAGE * DK) + slot * DK
+        v_ptr = codes_of(tensors.v, page, h, SHAPE.heads, DV * PAGE) + slot
+        k_ptrs = k_ptr + (n[:, None] * DK + d[None, :])
+        v_ptrs = v_ptr + (dv[:, None] * PAGE + n[None, :])
+        slots = slot + n
+    else:
+        # Past the end the last page is read again: with a mask loads would be of single bytes.
+        last = tl.maximum(end - 1, 0) // PAGE
+        pages = tl.load(table_ptr + tl.minimum(position // PAGE, last))
+        pages = tl.maximum(pages, 0)
+        if PAGE % 16 == 0:
+            # Triton 3.6 loses sight of it on AMD: 16 tokens are in one page.
+            pages = tl.max_constancy(pages, 16)
+        page = find_place(tensors.k, pages)
+        slots = position % PAGE
+        k_ptr = codes_of(tensors.k, page, h, SHAPE.heads, PAGE * DK)
+        v_ptr = codes_of(tensors.v, page, h, SHAPE.heads, DV * PAGE, 16 if PAGE % 16 == 0 else 1)
+        k_ptrs = (k_ptr + slots * DK)[:, None] + d[None, :]
+        v_ptrs = (v_ptr + slots)[None, :] + dv[:, None] * PAGE
+    if SHAPE.k_width == DK:
+        k_codes = tl.load(k_ptrs)
+    else:
+        k_codes = tl.load(k_ptrs, mask=(d < DK)[None, :], other=0)
+    if SHAPE.v_width == DV:
+        v_codes = tl.load(v_ptrs)
+    else:
+        v_codes = tl.load(v_ptrs, mask=(dv < DV)[:, None], other=0)
+    word_ptrs = n
+    if tensors.token_scales is not None:
+        words_ptr = tensors.token_scales.to(tl.pointer_type(tl.int32), bitcast=True)
+        word_ptrs = scales_of(words_ptr, tensors.k, page, h, SHAPE.heads, PAGE) + slots
+    return k_codes, v_codes, word_ptrs
+
+
+@triton.jit
+def load_scales(word_ptrs):
+    """Return the scales of K and of V of tokens, float32: the two halves of one word."""
+    words = tl.load(word_ptrs)
+    k_scale = (words << 16).to(tl.float32, bitcast=True)
+    return k_scale, (words & -0x10000).to(tl.float32, bitcast=True)
