@@ -37,7 +37,8 @@ def write(
         layout=(*_layout_of(pages), _strided(key), _strided(value)),
         tensors=(key, value, lengths, *_tensors_of(pages)),
         numbers=(
-            0, 0, writing.UNLIMITED if limit is None else limit, table.shape[1], table.stride(0), 0,
+            0, 0, writing.UNLIMITED if limit is None else limit, table.shape[1], table.stride(0),
+            0, 0,
         ),
     )  # fmt: skip
 
@@ -72,7 +73,8 @@ def attend(
         decode.attend, args,
         layout=(
             *_layout_of(pages), _strided(query), scaling, causal, window, softcap,
-            _strided(plan), _strided(key), _strided(value), _strided(bounds),
+            _strided(plan), _strided(key), _strided(value),
+            None if bounds is None else (bounds.shape, bounds.stride(1)),
         ),
         tensors=(
             query, lengths, plan, key, value, sinks, mask, bounds, *_tensors_of(pages),
@@ -80,6 +82,7 @@ def attend(
         numbers=(
             start, stop, 0, table.shape[1], table.stride(0),
             0 if mask is None or len(mask) == 1 else mask.stride(0),
+            0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
         ),
     )  # fmt: skip
     return attended

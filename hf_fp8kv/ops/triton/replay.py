@@ -35,8 +35,8 @@ from . import tuning
 from .target import target_of
 
 # Parameters of kernels that have other values in each call, and for which no kernel is specialized.
-NUMBERS = ("start", "stop", "limit", "columns", "table_b", "mask_b")
-Numbers = tuple[int, int, int, int, int, int]
+NUMBERS = ("start", "stop", "limit", "columns", "table_b", "mask_b", "mask_h")
+Numbers = tuple[int, int, int, int, int, int, int]
 
 # Triton's launches are the same in these versions, from the first to before the last.
 _ALIKE = ((3, 6), (3, 10))
