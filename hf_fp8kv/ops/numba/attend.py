@@ -243,7 +243,8 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
                 low = max(low, load_i32(c.bounds + sequence * c.bounds_b))
             if c.window:
                 low = max(low, first_visible(length - c.tokens + token, c.window))
-            tile, last = low // TILE, (high + TILE - 1) // TILE
+            # A row that sees nothing may begin past its end.
+            tile, last = low // TILE, (high + TILE - 1) // TILE if low < high else 0
             tiles = last - tile
             tile, last = tile + tiles * split // c.splits, tile + tiles * (split + 1) // c.splits
             s.q[:], s.out[:] = 0, 0
