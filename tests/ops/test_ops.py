@@ -607,6 +607,19 @@ def test_every_code_is_decoded_exactly(name, backend):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sequence_of_which_nothing_is_visible(backend):
+    """It begins past its end: in the middle of a tile, and of the next one."""
+    for hidden in (9, 130):
+        case = Case("hidden", lengths=(hidden, 37), padding=hidden, page_size=64)
+        pages, query, kwargs = prepare(case)
+        kwargs["bounds"] = torch.tensor([[max(case.lengths), hidden], [0, 0]], dtype=torch.int32)
+        found = attend(case, pages, query, backend, **kwargs)
+        assert (found[0] == 0).all()
+        expected = attend(case, pages, query, "reference", **kwargs)
+        assert errors(found, expected)[1] <= bound(case)
+
+
 def test_every_backend_has_the_same_functions():
     # What "triton" takes besides.
     more = {"write": {"limit"}, "attend": {"plan", "new"}, "gather": set()}
