@@ -17,12 +17,13 @@ def is_unobserved(x: Tensor) -> bool:
     """Return whether nothing would see an operation on `x`, so that its backend may be called.
 
     The dispatcher takes longer than all that a decode step needs besides. It is for compilers,
-    modes and transforms of torch, tensor subclasses, gradients and profilers.
+    modes and transforms of torch, tensors without values, subclasses, gradients and profilers.
     """
     return not (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or type(x) is not Tensor
+        or x.is_meta
         or torch._C._len_torch_dispatch_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
