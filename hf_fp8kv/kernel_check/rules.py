@@ -13,6 +13,8 @@ TARGETS = {
     name: has.shared - (1024 if name.startswith("sm_") else 0) for name, has in RESOURCES.items()
 }
 
+FEW_SPILLS = 8
+
 
 def find_violations(
     target: Target,
@@ -31,7 +33,8 @@ def find_violations(
         bytes_per_warp: bytes of K and V that a warp's share of a tile is.
         reads: whether it is a kernel with a main loop over pages that must be fast.
     """
-    if assembly.spills:
+    # Several features together, which few models ask for, may take a few registers more.
+    if assembly.spills > (FEW_SPILLS if not variant.main and len(variant.extras) > 1 else 0):
         yield f"{assembly.spills} spills"
     if shared > TARGETS[target.name]:
         yield f"{shared} bytes of shared memory, there are {TARGETS[target.name]}"

@@ -263,7 +263,7 @@ def test_bench_prints_its_rows(run, measures, tmp_path):
 def test_bench_names_the_suites_it_has(run, measures):
     code, _, err = run("bench", "--suite", "quantum")
     assert code == 2
-    assert "cpu, gpu, quality" in err
+    assert "cpu, gpu, host, quality" in err
 
 
 def test_bench_refuses_a_path_that_cannot_be_written_before_it_measures(run, measures, tmp_path):
