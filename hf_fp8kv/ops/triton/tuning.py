@@ -207,7 +207,7 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
         registers = 240
     combine = "last" if reads_own_stores(target, warps) else "kernel"
     # Half of the others' tiles; a byte for each query and token of a complete mask would spill.
-    masked_tile = 16 if complete else max(16, tile // 2)
+    masked_tile = 16 if complete or rows == 32 else max(16, tile // 2)
     return _apply_overrides(
         LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped, combine)
     )
