@@ -61,8 +61,9 @@ def test_kernels_keep_the_rules():
     assert list(found) == targets
     for target, rows in found.items():
         assert _broken(rows) == [], target
-        kernels = {"plan", "decode", "combine", "extend", "write", "gather"}
-        assert {row.kernel for row in rows} == kernels, target
+        kernels = {"plan", "decode", "extend", "write", "gather"}
+        # Where the last program does not merge the parts of a sequence, "combine" does.
+        assert {row.kernel for row in rows} - {"combine"} == kernels, target
         assert len(rows) >= len(SOME), target
 
 
