@@ -234,6 +234,7 @@ def _decode(
             V_ENCODER,
         )  # fmt: skip
     count = SHAPE.groups * tokens
+    MERGED_ROWS: tl.constexpr = min(ROWS, 16)
     first_row = tl.program_id(2) * ROWS
     end_row = tl.minimum(first_row + ROWS, count)
     rows = first_row + tl.arange(0, ROWS)
@@ -273,11 +274,12 @@ def _decode(
             done = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
             if done == num_splits - 1:
                 tl.debug_barrier()
-                _merge_splits(
-                    plan_ptr, partial_ptr, stats_ptr, tensors.sinks, tensors.v.static_scale,
-                    out_ptr, b, h, first_row, tokens, max_parts, factors.v, SHAPE, ROWS, MERGED,
-                    STAGES,
-                )  # fmt: skip
+                for some in range(0, ROWS, MERGED_ROWS):
+                    _merge_splits(
+                        plan_ptr, partial_ptr, stats_ptr, tensors.sinks, tensors.v.static_scale,
+                        out_ptr, b, h, first_row + some, tokens, max_parts, factors.v, SHAPE,
+                        MERGED_ROWS, MERGED, STAGES,
+                    )  # fmt: skip
                 tl.store(counter_ptr, 0)
 
 

@@ -60,6 +60,8 @@ _DECODE_TAKES = {
     "cuda": {8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
     "hip": {16: (256, 1, 16 << 10)},
 }
+# A limit that is said, since without one compilers may spill before they take what there is.
+_MANY_REGISTERS = 240
 # With more rows, and without a limit, a thread takes all registers that there are.
 _ALL_REGISTERS = {"cuda": 255, "hip": 256}
 
@@ -203,11 +205,10 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     if biased:
         registers = None
     elif registers is not None and expected_programs(target, rows) < 3:
-        # Said, since compilers do not always take what there is.
-        registers = 240
+        registers = _MANY_REGISTERS
     combine = "last" if reads_own_stores(target, warps) else "kernel"
     # Half of the others' tiles; a byte for each query and token of a complete mask would spill.
-    masked_tile = 16 if complete or rows == 32 else max(16, tile // 2)
+    masked_tile = 16 if complete else max(16, tile // 2)
     return _apply_overrides(
         LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped, combine)
     )
@@ -236,6 +237,9 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     if workload.wide and not workload.exact and not _has_room(target, workload.width, widest):
         stages = max(1, stages - 1)
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
+    # Where it costs no room: of eight warps one program fits, with any registers.
+    if table in (_EXTEND_MMA, _EXTEND_SM_80) and (warps == 8 or workload.complete):
+        config = replace(config, registers=_MANY_REGISTERS)
     if not reads_own_stores(target, warps):
         config = replace(config, combine="kernel")
     return _apply_overrides(config)
