@@ -105,11 +105,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtestloop() -> Iterator[None]:
     """A GPU of few processors, so that grids are small; also inside of custom operations."""
     from hf_fp8kv import ops
-    from hf_fp8kv.ops.triton import decode
+    from hf_fp8kv.ops.triton import decode, replay
     from hf_fp8kv.ops.triton.target import Target, assuming
 
     # A launch is executed on copies of its tensors: addresses of other memory lead nowhere.
     ops.reads_blocks = lambda *_: False
+    # Every launch is one of Triton's, which is looked at.
+    replay._REPLAYS = False
     torch.Tensor.pin_memory = lambda tensor: tensor
     # Nothing is compiled as far as machine code, whose registers could be counted.
     decode.compiled_size = lambda *_, **__: None
