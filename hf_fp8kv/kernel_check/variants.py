@@ -88,7 +88,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
         everything, {"extras": ("bias",)}, {"dtype": torch.float32},
         {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
-        {"tokens": 5}, {"page": 16, **blocks}, *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
+        {"tokens": 5}, {"page": 16, **blocks},
+        *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
     ]  # fmt: skip
     extends: list[dict[str, Any]] = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
