@@ -225,7 +225,7 @@ class FP8PagedLayer(PagedLayerBase):
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Take what a layer held; for a layer over the same pool."""
-        self.group.lengths[self.member] = int(snapshot.length)
+        self.group.lengths[self.member] = snapshot.length
         if snapshot.pool is None:
             return
         if snapshot.setup is None:

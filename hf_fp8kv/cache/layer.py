@@ -229,9 +229,8 @@ class PagedLayerBase(CacheLayerMixin):
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
 
-    def snapshot(self, group: LayerGroup) -> LayerSnapshot:
-        """Return what the layer holds; `group` is a fork of its group."""
-        length = self.get_seq_length()
+    def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
+        """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
         if not self.is_initialized:
             return LayerSnapshot(self.index, group, length)
         attributes = vars(self)

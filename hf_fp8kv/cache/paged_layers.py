@@ -23,6 +23,7 @@ from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..paging.preallocated_group import PreallocatedGroup
+from ..paging.shared_lengths import SharedLengths
 from ..scales import KVScales
 from .centers import FirstTokens
 from .dynamic_layer import FP8PagedLayer
@@ -42,6 +43,7 @@ class PagedLayers:
         groups: one group of layers, with one block table, for each window; None: no window.
         layers: the paged layers, in the order of the model.
         first_tokens: what is known of padding at the start of each sequence.
+        lengths: of the layers of the preallocated form.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class PagedLayers:
         self.groups: dict[int | None, LayerGroup] = {}
         self.layers: list[PagedLayerBase] = []
         self.first_tokens = FirstTokens()
+        self.lengths = SharedLengths()
         # The number of the last paged layer in the model.
         self._last = -1
         # The layer that was written last, and the tokens it was given.
@@ -76,7 +79,7 @@ class PagedLayers:
         layer: PagedLayerBase
         if isinstance(group, PreallocatedGroup):
             layer = FP8PagedPreallocatedLayer(
-                index, self.options, group, self.first_tokens, heads, self.config
+                index, self.options, group, self.first_tokens, self.lengths, heads, self.config
             )
         else:
             layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
@@ -129,16 +132,18 @@ class PagedLayers:
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
         """Return what the layers of the cache hold, transformers' own among them."""
-        length = self._length_for_rings()
+        lengths = self.host_lengths()
+        length = max(lengths, default=0)
         groups = {
             window: group.fork_at(length) if isinstance(group, PreallocatedGroup) else group.fork()
             for window, group in self.groups.items()
         }
         states: list[LayerSnapshot | None] = []
         stock = []
+        paged = iter(lengths)
         for layer in layers:
             if isinstance(layer, PagedLayerBase):
-                states.append(layer.snapshot(groups[layer.sliding_window]))
+                states.append(layer.snapshot(groups[layer.sliding_window], next(paged)))
             else:
                 states.append(None)
                 stock.append(layer)
@@ -171,6 +176,9 @@ class PagedLayers:
                 if state is not None:
                     layer.restore(state)
         if copies:
+            self._set_lengths([state.length for state in snapshot.layers if state is not None])
+            for layer in self._preallocated_layers():
+                layer.fill_plan(1)
             _match_widths(layers)
         return layers
 
@@ -197,9 +205,25 @@ class PagedLayers:
         """Sequences; 0 before the first token."""
         return max((group.table.batch for group in self.groups.values()), default=0)
 
+    def host_lengths(self) -> list[int]:
+        """Return the tokens stored in each layer; waits for the device in the preallocated form."""
+        if self.options.is_preallocated and not all(layer.is_empty for layer in self.layers):
+            return self.lengths.on_host()
+        return [layer.host_length() for layer in self.layers]
+
     def host_length(self) -> int:
         """Return the tokens stored as a number; waits for the device in the preallocated form."""
-        return max((layer.host_length() for layer in self.layers), default=0)
+        return max(self.host_lengths(), default=0)
+
+    def _preallocated_layers(self) -> list[FP8PagedPreallocatedLayer]:
+        """Return the layers of the preallocated form; in the dynamic form there are none."""
+        return [x for x in self.layers if isinstance(x, FP8PagedPreallocatedLayer)]
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """Set the tokens stored in each layer of the preallocated form."""
+        self.lengths.set(lengths)
+        for layer, length in zip(self._preallocated_layers(), lengths, strict=True):
+            layer.note_length(length)
 
     def ask_for_padding(self, tokens: int) -> None:
         """Have the next mask say which of these new tokens are padding, if a center needs it."""
@@ -240,10 +264,10 @@ class PagedLayers:
                 group.crop(tokens)
             self._free_empty()
             return
-        for layer in self.layers:
-            layer.crop(-tokens)
         if tokens:
-            self._unshare(self.host_length())
+            kept = [max(length - tokens, 0) for length in self.host_lengths()]
+            self._set_lengths(kept)
+            self._unshare(max(kept, default=0))
 
     def end_layer(self, index: int, tokens: int) -> None:
         """Note that layer `index` has stored `tokens`.
@@ -284,8 +308,7 @@ class PagedLayers:
                 group.clear()
             self._free_empty()
             return
-        for layer in self.layers:
-            layer.reset()
+        self._set_lengths([0] * len(self.layers))
         # Sequences that came from one beam: each gets pages of its own again.
         for group in self.groups.values():
             group.clear()
@@ -314,6 +337,7 @@ class PagedLayers:
         for layer in self.layers:
             layer.select_rows(sequences)
         if self.options.is_preallocated:
+            self.lengths.resize(len(rows))
             self._unshare(length)
         else:
             for group in self.groups.values():
@@ -326,6 +350,7 @@ class PagedLayers:
             sizes.update(layer.memory_footprint())
         for group in self.groups.values():
             sizes.update(group.memory_footprint())
+        sizes["tables"] += self.lengths.nbytes
         return sizes
 
     def _unshare(self, length: int) -> None:
@@ -337,8 +362,7 @@ class PagedLayers:
 
     def _refresh_layers(self) -> None:
         """Bring changes of the block tables to the layers of the preallocated form."""
-        for layer in self.layers:
-            assert isinstance(layer, FP8PagedPreallocatedLayer)
+        for layer in self._preallocated_layers():
             layer.refresh(self.batch)
 
     def _free_empty(self) -> None:

@@ -15,6 +15,7 @@ from ..ops import Pages
 from ..paging.page_pool import zeros
 from ..paging.pending_write import MOST_TOKENS
 from ..paging.preallocated_group import PreallocatedGroup
+from ..paging.shared_lengths import SharedLengths
 from .centers import FirstTokens
 from .layer import PagedLayerBase, parse_crop, refuse_export
 from .options import CacheOptions
@@ -30,8 +31,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     window in the layer's own.
 
     Attributes:
-        lengths: `[B]`, int32, tokens stored: a tensor, since a number that changes with each step
-            would make `torch.compile` compile each step.
+        shared: the lengths of all layers of the cache.
+        place: the layer's number there.
         config: the model's config, which says which attention is used; or None.
         table: `[B, M]`, int32, the group's block table on the layer's device.
         plan: the group's plan (`LayerGroup.shared_plan`), or None.
@@ -40,10 +41,9 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
 
     is_compileable = True
     group: PreallocatedGroup
-    lengths: torch.Tensor
     table: torch.Tensor
     plan: torch.Tensor | None
-    fills_plan: bool
+    fills_plan = False
 
     def __init__(
         self,
@@ -51,11 +51,13 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         options: CacheOptions,
         group: PreallocatedGroup,
         first_tokens: FirstTokens,
+        shared: SharedLengths,
         whole_heads: int | None = None,
         config: Any = None,
     ) -> None:
         super().__init__(index, options, group, first_tokens, whole_heads)
         self.config = config
+        self.shared, self.place = shared, shared.add()
         assert options.max_cache_len is not None
         self.max_cache_len = options.max_cache_len
         # Whether nothing was written since the start or a reset. It changes once per generate
@@ -76,7 +78,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         else:
             self.table, pages = _preallocate(self.group, self.max_cache_len, batch, self.device)
         self.pool.allocate(key_states, value_states, pages)
-        self.lengths = zeros((batch,), torch.int32, self.device)
+        self.shared.place(self.place, batch, self.device)
         if self._scale_center is not None or self.options.first_call_centers:
             shape = (batch, *self.pool.k.shape[1::2])
             self.k_center = zeros(shape, torch.float32, self.device)
@@ -91,11 +93,20 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         )
         if torch.compiler.is_compiling():
             return
-        step = (self.table, self.lengths, self.plan)
+        step = (self.table, self.plan, *self.shared.tensors(self.place))
         scales = (self.k_static_scale, self.v_static_scale, self.k_center)
         for tensor in (*self.pool.tensors().values(), *step, *scales):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """The tokens stored, `[B]`, int32; not to be written into.
+
+        A tensor, since a number that changes with each step would make `torch.compile` compile
+        each step.
+        """
+        return self.shared.of(self.place)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -151,7 +162,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     ) -> Pages:
         """Store tokens unless `defers`; return pages with what they see if that `is_read`."""
         tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
-        first, target, lengths = 0, pages, self.lengths + tokens
+        first, target, lengths = 0, pages, self.shared.after(self.place, tokens)
         passes = ring > 0 and tokens > self.group.tokens_at_once
         if passes and is_read:
             begin = self._first_in_ring(self.lengths)
@@ -164,15 +175,15 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
                 target, key[:, :, first:], value[:, :, first:], lengths, self.backend,
                 self.max_cache_len,
             )  # fmt: skip
-        self.lengths.copy_(lengths)
+        self.shared.advance(self.place, tokens, lengths)
         if passes and is_read:
-            end = self._first_in_ring(self.lengths)
+            end = self._first_in_ring(lengths)
             for own, scratch in zip(_tensors(pages), _tensors(target), strict=True):
                 kept = scratch.unflatten(0, (len(lengths), -1))
                 index = (end - begin)[:, None] + torch.arange(ring, device=end.device)
                 rows = torch.arange(len(lengths), device=end.device)[:, None]
                 own.index_copy_(0, self._ring_pages(end).flatten(), kept[rows, index].flatten(0, 1))
-        self._fill_plan(tokens)
+        self.fill_plan(tokens)
         return target
 
     def _first_in_ring(self, lengths: torch.Tensor) -> torch.Tensor:
@@ -208,7 +219,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         table = (start + column.clamp(0, room - 1)).int()
         return Pages(k, v, scales, table)
 
-    def _fill_plan(self, tokens: int) -> None:
+    def fill_plan(self, tokens: int) -> None:
+        """Fill the group's plan for a call of `tokens` that were stored, if this layer does."""
         if self.fills_plan:
             assert self.plan is not None
             window, heads = self.group.window or 0, self.pool.heads
@@ -275,12 +287,19 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """Return how many tokens there is room for."""
         return self.max_cache_len
 
+    def note_length(self, length: int) -> None:
+        """Follow a length that was set, not advanced by a step."""
+        if not length and not self.is_empty:
+            self.group.lost = 0
+        self.is_empty, self._max_written = not length, length
+
+    def _set_length(self, length: int) -> None:
+        self.shared.set_one(self.place, length)
+        self.note_length(length)
+
     def reset(self) -> None:
         """Remove all tokens; addresses stay."""
-        if self.is_initialized:
-            self.lengths.zero_()
-        self.is_empty = True
-        self._max_written = self.group.lost = 0
+        self._set_length(0)
 
     def activate_past_recording(self) -> None:
         """Keep all tokens from now on; a ring becomes room for all, at new addresses."""
@@ -301,10 +320,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         if tokens and self.is_initialized:
             length = self.host_length()
             self.group.check_crop_from(tokens, length)
-            self.lengths.sub_(tokens).clamp_(min=0)
-            if not self.is_empty and length <= tokens:
-                self.is_empty = True
-                self.group.lost = 0
+            self._set_length(max(length - tokens, 0))
 
     def refresh(self, batch: int) -> None:
         """Follow a change of the group's block table, in place where the batch is the same."""
@@ -323,8 +339,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     def move_to(self, device: torch.device) -> None:
         """Move what the layer holds to `device`, to new addresses."""
         super().move_to(device)
-        with torch.inference_mode(False), torch.no_grad():
-            self.lengths = self.lengths.to(device)
+        self.shared.move(self.place, device)
         self.table = self.group.table_on(device)
         self._share_plan()
 
@@ -336,18 +351,13 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         )
 
     def select_rows(self, sequences: torch.Tensor) -> None:
-        """Select sequences `[B']` of what this layer alone holds: centers and lengths."""
-        if not self.is_initialized:
-            return
-        index = sequences.to(self.device)
-        for name in ("k_center", "lengths"):
-            tensor = getattr(self, name)
-            if tensor is None:
-                continue
-            if len(index) == len(tensor):
-                tensor.copy_(tensor[index])
+        """Select sequences `[B']` of what this layer alone holds: the center."""
+        if self.k_center is not None:
+            selected = self.k_center[sequences.to(self.k_center.device)]
+            if len(selected) == len(self.k_center):
+                self.k_center.copy_(selected)
             else:
-                setattr(self, name, tensor[index])
+                self.k_center = selected
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Take a copy of what a layer held; each sequence gets pages of its own."""
@@ -359,11 +369,6 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         first = max(stored.first, stored.count - (self.group.ring or stored.count))
         rows = stored.rows[:, first : stored.count]
         self.group.lost = first * self.pool.page_size
-        length = snapshot.length
-        self.lengths.fill_(length)
-        self._fill_plan(1)
-        self.is_empty = isinstance(length, int) and length == 0
-        self._max_written = length if isinstance(length, int) else self.max_cache_len
         pages = self.table[:, first : stored.count].long().reshape(-1)
         sources = snapshot.pool.take(rows.reshape(-1))
         for name, tensor in self.pool.tensors().items():
@@ -374,11 +379,6 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     def pages_in_use(self) -> int:
         """Return all pages of the pool: each has its place in a sequence."""
         return self.pool.pages
-
-    def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
-        tables = self.lengths.nbytes if self.is_initialized else 0
-        return super().memory_footprint() | {"tables": tables}
 
 
 def _tensors(pages: Pages) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
     used_pages = []
     for g, group in enumerate(snapshot.groups):
         # The preallocated form lists pages that hold nothing yet.
-        length = max((int(x.length) for x in snapshot.layers if x and x.group is group), default=0)
+        length = max((x.length for x in snapshot.layers if x and x.group is group), default=0)
         pages = group.table.rows[:, group.table.first : -(-length // group.table.page_size)]
         used, rows = np.unique(pages, return_inverse=True)
         tensors[f"groups.{g}.table"] = torch.from_numpy(rows.reshape(pages.shape).astype(np.int32))
@@ -57,7 +57,7 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
         facts: Facts = {"kind": "paged", "group": g, "index": layer.index}
         if pool is not None:
             facts |= {
-                "length": int(layer.length),
+                "length": layer.length,
                 "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
                 "shape": [pool.heads, pool.k_dim, pool.v_dim],
             }

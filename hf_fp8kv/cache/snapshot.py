@@ -22,7 +22,7 @@ class LayerSnapshot:
     Attributes:
         index: the layer's number in the model.
         group: which page of the pool holds which token: a fork of the layer's group.
-        length: tokens stored; a tensor `[]` on the device in the preallocated form.
+        length: tokens stored.
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         setup: what `PagedLayerBase._prepare_scales` looked up, by name; None: to be looked up.
@@ -30,7 +30,7 @@ class LayerSnapshot:
 
     index: int
     group: LayerGroup
-    length: int | torch.Tensor
+    length: int
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
     setup: dict[str, Any] | None = None
