@@ -299,7 +299,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
 
     def reset(self) -> None:
         """Remove all tokens; addresses stay."""
-        self._set_length(0)
+        if not self.is_empty:
+            self._set_length(0)
 
     def activate_past_recording(self) -> None:
         """Keep all tokens from now on; a ring becomes room for all, at new addresses."""

@@ -39,10 +39,10 @@ class SharedLengths:
     def place(self, layer: int, batch: int, device: torch.device) -> None:
         """Have the lengths of a layer on `device`, where its keys are, at addresses that stay."""
         if device not in self.shared:
-            shared = zeros((batch,), torch.int32, device)
-            for other in self.shared.values():
-                shared.copy_(other)
-            self.shared[device] = shared
+            first = next(iter(self.shared.values()), None)
+            self.shared[device] = zeros((batch,), torch.int32, device)
+            if first is not None:
+                self.shared[device].copy_(first)
         own = zeros((batch,), torch.int32, device)
         if layer in self.own:
             own.copy_(self.own[layer])

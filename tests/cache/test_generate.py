@@ -88,10 +88,18 @@ class TestAuto:
             for weight in draft.parameters():
                 if weight.ndim > 1:
                     weight.add_(0.02 * weight.std() * torch.randn_like(weight))
-        for keywords in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft}):
-            cache = new_cache(model, dtype="auto", prefill=prefill)
-            assert_same(generate(model, row, cache, **keywords), expected, list(keywords))
+        drafts = ({"prompt_lookup_num_tokens": 4}, {"assistant_model": draft})
+        for keywords, room in (
+            (drafts[0], None),
+            (drafts[1], None),
+            (drafts[prefill == "exact"], 60),
+        ):
+            cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=room)
+            said = generate(model, row, cache, disable_compile=True, **keywords)
+            assert_same(said, expected, (list(keywords), room))
             assert cache.get_seq_length() >= expected.shape[1] - 1
+            if room:
+                assert not cache.paged_layers[0].shared.apart, "layers that part ways"
 
     def test_preallocated_form(self, name: str, prefill: str, attention: str) -> None:
         stock, model, inputs = self.pair(name, attention)

@@ -1,0 +1,300 @@
+"""Lengths of a preallocated cache: advanced once in a step, and right whatever a model calls.
+
+dtype="auto" beside transformers' DynamicCache, whose layers each have a length of their own.
+"""
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+
+from hf_fp8kv import ConfigError, FP8PagedCache, ops
+from hf_fp8kv.cache.paged_tensor import densify
+from hf_fp8kv.cache.preallocated_layer import FP8PagedPreallocatedLayer
+from tests.helpers.assertions import assert_same
+from tests.helpers.counting import LengthsWritten
+from tests.helpers.tiny_models import causal_config
+
+LAYERS, BATCH, WINDOW, ROOM = 4, 3, 8, 60
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+# The layers that each of a sequence of steps calls.
+ORDERS = {
+    "in order": [[0, 1, 2, 3]] * 4,
+    "backwards": [[3, 2, 1, 0]] * 4,
+    "another order in each step": [[1, 0, 3, 2], [0, 3, 2, 1], [2, 1, 0, 3], [0, 1, 2, 3]],
+    "one is left out": [[0, 1, 2, 3], [0, 1, 3], [0, 1, 3], [0, 1, 2, 3]],
+    "one comes later": [[0, 1, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3]],
+    "the first is left out": [[0, 1, 2, 3], [1, 2, 3], [1, 2, 3], [0, 1, 2, 3]],
+    "an early exit": [[0, 1, 2, 3], [0, 1], [0, 1], [2, 3, 2, 3], [0, 1, 2, 3]],
+    "twice": [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 0, 1, 2, 3]],
+    "one of them twice": [[0, 1, 2, 3], [0, 1, 2, 1, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3]],
+}
+orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def config(name: str = "llama") -> Any:
+    more = {}
+    if name == "gemma3_text":
+        more["layer_types"] = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    return causal_config(name, num_hidden_layers=LAYERS, **more)
+
+
+def pair(name: str = "llama", **keywords: Any) -> tuple[FP8PagedCache, DynamicCache]:
+    options = {"dtype": "auto", "page_size": 8, "prefill": "stored", "max_cache_len": ROOM}
+    return FP8PagedCache(config(name), **options, **keywords), DynamicCache(config=config(name))
+
+
+def token(layer: int, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + layer)
+    return torch.randn(BATCH, 2, count, 16, generator=generator)
+
+
+def step(cache: Any, layers: list[int], count: int, seed: int) -> list[torch.Tensor]:
+    """One step, in which layer `i` is called as often as it occurs; K as each call returns it."""
+    found = []
+    for call, layer in enumerate(layers):
+        x = token(layer, count, 10 * seed + call)
+        key, value = cache.update(x, -x, layer)
+        assert_same(densify(key), -densify(value))
+        found.append(densify(key).clone())
+    return found
+
+
+def check(cache: FP8PagedCache, stock: DynamicCache, window: int = ROOM) -> None:
+    """Each layer's length, and what its next token sees."""
+    for layer, other in zip(cache.layers, stock.layers, strict=True):
+        length = int(other.get_seq_length())
+        assert layer.host_length() == int(layer.get_seq_length()) == length
+        if length:
+            assert layer.lengths.tolist() == [length] * BATCH
+            shown = min(length, window - 1) if layer.is_sliding else length
+            for mine, whole in ((layer.keys, other.keys), (layer.values, other.values)):
+                last = slice(length - mine.start - shown, length - mine.start)
+                assert_same(mine.dense()[:, :, last], whole[:, :, -shown:])
+    assert cache.host_length() == max(int(x.get_seq_length()) for x in stock.layers)
+
+
+@orders
+@pytest.mark.parametrize("first", [1, 9])
+def test_any_order(order: list[list[int]], first: int, tmp_path: Path) -> None:
+    cache, stock = pair()
+    for seed, layers in enumerate(order):
+        count = 1 if seed else first
+        found, expected = (step(x, layers, count, seed) for x in (cache, stock))
+        for mine, whole in zip(found, expected, strict=True):
+            assert_same(mine[:, :, : whole.shape[2]], whole, f"step {seed}")
+        check(cache, stock)
+    copies = (
+        cache.fork(), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)),
+        FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors")),
+    )  # fmt: skip
+    twins = [(one, copy.deepcopy(stock)) for one in copies] + [(cache, stock)]
+    for mine, other in twins:
+        check(mine, other)
+        for x in (mine, other):
+            x.reorder_cache(torch.tensor([2, 0, 1]))
+            step(x, [0, 1, 2, 3], 3, 7)
+            x.crop(-2)
+            step(x, [1, 2, 3], 1, 8)
+        check(mine, other)
+    for x in (cache, stock):
+        x.batch_repeat_interleave(2)
+        x.batch_select_indices(torch.tensor([1, 0, 5]))
+    check(cache, stock)
+    cache.reset()
+    stock = DynamicCache(config=config())
+    for seed in (1, 2):
+        step(cache, [0, 1, 2, 3], 5, seed), step(stock, [0, 1, 2, 3], 5, seed)
+        check(cache, stock)
+
+
+@pytest.mark.parametrize("order", [ORDERS[x] for x in ("backwards", "another order in each step")])
+@pytest.mark.parametrize("chunk", [1, 5, 20])
+def test_windows_and_prompts_in_chunks(order: list[list[int]], chunk: int) -> None:
+    cache, stock = pair("gemma3_text")
+    assert any(group.window == WINDOW for group in cache.groups.values())
+    for seed, layers in enumerate([*order, [0, 1, 2, 3]]):
+        count = chunk if seed < 2 else 1
+        step(cache, layers, count, seed), step(stock, layers, count, seed)
+        check(cache, stock, WINDOW)
+
+
+@pytest.mark.parametrize("refused", range(LAYERS))
+def test_a_step_that_is_refused(refused: int) -> None:
+    """The layers before it have stored the token, as those of transformers have; no other has."""
+    cache, stock = pair()
+    step(cache, [0, 1, 2, 3], 5, 0), step(stock, [0, 1, 2, 3], 5, 0)
+    for x in (cache, stock):
+        step(x, list(range(refused)), 1, 1)
+    with pytest.raises(ConfigError):
+        cache.update(token(refused, 1, 1)[:, :1], token(refused, 1, 1)[:, :1], refused)
+    check(cache, stock)
+    for x in (cache, stock):
+        x.crop(-3)
+    check(cache, stock)
+    for seed in (2, 3):
+        step(cache, [0, 1, 2, 3], 1, seed), step(stock, [0, 1, 2, 3], 1, seed)
+        check(cache, stock)
+
+
+def test_other_numbers_of_tokens_in_one_step() -> None:
+    cache, stock = pair()
+    for seed, counts in enumerate([(5, 5, 5, 5), (1, 2, 1, 3), (2, 2, 2, 2), (3, 1, 3, 1)]):
+        for layer, count in enumerate(counts):
+            for x in (cache, stock):
+                step(x, [layer], count, seed)
+        check(cache, stock)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_an_eager_step_advances_once(name: str) -> None:
+    cache, _ = pair(name)
+    step(cache, [0, 1, 2, 3], 9, 0)
+    for change in (None, lambda: cache.crop(-2), lambda: cache.reorder_cache(torch.arange(BATCH))):
+        if change is not None:
+            change()
+        with LengthsWritten(BATCH) as written:
+            step(cache, [0, 1, 2, 3], 1, 1)
+        assert written.counts == {"add": 1, "copy_": 1}, len(cache.groups)
+    step(cache, [0, 1], 1, 2)
+    step(cache, [0, 1], 1, 3)
+    assert cache.paged_layers[2].shared.apart == [2, 3]
+    cache.reset()
+    step(cache, [0, 1, 2, 3], 9, 0)
+    assert not cache.paged_layers[2].shared.apart
+
+
+class Stack(torch.nn.Module):
+    """Calls the layers of a cache in a fixed order; returns the sum of what they give."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: torch.Tensor, cache: Any, width: int) -> torch.Tensor:
+        for call, layer in enumerate(self.order):
+            key, value = cache.update(x + layer, call - x, layer)
+            # As a sum over the columns, which are more than are filled in the preallocated form.
+            x = x + densify(key)[:, :, :width].sum(2, True) + densify(value)[:, :, :width].mean()
+        return x
+
+
+def count_lengths(found: list[Counter[str]]) -> Callable[..., Any]:
+    """A compiler's backend that counts what makes or writes lengths in a graph."""
+
+    def look(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        seen: Counter[str] = Counter()
+        for node in module.graph.nodes:
+            value = node.meta.get("val")
+            is_length = isinstance(value, torch.Tensor) and value.dtype == torch.int32
+            if node.op == "call_function" and is_length and value.shape == (BATCH,):
+                seen[node.target.overloadpacket.__name__] += 1
+        found.append(seen)
+        return module
+
+    return aot_autograd(fw_compiler=look)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_a_compiled_step_advances_once(name: str) -> None:
+    cache, _ = pair(name)
+    step(cache, [0, 1, 2, 3], 9, 0)
+    found: list[Counter[str]] = []
+    run = torch.compile(Stack([0, 1, 2, 3]), fullgraph=True, backend=count_lengths(found))
+    for seed in range(3):
+        run(token(0, 1, seed), cache, 0)
+    assert found == [Counter({"add": 1, "copy": 1})]
+    assert [layer.host_length() for layer in cache.layers] == [12] * LAYERS
+
+
+@pytest.mark.parametrize("name", ["backwards", "an early exit", "one of them twice"])
+@torch.no_grad()
+def test_any_order_in_compiled_steps(name: str) -> None:
+    """As many graphs as there are orders, and at most two more for layers that stay out."""
+    order = ORDERS[name]
+    stacks = {tuple(layers): Stack(layers) for layers in order}
+    caches = [pair()[0] for _ in range(2)]
+    compiled = {
+        layers: torch.compile(stack, fullgraph=True, dynamic=False, backend="eager")
+        for layers, stack in stacks.items()
+    }
+    for cache in caches:
+        step(cache, [0, 1, 2, 3], 5, 0)
+    for seed, layers in enumerate(order * 2):
+        if seed == len(order):
+            for cache in caches:
+                cache.reset()
+                step(cache, [3, 2, 1, 0], 4, 1)
+        x = token(0, 1, seed)
+        lengths = [layer.host_length() for layer in caches[0].layers]
+        found, expected = (
+            run[tuple(layers)](x, cache, ROOM)
+            for cache, run in zip(caches, (stacks, compiled), strict=True)
+        )
+        assert_same(found, expected, f"step {seed}")
+        for layer in layers:
+            lengths[layer] += 1
+        for cache in caches:
+            assert [layer.host_length() for layer in cache.layers] == lengths
+    for mine, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert_same(mine.keys.dense(), other.keys.dense())
+    assert counters["stats"]["unique_graphs"] <= 3 * len(stacks)
+    if name == "backwards":
+        assert counters["stats"]["unique_graphs"] == 1
+
+
+@torch.no_grad()
+def test_a_layer_that_stays_out_is_not_compiled_for_at_each_step() -> None:
+    cache, _ = pair()
+    step(cache, [0, 1, 2, 3], 5, 0)
+    run = torch.compile(Stack([0, 1, 3]), fullgraph=True, dynamic=False, backend="eager")
+    for seed in range(12):
+        run(token(0, 1, seed), cache, ROOM)
+        assert counters["stats"]["unique_graphs"] <= min(seed + 1, 3)
+    assert [layer.host_length() for layer in cache.layers] == [17, 17, 5, 17]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", [None, "write", "fill_plan", "update"])
+def test_a_compiled_first_call_and_graph_breaks(
+    place: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A break in a step leaves the rest of a layer, and other layers, to regions that follow."""
+    cache, other = pair()[0], pair()[0]
+    stack = Stack([0, 1, 2, 3])
+    inputs = [token(0, count, seed) for seed, count in enumerate((9, 4, 1, 1, 1))]
+    expected = [stack(x, other, ROOM) for x in inputs]
+    if place is not None:
+        owner: Any = {"write": ops, "update": cache}.get(place, FP8PagedPreallocatedLayer)
+        called = getattr(owner, place)
+
+        def break_off(*arguments: Any, **keywords: Any) -> Any:
+            torch._dynamo.graph_break()
+            result = called(*arguments, **keywords)
+            torch._dynamo.graph_break()
+            return result
+
+        monkeypatch.setattr(owner, place, break_off)
+    run = torch.compile(stack, backend="eager", fullgraph=place is None)
+    for x, wanted in zip(inputs, expected, strict=True):
+        assert_same(run(x, cache, ROOM), wanted)
+        assert not cache.paged_layers[0].shared.apart
+    assert [layer.host_length() for layer in cache.layers] == [16] * LAYERS
+    assert counters["stats"]["unique_graphs"] > (LAYERS if place else 0)
