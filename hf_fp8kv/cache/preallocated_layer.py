@@ -101,11 +101,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """The tokens stored, `[B]`, int32; not to be written into.
-
-        A tensor, since a number that changes with each step would make `torch.compile` compile
-        each step.
-        """
+        """The tokens stored, `[B]`, int32; not to be written into."""
         return self.shared.of(self.place)
 
     def update(
@@ -162,7 +158,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
     ) -> Pages:
         """Store tokens unless `defers`; return pages with what they see if that `is_read`."""
         tokens, pages, ring = key.shape[2], self._pages(self.table), self.group.ring
-        first, target, lengths = 0, pages, self.shared.after(self.place, tokens)
+        first, target = 0, pages
+        lengths = self.shared.after(self.place, tokens, self.max_cache_len, self.backend)
         passes = ring > 0 and tokens > self.group.tokens_at_once
         if passes and is_read:
             begin = self._first_in_ring(self.lengths)
@@ -220,7 +217,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         return Pages(k, v, scales, table)
 
     def fill_plan(self, tokens: int) -> None:
-        """Fill the group's plan for a call of `tokens` that were stored, if this layer does."""
+        """Fill the group's plan for `tokens` that were stored, if this layer is to."""
         if self.fills_plan:
             assert self.plan is not None
             window, heads = self.group.window or 0, self.pool.heads

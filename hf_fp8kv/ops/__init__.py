@@ -21,10 +21,10 @@ What a stored code stands for (reference.py is the specification):
 from .backends import BACKENDS, CHOICES, available_backends, choose_backend
 from .blocks import reads_blocks
 from .pages import AttentionSpec, Pages, StoredSide
-from .registration import attend, gather, make_plan, plan_rows, write, write_and_attend
+from .registration import advance, attend, gather, make_plan, plan_rows, write, write_and_attend
 
 __all__ = [
-    "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "attend", "available_backends",
-    "choose_backend", "gather", "make_plan", "plan_rows", "reads_blocks", "write",
-    "write_and_attend",
+    "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
+    "available_backends", "choose_backend", "gather", "make_plan", "plan_rows", "reads_blocks",
+    "write", "write_and_attend",
 ]  # fmt: skip

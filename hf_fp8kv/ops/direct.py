@@ -36,7 +36,7 @@ def write(
 ) -> None:
     """Store new tokens."""
     if backend != "triton":
-        _check_limit(lengths, key.shape[2], limit)
+        check_limit(lengths, key.shape[2], limit)
         load_backend(backend).write(pages, key, value, lengths)
         return
     if lengths.is_cpu and target_of(lengths.device).interpreted:
@@ -44,7 +44,7 @@ def write(
     load_triton().write(pages, key, value, lengths, limit)
 
 
-def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
+def check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
     if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
         raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
@@ -52,7 +52,7 @@ def _check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
 
 def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Refuse, in the interpreter, what the other backends refuse."""
-    _check_limit(lengths, tokens, limit)
+    check_limit(lengths, tokens, limit)
     reference.locate_all(pages, lengths, tokens)
 
 

@@ -143,6 +143,17 @@ def write_and_attend(
     return op(query, key, value, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
 
+def advance(lengths: Tensor, tokens: int, limit: int, backend: str) -> Tensor:
+    """Return `lengths + tokens`, what `write` is given for a call of `tokens`.
+
+    Raises what `write` does. In compiled code already here, since what is computed from the result
+    may be put before the write.
+    """
+    if backend == "triton" or not torch.compiler.is_compiling():
+        return lengths + tokens
+    return _ADVANCE_BY_HOST(lengths, tokens, limit)
+
+
 def plan_rows(
     backend: str,
     device: torch.device,
@@ -188,6 +199,13 @@ def run_write(
 ) -> None:
     """Write to the pages that `leaves` are; a limit below 0 is none."""
     direct.write(unflatten(leaves), key, value, lengths, None if limit < 0 else limit, backend)
+
+
+def run_advance(lengths: Tensor, tokens: int, limit: int) -> Tensor:
+    """Add, and look at the sum."""
+    after = lengths + tokens
+    direct.check_limit(after, tokens, limit)
+    return after
 
 
 def run_gather(
@@ -282,6 +300,10 @@ def _write_and_attend_shape(
     return _attend_shape(query, lengths, *rest)
 
 
+def _advance_shape(lengths: Tensor, tokens: int, limit: int) -> Tensor:
+    return torch.empty_like(lengths)
+
+
 def _nothing(*_: object) -> None:
     pass
 
@@ -342,6 +364,10 @@ _PLAN_SCHEMA = (
 )
 _WRITE = _register("write", run_write, _WRITE_SCHEMA, _nothing)
 _WRITE_BY_HOST = _register("write_by_host", run_write, _WRITE_SCHEMA, _nothing, by_host=True)
+_ADVANCE_BY_HOST = _register(
+    "advance_by_host", run_advance, "(Tensor lengths, SymInt tokens, int limit) -> Tensor",
+    _advance_shape, by_host=True,
+)  # fmt: skip
 _GATHER = _register("gather", run_gather, _GATHER_SCHEMA, _gather_shape)
 _GATHER_BY_HOST = _register(
     "gather_by_host", run_gather, _GATHER_SCHEMA, _gather_shape, by_host=True

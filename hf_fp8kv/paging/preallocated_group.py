@@ -16,7 +16,7 @@ class PreallocatedGroup(LayerGroup):
 
     With a window the pages of a sequence are a ring: logical page `i` is in column `i % ring` of
     the block table. The layers do not see that: on a device the table has a column for each
-    logical page. Lengths are tensors of the layers; `lengths` is not used.
+    logical page. Lengths are tensors (`SharedLengths`); `lengths` is not used.
 
     Attributes:
         columns: logical pages of a sequence; 0 before `preallocate`.

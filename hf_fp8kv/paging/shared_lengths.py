@@ -2,6 +2,7 @@
 
 import torch
 
+from .. import ops
 from .page_pool import zeros
 
 
@@ -13,7 +14,8 @@ class SharedLengths:
     is called in another way (not in every step, twice in a step, with other tokens) has a length
     of its own from then on, until `set`.
 
-    What is kept in Python is the same before each step, so that compiled code stays valid.
+    What is kept in Python is the same before each step, and a length is a tensor, so that compiled
+    code stays valid.
 
     Attributes:
         layers: how many layers there are; they are known by their numbers.
@@ -66,11 +68,11 @@ class SharedLengths:
             return own
         return shared - self.tokens if layer in self.late else shared
 
-    def after(self, layer: int, tokens: int) -> torch.Tensor:
-        """Return what `of` will after `advance`: `[B]`, int32."""
+    def after(self, layer: int, tokens: int, limit: int, backend: str) -> torch.Tensor:
+        """Return what `of` will after `advance`: `[B]`, int32; see `ops.advance`."""
         if layer in self.late and tokens == self.tokens:
             return self.tensors(layer)[0]
-        return self.of(layer) + tokens
+        return ops.advance(self.of(layer), tokens, limit, backend)
 
     def advance(self, layer: int, tokens: int, lengths: torch.Tensor) -> None:
         """Note that a layer has stored `tokens`; `lengths` is what `after` returned for them."""

@@ -152,13 +152,16 @@ def test_addresses_stay(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert addresses() == before
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "aot_eager", "inductor"])
 def test_overrun_raises_and_changes_nothing(how: str) -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     cache = FP8PagedCache(model.config, page_size=16, max_cache_len=20)
-    options = {"compile_config": compiled()} if how == "compiled" else {"disable_compile": True}
+    options = {"disable_compile": True} if how == "eager" else {"compile_config": compiled(how)}
     with pytest.raises(OutOfPagesError, match="max_cache_len"):
         model.generate(**inputs, past_key_values=cache, **options, **GREEDY)
+    assert [layer.host_length() for layer in cache.paged_layers] == [20, 20]
+    cache.crop(-1)
+    model(inputs["input_ids"][:, :1], past_key_values=cache)
     assert [layer.host_length() for layer in cache.paged_layers] == [20, 20]
 
 

@@ -17,7 +17,7 @@ def store(lengths: SharedLengths, layer: int, tokens: int) -> None:
     """What a layer does in a call, its first one among them."""
     if layer not in lengths.own:
         lengths.place(layer, BATCH, CPU)
-    lengths.advance(layer, tokens, lengths.after(layer, tokens))
+    lengths.advance(layer, tokens, lengths.after(layer, tokens, 999, "torch"))
 
 
 def make(layers: int = LAYERS) -> SharedLengths:
