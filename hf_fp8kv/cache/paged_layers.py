@@ -241,19 +241,15 @@ class PagedLayers:
         is_first = isinstance(offset, int) and offset == 0
         return torch.zeros((), dtype=torch.int32) if is_stored and is_first else offset
 
-    def _length_for_rings(self) -> int:
-        """Return the tokens stored if a ring must know; else 0: asking waits for the device."""
-        rings = any(group.ring or group.lost for group in self._preallocated())
-        return self.host_length() if rings else 0
-
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""
         if not self.options.is_preallocated:
             for group in self.groups.values():
                 group.check_crop(tokens)
             return
-        length = self._length_for_rings()
-        for ring in self._preallocated():
+        rings = [group for group in self._preallocated() if group.ring or group.lost]
+        length = self.host_length() if rings else 0  # it waits for the device
+        for ring in rings:
             ring.check_crop_from(tokens, length)
 
     def crop(self, tokens: int) -> None:
@@ -312,7 +308,7 @@ class PagedLayers:
         # Sequences that came from one beam: each gets pages of its own again.
         for group in self.groups.values():
             group.clear()
-        self._refresh_layers()
+        self._unshare(0)
 
     def select(self, sequences: torch.Tensor) -> None:
         """Make sequence `i` what sequence `sequences[i]` was; moves page numbers, not bytes.
@@ -354,14 +350,10 @@ class PagedLayers:
         return sizes
 
     def _unshare(self, length: int) -> None:
-        """Give each sequence of the preallocated form pages of its own from `length` on."""
+        """Give sequences of the preallocated form own pages from `length` on; tell the layers."""
         if self.batch:
             for group in self._preallocated():
                 group.unshare(length)
-        self._refresh_layers()
-
-    def _refresh_layers(self) -> None:
-        """Bring changes of the block tables to the layers of the preallocated form."""
         for layer in self._preallocated_layers():
             layer.refresh(self.batch)
 
