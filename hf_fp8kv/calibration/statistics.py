@@ -1,6 +1,5 @@
 """Statistics of scales on a text: what saturates, what vanishes, and the error per format."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -106,8 +105,7 @@ def _count(
 
 def _largest(fmt: Format) -> float:
     """Return what just rounds to the format's largest number; only more than that saturates."""
-    step = 2.0 ** (math.floor(math.log2(fmt.max)) - fmt.mantissa_bits)
-    return fmt.max + step / 2
+    return fmt.max + fmt.max_step / 2
 
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -10,7 +10,6 @@ infinity gets the scale NaN: it reads back as NaN in every format.
 """
 
 import functools
-import math
 
 import torch
 
@@ -135,9 +134,8 @@ def search_scale(x: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def error_unit(fmt: Format) -> float:
-    """Return 512 over the largest rounding error in the format's top binade: a power of two."""
-    top = math.floor(math.log2(fmt.max))
-    return float(2.0 ** (9 - (top - fmt.mantissa_bits - 1)))
+    """Return 512 over the largest rounding error, half of `fmt.max_step`: a power of two."""
+    return 1024.0 / fmt.max_step
 
 
 def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:

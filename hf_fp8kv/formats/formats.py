@@ -2,11 +2,17 @@
 
 A format is one sign bit, `exponent_bits` and `mantissa_bits`; a code is one byte. Sources: E4M3 and
 E5M2 are those of "FP8 Formats for Deep Learning" (arXiv 2209.05433); the FNUZ variant is that of
-arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). E3M4 is ours: bias 3, no
-infinity, no NaN among its finite codes (largest value 31, smallest step 2^-6), and 0x80 is NaN as
-in FNUZ, so that a NaN stays visible under static scales too.
+arXiv 2206.02915 (no infinity, one zero, 0x80 is NaN, bias one higher). The others are ours, without
+infinity, and with 0x80 as NaN as in FNUZ, so that a NaN stays visible under static scales too. E3M4
+has the bias 3 (largest value 31, smallest step 2^-6), E2M5 the bias 1 (7.875, 2^-5).
+
+Int8 is sign and magnitude, not two's complement: no exponent bits, and the bias that makes the step
+1 (largest value 127). So it is a float format of which all numbers are subnormal: everything that
+is written for the others encodes and decodes it, a code is moved to float16 with as few
+instructions, and -128, which no symmetric scale needs, is free to be NaN.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +28,7 @@ MIN_SCALE = 2.0**-100
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating-point format.
+    """An 8-bit format: floating point, or integers as one without exponent bits.
 
     `max` is the largest finite value. `scale_from_e4m3` times a scale made for E4M3FN gives the
     scale for the same numbers in this format. `unsigned_zero`: 0x80 is NaN and there is no -0.
@@ -46,8 +52,14 @@ class Format:
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
     @property
+    def max_step(self) -> float:
+        """The step between the largest numbers."""
+        top = math.floor(math.log2(self.max))
+        return max(float(2.0 ** (top - self.mantissa_bits)), self.min_subnormal)
+
+    @property
     def min_normal(self) -> float:
-        """The smallest positive value with a full mantissa."""
+        """The smallest positive value with a full mantissa; past `max` if there is no exponent."""
         return float(2.0 ** (1 - self.bias))
 
 
@@ -64,6 +76,8 @@ FORMATS: dict[str, Format] = {
             torch_dtype=torch.float8_e5m2,
         ),
         Format("fp8_e3m4", 3, 4, 3, 0x7F, 0x80, 31.0, 448.0 / 31.0, True),
+        Format("fp8_e2m5", 2, 5, 1, 0x7F, 0x80, 7.875, 448.0 / 7.875, True),
+        Format("int8", 0, 7, -6, 0x7F, 0x80, 127.0, 448.0 / 127.0, True),
     )
 }  # fmt: skip
 
@@ -87,6 +101,9 @@ def parse_dtype(name: object, argument: str = "dtype") -> str:
         name = ALIASES.get(name, name)
         if name == AUTO or name in FORMATS:
             return name
+    # Not the `torch_dtype` of a format: the bytes are not those of torch's int8.
+    if name is torch.int8:
+        return "int8"
     for fmt in FORMATS.values():
         if name is fmt.torch_dtype and name is not None:
             return fmt.name

@@ -151,7 +151,7 @@ def test_around_a_center(name, dim, dtype, backend):
 def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     fmt = FORMATS[name]
     top = 2.0 ** math.floor(math.log2(fmt.max))
-    step = top * 2.0**-fmt.mantissa_bits
+    step = max(top * 2.0**-fmt.mantissa_bits, fmt.min_subnormal)
     # The first scale is 1, and every number but one is close to half-way between two codes.
     share = torch.randint(500, 513, (4, dim)) / 1024
     worst = (top + step * (torch.randint(0, 4, (4, dim)) + share)) * torch.randn(4, dim).sign()
@@ -260,4 +260,5 @@ def test_the_largest_number_never_saturates(largest, name, others):
     # The reciprocal is rounded, so that the quotient may be the next number after the largest.
     assert scaled[0] <= fmt.max * (1 + 2.0**-22)
     back = decode(encode(scaled, fmt), fmt)[0].double() * scale.double()
-    assert abs(back - largest) <= largest * 2.0 ** -(fmt.mantissa_bits + 1) * (1 + 2.0**-20)
+    step = max(largest * 2.0**-fmt.mantissa_bits, fmt.min_subnormal * scale.item())
+    assert abs(back - largest) <= step / 2 * (1 + 2.0**-20)

@@ -5,6 +5,7 @@ A group is declared by its fields' names and filled by the function beside it, i
 
 import functools
 import itertools
+import math
 import struct
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...formats import AUTO, FORMATS
+from ...formats.codec import error_unit
 from ..pages import Pages
 from .memory import BF16, F16, F32, FP8
 
@@ -119,14 +121,18 @@ def decoding(name: str) -> tuple[float, ...]:
     return shift, 0x7F << shift | 0x8000, nan_mask, nan_code, 2.0 ** (15 - fmt.bias)
 
 
-ENCODING = "drop rebias min_normal step max_code nan_code sign_zero sign_nan max:f8"
+ENCODING = "drop rebias min_normal step max_code nan_code sign_zero sign_nan unit max:f8"
 
 
 @functools.cache
 def encoding(name: str) -> tuple[float, ...]:
-    """Return the group `ENCODING`: eight numbers of `encode`, and the largest number."""
+    """Return the group `ENCODING`.
+
+    That is eight numbers of `encode`, the power of two that `codec.error_unit` is, and the largest
+    number.
+    """
     if name == AUTO:
-        return 0, 0, 0, 0, 0, 0, 0, 0, 1.0
+        return 0, 0, 0, 0, 0, 0, 0, 0, 0, 1.0
     fmt = FORMATS[name]
     step = int(np.float32(fmt.min_subnormal * 2.0**23).view(np.int32))
     sign = int(not fmt.unsigned_zero)
@@ -134,5 +140,5 @@ def encoding(name: str) -> tuple[float, ...]:
     min_normal = (128 - fmt.bias) << 23
     return (
         23 - fmt.mantissa_bits, rebias, min_normal, step, fmt.max_code, fmt.nan_code, sign, sign,
-        fmt.max,
+        int(math.log2(error_unit(fmt))), fmt.max,
     )  # fmt: skip

@@ -82,18 +82,17 @@ def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
 
 
 @jit
-def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...], work: int) -> int:
+def _search(
+    line: int, dim: int, first: int, code: tuple[int, ...], error_unit: int, work: int
+) -> int:
     """Return the bits, bfloat16, that `codec.search_scale` chooses from the dynamic scale `first`.
 
     A lane is a scale in what is computed once, and a number of the vector in the loops. Scales are
     at least 2^-100, and numbers times their reciprocal below 2^16: to take the unit of the errors
     into the reciprocal, a power of two, changes no bit.
     """
-    top: Any = np.float32(most).view(np.int32)
-    # 2 to the power of 10 + mantissa_bits - top: `codec.error_unit`.
-    drop, exponent = code[0], 10 + 23 - code[0] + 127 - (top >> 23)
-    unit = np.int32((127 + exponent) << 23).view(np.float32)
-    least_normal = code[2] + (exponent << 23)
+    drop, least_normal = code[0], code[2] + (error_unit << 23)
+    unit = np.int32((127 + error_unit) << 23).view(np.float32)
     one, half = splat(np.float32(1)), splat(np.float32(0.5))
     start = splat(np.int32(first << 16).view(np.float32))
     scales = round_up(mul(start, octave()))
@@ -123,7 +122,7 @@ def _search(line: int, dim: int, first: int, most: float, code: tuple[int, ...],
 @jit
 def _encode_token(
     source: int, source_kind: int, dim: int, center: int, scale: int, dynamic: int, search: bool,
-    most: float, least: float, code: tuple[int, ...], target: int, work: int,
+    most: float, least: float, code: tuple[int, ...], error_unit: int, target: int, work: int,
 ) -> None:  # fmt: skip
     """Store the codes of one vector at `target`, and its dynamic scale, if any, at `dynamic`."""
     line = work + 4 * _SEARCH
@@ -132,7 +131,7 @@ def _encode_token(
     if not scale:
         chosen = _dynamic_scale(magnitude, most, least)
         if search and magnitude < _NAN:
-            chosen = _search(line, dim, chosen, most, code, work)
+            chosen = _search(line, dim, chosen, code, error_unit, work)
         store_u16(dynamic, chosen)
         inverse = div(one, splat(np.int32(chosen << 16).view(np.float32)))
     for i in range(0, dim, LANES):
@@ -169,7 +168,7 @@ def _write_k(
     scale = c.k_static_scale + 4 * head * c.k_dim if c.k_static_scale else 0
     _encode_token(
         source, c.k_in_dtype, c.k_dim, center, scale, c.k_token_scales + 4 * place, True, c.k_max,
-        c.min_scale, code, c.k_codes + place * c.k_dim, work,
+        c.min_scale, code, c.k_unit, c.k_codes + place * c.k_dim, work,
     )  # fmt: skip
 
 
@@ -191,7 +190,7 @@ def _write_v(
     scale = c.v_static_scale + 4 * head * c.v_dim if c.v_static_scale else 0
     _encode_token(
         source, c.v_in_dtype, c.v_dim, 0, scale, c.v_token_scales + 4 * (first + slot), False,
-        c.v_max, c.min_scale, code, line, work,
+        c.v_max, c.min_scale, code, c.v_unit, line, work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)
 

@@ -38,7 +38,8 @@ class Encoder:
         inf_code: of infinity; 0x80: there is none.
         max: the largest finite number.
         unit: `formats.codec.error_unit`.
-        factor: what the bits of a code, moved to where float32 has them, are multiplied by.
+        shift: bits that the lower seven of a code move to the left, to be those of a float16.
+        factor: what that float16 must be multiplied by.
         unsigned_zero: as in `Format`.
     """
 
@@ -52,6 +53,7 @@ class Encoder:
     inf_code: int
     max: float
     unit: float
+    shift: int
     factor: float
     unsigned_zero: bool
 
@@ -73,7 +75,9 @@ def encoder_for(name: str) -> Encoder | None:
         inf_code=0x80 if fmt.inf_code is None else fmt.inf_code,
         max=fmt.max,
         unit=error_unit(fmt),
-        factor=2.0 ** (127 - fmt.bias),
+        # float16: bias 15, 10 bits of mantissa.
+        shift=10 - fmt.mantissa_bits,
+        factor=2.0 ** (15 - fmt.bias),
         unsigned_zero=fmt.unsigned_zero,
     )
 
@@ -105,8 +109,8 @@ def decode(codes, ENCODER: tl.constexpr):
     """Return the numbers, float32, that `codes` stand for, uint8, as `formats.codec.decode`."""
     code = codes.to(tl.int32)
     low = code & 0x7F
-    bits = (low << ENCODER.drop) | ((code & 0x80) << 24)
-    x = bits.to(tl.float32, bitcast=True) * ENCODER.factor
+    half = (low << ENCODER.shift) | ((code & 0x80) << 8)
+    x = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * ENCODER.factor
     if ENCODER.unsigned_zero:
         return tl.where(code == ENCODER.nan_code, float("nan"), x)
     else:
