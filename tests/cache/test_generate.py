@@ -382,7 +382,7 @@ def test_enable_and_disable() -> None:
     assert model.config._attn_implementation == before
     assert type(model.generate(**inputs, **options).past_key_values) is DynamicCache
     with pytest.raises(ConfigError, match="dtype"):
-        enable(model, dtype="int8")
+        enable(model, dtype="int4")
 
 
 def test_an_enabled_model_can_be_copied() -> None:

@@ -467,7 +467,7 @@ def test_nan_is_an_error_that_names_the_layer():
         ({"granularity": "token"}, "granularity: expected one of tensor, head, channel"),
         ({"center": "yes"}, "center: expected True or False"),
         ({"dtype": "auto"}, "dtype: expected an 8-bit format"),
-        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"dtype": "int4"}, "dtype: expected one of"),
         ({"margin": 0.5}, "margin: expected a factor from 1 to 16"),
         ({"margin": float("nan")}, "margin: expected a factor"),
         ({"batch_size": 0}, "batch_size: expected a whole number"),

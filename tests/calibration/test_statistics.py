@@ -26,7 +26,10 @@ pytestmark = pytest.mark.text
 HEADS = 2
 AMAX = {"k": (1.0, 2.0), "v": (3.0, 4.0)}
 # What a number of each format must pass to be cut off: half a step above the largest.
-OVER = {"fp8_e4m3": 464.0, "fp8_e5m2": 61440.0, "fp8_e3m4": 31.5, "fp8_e4m3fnuz": 248.0}
+OVER = {
+    "fp8_e4m3": 464.0, "fp8_e5m2": 61440.0, "fp8_e3m4": 31.5, "fp8_e4m3fnuz": 248.0,
+    "fp8_e2m5": 7.9375, "int8": 127.5,
+}  # fmt: skip
 
 
 def found_of(monkeypatch, texts, scales: LayerScales, fmt="fp8_e4m3", gain=None):
@@ -141,7 +144,7 @@ def test_errors_of_every_format(monkeypatch, centered, name):
     v_scale = torch.linspace(0.006, 0.02, HEADS * 4).view(HEADS, 4)
     center = torch.randn(HEADS, 6) if centered else None
     found = found_of(monkeypatch, [(k, v)], of(k_scale, v_scale, center), name, gain=1.5)
-    names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", name))
+    names = dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "fp8_e3m4", "fp8_e2m5", "int8", name))
     both = [*names, *(f"dynamic {n}" for n in names)]
     assert found.center_gain == 1.5
     assert list(found.k.error) == list(found.v.error) == both

@@ -242,7 +242,7 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     [
         (["--format", "gguf"], "vllm-json, tgi"),
         (["--granularity", "token"], "tensor, head, channel"),
-        (["--dtype", "int8"], "fp8_e4m3"),
+        (["--dtype", "int4"], "fp8_e4m3"),
         (["--model-dtype", "int8"], "bfloat16"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--batch-size", "0"], "--batch-size"),

@@ -186,7 +186,7 @@ def test_a_picture_needs_matplotlib_before_anything_is_done(run, tmp_path, monke
         (["--model", "x"], "--texts"),
         (["--dtype", "fp8_e5m2"], "--texts"),
         (["--max-tokens", "9"], "--max-tokens"),
-        (["--texts", "x", "--dtype", "int8"], "fp8_e4m3, fp8_e4m3fnuz, fp8_e5m2, fp8_e3m4"),
+        (["--texts", "x", "--dtype", "int4"], "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
         (["--texts", "x", "--dtype", "auto"], "--dtype"),
         (["--plot", "/no/such/folder/x.png"], "expected a file in a folder that exists"),
         (["--plot", "scales.pdf"], ".png"),

@@ -137,7 +137,14 @@ def test_sides_with_other_heads_are_refused(k, v, center):
 
 @pytest.mark.parametrize(
     ("name", "factor"),
-    [("fp8_e4m3", 1.0), ("fp8_e4m3fnuz", 2.0), ("fp8_e3m4", 448 / 31), ("fp8_e5m2", 448 / 57344)],
+    [
+        ("fp8_e4m3", 1.0),
+        ("fp8_e4m3fnuz", 2.0),
+        ("fp8_e3m4", 448 / 31),
+        ("fp8_e5m2", 448 / 57344),
+        ("fp8_e2m5", 448 / 7.875),
+        ("int8", 448 / 127),
+    ],
 )
 def test_conversion_multiplies_the_scales_and_leaves_the_centers(name, factor):
     layer = two_layers().layers[1]
