@@ -46,8 +46,8 @@ class FP8PagedCache(DynamicCache):
     Args:
         config: the model's config; None: layers are added as the model asks, all full attention.
         dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
-            "fp8_e4m3fnuz", "fp8_e5m2", or "auto": the model's dtype, as it is. None: "fp8_e3m4"
-            with keys centered (see `center_keys`), or "fp8_e4m3" if `scales` are given.
+            "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "auto": the model's own dtype. None:
+            "fp8_e3m4" with keys centered (see `center_keys`), or "fp8_e4m3" if `scales` are given.
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a

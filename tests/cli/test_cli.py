@@ -67,7 +67,7 @@ def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask, tmp_path):
         ([], 1 / 2 + 1 / 16),  # a bf16 scale for each head's 16 numbers
         (["--kv-cache-dtype", "fp8_e4m3fn", "--page-size", "16"], 1 / 2 + 1 / 16),
         (["--key-dtype", "auto", "--scales", "1.0"], 3 / 4),
-        (["--value-dtype", "fp8_e5m2", "--scales", "1.0"], 1 / 2),
+        (["--kv-cache-dtype", "int8", "--value-dtype", "fp8_e2m5", "--scales", "1.0"], 1 / 2),
         (["--kv-cache-dtype", "fp8_e3m4", "--center-keys", "--scales", "1.0"], 1 / 2),
     ],
     ids=["constant", "dynamic", "alias-small-pages", "keys-kept", "two-formats", "centered"],
