@@ -118,6 +118,16 @@ def test_addresses_stay() -> None:
     assert {len(x) for layer in range(LAYERS) for x in lengths.tensors(layer)} == {2 * BATCH}
 
 
+def test_another_device_begins_with_the_same_length() -> None:
+    lengths = make()
+    for layer in range(LAYERS):
+        store(lengths, layer, 7)
+    # What torch takes for the same device stands for another one.
+    second = torch.device("cpu", 0)
+    lengths.place(1, BATCH, second)
+    assert [x.tolist() for x in lengths.shared.values()] == [[7] * BATCH] * 2
+
+
 def test_one_length_for_each_device() -> None:
     """Once for each in a step; a device is forgotten with its last layer."""
     other = torch.device("meta")
