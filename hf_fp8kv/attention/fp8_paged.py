@@ -14,6 +14,7 @@ from .. import ops
 from ..cache.paged_tensor import PagedKV, pages_of
 from ..errors import ConfigError
 from ..ops import AttentionSpec
+from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
 from .compact import is_compact, unpack
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
@@ -29,6 +30,8 @@ _DENSE_WARNING = (
 )
 # Arguments that change what attention computes, and that only the model's own eager code knows.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
+# What attention over pages does not do.
+_DENSE_ARGUMENTS = frozenset(("output_attentions", *_MODEL_ARGUMENTS))
 
 
 def register() -> None:
@@ -100,17 +103,22 @@ def fp8_paged_attention(
     if kwargs.get("cache") is not None:
         return _engine_attention(module, query, key, value, spec, kwargs), None
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-        needs_dense = dropout or kwargs.get("output_attentions")
-        needs_dense = needs_dense or any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
+        needs_dense = dropout or not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs)
         if not needs_dense and _belong_together(key, value):
             return _stored_attention(module, query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     return _dense_attention(module, query, key, value, spec, dropout, kwargs)
 
 
+def _asks_dense(kwargs: dict[str, Any]) -> bool:
+    """Return whether arguments of a model's attention code ask for what only dense code does."""
+    chosen = any(kwargs.get(name) is not None for name in _MODEL_ARGUMENTS)
+    return chosen or bool(kwargs.get("output_attentions"))
+
+
 def _belong_together(key: PagedKV, value: PagedKV) -> bool:
     """Return whether these are K and V of one layer, and not swapped."""
-    sides = (key.side, value.side) == ("k", "v")
+    sides = key.side == "k" and value.side == "v"
     return sides and key.k_codes is value.k_codes and key.stop == value.stop
 
 
@@ -122,6 +130,30 @@ def _stored_attention(
             "expected inference, got a training step through stored pages, which have no gradient; "
             "call model.eval(), or train without the cache (use_cache=False)"
         )
+    is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
+    if not is_plain or spec.window != key.window:
+        spec = _fit_to_pages(spec, query, key)
+    query, pending = without_grad(query), key.pending
+    span = (pages_of(key), key.lengths, key.start, key.stop, spec)
+    if pending is not None and pending.waits_for(query.shape[2]):
+        attended = ops.write_and_attend(
+            query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
+        )
+        pending.is_done = True
+        return attended
+    new_key, new_value = key.new_key, key.new_value
+    if new_key is not None and new_key.shape[2] != query.shape[2]:
+        key.store_pending()
+        new_key = None
+    if new_key is not None and new_value is not None:
+        return ops.write_and_attend(
+            query, new_key, new_value, *span, plan=key.plan, backend=key.backend
+        )
+    return ops.attend(query, *span, plan=key.plan, backend=key.backend)
+
+
+def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> AttentionSpec:
+    """Return a spec with the layer's window, and masks and bias as the operations take them."""
     complete = spec.mask is not None and not is_compact(spec.mask)
     window = spec.window or key.window
     if complete:
@@ -141,37 +173,20 @@ def _stored_attention(
             mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
         elif mask.shape[0] != query.shape[0]:
             mask = mask.expand(query.shape[0], -1, -1, -1)
-    spec = AttentionSpec(
+    return AttentionSpec(
         scaling=spec.scaling,
         causal=spec.causal and not complete,
         window=window,
         softcap=spec.softcap,
         sinks=_detach_sinks(spec.sinks),
         mask=mask,
-        bias=None if bias is None else bias.detach(),
+        bias=None if bias is None else without_grad(bias),
         bounds=bounds,
     )
-    query, pending = query.detach(), key.pending
-    span = (pages_of(key), key.lengths, key.start, key.stop, spec)
-    new_key, new_value = key.new_key, key.new_value
-    if pending is not None and pending.waits_for(query.shape[2]):
-        attended = ops.write_and_attend(
-            query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
-        )
-        pending.is_done = True
-        return attended
-    if new_key is not None and new_key.shape[2] != query.shape[2]:
-        key.store_pending()
-        new_key = None
-    if new_key is not None and new_value is not None:
-        return ops.write_and_attend(
-            query, new_key, new_value, *span, plan=key.plan, backend=key.backend
-        )
-    return ops.attend(query, *span, plan=key.plan, backend=key.backend)
 
 
 def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
-    return None if sinks is None else sinks.detach().reshape(-1)
+    return None if sinks is None else without_grad(sinks).reshape(-1)
 
 
 def _cut_to_keys(mask: Tensor | None, key: PagedKV) -> Tensor | None:

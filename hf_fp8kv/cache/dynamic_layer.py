@@ -10,6 +10,7 @@ from ..errors import ConfigError
 from ..ops import Pages
 from ..paging.passage import Passage
 from ..paging.pending_write import MOST_TOKENS, PendingWrite
+from ..utils.tensors import without_grad
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
@@ -59,9 +60,9 @@ class FP8PagedLayer(PagedLayerBase):
             both = _update_uncompiled(self, key_states, value_states)
             return both
         self._check_tokens(key_states, value_states)
-        key, value = key_states.detach(), value_states.detach()
+        key, value = without_grad(key_states), without_grad(value_states)
         group = self.group
-        batch, tokens = key.shape[0], key.shape[2]
+        batch, _, tokens, _ = key.shape
         start = group.lengths[self.member]
         stop = start + tokens
         if not self.is_initialized:
@@ -91,7 +92,7 @@ class FP8PagedLayer(PagedLayerBase):
         group.lengths[self.member] = stop
         if attends_fresh:
             return key_states, value_states
-        both = self._view(pages, group.visible_from(start), stop, tokens)
+        both = self._view(pages, lengths, group.visible_from(start), stop, tokens)
         for handle in both:
             handle.pending = pending
         return both
@@ -101,7 +102,7 @@ class FP8PagedLayer(PagedLayerBase):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the last window of the tokens, and return what all of them attend to."""
         group, start, stop = self.group, passage.start, passage.stop
-        key, value = key_states.detach(), value_states.detach()
+        key, value = without_grad(key_states), without_grad(value_states)
         lengths = group.lengths_on(self.device, stop)
         if start == 0 and self.options.prefill == "exact":
             self.pool.grow(group.table.allocator.capacity)
@@ -115,16 +116,15 @@ class FP8PagedLayer(PagedLayerBase):
         ops.write(pages, key, value, lengths, self.backend)
         self.pool = group.keep_passed(self.member, passage, scratch)
         group.lengths[self.member] = stop
-        return self._view(pages, group.visible_from(start), stop)
+        return self._view(pages, lengths, group.visible_from(start), stop)
 
     def _view(
-        self, pages: Pages, start: int, stop: int, tokens: int = 1
+        self, pages: Pages, lengths: torch.Tensor, start: int, stop: int, tokens: int = 1
     ) -> tuple[PagedKV, PagedKV]:
         """Return handles on what `tokens` queries see."""
-        ends = self.group.lengths_on(self.device, stop)
         heads, rows = self.pool.heads, self.query_rows * tokens
         plan = self.group.plan_on(self.device, start, stop, heads, rows, self.backend)
-        return self._handles(pages, ends, plan, start, stop)
+        return self._handles(pages, lengths, plan, start, stop)
 
     def stored(self) -> tuple[PagedKV, PagedKV] | None:
         """Return handles on all that is stored and not yet behind the window, or None."""
@@ -134,7 +134,8 @@ class FP8PagedLayer(PagedLayerBase):
         self.group.store_pending()
         self._prefetch_if_offloaded()
         pages = self._pages(self.group.table_on(self.device))
-        return self._view(pages, self.group.visible_from(length), length)
+        lengths = self.group.lengths_on(self.device, length)
+        return self._view(pages, lengths, self.group.visible_from(length), length)
 
     def get_seq_length(self) -> int:
         """Return the tokens seen, those behind the window among them."""

@@ -131,9 +131,8 @@ def pages_of(handle: PagedKV) -> Pages:
 
 def _wrap(attributes: dict[str, Any], dtype: torch.dtype) -> PagedKV:
     """Return a handle with these attributes, `_FIELDS`; the dictionary becomes its own."""
-    side, table = attributes["side"], attributes["table"]
-    tokens = attributes["stop"] - attributes["start"]
-    heads, dim = attributes["k_codes"].shape[1], attributes[f"{side}_head_dim"]
+    table, tokens = attributes["table"], attributes["stop"] - attributes["start"]
+    heads, dim = attributes["k_codes"].shape[1], attributes[f"{attributes['side']}_head_dim"]
     handle = torch.Tensor._make_wrapper_subclass(
         PagedKV, (table.shape[0], heads, tokens, dim), dtype=dtype, device=table.device
     )

@@ -54,7 +54,9 @@ class LayerGroup:
         self._device_tables: dict[torch.device, torch.Tensor] = {}
         self._device_tables_version = -1
         self._device_lengths: dict[tuple[torch.device, int, int], torch.Tensor] = {}
+        # Of the step up to `_planned`.
         self._plans: dict[tuple[object, ...], torch.Tensor | None] = {}
+        self._planned = 0
 
     def add(self, pool: PagePool) -> int:
         """Add a layer, and return its place in `lengths`."""
@@ -367,8 +369,9 @@ class LayerGroup:
         """
         key = (device, start, stop, self.table.batch, heads, rows, backend)
         if key not in self._plans:
-            if len(self._plans) >= _MAX_CACHED:
-                self._plans.clear()
+            if self._planned != stop:
+                self._plans.clear()  # those of another step, and the room that goes with them
+                self._planned = stop
             size = ops.plan_rows(backend, device, self.table.batch, heads, stop - start, rows)
             plan = None
             if size is not None:

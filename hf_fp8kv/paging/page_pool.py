@@ -127,7 +127,8 @@ class PagePool:
         """Pages that there is room for."""
         if not self.is_allocated:
             return 0
-        return len(self.k) if self.addresses is None else len(self.addresses)
+        pages = self.k if self.addresses is None else self.addresses
+        return pages.shape[0]
 
     def parts(self) -> list[dict[str, torch.Tensor]]:
         """Return every tensor by name, for each block; each has the pages as its first axis."""
@@ -270,7 +271,8 @@ class PagePool:
     def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raise ConfigError unless tokens like these fit the pool; change nothing."""
         expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.v_dtype)
-        got = (key.shape[1], key.shape[3], value.shape[3], key.dtype, value.dtype)
+        _, heads, _, k_dim = key.shape
+        got = (heads, k_dim, value.shape[3], key.dtype, value.dtype)
         if got != expected:
             raise ConfigError(
                 "expected keys and values like the first call's (heads, key size, value size, "

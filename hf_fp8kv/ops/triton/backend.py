@@ -14,7 +14,7 @@ from . import write as writing
 from .gather import gather
 from .plan import make_plan, plan_rows
 from .replay import run_or_replay
-from .tuning import DECODE_ROWS
+from .tuning import DECODE_ROWS, FEW_ROWS
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
@@ -58,7 +58,9 @@ def attend(
     Pages are contiguous, except for the table. `plan` is what `make_plan` wrote for these lengths;
     None: made here. `new` are keys and values of these tokens, to be stored before.
     """
-    if query.shape[1] // pages.heads * query.shape[2] > DECODE_ROWS:
+    heads, (_, q_heads, tokens, _) = pages.heads, query.shape
+    rows = q_heads // heads * tokens
+    if rows > DECODE_ROWS:
         if new is not None:
             write(pages, *new, lengths, stop)
         return extend.attend(query, pages, lengths, start, stop, spec)
@@ -68,16 +70,20 @@ def attend(
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)
     key, value = (None, None) if new is None else new
-    table = pages.table
+    table, partial = pages.table, None
+    # With more rows the plan is hardly ever used.
+    if plan is not None and rows <= FEW_ROWS:
+        partial = decode.partial_of(plan, query, heads, pages.v.head_dim)
     attended: torch.Tensor = run_or_replay(
-        decode.attend, args,
+        decode.attend, (*args, partial),
         layout=(
             *_layout_of(pages), _strided(query), scaling, causal, window, softcap,
             _strided(plan), _strided(key), _strided(value),
             None if bounds is None else (bounds.shape, bounds.stride(1)),
         ),
         tensors=(
-            query, lengths, plan, key, value, sinks, mask, bounds, *_tensors_of(pages),
+            query, lengths, plan, *(partial or (None, None)), key, value, sinks, mask, bounds,
+            *_tensors_of(pages),
         ),
         numbers=(
             start, stop, 0, table.shape[1], table.stride(0),

@@ -48,6 +48,18 @@ class NewTokens(NamedTuple):
     value_strides: tuple[int, ...]
 
 
+class Partial(NamedTuple):
+    """What parts of sequences leave to be merged, for each of their query rows.
+
+    Attributes:
+        sums: float32, Dv numbers each.
+        stats: float32, m_i and l_i of each.
+    """
+
+    sums: torch.Tensor
+    stats: torch.Tensor
+
+
 def attend(
     query: torch.Tensor,
     pages: Pages,
@@ -57,8 +69,12 @@ def attend(
     spec: AttentionSpec,
     plan: torch.Tensor | None = None,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
+    partial: Partial | None = None,
 ) -> torch.Tensor:
-    """Return what `backend.attend` does, of at most DECODE_ROWS query rows."""
+    """Return what `backend.attend` does, of at most DECODE_ROWS query rows.
+
+    `partial` is what `make_partial` returns for the plan; None: made here.
+    """
     args = prepare(query, pages, lengths, start, stop, spec)
     assert args.rows <= DECODE_ROWS
     config = decode_config(args.target, args.workload)
@@ -70,7 +86,7 @@ def attend(
         write(pages, *new, lengths, stop)
     if plan is not None and not _suits(plan, args, config):
         plan = None
-    return split_kv_decode(args, config, plan, tokens)
+    return split_kv_decode(args, config, plan, tokens, partial)
 
 
 def _stores(args: AttentionArgs, config: LaunchConfig) -> bool:
@@ -100,18 +116,19 @@ def split_kv_decode(
     config: LaunchConfig,
     plan: torch.Tensor | None,
     new: NewTokens | None = None,
+    partial: Partial | None = None,
 ) -> torch.Tensor:
     """Return the attention `[B, T, Hq, Dv]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
-    `new` are tokens to store before.
+    `new` are tokens to store before; `partial` is what `make_partial` returns for the plan.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
     heads, dim, device = shape.heads, shape.v_dim, query.device
     blocks = cdiv(args.rows, config.rows)
     if plan is None:
-        programs = programs_of(args, config)
+        partial, programs = None, programs_of(args, config)
         rows = plan_rows(device, batch, heads * blocks, programs=programs)
         plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
         make_plan(
@@ -121,20 +138,39 @@ def split_kv_decode(
     is_split = splits > batch
 
     out = query.new_empty((batch, tokens, q_heads, dim))
-    # The partial sums, and after them each one's m_i and l_i.
-    saved = splits * heads * args.rows if is_split else 0
-    partial = query.new_empty(saved * (dim + 2), dtype=torch.float32)
-    stats = partial[saved * dim :]
+    sums, stats = partial or make_partial(plan, query, heads * blocks, dim)
     last = config.combine == "last"
-    tensors, constants = _arguments(args, config, new, plan, out, partial, stats)
+    tensors, constants = _arguments(args, config, new, plan, out, sums, stats)
     launch(_decode, (heads, splits, blocks), *tensors, **constants)
     if is_split and not last:
         launch(
-            _combine, (args.rows, heads, batch), plan, partial, stats, args.tensors.sinks,
+            _combine, (args.rows, heads, batch), plan, sums, stats, args.tensors.sinks,
             args.tensors.v.static_scale, out, tokens, splits, args.factors.v, SHAPE=shape,
             MERGED=MOST_MERGED, num_warps=1,
         )  # fmt: skip
     return out
+
+
+def make_partial(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
+    """Return room for what parts of sequences leave; `heads`: those of the plan; `dim`: Dv."""
+    batch, q_heads, tokens, _ = query.shape
+    splits = max_parts(plan, batch, heads)
+    rows = splits * q_heads * tokens if splits > batch else 0
+    both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
+    return Partial(both[: rows * dim], both[rows * dim :])
+
+
+def partial_of(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
+    """Return what `make_partial` does, the same for all calls by a plan.
+
+    They come one after the other, since they count in the plan which parts are done. It stays at
+    its address as long as the plan does: a CUDA graph knows both.
+    """
+    held: dict[Any, Partial] = vars(plan).setdefault("partial", {})
+    key = query.shape, dim
+    if key not in held:
+        held[key] = make_partial(plan, query, heads, dim)
+    return held[key]
 
 
 def _arguments(
