@@ -103,7 +103,7 @@ def fp8_paged_attention(
     if kwargs.get("cache") is not None:
         return _engine_attention(module, query, key, value, spec, kwargs), None
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-        needs_dense = dropout or not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs)
+        needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
             return _stored_attention(module, query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))

@@ -32,7 +32,7 @@ from .contenders import (
 )
 from .cpu_memory import measure_bytes, measure_processes
 from .hot_loops import make_loops
-from .reporting import build_table, format_number
+from .reporting import build_table, format_number, format_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,7 +100,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
             f"{format_number(row['value'])} {row['unit']}",
             "" if row["low"] is None
             else f"{format_number(row['low'])} - {format_number(row['high'])}",
-            row["against"] or "", "" if row["target"] is None else f"≤ {row['target']:g}",
+            row["against"] or "", format_target(row["target"]),
         )
         for row in result["rows"]
     ]  # fmt: skip

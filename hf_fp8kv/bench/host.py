@@ -27,7 +27,7 @@ from transformers import Cache, DynamicCache
 from ..utils.environment import describe_run, make_environment
 from .contenders import Heads
 from .hot_loops import AttentionLayer, make_config
-from .reporting import build_table, format_number
+from .reporting import build_table, format_number, format_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,7 +98,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     cells = [
         (
             str(row["layers"]), row["cache"], row["part"], format_number(row["value"]),
-            "" if row["target"] is None else f"≤ {row['target']:g}",
+            format_target(row["target"]),
         )
         for row in result["rows"]
     ]  # fmt: skip

@@ -26,6 +26,11 @@ def format_number(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def format_target(target: float | None) -> str:
+    """Return what a number must not pass, "" for None."""
+    return "" if target is None else f"≤ {target:g}"
+
+
 def build_table(
     columns: Mapping[str, Literal["left", "right"]],
     rows: Iterable[Sequence[str]],

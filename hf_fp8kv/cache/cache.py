@@ -3,7 +3,6 @@
 import copy
 import logging
 import os
-import sys
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -131,8 +130,6 @@ class FP8PagedCache(DynamicCache):
         self._paged = PagedLayers(options, config, budget)
         self.groups: dict[int | None, LayerGroup] = self._paged.groups
         self.open_ended = config is None
-        # The layer that was updated last, and what `_is_under_flex` then found.
-        self._updated, self._under_flex = sys.maxsize, False
 
     @classmethod
     def from_pretrained(
@@ -232,23 +229,10 @@ class FP8PagedCache(DynamicCache):
             raise
         if not torch.compiler.is_compiling():
             self._paged.end_layer(layer_idx, key_states.shape[2])
-        if self._is_under_flex(layer_idx):
+        if self._paged.is_under_flex(layer_idx):
             # Flex attention is an operator of the compiler, which takes no tensor subclasses.
             return densify(keys), densify(values)
         return keys, values
-
-    def _is_under_flex(self, layer_idx: int) -> bool:
-        """Return whether the model's attention is flex attention.
-
-        Outside of compiled code the config is asked at the first layer of a step: it computes its
-        attributes, which takes 2 us.
-        """
-        if torch.compiler.is_compiling():
-            return _names_flex(self.config)
-        if layer_idx <= self._updated:
-            self._under_flex = _names_flex(self.config)
-        self._updated = layer_idx
-        return self._under_flex
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Return the position of the next query; for masks, see `PagedLayers.mark_offset`."""
@@ -409,10 +393,6 @@ class FP8PagedCache(DynamicCache):
         sizes["other"] = sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
         tokens = self._paged.batch * self.host_length()
         return {**sizes, "total": sizes.total(), "used": used, "tokens": tokens}
-
-
-def _names_flex(config: PreTrainedConfig | None) -> bool:
-    return getattr(config, "_attn_implementation", None) == "flex_attention"
 
 
 def _unpickle(kind: type[FP8PagedCache], *packed: Any) -> FP8PagedCache:

@@ -9,7 +9,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..ops import Pages
 from ..paging.passage import Passage
-from ..paging.pending_write import MOST_TOKENS, PendingWrite
+from ..paging.pending_write import PendingWrite
 from ..utils.tensors import without_grad
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
@@ -84,7 +84,7 @@ class FP8PagedLayer(PagedLayerBase):
         lengths = group.lengths_on(self.device, stop)
         attends_fresh = start == 0 and self.options.prefill == "exact"
         pending = None
-        if self.backend == "triton" and tokens <= MOST_TOKENS and not attends_fresh:
+        if self.backend == "triton" and tokens <= ops.SINGLE_TOKENS and not attends_fresh:
             pending = PendingWrite(pages, key, value, lengths, self.backend)
             group.defer_write(self.pool, pending)
         else:

@@ -1,5 +1,6 @@
 """The paged layers of a cache: how they are made, and what is done to all of them at once."""
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Collection
@@ -58,6 +59,8 @@ class PagedLayers:
         self._last = -1
         # The layer that was written last, and the tokens it was given.
         self._written = (0, 0)
+        # The layer that `is_under_flex` was asked for last, and what it said.
+        self._under_flex = (sys.maxsize, False)
         pass_exact_states()
 
     # -- making layers -----------------------------------------------------------------------
@@ -275,6 +278,19 @@ class PagedLayers:
             self.first_tokens.end_call()
             for group in self.groups.values():
                 group.finish_passage()
+
+    def is_under_flex(self, index: int) -> bool:
+        """Return whether the attention of layer `index` is flex attention.
+
+        Outside of compiled code the config is asked once per step: its attributes take 2 us.
+        """
+        last, is_flex = self._under_flex
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling or index <= last:
+            is_flex = getattr(self.config, "_attn_implementation", None) == "flex_attention"
+        if not is_compiling:
+            self._under_flex = index, is_flex
+        return is_flex
 
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""

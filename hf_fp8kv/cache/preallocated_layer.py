@@ -13,7 +13,6 @@ from .. import ops
 from ..errors import ConfigError, OutOfPagesError
 from ..ops import Pages
 from ..paging.page_pool import zeros
-from ..paging.pending_write import MOST_TOKENS
 from ..paging.preallocated_group import PreallocatedGroup
 from ..paging.shared_lengths import SharedLengths
 from .centers import FirstTokens
@@ -151,7 +150,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         if not (self.backend == "triton" and torch.compiler.is_compiling()):
             return False
         fits = not self.group.ring or tokens <= self.group.tokens_at_once
-        return fits and tokens <= MOST_TOKENS and self._attends_pages()
+        return fits and tokens <= ops.SINGLE_TOKENS and self._attends_pages()
 
     def _store(
         self, key: torch.Tensor, value: torch.Tensor, *, is_read: bool, defers: bool

@@ -22,9 +22,10 @@ from .backends import BACKENDS, CHOICES, available_backends, choose_backend
 from .blocks import reads_blocks
 from .pages import AttentionSpec, Pages, StoredSide
 from .registration import advance, attend, gather, make_plan, plan_rows, write, write_and_attend
+from .triton.tuning import SINGLE_TOKENS
 
 __all__ = [
-    "BACKENDS", "CHOICES", "AttentionSpec", "Pages", "StoredSide", "advance", "attend",
-    "available_backends", "choose_backend", "gather", "make_plan", "plan_rows", "reads_blocks",
-    "write", "write_and_attend",
+    "BACKENDS", "CHOICES", "SINGLE_TOKENS", "AttentionSpec", "Pages", "StoredSide", "advance",
+    "attend", "available_backends", "choose_backend", "gather", "make_plan", "plan_rows",
+    "reads_blocks", "write", "write_and_attend",
 ]  # fmt: skip

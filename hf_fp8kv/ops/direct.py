@@ -39,7 +39,7 @@ def write(
         check_limit(lengths, key.shape[2], limit)
         load_backend(backend).write(pages, key, value, lengths)
         return
-    if lengths.is_cpu and target_of(lengths.device).interpreted:
+    if _is_interpreted(lengths):
         _check_interpreted(pages, lengths, key.shape[2], limit)
     load_triton().write(pages, key, value, lengths, limit)
 
@@ -48,6 +48,10 @@ def check_limit(lengths: Tensor, tokens: int, limit: int | None) -> None:
     """Raise OutOfPagesError if new tokens pass the limit, where that is known without waiting."""
     if limit is not None and lengths.is_cpu and (most := int(lengths.max())) > limit:
         raise OutOfPagesError.of_tokens(limit, most - tokens, tokens)
+
+
+def _is_interpreted(lengths: Tensor) -> bool:
+    return lengths.is_cpu and target_of(lengths.device).interpreted
 
 
 def _check_interpreted(pages: Pages, lengths: Tensor, tokens: int, limit: int | None) -> None:
@@ -85,10 +89,10 @@ def write_and_attend(
     backend: str,
 ) -> Tensor:
     """Store new tokens, and return attention over all of them."""
-    tokens = key.shape[2]
     if backend == "triton":
-        if lengths.is_cpu and target_of(lengths.device).interpreted:
+        if _is_interpreted(lengths):
             # Nothing is stored for a row of no sequence, of length 0.
+            tokens = key.shape[2]
             _check_interpreted(pages, lengths.clamp(min=tokens), tokens, stop)
         return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
     write(pages, key, value, lengths, stop, backend)

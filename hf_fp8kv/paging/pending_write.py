@@ -5,9 +5,6 @@ import torch
 from .. import ops
 from ..ops import Pages
 
-# Up to so many tokens of a call are left to the attention: more have a launch of their own.
-MOST_TOKENS = 8
-
 
 class PendingWrite:
     """New tokens of one layer that have pages, but are not in them yet.

@@ -28,7 +28,8 @@ import triton.language as tl
 
 from hf_fp8kv.ops.triton import encoder
 from hf_fp8kv.ops.triton.gather import gather
-from hf_fp8kv.ops.triton.write import SINGLE_TOKENS, TILE, UNLIMITED, write
+from hf_fp8kv.ops.triton.tuning import SINGLE_TOKENS
+from hf_fp8kv.ops.triton.write import TILE, UNLIMITED, write
 
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 

@@ -12,7 +12,7 @@ from ..pages import AttentionSpec, Pages
 from . import decode, extend
 from . import write as writing
 from .gather import gather
-from .plan import make_plan, plan_rows
+from .plan import make_plan, partial_of, plan_rows
 from .replay import run_or_replay
 from .tuning import DECODE_ROWS, FEW_ROWS
 
@@ -26,11 +26,7 @@ def write(
     lengths: torch.Tensor,
     limit: int | None = None,
 ) -> None:
-    """Store what `reference.write` stores for the same arguments, to the bit.
-
-    Pages are contiguous, except for the table. A token without a page, or at a position from
-    `limit` on, is not stored.
-    """
+    """Store new tokens, see `writing.write`."""
     table = pages.table
     run_or_replay(
         writing.write, (pages, key, value, lengths, limit),
@@ -73,7 +69,7 @@ def attend(
     table, partial = pages.table, None
     # With more rows the plan is hardly ever used.
     if plan is not None and rows <= FEW_ROWS:
-        partial = decode.partial_of(plan, query, heads, pages.v.head_dim)
+        partial = partial_of(plan, query, heads, pages.v.head_dim)
     attended: torch.Tensor = run_or_replay(
         decode.attend, (*args, partial),
         layout=(

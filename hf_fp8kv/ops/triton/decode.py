@@ -15,17 +15,18 @@ from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
 from .attention import attend_rows, finish, of_others, of_rows
 from .encoder import encoder_for
-from .plan import make_plan, max_parts, plan_rows
+from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .target import cdiv, compiled_size, launch
 from .tuning import (
     DECODE_ROWS,
     FEW_ROWS,
+    SINGLE_TOKENS,
     LaunchConfig,
     decode_config,
     expected_programs,
     reads_own_stores,
 )
-from .write import SINGLE_TOKENS, write, write_side
+from .write import write, write_side
 
 # Numbers of the partial sums that a warp merges at a time.
 MERGED_NUMBERS = 1024
@@ -46,18 +47,6 @@ class NewTokens(NamedTuple):
     center: torch.Tensor | None
     key_strides: tuple[int, ...]
     value_strides: tuple[int, ...]
-
-
-class Partial(NamedTuple):
-    """What parts of sequences leave to be merged, for each of their query rows.
-
-    Attributes:
-        sums: float32, Dv numbers each.
-        stats: float32, m_i and l_i of each.
-    """
-
-    sums: torch.Tensor
-    stats: torch.Tensor
 
 
 def attend(
@@ -149,28 +138,6 @@ def split_kv_decode(
             MERGED=MOST_MERGED, num_warps=1,
         )  # fmt: skip
     return out
-
-
-def make_partial(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
-    """Return room for what parts of sequences leave; `heads`: those of the plan; `dim`: Dv."""
-    batch, q_heads, tokens, _ = query.shape
-    splits = max_parts(plan, batch, heads)
-    rows = splits * q_heads * tokens if splits > batch else 0
-    both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
-    return Partial(both[: rows * dim], both[rows * dim :])
-
-
-def partial_of(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
-    """Return what `make_partial` does, the same for all calls by a plan.
-
-    They come one after the other, since they count in the plan which parts are done. It stays at
-    its address as long as the plan does: a CUDA graph knows both.
-    """
-    held: dict[Any, Partial] = vars(plan).setdefault("partial", {})
-    key = query.shape, dim
-    if key not in held:
-        held[key] = make_partial(plan, query, heads, dim)
-    return held[key]
 
 
 def _arguments(

@@ -19,6 +19,8 @@ The first part of a sequence begins at 0 and the last one has no end: whatever l
 plan was made for, it gives every position to one program, and is at worst badly balanced.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -73,6 +75,40 @@ def max_parts(plan: torch.Tensor, batch: int, heads: int) -> int:
     assert plan.shape[1] == 4
     assert parts >= batch, f"a plan for another launch: {tuple(plan.shape)}, {batch} x {heads}"
     return parts
+
+
+class Partial(NamedTuple):
+    """What parts of sequences leave to be merged, for each of their query rows.
+
+    Attributes:
+        sums: float32, Dv numbers each.
+        stats: float32, m_i and l_i of each.
+    """
+
+    sums: torch.Tensor
+    stats: torch.Tensor
+
+
+def make_partial(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
+    """Return room for what parts of sequences leave; `heads`: those of the plan; `dim`: Dv."""
+    batch, q_heads, tokens, _ = query.shape
+    splits = max_parts(plan, batch, heads)
+    rows = splits * q_heads * tokens if splits > batch else 0
+    both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
+    return Partial(both[: rows * dim], both[rows * dim :])
+
+
+def partial_of(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
+    """Return what `make_partial` does, the same for all calls by a plan.
+
+    They come one after the other, since they count in the plan which parts are done. It stays at
+    its address as long as the plan does: a CUDA graph knows both.
+    """
+    held: dict[Any, Partial] = vars(plan).setdefault("partial", {})
+    key = query.shape, dim
+    if key not in held:
+        held[key] = make_partial(plan, query, heads, dim)
+    return held[key]
 
 
 def make_plan(

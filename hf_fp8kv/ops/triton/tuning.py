@@ -48,6 +48,9 @@ class LaunchConfig:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
+# Up to so many new tokens per sequence each is written by programs of its own, as in decoding, and
+# may be left to the attention of the same step.
+SINGLE_TOKENS = 8
 # Query rows per KV head up to which the decode kernel is taken.
 DECODE_ROWS = 64
 # Query rows up to which it is known, before a kernel is compiled, how many programs fit.

@@ -17,9 +17,8 @@ from .encoder import (
 )
 from .places import codes_of, find_place, scales_of
 from .target import launch, next_power_of_2
+from .tuning import SINGLE_TOKENS
 
-# Up to so many new tokens per sequence each has programs of its own, as decoding has.
-SINGLE_TOKENS = 8
 # Positions that a program stores at once where there are more. A page holds a whole number of such
 # tiles, so that V's transposed rows are stored in runs.
 TILE = 32
