@@ -10,7 +10,7 @@ from .. import ops
 from ..errors import ConfigError
 from ..formats import AUTO
 from ..modeling.tensor_parallel import check_split
-from ..ops import Pages, StoredSide
+from ..ops import Pages
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
@@ -158,9 +158,7 @@ class PagedLayerBase(CacheLayerMixin):
     def _pages(self, table: torch.Tensor, pool: PagePool | None = None) -> Pages:
         """Return the pages of the layer's pool, or of another, and their block table."""
         pool = pool or self.pool
-        k = StoredSide(pool.k, self.k_static_scale, self.k_center, pool.key_format, pool.k_dim)
-        v = StoredSide(pool.v, self.v_static_scale, None, pool.value_format, pool.v_dim)
-        return Pages(k, v, pool.token_scales, table, pool.addresses)
+        return pool.record(table, self.k_static_scale, self.v_static_scale, self.k_center)
 
     def _handles(
         self,

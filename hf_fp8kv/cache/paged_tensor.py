@@ -204,7 +204,8 @@ def make_handles(
         dtypes: of K and of V.
         span: `start` to `backend` of `make_handle`.
     """
-    own = (lengths, plan, None, None, "k", *span)
-    attributes: dict[str, Any] = dict(zip(_FIELDS, (*flatten(pages), *own), strict=True))
-    attributes["pages"] = pages
+    if (of_pages := vars(pages).get("attributes")) is None:
+        of_pages = vars(pages)["attributes"] = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
+    own = zip(_OWN_FIELDS, (lengths, plan, None, None, "k", *span), strict=True)
+    attributes: dict[str, Any] = {**of_pages, "pages": pages, **dict(own)}
     return _wrap(attributes, dtypes[0]), _wrap({**attributes, "side": "v"}, dtypes[1])

@@ -35,8 +35,19 @@ class StoredSide(NamedTuple):
         return self.format != AUTO and self.static_scale is None
 
 
-class Pages(NamedTuple):
+class _PageFields(NamedTuple):
+    k: StoredSide
+    v: StoredSide
+    token_scales: Annotated[Tensor | None, WRITTEN]
+    table: Tensor
+    addresses: Tensor | None = None
+
+
+class Pages(_PageFields):
     """One layer's stored tokens, and the block table of its sequences.
+
+    What is found out about its tensors may be kept in `vars` of a record: it is for these tensors,
+    which stay where they are, and `_replace` makes another record.
 
     Attributes:
         k: the keys.
@@ -50,12 +61,6 @@ class Pages(NamedTuple):
             int64: where in memory each page is, as blocks.py says; the tensors then are parts of
             the first block, and tell shapes and dtypes.
     """
-
-    k: StoredSide
-    v: StoredSide
-    token_scales: Annotated[Tensor | None, WRITTEN]
-    table: Tensor
-    addresses: Tensor | None = None
 
     def scales_of(self, side: str) -> Tensor | None:
         """Return the dynamic scales of "k" or "v", `[P, Hkv, S]`, a view; None: it has none."""

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import ConfigError
 from ..formats import AUTO
+from ..ops import Pages, StoredSide
 from ..ops.blocks import PageBytes, address_pages, page_bytes, put_pages, take_pages, upload
 from .block_table import Copies
 from .page_allocator import Ints
@@ -44,15 +45,49 @@ class PagePool:
         self.dynamic = dynamic
         self.is_allocated = self.in_blocks = False
         self.pending: list[PendingWrite] = []
+        self._record: Pages | None = None
         self._forget()
 
-    def store_pending(self) -> None:
-        """Store what was left to an attention that did not come: before bytes move."""
+    def record(
+        self,
+        table: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        k_center: torch.Tensor | None,
+    ) -> Pages:
+        """Return the pages as operations take them: the same record until a tensor is another one.
+
+        `table`: of the sequences; static scales and centers are those of `StoredSide`.
+        """
+        if (known := self._record) is not None:
+            k, v, token_scales, old_table, addresses = known
+            if (
+                table is old_table
+                and k.codes is self.k
+                and k.static_scale is k_scale
+                and k.center is k_center
+                and v.codes is self.v
+                and v.static_scale is v_scale
+                and token_scales is self.token_scales
+                and addresses is self.addresses
+            ):
+                return known
+        k = StoredSide(self.k, k_scale, k_center, self.key_format, self.k_dim)
+        v = StoredSide(self.v, v_scale, None, self.value_format, self.v_dim)
+        pages = Pages(k, v, self.token_scales, table, self.addresses)
+        if not torch.compiler.is_compiling():
+            self._record = pages
+        return pages
+
+    def _prepare_move(self) -> None:
+        """Store what was left to an attention that did not come, and let go of the tensors."""
         for write in self.pending:
             write.store()
         self.pending.clear()
+        self._record = None
 
     def _forget(self) -> None:
+        self._record = None
         self.token_scales: torch.Tensor | None = None
         self.addresses: torch.Tensor | None = None
         self._blocks: list[torch.Tensor] = []
@@ -169,7 +204,7 @@ class PagePool:
         if self.in_blocks:
             self._append(pages - self.pages, self._blocks[0].device)
             return
-        self.store_pending()
+        self._prepare_move()
         # One tensor after the other: at most one of them exists twice at a time.
         for name, old in self.tensors().items():
             new = zeros((pages, *old.shape[1:]), old.dtype, old.device)
@@ -203,7 +238,7 @@ class PagePool:
 
     def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
-        self.store_pending()
+        self._prepare_move()
         kept = pages[pages < self.pages]
         if self.in_blocks:
             old_blocks, self._blocks = self._blocks, []
@@ -238,7 +273,7 @@ class PagePool:
 
     def move(self, device: torch.device) -> None:
         """Move the bytes to `device`; `self.device` still names where the layer computes."""
-        self.store_pending()
+        self._prepare_move()
         # Towards the CPU torch would return before the bytes are there.
         waits = device.type == "cpu"
         if self.in_blocks:
@@ -255,7 +290,7 @@ class PagePool:
         """Bring the pages into blocks, or out of them, where they are."""
         if not self.is_allocated or in_blocks == self.in_blocks:
             return
-        self.store_pending()
+        self._prepare_move()
         pages, place, computes = self.pages, self.k.device, self.device
         old = PagePool(self.page_size, self.key_format, self.value_format, dynamic=self.dynamic)
         vars(old).update(vars(self))

@@ -187,7 +187,7 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     def name(x: Any, path: str) -> None:
         if isinstance(x, torch.Tensor):
             known.setdefault(x.data_ptr(), path)
-            vars(x).pop("partial", None)  # room that goes with a plan: allocated anew
+            vars(x).pop("described", None)  # room that goes with a plan: allocated anew
         elif isinstance(x, tuple):
             for i, element in enumerate(x):
                 name(element, f"{path}.{i}")

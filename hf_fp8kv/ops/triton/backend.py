@@ -12,8 +12,8 @@ from ..pages import AttentionSpec, Pages
 from . import decode, extend
 from . import write as writing
 from .gather import gather
-from .plan import make_plan, partial_of, plan_rows
-from .replay import run_or_replay
+from .plan import Partial, make_partial, make_plan, plan_rows
+from .replay import Described, describe, number_of, run_or_replay
 from .tuning import DECODE_ROWS, FEW_ROWS
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
@@ -30,12 +30,13 @@ def write(
     table = pages.table
     run_or_replay(
         writing.write, (pages, key, value, lengths, limit),
-        layout=(*_layout_of(pages), _strided(key), _strided(value)),
-        tensors=(key, value, lengths, *_tensors_of(pages)),
+        layout=(_strided(key), _strided(value)),
+        tensors=(key, value, lengths),
         numbers=(
             0, 0, writing.UNLIMITED if limit is None else limit, table.shape[1], table.stride(0),
             0, 0,
         ),
+        others=(_describe(pages),),
     )  # fmt: skip
 
 
@@ -55,8 +56,7 @@ def attend(
     None: made here. `new` are keys and values of these tokens, to be stored before.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
-    rows = q_heads // heads * tokens
-    if rows > DECODE_ROWS:
+    if q_heads // heads * tokens > DECODE_ROWS:
         if new is not None:
             write(pages, *new, lengths, stop)
         return extend.attend(query, pages, lengths, start, stop, spec)
@@ -66,28 +66,51 @@ def attend(
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)
     key, value = (None, None) if new is None else new
-    table, partial = pages.table, None
-    # With more rows the plan is hardly ever used.
-    if plan is not None and rows <= FEW_ROWS:
-        partial = partial_of(plan, query, heads, pages.v.head_dim)
+    table, partial, planned = pages.table, None, None
+    if plan is not None:
+        partial, planned = _describe_plan(plan, query, heads, pages.v.head_dim)
     attended: torch.Tensor = run_or_replay(
         decode.attend, (*args, partial),
         layout=(
-            *_layout_of(pages), _strided(query), scaling, causal, window, softcap,
-            _strided(plan), _strided(key), _strided(value),
+            _strided(query), scaling, causal, window, softcap,
+            _strided(key), _strided(value),
             None if bounds is None else (bounds.shape, bounds.stride(1)),
         ),
         tensors=(
-            query, lengths, plan, *(partial or (None, None)), key, value, sinks, mask, bounds,
-            *_tensors_of(pages),
+            query, lengths, key, value, sinks, mask, bounds,
         ),
         numbers=(
             start, stop, 0, table.shape[1], table.stride(0),
             0 if mask is None or len(mask) == 1 else mask.stride(0),
             0 if bounds is None or len(bounds) == 1 else bounds.stride(0),
         ),
+        others=(_describe(pages), planned or _NO_PLAN),
     )  # fmt: skip
     return attended
+
+
+# No plan, and no room for partial sums.
+_NO_PLAN = describe((None, None, None))
+
+
+def _describe_plan(
+    plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int
+) -> tuple[Partial | None, Described]:
+    """Return room for a call's partial sums, and what recordings have to know of it and the plan.
+
+    All calls by a plan get the same room: they come one after the other, since they count in the
+    plan which parts are done. It stays where it is as long as the plan does: a CUDA graph knows the
+    addresses of both. None: there are many rows, for which a plan is hardly ever used.
+    """
+    known: dict[Any, tuple[Partial | None, Described]] = vars(plan).setdefault("described", {})
+    key = query.shape, heads, dim
+    if key not in known:
+        partial = None
+        if query.shape[1] // heads * query.shape[2] <= FEW_ROWS:
+            partial = make_partial(plan, query, heads, dim)
+        kind, places = describe((plan, *(partial or (None, None))))
+        known[key] = partial, Described(number_of((kind, _strided(plan))), places)
+    return known[key]
 
 
 def _strided(x: torch.Tensor | None) -> Any:
@@ -103,15 +126,17 @@ def _is_compact(mask: torch.Tensor) -> bool:
     )
 
 
-def _layout_of(pages: Pages) -> tuple[Any, ...]:
-    """Return what kernels on these pages are made for, besides which tensors there are."""
-    k, v = pages.k, pages.v
-    return k.format, v.format, k.head_dim, v.head_dim, pages.heads, pages.page_size
-
-
-def _tensors_of(pages: Pages) -> tuple[torch.Tensor | None, ...]:
-    k, v, token_scales, table, addresses = pages
-    return (
-        k.codes, k.static_scale, k.center, v.codes, v.static_scale, v.center, token_scales, table,
-        addresses,
-    )  # fmt: skip
+def _describe(pages: Pages) -> Described:
+    """Return what recordings have to know of the pages; found out once for each record."""
+    described: Described | None = vars(pages).get("described")
+    if described is None:
+        k, v, token_scales, table, addresses = pages
+        kind, places = describe(
+            (
+                k.codes, k.static_scale, k.center, v.codes, v.static_scale, v.center, token_scales,
+                table, addresses,
+            )
+        )  # fmt: skip
+        sizes = (k.format, v.format, k.head_dim, v.head_dim, pages.heads, pages.page_size)
+        described = vars(pages)["described"] = Described(number_of((kind, sizes)), places)
+    return described

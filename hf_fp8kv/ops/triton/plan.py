@@ -19,7 +19,7 @@ The first part of a sequence begins at 0 and the last one has no end: whatever l
 plan was made for, it gives every position to one program, and is at worst badly balanced.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -96,19 +96,6 @@ def make_partial(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) 
     rows = splits * q_heads * tokens if splits > batch else 0
     both = query.new_empty(rows * (dim + 2), dtype=torch.float32)
     return Partial(both[: rows * dim], both[rows * dim :])
-
-
-def partial_of(plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int) -> Partial:
-    """Return what `make_partial` does, the same for all calls by a plan.
-
-    They come one after the other, since they count in the plan which parts are done. It stays at
-    its address as long as the plan does: a CUDA graph knows both.
-    """
-    held: dict[Any, Partial] = vars(plan).setdefault("partial", {})
-    key = query.shape, dim
-    if key not in held:
-        held[key] = make_partial(plan, query, heads, dim)
-    return held[key]
 
 
 def make_plan(

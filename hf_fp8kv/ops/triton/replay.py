@@ -21,8 +21,9 @@ kernels are only listed, where hooks want to see each launch as Triton makes it,
 of Triton whose launches are not known to be alike, each call goes the long way.
 """
 
+import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,12 +66,24 @@ class _Launch(NamedTuple):
     pick: Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
+class Described(NamedTuple):
+    """Some of a call's tensors, as far as recordings look at them.
+
+    Attributes:
+        kind: all that a recording depends on.
+        addresses: of each tensor.
+    """
+
+    kind: Hashable
+    addresses: list[int | None]
+
+
 class Recording(NamedTuple):
     """What a call did.
 
     Attributes:
         device: of its tensors.
-        allocations: sizes and dtypes of the tensors that it allocated.
+        allocations: sizes, strides and dtypes of the tensors that it allocated.
         offsets: pairs of an allocation and a number of bytes: addresses within it.
         constants: arguments that are the same in each call.
         groups: of the values, tuples among the arguments, inner ones first.
@@ -80,7 +93,7 @@ class Recording(NamedTuple):
     """
 
     device: torch.device
-    allocations: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    allocations: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     offsets: tuple[tuple[int, int], ...]
     constants: tuple[Any, ...]
     groups: tuple[Callable[[Sequence[Any]], tuple[Any, ...]], ...]
@@ -90,8 +103,10 @@ class Recording(NamedTuple):
 
     def start(self, addresses: list[int | None], numbers: Numbers) -> torch.Tensor | None:
         """Do the same at these addresses, with these numbers; `addresses` is used up."""
+        # (`torch.empty` takes nearly twice as long.)
         made = [
-            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.allocations
+            torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            for shape, strides, dtype in self.allocations
         ]
         values: list[Any] = addresses
         values += [made[i].data_ptr() + offset for i, offset in self.offsets]
@@ -110,12 +125,45 @@ class Recording(NamedTuple):
 _recordings: dict[tuple[Any, ...], Recording | int] = {}
 
 
+def describe(tensors: Sequence[torch.Tensor | None], *, sizes: bool = True) -> Described:
+    """Return what recordings have to know of tensors; `sizes`: also whether they have 2 GiB."""
+    addresses: list[int | None] = []
+    dtypes: list[torch.dtype | None] = []
+    together = 0
+    for x in tensors:
+        if x is None:
+            addresses.append(None)
+            dtypes.append(None)
+        else:
+            address = x.data_ptr()
+            together |= address
+            addresses.append(address)
+            dtypes.append(x.dtype)
+    kind = (
+        tuple(dtypes),
+        together & 15 and tuple([(address or 0) & 15 == 0 for address in addresses]),
+        sizes and tuple([x is None or x.untyped_storage().nbytes() <= _2_GIB for x in tensors]),
+    )
+    return Described(kind, addresses)
+
+
+# Equal kinds are one number, which is compared at once.
+_kinds: dict[Hashable, int] = {}
+_numbers = itertools.count()
+
+
+def number_of(kind: Hashable) -> int:
+    """Return the number of a kind."""
+    return _kinds.setdefault(kind, next(_numbers))
+
+
 def run_or_replay(
     operation: Callable[..., Any],
     args: tuple[Any, ...],
     layout: tuple[Any, ...],
     tensors: Sequence[torch.Tensor | None],
     numbers: Numbers,
+    others: Sequence[Described],
 ) -> Any:
     """Return `operation(*args)`, by what an equal call did if there was one.
 
@@ -123,31 +171,28 @@ def run_or_replay(
         operation: returns None, or a tensor that it allocated.
         args: of the operation.
         layout: all that it depends on, besides what follows.
-        tensors: all that are among its arguments; the first one says the device.
+        tensors: those that differ in each call; the first one says the device.
         numbers: values of `NUMBERS`, which it hands to kernels by these names, or not at all.
+        others: all other tensors among its arguments.
     """
     if not _REPLAYS or launching.is_listing() or _is_watched():
         return operation(*args)
     first = tensors[0]
     assert first is not None
     device = first.device
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
-    together = 0
-    for address in addresses:
-        together |= address or 0
     target, overrides = target_of(device), tuning.overrides()
+    kind, addresses = describe(tensors, sizes=not target.is_nvidia)
+    for described in others:
+        addresses += described.addresses
     key = (
-        operation, layout, device, tuple([None if x is None else x.dtype for x in tensors]),
-        together & 15 and tuple([(address or 0) & 15 == 0 for address in addresses]),
-        target.is_nvidia or _sizes(tensors), id(target), id(overrides), _settings(),
+        operation, layout, device, kind, *[described.kind for described in others], id(target),
+        id(overrides), _settings(),
     )  # fmt: skip
     known = _recordings.get(key, 0)
     if isinstance(known, int):
         if known >= _ATTEMPTS:
             return operation(*args)
-        return _record(
-            key, known, operation, args, tensors, addresses, numbers, (target, overrides)
-        )
+        return _record(key, known, operation, args, addresses, numbers, (target, overrides))
     if device.index is not None and first.is_cuda and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return known.start(addresses, numbers)
@@ -173,10 +218,6 @@ def _settings() -> tuple[Any, ...]:
         getattr(compilation, "fpsan_homomorphic_casts", None),
         getattr(knobs.runtime, "add_stages_inspection_hook", None),
     )
-
-
-def _sizes(tensors: Sequence[torch.Tensor | None]) -> tuple[bool, ...]:
-    return tuple([x is None or x.untyped_storage().nbytes() <= _2_GIB for x in tensors])
 
 
 # -- recording -----------------------------------------------------------------------------------
@@ -209,7 +250,6 @@ def _record(
     failures: int,
     operation: Callable[..., Any],
     args: tuple[Any, ...],
-    tensors: Sequence[torch.Tensor | None],
     addresses: list[int | None],
     numbers: Numbers,
     kept: tuple[object, ...],
@@ -305,7 +345,7 @@ class _Notes:
 
         return Recording(
             device=device,
-            allocations=tuple((tuple(x.shape), x.dtype) for x in self.made),
+            allocations=tuple((tuple(x.shape), x.stride(), x.dtype) for x in self.made),
             offsets=tuple(self.offsets),
             constants=tuple(self.constants),
             groups=tuple(picker(places) for places in self.groups),
