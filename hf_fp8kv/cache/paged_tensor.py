@@ -194,18 +194,23 @@ def make_handles(
     lengths: torch.Tensor,
     plan: torch.Tensor | None,
     dtypes: tuple[torch.dtype, torch.dtype],
-    *span: Any,
+    start: int,
+    stop: int,
+    window: int,
+    ragged: bool,
+    backend: str,
 ) -> tuple[PagedKV, PagedKV]:
     """Return the handles that `make_handle` makes of K and of V, in less time.
 
-    Not for compiled regions: the pages are an attribute too, as they are.
-
-    Args:
-        dtypes: of K and of V.
-        span: `start` to `backend` of `make_handle`.
+    Not for compiled regions: the pages are an attribute too, as they are. `dtypes` are of K and of
+    V; the others are those of `make_handle`.
     """
-    if (of_pages := vars(pages).get("attributes")) is None:
-        of_pages = vars(pages)["attributes"] = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
-    own = zip(_OWN_FIELDS, (lengths, plan, None, None, "k", *span), strict=True)
-    attributes: dict[str, Any] = {**of_pages, "pages": pages, **dict(own)}
+    known = vars(pages)
+    if "attributes" not in known:
+        known["attributes"] = dict(zip(PAGE_FIELDS, flatten(pages), strict=True))
+    attributes = {
+        **known["attributes"], "pages": pages, "lengths": lengths, "plan": plan, "new_key": None,
+        "new_value": None, "side": "k", "start": start, "stop": stop, "window": window,
+        "ragged": ragged, "backend": backend,
+    }  # fmt: skip
     return _wrap(attributes, dtypes[0]), _wrap({**attributes, "side": "v"}, dtypes[1])
