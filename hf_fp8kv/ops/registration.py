@@ -188,7 +188,8 @@ def make_plan(
         heads: KV heads, as in `plan_rows`.
         backend: one that has plans: "triton".
     """
-    _PLAN(plan, lengths, tokens, window, start, heads, backend)
+    make = run_plan if direct.is_unobserved(lengths) else _PLAN
+    make(plan, lengths, tokens, window, start, heads, backend)
 
 
 # -- what the dispatcher calls -------------------------------------------------------------------

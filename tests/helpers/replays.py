@@ -3,9 +3,10 @@
     python -m tests.helpers.replays 300 0
 
 makes so many random calls, from a seed. Each is made once as it comes, and so perhaps by a
-recording, and once the long way; what reaches the launcher is compared. Triton chooses kernels as
-on a GPU, but what would be compiled is a number. The last line counts the calls of each operation
-that were made by a recording. Only for a process of its own, without the interpreter.
+recording, and once the long way; what reaches the launcher is compared. Before that, calls that
+differ from a recorded one in one thing (replay_changes.py). Triton chooses kernels as on a GPU, but
+what would be compiled is a number. The last line counts the calls of each operation that were made
+by a recording. Only for a process of its own, without the interpreter.
 """
 
 import itertools
@@ -28,6 +29,7 @@ from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay, tuning
 from hf_fp8kv.ops.triton.target import Target, assuming
+from tests.helpers.blocks import in_blocks
 
 # What the launcher was given since it was last looked at.
 started: list[tuple[Any, ...]] = []
@@ -132,7 +134,8 @@ def make_pages(draw: random.Random, batch: int) -> Pages:
         center = None
     scales = torch.zeros(count, heads, size, 2, dtype=torch.bfloat16)
     rows = torch.zeros(batch, columns + draw.choice([0, 3]), dtype=torch.int32)
-    return Pages(*sides, scales, rows[:, :columns])
+    pages = Pages(*sides, scales, rows[:, :columns])
+    return in_blocks(pages) if draw.choice(_RARELY) else pages
 
 
 def make_write(draw: random.Random) -> tuple[Any, ...]:
@@ -187,7 +190,7 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     def name(x: Any, path: str) -> None:
         if isinstance(x, torch.Tensor):
             known.setdefault(x.data_ptr(), path)
-            vars(x).pop("described", None)  # room that goes with a plan: allocated anew
+            vars(x).pop("described", None)  # the room that goes with a plan is allocated anew
         elif isinstance(x, tuple):
             for i, element in enumerate(x):
                 name(element, f"{path}.{i}")
@@ -203,8 +206,8 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     return [*told, sizes, _named(result.data_ptr(), known, made.tensors), result.shape]
 
 
-def main(count: int, seed: int) -> None:
-    """Make the calls, and raise AssertionError at the first that differs."""
+def pretend() -> "itertools.count[int]":
+    """Have Triton take itself to be on a GPU, and count the launches that go through it."""
     target = GPUTarget("cuda", 90, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -223,8 +226,27 @@ def main(count: int, seed: int) -> None:
         return run(self, *args, **kwargs)
 
     jit.JITFunction.run = counted
+    return by_jit
+
+
+def compare(
+    operation: Any, args: tuple[Any, ...], by_jit: "itertools.count[int]", what: str
+) -> bool:
+    """Raise AssertionError if a call differs from the long way; return whether it was repeated."""
+    replay._REPLAYS = False
+    expected = call(operation, args)
+    replay._REPLAYS = True
+    before = next(by_jit)
+    got = call(operation, args)
+    assert got == expected, f"{what}:\n{got}\n{expected}"
+    return next(by_jit) == before + 1
+
+
+def main(count: int, seed: int) -> None:
+    """Make the calls, and raise AssertionError at the first that differs."""
+    by_jit = pretend()
     draw = random.Random(seed)
-    replayed = {"write": 0, "attend": 0}
+    replayed = {"write": 0, "attend": 0, "make_plan": 0}
     with assuming(Target.parse("sm_90")):
         for i in range(count):
             name = draw.choice(["write", "attend"])
@@ -234,15 +256,15 @@ def main(count: int, seed: int) -> None:
                 args = (make_write if name == "write" else make_attend)(kind)
                 args = make_step(draw, name, args)
                 operation = getattr(backend, name)
-                replay._REPLAYS = False
-                expected = call(operation, args)
-                replay._REPLAYS = True
-                before = next(by_jit)
-                got = call(operation, args)
-                if next(by_jit) == before + 1:
+                if compare(operation, args, by_jit, f"call {i}, {name}"):
                     replayed[name] += 1
                     last = operation, args
-            assert got == expected, f"call {i}, {name}:\n{got}\n{expected}"
+                if name == "attend" and args[6] is not None:
+                    query, pages, lengths, start, _, spec, plan, _ = args
+                    planned = plan, lengths, query.shape[2], spec.window, start, pages.heads
+                    replayed["make_plan"] += compare(
+                        backend.make_plan, planned, by_jit, f"plan {i}"
+                    )
         check_hooks(*last)
     sys.stdout.write(json.dumps(replayed) + "\n")
 

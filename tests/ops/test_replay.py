@@ -7,20 +7,31 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
 from hf_fp8kv.ops.triton import replay
 
 
-def test_a_replayed_call_starts_what_triton_would() -> None:
-    """Other dtypes, strides, alignments, numbers, plans, masks and settings, one at a time."""
-    command = [sys.executable, "-m", "tests.helpers.replays", "600", "0"]
+def run(*arguments: str) -> Any:
+    """Return what a module of the helpers writes."""
+    command = [sys.executable, "-m", *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
-    replayed = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_a_replayed_call_starts_what_triton_would() -> None:
+    """Random calls, some of which differ in one thing."""
+    replayed = run("tests.helpers.replays", "600", "0")
     assert min(replayed.values()) > 50, replayed
+
+
+def test_what_a_recording_is_not_taken_for() -> None:
+    """Each thing that a call depends on, changed alone: before the recording, and after it."""
+    assert run("tests.helpers.replay_changes") > 100
 
 
 def test_the_interpreter_runs_each_call() -> None:
@@ -29,6 +40,6 @@ def test_the_interpreter_runs_each_call() -> None:
     calls = []
     for _ in range(3):
         replay.run_or_replay(
-            lambda: calls.append(1), (), (), (torch.zeros(1),), (0,) * len(replay.NUMBERS)
+            lambda: calls.append(1), (), (), (torch.zeros(1),), (0,) * len(replay.NUMBERS), ()
         )
     assert len(calls) == 3

@@ -10,9 +10,10 @@ import torch
 
 from ..pages import AttentionSpec, Pages
 from . import decode, extend
+from . import plan as planning
 from . import write as writing
 from .gather import gather
-from .plan import Partial, make_partial, make_plan, plan_rows
+from .plan import Partial, make_partial, plan_rows
 from .replay import Described, describe, number_of, run_or_replay
 from .tuning import DECODE_ROWS, FEW_ROWS
 
@@ -37,6 +38,19 @@ def write(
             0, 0,
         ),
         others=(_describe(pages),),
+    )  # fmt: skip
+
+
+def make_plan(
+    plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
+) -> None:
+    """Overwrite a plan, see `planning.make_plan`."""
+    run_or_replay(
+        planning.make_plan, (plan, lengths, tokens, window, start, heads),
+        layout=(_strided(plan), lengths.shape, tokens, window, heads),
+        tensors=(plan, lengths),
+        numbers=(start, 0, 0, 0, 0, 0, 0),
+        others=(),
     )  # fmt: skip
 
 
