@@ -153,6 +153,7 @@ def attend_changes() -> dict[str, Change]:
         "a complete mask": _with_spec(mask=torch.zeros(BATCH, 1, 1, 48)),
         "no bounds": _with_spec(bounds=None),
         "wider bounds": _with_spec(bounds=torch.zeros(BATCH, 4, dtype=torch.int32)[:, :2]),
+        "bounds with gaps": _with_spec(bounds=torch.zeros(BATCH, 4, dtype=torch.int32)[:, ::2]),
         "a bias": _with_spec(bias=torch.zeros(1, 1, 1, 48)),
         "start": _with(_3=5),
         "stop": _with(_4=43),
@@ -219,15 +220,19 @@ def all_changes(args: Args, own: dict[str, Change], pages: int) -> Iterator[tupl
         yield f"tensor {i}, not aligned", map_tensors(args, lambda x: copied(x, 1), i)
     for name, change in {**page_changes(pages), **own}.items():
         yield name, change(args)
-    for i in (0, 1, 2, 7):  # tokens, of any strides
-        if i < len(args) and isinstance(args[i], torch.Tensor) and args[i].ndim == 4:
-            dense = args[i].contiguous()
-            yield f"argument {i}, dense", (*args[:i], dense, *args[i + 1 :])
-            half = args[i].half()
-            yield f"argument {i}, float16", (*args[:i], half, *args[i + 1 :])
-        elif i < len(args) and type(args[i]) is tuple:
-            yield f"argument {i}, dense", (*args[:i], tuple(x.contiguous() for x in args[i]))
-            yield f"argument {i}, float16", (*args[:i], tuple(x.half() for x in args[i]))
+    for i, x in enumerate(args):
+        # Queries, keys and values: alone, or a pair.
+        if (isinstance(x, torch.Tensor) and x.ndim == 4) or type(x) is tuple:
+            for what, change in TOKEN_CHANGES.items():
+                changed = map_tensors(x, change)
+                yield f"argument {i}, {what}", (*args[:i], changed, *args[i + 1 :])
+
+
+TOKEN_CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float16": torch.Tensor.half,
+    "with gaps": lambda x: copied(x, stretch=2),
+    "a part of wider ones": lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
+}
 
 
 def check(
