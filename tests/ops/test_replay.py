@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from hf_fp8kv.ops.triton import replay
+from hf_fp8kv.ops.triton import backend, replay
+from hf_fp8kv.ops.triton.plan import max_parts
 
 
 def run(*arguments: str) -> Any:
@@ -43,3 +44,20 @@ def test_the_interpreter_runs_each_call() -> None:
             lambda: calls.append(1), (), (), (torch.zeros(1),), (0,) * len(replay.NUMBERS), ()
         )
     assert len(calls) == 3
+
+
+def test_calls_by_a_plan_share_their_room() -> None:
+    """It stays as long as the plan: a CUDA graph knows its address. Each shape has its own."""
+    plan, heads = torch.zeros(50, 4, dtype=torch.int32), 2
+
+    def find_room(tokens: int, dim: int = 16) -> Any:
+        query = torch.zeros(1, 4, tokens, 32)
+        return backend._describe_plan(plan, query, heads, dim)[0]
+
+    rooms = [find_room(tokens) for tokens in (1, 2, 1)]
+    parts = max_parts(plan, 1, heads)
+    assert rooms[0] is rooms[2] is find_room(1)
+    assert [len(room.sums) for room in rooms[:2]] == [parts * 4 * 16, parts * 8 * 16]
+    assert [len(room.stats) for room in rooms[:2]] == [parts * 4 * 2, parts * 8 * 2]
+    assert len(find_room(1, 64).sums) == parts * 4 * 64
+    assert find_room(20) is None, "of many rows"

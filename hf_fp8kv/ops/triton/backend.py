@@ -88,7 +88,6 @@ def attend(
         layout=(
             _strided(query), scaling, causal, window, softcap,
             _strided(key), _strided(value),
-            None if bounds is None else (bounds.shape, bounds.stride(1)),
         ),
         tensors=(
             query, lengths, key, value, sinks, mask, bounds,
