@@ -57,9 +57,9 @@ class PagePool:
     ) -> Pages:
         """Return the pages as operations take them: the same record until a tensor is another one.
 
-        `table`: of the sequences; static scales and centers are those of `StoredSide`.
+        `table`: of the sequences; static scales and center: those of `StoredSide`.
         """
-        if (known := self._record) is not None:
+        if not torch.compiler.is_compiling() and (known := self._record) is not None:
             k, v, token_scales, old_table, addresses = known
             if (
                 table is old_table

@@ -1,6 +1,7 @@
 """The bytes of one layer: shapes, growth, copies and sizes."""
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -390,3 +391,58 @@ def test_tokens_of_another_model_are_refused(pair, got, fmt):
     assert got in found
     assert "make a new FP8PagedCache" in found
     assert all(torch.equal(t, before[name]) for name, t in pool.tensors().items())
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def recorded(pool: PagePool) -> tuple[Any, ...]:
+    """What `record` is given: a table, static scales and a center."""
+    scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
+    return torch.zeros(1, 2, dtype=torch.int32), *scales, torch.zeros(1, HEADS, K_DIM)
+
+
+@layouts
+def test_a_record_is_the_same_until_a_tensor_is_another_one(in_blocks):
+    pool = new_pool(in_blocks=in_blocks)
+    given = recorded(pool)
+    first = pool.record(*given)
+    assert pool.record(*given) is first
+    for i, x in enumerate(given):
+        others = (*given[:i], x.clone(), *given[i + 1 :])
+        assert pool.record(*others) is not first, i
+        tensors = (found := pool.record(*others)).table, found.k.static_scale
+        assert (*tensors, found.v.static_scale, found.k.center)[i] is others[i]
+    first = pool.record(*given)
+    for name in ("k", "v", "token_scales"):
+        setattr(pool, name, getattr(pool, name).clone())
+        found = pool.record(*given)
+        assert found is not first, name
+        first = found
+    assert first.k.codes is pool.k
+    assert first.v.codes is pool.v
+    assert first.token_scales is pool.token_scales
+
+
+CHANGES: dict[str, Callable[[PagePool], None]] = {
+    "grow": lambda pool: pool.grow(40),
+    "keep": lambda pool: pool.keep(np.array([1])),
+    "free": lambda pool: pool.free(),
+    "lay out": lambda pool: pool.lay_out(in_blocks=not pool.in_blocks),
+}
+
+
+@layouts
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_record_keeps_the_bytes_that_a_pool_gives_back(change, in_blocks):
+    pool = new_pool(in_blocks=in_blocks)
+    given = recorded(pool)
+    pool.record(*given)
+    gone = weakref.ref(pool.k.untyped_storage())
+    CHANGES[change](pool)
+    stays = in_blocks and change == "grow"
+    assert (gone() is not None) == stays
+    if pool.is_allocated:
+        found = pool.record(*given)
+        assert found.k.codes is pool.k
+        assert found.addresses is pool.addresses
