@@ -409,10 +409,12 @@ def test_a_record_is_the_same_until_a_tensor_is_another_one(in_blocks):
     first = pool.record(*given)
     assert pool.record(*given) is first
     for i, x in enumerate(given):
+        first = pool.record(*given)
         others = (*given[:i], x.clone(), *given[i + 1 :])
-        assert pool.record(*others) is not first, i
-        tensors = (found := pool.record(*others)).table, found.k.static_scale
-        assert (*tensors, found.v.static_scale, found.k.center)[i] is others[i]
+        found = pool.record(*others)
+        assert found is not first, i
+        tensors = found.table, found.k.static_scale, found.v.static_scale, found.k.center
+        assert tensors[i] is others[i]
     first = pool.record(*given)
     for name in ("k", "v", "token_scales"):
         setattr(pool, name, getattr(pool, name).clone())
