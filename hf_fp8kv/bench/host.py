@@ -191,7 +191,7 @@ def attend(
 
 
 def make_stack(layers: int) -> Stack:
-    """Return layers of the paged cache that take themselves to be on the GPU."""
+    """Return layers of the paged cache that take themselves, and their pages, to be on the GPU."""
     from ..cache.cache import FP8PagedCache
 
     cache = FP8PagedCache(make_config(HEADS, layers), backend="torch")
@@ -199,6 +199,7 @@ def make_stack(layers: int) -> Stack:
     stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
     for layer in cache.paged_layers:
         layer.backend = "triton"
+        layer.pool.lay_out(in_blocks=True)
     return stack
 
 

@@ -59,7 +59,8 @@ class PagePool:
 
         `table`: of the sequences; static scales and center: those of `StoredSide`.
         """
-        if not torch.compiler.is_compiling() and (known := self._record) is not None:
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and (known := self._record) is not None:
             k, v, token_scales, old_table, addresses = known
             if (
                 table is old_table
@@ -75,7 +76,7 @@ class PagePool:
         k = StoredSide(self.k, k_scale, k_center, self.key_format, self.k_dim)
         v = StoredSide(self.v, v_scale, None, self.value_format, self.v_dim)
         pages = Pages(k, v, self.token_scales, table, self.addresses)
-        if not torch.compiler.is_compiling():
+        if not is_compiling:
             self._record = pages
         return pages
 

@@ -85,13 +85,8 @@ def attend(
         partial, planned = _describe_plan(plan, query, heads, pages.v.head_dim)
     attended: torch.Tensor = run_or_replay(
         decode.attend, (*args, partial),
-        layout=(
-            _strided(query), scaling, causal, window, softcap,
-            _strided(key), _strided(value),
-        ),
-        tensors=(
-            query, lengths, key, value, sinks, mask, bounds,
-        ),
+        layout=(_strided(query), scaling, causal, window, softcap, _strided(key), _strided(value)),
+        tensors=(query, lengths, key, value, sinks, mask, bounds),
         numbers=(
             start, stop, 0, table.shape[1], table.stride(0),
             0 if mask is None or len(mask) == 1 else mask.stride(0),

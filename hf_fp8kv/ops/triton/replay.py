@@ -16,6 +16,9 @@ A recording holds no tensor: it serves all layers and caches. What it depends on
     more than 2 GiB);
     what `assuming` and `override` say, and those settings of Triton that are part of its own key.
 
+What there is to know of tensors that come again and again, those of pages and plans, is found out
+once (`Described`), and kept with what holds them: such tensors are never given other memory.
+
 Not recorded are calls that compute something besides starting kernels. In the interpreter, while
 kernels are only listed, where hooks want to see each launch as Triton makes it, and with versions
 of Triton whose launches are not known to be alike, each call goes the long way.
@@ -147,7 +150,7 @@ def describe(tensors: Sequence[torch.Tensor | None], *, sizes: bool = True) -> D
     return Described(kind, addresses)
 
 
-# Equal kinds are one number, which is compared at once.
+# Equal kinds have the same number, which is compared at once.
 _kinds: dict[Hashable, int] = {}
 _numbers = itertools.count()
 
