@@ -160,11 +160,17 @@ def test_a_fault_is_far_above_the_bound(fault, kernel):
 
 # How GPUs read a format: by an instruction, or by moving bits.
 _READERS = ["sm_80", "sm_90", "gfx942", "gfx950"]
+# Of the formats that no hardware knows, one on every GPU is enough.
+_READ = [
+    (name, target)
+    for name in sorted(FORMATS)
+    for target in _READERS
+    if target in ("sm_80", "gfx942") or name not in ("fp8_e2m5", "int8")
+]
 
 
-@pytest.mark.parametrize("target", _READERS)
+@pytest.mark.parametrize(("name", "target"), _READ)
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_way_to_read_a_format(name, dynamic, target, dtype):
     if not (INTERPRETED or (EXECUTED and target.startswith("sm_"))):
@@ -187,8 +193,7 @@ def test_every_way_to_read_a_format(name, dynamic, target, dtype):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
 @pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize("name", sorted(FORMATS))
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("name", "target"), [r for r in _READ if r[1].startswith("sm_")])
 def test_a_visible_nan_is_not_hidden(name, side, dynamic, kernel, target):
     if not (INTERPRETED or EXECUTED) and target != "sm_90":
         pytest.skip("a GPU reads a format in one way")
