@@ -906,4 +906,4 @@ def test_the_exit_code_and_the_last_line(
 def test_every_format_is_measured_and_every_contender_has_a_color():
     assert {kind.format for kind in KINDS} == {"auto", *(fmt.name for fmt in DISTINCT)}
     assert {kind.name for kind in KINDS} <= roofline._LOOKS.keys()
-    assert roofline._looks([{"name": "e2m5"}]) == [("e2m5", *roofline._OTHER)]
+    assert roofline._looks([{"name": "new"}]) == [("new", *roofline._OTHER)]

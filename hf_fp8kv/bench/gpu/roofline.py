@@ -12,6 +12,8 @@ _LOOKS = {
     "e4m3": ("#0b6e4f", "o"),
     "e4m3 static": ("#5cb85c", "^"),
     "e3m4": ("#7b2d8b", "s"),
+    "e2m5": ("#a569bd", "p"),
+    "int8": ("#2e86c1", "h"),
     "e5m2 static": ("#c49bd1", "v"),
     "bf16 pages": ("#1f4e9c", "D"),
     "sdpa flash": ("#d1495b", "x"),

@@ -34,19 +34,16 @@ MOST_MERGED = 16
 
 
 class NewTokens(NamedTuple):
-    """Tokens that a decode launch stores before it reads; in a kernel, pointers and numbers.
+    """Tokens that a decode launch stores before it reads.
 
     Attributes:
         key, value: `[B, Hkv, T, D]`, floating, of any strides.
         center: of the keys, `[B, Hkv, Dk]`, float32, or None.
-        key_strides, value_strides: of batch, head, token and channel.
     """
 
     key: torch.Tensor
     value: torch.Tensor
     center: torch.Tensor | None
-    key_strides: tuple[int, ...]
-    value_strides: tuple[int, ...]
 
 
 def attend(
@@ -70,7 +67,7 @@ def attend(
     tokens = None
     if new is not None and _stores(args, config):
         key, value = new
-        tokens = NewTokens(key, value, pages.k.center, key.stride(), value.stride())
+        tokens = NewTokens(key, value, pages.k.center)
     elif new is not None:
         write(pages, *new, lengths, stop)
     if plan is not None and not _suits(plan, args, config):
@@ -145,9 +142,11 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return those of `_decode`; `tensors` are plan, output, partial sums and their statistics."""
     batch, _, tokens, _ = args.tensors.query.shape
+    pointers = new or (None, None, None)
+    strides = (None, None) if new is None else (new.key.stride(), new.value.stride())
     positional = (
-        args.tensors, new, *tensors, batch, tokens, args.start, args.stop, args.window,
-        args.tensors.table.shape[1], args.factors, args.query_strides, *args.strides,
+        args.tensors, *pointers, *strides, *tensors, batch, tokens, args.start, args.stop,
+        args.window, args.tensors.table.shape[1], args.factors, args.query_strides, *args.strides,
     )  # fmt: skip
     merged = max(
         1, min(MERGED_NUMBERS * config.warps // (config.rows * args.shape.v_width), MOST_MERGED)
@@ -199,8 +198,9 @@ _programs: dict[Any, int] = {}
     ]
 )  # fmt: skip
 def _decode(
-    tensors, new, plan_ptr, out_ptr, partial_ptr, stats_ptr, batch, tokens, start, stop, window,
-    columns, factors, query_strides, table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
+    tensors, key_ptr, value_ptr, center_ptr, key_strides, value_strides, plan_ptr, out_ptr,
+    partial_ptr, stats_ptr, batch, tokens, start, stop, window, columns, factors, query_strides,
+    table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
     K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     MASKED_TILE: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, LAST: tl.constexpr,
@@ -213,7 +213,9 @@ def _decode(
 
     Args:
         tensors: pointers, see `AttentionTensors`.
-        new: see `NewTokens`: tokens to store before; or None. There is one block of rows then.
+        key_ptr, value_ptr, center_ptr: tokens to store before, see `NewTokens`; or None. There is
+            one block of rows then.
+        key_strides, value_strides: of batch, head, token and channel.
         plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32, see plan.py.
         out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
         partial_ptr: `[max_parts, Hkv, rows, Dv]`, float32, the sums in each slot.
@@ -231,13 +233,13 @@ def _decode(
     slot = tl.load(part_ptr + 3)
     length = tl.load(tensors.lengths + b)
     high = tl.minimum(tl.load(part_ptr + 2), tl.minimum(length, stop))
-    if new is not None:
+    if key_ptr is not None:
         _store_new(
-            tensors, new, b, h, length, tokens, low, high, columns, table_b, SHAPE, K_ENCODER,
-            V_ENCODER,
+            tensors, key_ptr, value_ptr, center_ptr, key_strides, value_strides, b, h, length,
+            tokens, low, high, columns, table_b, SHAPE, K_ENCODER, V_ENCODER,
         )  # fmt: skip
     count = SHAPE.groups * tokens
-    MERGED_ROWS: tl.constexpr = min(ROWS, 16)
+    MERGED_ROWS: tl.constexpr = ROWS if ROWS < 16 else 16
     first_row = tl.program_id(2) * ROWS
     end_row = tl.minimum(first_row + ROWS, count)
     rows = first_row + tl.arange(0, ROWS)
@@ -288,8 +290,8 @@ def _decode(
 
 @triton.jit
 def _store_new(
-    tensors, new, b, h, length, tokens, low, high, columns, table_b,
-    SHAPE: tl.constexpr, K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr,
+    tensors, key_ptr, value_ptr, center_ptr, key_strides, value_strides, b, h, length, tokens, low,
+    high, columns, table_b, SHAPE: tl.constexpr, K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr,
 ):  # fmt: skip
     """Store those new tokens of a sequence and KV head whose positions are from low to high - 1.
 
@@ -297,22 +299,20 @@ def _store_new(
     """
     first = length - tokens
     table_ptr = tensors.table + b.to(tl.int64) * table_b
-    key_ptr = new.key + b.to(tl.int64) * new.key_strides[0] + h.to(tl.int64) * new.key_strides[1]
-    value_ptr = new.value + b.to(tl.int64) * new.value_strides[0]
-    value_ptr += h.to(tl.int64) * new.value_strides[1]
-    center_ptr = new.center
+    key_ptr += b.to(tl.int64) * key_strides[0] + h.to(tl.int64) * key_strides[1]
+    value_ptr += b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
     if center_ptr is not None:
         center_ptr += (b.to(tl.int64) * SHAPE.heads + h) * SHAPE.k_dim
     begin = tl.maximum(low, first)
     for position in range(begin, high):
         write_side(
             key_ptr, tensors.k, tensors.token_scales, center_ptr, table_ptr, h, position, first,
-            tokens, high, columns, new.key_strides[2], new.key_strides[3], SHAPE.heads,
+            tokens, high, columns, key_strides[2], key_strides[3], SHAPE.heads,
             SHAPE.page_size, SHAPE.k_dim, SHAPE.k_width, K_ENCODER, TILE=1, TRANSPOSED=False,
         )  # fmt: skip
         write_side(
             value_ptr, tensors.v, tensors.token_scales, None, table_ptr, h, position, first,
-            tokens, high, columns, new.value_strides[2], new.value_strides[3], SHAPE.heads,
+            tokens, high, columns, value_strides[2], value_strides[3], SHAPE.heads,
             SHAPE.page_size, SHAPE.v_dim, SHAPE.v_width, V_ENCODER, TILE=1, TRANSPOSED=True,
         )  # fmt: skip
     if begin < high:

@@ -210,8 +210,9 @@ def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     elif registers is not None and expected_programs(target, rows) < 3:
         registers = _MANY_REGISTERS
     combine = "last" if reads_own_stores(target, warps) else "kernel"
-    # Half of the others' tiles; a byte for each query and token of a complete mask would spill.
-    masked_tile = 16 if complete else max(16, tile // 2)
+    # Half of the others' tiles; what a complete mask or a bias says of each query and token, in a
+    # tile as large, would spill.
+    masked_tile = 16 if complete or biased else max(16, tile // 2)
     return _apply_overrides(
         LaunchConfig(rows, tile, warps, stages, registers, masked_tile, is_swapped, combine)
     )
