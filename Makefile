@@ -6,7 +6,8 @@
 #   make check    ruff and mypy
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
-#   make oldest   part of the tests with the oldest supported transformers
+#   make oldest   part of the tests with the oldest supported transformers, and kernels compiled by
+#                 the oldest Triton
 #   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
 #                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
@@ -24,6 +25,8 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 CPU_MATRIX_ARGS ?=
 
 OLDEST_TRANSFORMERS := 5.17.0
+# Of torch 2.9, the oldest supported one.
+OLDEST_TRITON := 3.5.0
 OLDEST_TESTS ?= tests/distributed $(addprefix tests/,cache/test_cache.py cache/test_generate.py \
   cache/test_golden_files.py cache/test_devices.py calibration/test_calibrate.py modeling/test_exact_states.py \
   serving/test_serving.py serving/test_serving_layouts.py serving/test_serve.py \
@@ -90,6 +93,7 @@ endef
 $(OLDEST)/ready: $(READY)
 	$(call make_environment,$(OLDEST))
 	$(OLDEST)/bin/$(PIP) transformers==$(OLDEST_TRANSFORMERS)
+	$(OLDEST)/bin/$(PIP) --no-deps --target $(OLDEST)/triton triton==$(OLDEST_TRITON)
 	@touch $@
 
 cpu-matrix: $(READY)
@@ -98,6 +102,7 @@ cpu-matrix: $(READY)
 oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
+	PYTHONPATH=$(abspath $(OLDEST))/triton $(OLDEST)/bin/python -m pytest tests/kernel_check -k what_a_step_runs
 
 # ttsem asks for Python 3.12, and runs with 3.11.
 $(KERNELS_IR)/ready: $(READY)

@@ -42,7 +42,8 @@ def _broken(rows: list[Row]) -> list[str]:
 
 # Some of every operation, and the format that every GPU reads by moving bits.
 SOME = [
-    "decode e4m3 D128", "decode e3m4 D128", "decode e4m3 D128 window softcap sinks mask center",
+    "decode e4m3 D128", "decode e3m4 D128 new blocks",
+    "decode e4m3 D128 window softcap sinks mask center",
     "extend e4m3 D128 T1024", "extend e4m3 D128 T1024 window softcap sinks mask center",
     "write e4m3 D128", "write e3m4 D128 T128", "write e4m3 static D128 T128 center",
     "gather e4m3 D128 k", "gather e3m4 D128 v",
@@ -65,6 +66,20 @@ def test_kernels_keep_the_rules():
         # Where the last program does not merge the parts of a sequence, "combine" does.
         assert {row.kernel for row in rows} - {"combine"} == kernels, target
         assert len(rows) >= len(SOME), target
+
+
+# What growing and preallocated caches launch; `make oldest` compiles it with an older Triton.
+STEPS = [
+    "decode e4m3 D128 new blocks", "decode e3m4 D128 new blocks", "decode auto D128 new blocks",
+    "decode e4m3 static D128 new center", "extend e3m4 D128 T1024", "write e3m4 D128 T128",
+    "gather e3m4 D128 k",
+]  # fmt: skip
+
+
+def test_what_a_step_runs_keeps_the_rules():
+    rows = check_targets(["sm_90"], variants=STEPS)["sm_90"]
+    assert _broken(rows) == []
+    assert {row.kernel for row in rows} >= {"plan", "decode", "extend", "write", "gather"}
 
 
 def test_other_formats_and_shapes_keep_the_rules():
