@@ -23,19 +23,18 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each case of a decode step and each contender."""
     for index, case in enumerate(sizes.decode):
         is_compared = index < sizes.compared
-        # Static scales are the exception.
-        kinds = [kind for kind in KINDS if is_compared or not kind.static]
+        kinds = [kind for kind in KINDS if is_compared or not kind.is_rare]
         for kind in kinds:
             if case.is_ragged:
                 # As engines have them; generate() pads shorter texts, and has no such case.
                 measure_pages(record, sizes, backend, "decode", case, kind)
             else:
                 cached.measure_attention(record, "decode", case, kind, backend)
-            if str(case) in sizes.padded and not kind.static:
+            if str(case) in sizes.padded and not kind.is_rare:
                 name = kind.name + PADDED
                 padded = case.pad_left()
                 cached.measure_attention(record, "decode", padded, kind, backend, name)
-            if is_compared and not kind.static:
+            if is_compared and not kind.is_rare:
                 name = f"{kind.name} no mask"
                 measure_pages(record, sizes, backend, "decode", case, kind, name)
         baselines.measure_decode(record, "decode", case, compiles=is_compared)
@@ -46,7 +45,7 @@ def measure_others(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for other heads, windows, softcap and several new tokens."""
     for case in sizes.others:
         for kind in KINDS:
-            if kind.static:
+            if kind.is_rare:
                 continue
             if case.window or case.softcap or case.is_ragged:
                 measure_pages(record, sizes, backend, "others", case, kind)

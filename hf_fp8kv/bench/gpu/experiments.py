@@ -41,7 +41,7 @@ CASES: tuple[Case, ...] = tuple(
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each attempt; `kind` and `parameters` say what it was."""
     cases: Sequence[Case] = CASES
-    kinds: Sequence[Kind] = sorted(KINDS, key=lambda kind: kind.static)
+    kinds: Sequence[Kind] = sorted(KINDS, key=lambda kind: kind.is_rare)
     if record.stage.dry:
         cases, kinds = sizes.decode[:1], KINDS[:1]
     for case in cases:

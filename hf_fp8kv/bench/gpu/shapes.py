@@ -27,6 +27,11 @@ class Kind:
     format: str  # a key of `formats.FORMATS`, or "auto"
     static: bool = False  # whether its scales are constants
 
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is measured beside all contenders only."""
+        return self.static or self.format in _LIKE_E3M4
+
     def bytes_per_number(self, dim: int) -> float:
         """Return the bytes read for a stored number of K or V, with its share of a scale."""
         if self.format == AUTO:
@@ -35,6 +40,8 @@ class Kind:
 
 
 BF16 = Kind("bf16 pages", AUTO)
+# Decoded by the same instructions, shifted by other numbers of bits.
+_LIKE_E3M4 = ("fp8_e2m5", "int8")
 # A format is measured with dynamic scales, unless this says otherwise: whether they are static.
 _STATIC = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 KINDS = (
