@@ -62,6 +62,10 @@ class Pages(_PageFields):
             the first block, and tell shapes and dtypes.
     """
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Copies have tensors of their own, of which nothing was found out.
+        return type(self), tuple(self)
+
     def scales_of(self, side: str) -> Tensor | None:
         """Return the dynamic scales of "k" or "v", `[P, Hkv, S]`, a view; None: it has none."""
         stored = self.k if side == "k" else self.v

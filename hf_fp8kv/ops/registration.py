@@ -235,7 +235,7 @@ def run_attend(
 ) -> Tensor:
     """Attend as the spec says that `leaves` begin with, to the pages that follow it."""
     spec, pages = unflatten_spec(leaves)
-    return direct.attend(query, pages, lengths, start, stop, spec, plan, backend)
+    return direct.attend(query, pages, lengths, start, stop, spec, _forgetful(plan), backend)
 
 
 def run_write_and_attend(
@@ -252,8 +252,16 @@ def run_write_and_attend(
     """Write and attend, see `run_write` and `run_attend`."""
     spec, pages = unflatten_spec(leaves)
     return direct.write_and_attend(
-        query, key, value, pages, lengths, start, stop, spec, plan, backend
+        query, key, value, pages, lengths, start, stop, spec, _forgetful(plan), backend
     )
+
+
+def _forgetful(plan: Tensor | None) -> Tensor | None:
+    """Return the plan as a tensor of its own: what is kept with it goes after the call.
+
+    The CUDA graphs of torch.compile refuse memory that outlives a call and is no result of it.
+    """
+    return None if plan is None else plan.detach()
 
 
 def run_plan(

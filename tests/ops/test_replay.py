@@ -5,12 +5,16 @@ In a process of its own, where kernels are not those of the interpreter: see hel
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+from copy import deepcopy
 from typing import Any
 
 import torch
 
+from hf_fp8kv import ops
+from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, direct
 from hf_fp8kv.ops.triton import backend, replay
 from hf_fp8kv.ops.triton.plan import max_parts
 
@@ -61,3 +65,38 @@ def test_calls_by_a_plan_share_their_room() -> None:
     assert [len(room.stats) for room in rooms[:2]] == [parts * 4 * 2, parts * 8 * 2]
     assert len(find_room(1, 64).sums) == parts * 4 * 64
     assert find_room(20) is None, "of many rows"
+
+
+def test_operations_of_the_dispatcher_keep_nothing_with_a_plan(monkeypatch):
+    """Its own memory must not outlive a call in the CUDA graphs of torch.compile."""
+    plan, seen = torch.zeros(50, 4, dtype=torch.int32), []
+    pages, lengths = make_pages(), torch.ones(1, dtype=torch.int32)
+    x, spec = torch.zeros(1, 2, 1, 16), AttentionSpec(1.0, True)
+
+    def note(*args: Any) -> torch.Tensor:
+        seen.append(next(a for a in args if isinstance(a, torch.Tensor) and a.shape == plan.shape))
+        return torch.zeros(1, 1, 2, 16)
+
+    monkeypatch.setattr(direct, "attend", note)
+    monkeypatch.setattr(direct, "write_and_attend", note)
+    for observed in (False, True):
+        with torch.set_grad_enabled(observed):
+            ops.attend(x, pages, lengths, 0, 1, spec, plan=plan, backend="triton")
+            ops.write_and_attend(x, x, x, pages, lengths, 0, 1, spec, plan=plan, backend="triton")
+    assert [a is plan for a in seen] == [True, True, False, False]
+    assert all(a.data_ptr() == plan.data_ptr() for a in seen)
+
+
+def test_copies_know_their_own_addresses():
+    plan, pages = torch.zeros(50, 4, dtype=torch.int32), make_pages()
+    query = torch.zeros(1, 2, 1, 16)
+    backend._describe(pages)
+    backend._describe_plan(plan, query, 2, 16)
+    for copy in (deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        assert backend._describe(copy(pages)).addresses[0] != pages.k.codes.data_ptr()
+        assert backend._describe_plan(copy(plan), query, 2, 16)[1].addresses[0] != plan.data_ptr()
+
+
+def make_pages() -> Pages:
+    side = StoredSide(torch.zeros(2, 2, 16, 16), None, None, "auto", 16)
+    return Pages(side, side, None, torch.zeros(1, 1, dtype=torch.int32))

@@ -15,7 +15,7 @@ from . import write as writing
 from .gather import gather
 from .plan import Partial, make_partial, plan_rows
 from .replay import Described, describe, number_of, run_or_replay
-from .tuning import DECODE_ROWS, FEW_ROWS
+from .tuning import DECODE_ROWS, FEW_ROWS, SINGLE_TOKENS
 
 __all__ = ["attend", "gather", "make_plan", "plan_rows", "write"]
 
@@ -28,6 +28,10 @@ def write(
     limit: int | None = None,
 ) -> None:
     """Store new tokens, see `writing.write`."""
+    # Prompts have any length: each would be another recording, and there is room for some.
+    if key.shape[2] > SINGLE_TOKENS:
+        writing.write(pages, key, value, lengths, limit)
+        return
     table = pages.table
     run_or_replay(
         writing.write, (pages, key, value, lengths, limit),
@@ -45,6 +49,9 @@ def make_plan(
     plan: torch.Tensor, lengths: torch.Tensor, tokens: int, window: int, start: int, heads: int
 ) -> None:
     """Overwrite a plan, see `planning.make_plan`."""
+    if tokens > SINGLE_TOKENS:
+        planning.make_plan(plan, lengths, tokens, window, start, heads)
+        return
     run_or_replay(
         planning.make_plan, (plan, lengths, tokens, window, start, heads),
         layout=(_strided(plan), lengths.shape, tokens, window, heads),
@@ -101,6 +108,13 @@ def attend(
 _NO_PLAN = describe((None, None, None))
 
 
+class _OfPlan(dict[Any, tuple[Partial | None, Described]]):
+    """What `_describe_plan` keeps with a plan; copies of a plan begin without."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _OfPlan, ()
+
+
 def _describe_plan(
     plan: torch.Tensor, query: torch.Tensor, heads: int, dim: int
 ) -> tuple[Partial | None, Described]:
@@ -110,7 +124,7 @@ def _describe_plan(
     plan which parts are done. It stays where it is as long as the plan does: a CUDA graph knows the
     addresses of both. None: there are many rows, for which a plan is hardly ever used.
     """
-    known: dict[Any, tuple[Partial | None, Described]] = vars(plan).setdefault("described", {})
+    known: _OfPlan = vars(plan).setdefault("described", _OfPlan())
     key = query.shape, heads, dim
     if key not in known:
         partial = None
