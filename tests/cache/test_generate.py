@@ -253,6 +253,15 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(generate(model, inputs, cache, max_new_tokens=6), expected)
 
 
+def test_a_model_changes_to_flex_attention_between_steps() -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    cache = new_cache(model, dtype="auto")
+    for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
+        model.config._attn_implementation = name
+        kinds = [type(cache.update(*torch.randn(2, 1, 2, 1, 16), layer)[0]) for layer in (0, 1)]
+        assert [kind is torch.Tensor for kind in kinds] == [name == "flex_attention"] * 2
+
+
 def test_guidance_uses_a_cache_of_its_own() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     stock, _ = tiny("gqa", attn_implementation="sdpa")
