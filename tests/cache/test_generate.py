@@ -255,7 +255,7 @@ def test_flex_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_changes_to_flex_attention_between_steps() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    cache = new_cache(model, dtype="auto")
+    cache = new_cache(model, dtype="auto", prefill="stored")
     for name in ("fp8_paged", "flex_attention", "fp8_paged", "flex_attention"):
         model.config._attn_implementation = name
         kinds = [type(cache.update(*torch.randn(2, 1, 2, 1, 16), layer)[0]) for layer in (0, 1)]
