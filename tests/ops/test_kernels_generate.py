@@ -118,22 +118,41 @@ def test_forks_and_crops():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
-def test_a_decode_step_is_one_launch_a_layer(monkeypatch):
-    """Besides the plan, one for all layers."""
-    started: list[str] = []
+@pytest.fixture
+def started(monkeypatch):
+    """Names of the kernels that start."""
+    names: list[str] = []
     for module in (decode, extend, plan, write):
         launch = module.launch
 
         def note(kernel: Any, *args: Any, launch: Any = launch, **constants: Any) -> None:
-            started.append(kernel.__name__)
+            names.append(kernel.__name__)
             launch(kernel, *args, **constants)
 
         monkeypatch.setattr(module, "launch", note)
+    return names
+
+
+def test_a_decode_step_is_one_launch_a_layer(started):
+    """Besides the plan, one for all layers."""
     model, inputs = setting("gqa")
     tokens(model, inputs, "triton", max_new_tokens=3)
     layers = model.config.num_hidden_layers
     prefill, step = ["_write"] * layers, ["_plan", *["_decode"] * layers]
     assert started == [*prefill, *step, *step]
+
+
+@pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 80}], ids=str)
+def test_a_later_prompt_is_two_launches_a_layer(keywords, started):
+    model, inputs = setting("gqa")
+    cache = FP8PagedCache(model.config, page_size=16, backend="triton", **keywords)
+    ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # of two query heads per KV head: 80 rows
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        started.clear()
+        model(ids, past_key_values=cache)
+    found = [name for name in started if name != "_plan"]
+    assert found == ["_write", "_extend"] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("cache", [{}, {"max_cache_len": 40}], ids=str)
