@@ -50,6 +50,7 @@ _stages: list[tuple[str, str]] = []  # of the compilation that is under way
 _LEFT_OUT = {
     "gigabytes": "ttsem copies all memory of a launch, several times",
     "test_a_compiled_step": "torch.compile needs a real GPU",
+    "test_requests_take": "continuous batching asks a real GPU for its memory",
     "architectures[latent": "transformers' experts need a real GPU",
     "architectures[sinks": "transformers' experts need a real GPU",
 }
