@@ -21,6 +21,8 @@ class StoredSide(NamedTuple):
             have one.
         format: a name of `formats.FORMATS`, or "auto".
         head_dim: D, the size of a head.
+        rotated: whether what is stored was rotated, after centering and before scaling, as
+            `formats.rotation` says. Not in "auto".
     """
 
     codes: Annotated[Tensor, WRITTEN]
@@ -28,6 +30,7 @@ class StoredSide(NamedTuple):
     center: Tensor | None
     format: str
     head_dim: int
+    rotated: bool = False
 
     @property
     def is_dynamic(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import OutOfPagesError
 from ..formats import AUTO, FORMATS
 from ..formats.codec import decode, dynamic_scale, encode, search_scale
+from ..formats.rotation import rotate
 from .blocks import copy_side_by_side, write_back
 from .pages import AttentionSpec, Pages, StoredSide
 from .visibility import visible
@@ -104,6 +105,8 @@ def quantize(x: Tensor, stored: StoredSide, *, search: bool) -> tuple[Tensor, Te
     x = x.float()
     if stored.center is not None:
         x = x - stored.center[:, :, None]
+    if stored.rotated:
+        x = rotate(x)
     if stored.static_scale is not None:
         return encode(x * stored.static_scale.reciprocal()[:, None], fmt), None
     scales = search_scale(x, fmt) if search else dynamic_scale(x, fmt)
@@ -158,6 +161,8 @@ def _dense(pages: Pages, side: str, start: int, stop: int) -> Tensor:
     elif (token_scales := pages.scales_of(side)) is not None:
         scales = token_scales[number].transpose(1, 2).flatten(2, 3)
         x = x * scales[:, :, inside, None].float()
+    if stored.rotated:
+        x = rotate(x)
     if stored.center is not None:
         x = x + stored.center[:, :, None]
     return x

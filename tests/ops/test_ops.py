@@ -51,6 +51,7 @@ class Case:
     value: str = "fp8_e4m3"
     dynamic: bool = True
     center: bool = False
+    rotated: bool = False
     causal: bool = True
     window: int = 0
     softcap: float = 0.0
@@ -101,7 +102,7 @@ def poisoned(case: Case) -> Pages:
     def side(name: str, dim: int, codes: Tensor, least: float) -> StoredSide:
         has_static = name != AUTO and not case.dynamic
         scale = static(heads, dim, least=least) if has_static else None
-        return StoredSide(codes, scale, None, name, dim)
+        return StoredSide(codes, scale, None, name, dim, case.rotated and name != AUTO)
 
     k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim), 0.013)
     v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots), 0.007)
@@ -278,7 +279,20 @@ _EXTRAS = [
     Case("everything", window=150, softcap=4.0, sinks=True, center=True, tokens=3, lengths=(199,),
          mask="bias", dynamic=False, key="fp8_e3m4"),
 ]  # fmt: skip
-CASES = [*_FORMATS, *_SHAPES, *_EXTRAS]
+_ROTATED = [
+    Case("rotated, e2m5", rotated=True, key="fp8_e2m5", value="fp8_e2m5", k_dim=64, v_dim=128,
+         center=True, lengths=(199, 33)),
+    Case("rotated, int8, static, sinks", rotated=True, key="int8", value="int8", dynamic=False,
+         center=True, sinks=True, lengths=(33, 20), tokens=3),
+    Case("rotated by blocks", rotated=True, key="int8", k_dim=96, v_dim=80, lengths=(70,),
+         softcap=3.0, center=True),
+    Case("rotated, small blocks", rotated=True, k_dim=24, v_dim=6, tokens=17, lengths=(70,)),
+    Case("rotated, Dk 1", rotated=True, k_dim=1, v_dim=1),
+    Case("rotated, V auto", rotated=True, key="fp8_e3m4", value=AUTO, dtype=torch.bfloat16),
+    Case("rotated, 16 bits", rotated=True, k_dim=256, v_dim=256, dtype=torch.float16, padding=5,
+         heads=1, q_heads=3),
+]  # fmt: skip
+CASES = [*_FORMATS, *_SHAPES, *_EXTRAS, *_ROTATED]
 # The first position in sight is the last slot of a page, the first, or the second, in a sequence
 # and in one that is a page longer; what is before it is NaN.
 EDGES = [
@@ -483,6 +497,24 @@ WRITES = [
     *(Case(f"{name}, static", key=name, value=name, dynamic=False) for name in sorted(FORMATS)),
     Case("center", center=True, value="fp8_e5m2"),
     Case("center, static", center=True, dynamic=False, key="fp8_e3m4"),
+    *(
+        Case(
+            f"{key}, {value}, rotated",
+            key=key,
+            value=value,
+            rotated=True,
+            center=True,
+            k_dim=k_dim,
+            v_dim=v_dim,
+            dynamic=dynamic,
+        )
+        for key, value, k_dim, v_dim, dynamic in (
+            ("int8", "fp8_e2m5", 64, 128, True),
+            ("fp8_e2m5", "int8", 96, 256, True),
+            ("fp8_e3m4", "int8", 24, 2, False),
+            ("fp8_e4m3", AUTO, 8, 80, True),
+        )
+    ),
     Case("bf16", dtype=torch.bfloat16, v_dim=40, k_dim=24),
     Case("fp16, pages of 64", dtype=torch.float16, page_size=64, dynamic=False),
     Case("auto bf16", key=AUTO, value=AUTO, dtype=torch.bfloat16, v_dim=3),

@@ -16,6 +16,7 @@ from .lanes import LANES, STAMP, Call, Floats, jit, kernel
 from .memory import (
     F32,
     address_of,
+    load,
     load_as,
     load_halves,
     load_i32,
@@ -27,6 +28,7 @@ from .memory import (
 )
 from .products import Scratch, multiply_keys, multiply_values, rescale
 from .records import DECODING, STORED, STRIDED, TABLE, Record
+from .rotation import rotate_line
 from .softmax import (
     NOTHING,
     TILE,
@@ -65,6 +67,7 @@ def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: S
     for row in range(rows):
         source = c.q_data + sequence * c.q_b + (head * groups + row % groups) * c.q_h
         source += (token + row // groups) * c.q_t
+        line = address_of(s.q[row])
         sum_ = splat(np.float32(0))
         for i in range(0, c.k_dim, LANES):
             count = c.k_dim - i
@@ -72,9 +75,13 @@ def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: S
             if c.k_center:
                 center = c.k_center + 4 * ((sequence * c.heads + head) * c.k_dim + i)
                 sum_ = fma(x, load_as(center, F32, count), sum_)
-            if c.k_static_scale:
-                x = mul(x, load_as(c.k_static_scale + 4 * (head * c.k_dim + i), F32, count))
-            store(address_of(s.q[row]) + 4 * i, mul(x, factor))
+            store(line + 4 * i, mul(x, factor))
+        if c.k_rotation:
+            rotate_line(line, c.k_dim, c.k_rotation)
+        if c.k_static_scale:
+            for i in range(0, c.k_dim, LANES):
+                scale = load_as(c.k_static_scale + 4 * (head * c.k_dim + i), F32, c.k_dim - i)
+                store(line + 4 * i, mul(load(line + 4 * i), scale))
         s.offset[row] = sum_lanes(sum_)
 
 
@@ -171,7 +178,7 @@ def _make_scratch(c: Call) -> Scratch:
 
 
 @jit
-def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> None:
+def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats, numbers: Floats) -> None:
     """Write the result of one query token and head: its splits together, and the sink."""
     groups = c.q_heads // c.heads
     q_head = head * groups + row % groups
@@ -197,6 +204,7 @@ def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> No
     safe = splat(l_i if l_i != 0 else np.float32(1))
     width = width_of(c.out_kind)
     to = c.out + ((sequence * c.tokens + token) * c.q_heads + q_head) * v_dim * width
+    line = address_of(numbers)
     for i in range(0, v_dim, LANES):
         x = splat(np.float32(0))
         for split in range(c.splits):
@@ -205,7 +213,11 @@ def _finish_row(c: Call, sequence: int, head: int, row: int, work: Floats) -> No
         x = mul(div(x, safe), inverse)
         if c.v_static_scale:
             x = mul(x, load_as(c.v_static_scale + 4 * (head * v_dim + i), F32, v_dim - i))
-        store_as(to + width * i, c.out_kind, v_dim - i, x)
+        store(line + 4 * i, x)
+    if c.v_rotation:
+        rotate_line(line, v_dim, c.v_rotation)
+    for i in range(0, v_dim, LANES):
+        store_as(to + width * i, c.out_kind, v_dim - i, load(line + 4 * i))
 
 
 def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any], None]]:
@@ -267,11 +279,12 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
     def finish(calls: Any, work: Any) -> None:
         """Write the result of `calls[0]`, after all units are done."""
         c = calls[0]
+        numbers = np.empty(c.v_dim + LANES, np.float32)
         if stamp:
             for sequence in range(c.batch):
                 for head in range(c.heads):
                     for row in range(c.tokens * (c.q_heads // c.heads)):
-                        _finish_row(c, sequence, head, row, work)
+                        _finish_row(c, sequence, head, row, work, numbers)
 
     return attend, finish
 

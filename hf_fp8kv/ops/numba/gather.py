@@ -23,6 +23,7 @@ from .memory import (
     width_of,
 )
 from .records import DECODING, STORED, TABLE, Record
+from .rotation import rotate_line
 
 # Tokens of a unit of work.
 BLOCK = 64
@@ -36,7 +37,7 @@ GATHER = Record(
 
 @jit
 def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) -> None:
-    """Multiply a line by its scale and add the center, in the order of reference.py."""
+    """Multiply a line by its scale, rotate it, and add the center, as reference.py does."""
     factor = splat(np.float32(c.factor))
     for i in range(0, c.dim, LANES):
         x = load(line + 4 * i)
@@ -46,9 +47,13 @@ def _scale_line(c: Call, line: int, scale: int, dynamic: Floats, center: int) ->
             x = mul(x, load_as(scale + 4 * i, F32, c.dim - i))
         if c.token_scales:
             x = mul(x, dynamic)
-        if center:
-            x = add(x, load_as(center + 4 * i, F32, c.dim - i))
         store(line + 4 * i, x)
+    if c.rotation:
+        rotate_line(line, c.dim, c.rotation)
+    if center:
+        for i in range(0, c.dim, LANES):
+            x = load(line + 4 * i)
+            store(line + 4 * i, add(x, load_as(center + 4 * i, F32, c.dim - i)))
 
 
 @jit

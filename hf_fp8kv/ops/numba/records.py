@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...formats import AUTO, FORMATS
 from ...formats.codec import error_unit
+from ...formats.rotation import rotation_block
 from ..pages import Pages
 from .memory import BF16, F16, F32, FP8
 
@@ -50,20 +51,21 @@ def table(slots: int, pages: Tensor, lengths: Tensor) -> tuple[int, ...]:
     return slots, pages.data_ptr(), 4 * pages.stride(0), pages.shape[1], lengths.data_ptr()
 
 
-STORED = "codes kind dim token_scales static_scale center"
+STORED = "codes kind dim token_scales static_scale center rotation"
 
 
 def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the group `STORED` of "k" or "v".
 
     `token_scales` is where the first of the side's dynamic scales is, 0 without; the others follow
-    every four bytes.
+    every four bytes. `rotation`: the numbers that are rotated together; 0: they are not.
     """
     side = pages.k if name == "k" else pages.v
     scales = address(pages.token_scales) + 2 * "kv".index(name) if side.is_dynamic else 0
     return (
         side.codes.data_ptr(), KINDS[side.codes.dtype], side.head_dim, scales,
         address(side.static_scale), address(center),
+        rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip
 
 

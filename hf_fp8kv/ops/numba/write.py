@@ -39,6 +39,7 @@ from .memory import (
     width_of,
 )
 from .records import ENCODING, STORED, STRIDED, TABLE, Record
+from .rotation import rotate_line
 
 # Tokens of a unit of work.
 BLOCK = 64
@@ -69,15 +70,18 @@ def _dynamic_scale(magnitude: int, most: float, least: float) -> int:
 
 
 @jit
-def _read_line(source: int, kind: int, dim: int, center: int, line: int) -> int:
+def _read_line(source: int, kind: int, dim: int, center: int, rotation: int, line: int) -> int:
     """Read a vector to `line`, as float32 padded with zeros; return the bits of its largest |x|."""
-    magnitude = 0
     for i in range(0, dim, LANES):
         x = load_as(source + width_of(kind) * i, kind, dim - i)
         if center:
             x = sub(x, load_as(center + 4 * i, F32, dim - i))
-        magnitude = max_bits(magnitude, x)
         store(line + 4 * i, x)
+    if rotation:
+        rotate_line(line, dim, rotation)
+    magnitude = 0
+    for i in range(0, dim, LANES):
+        magnitude = max_bits(magnitude, load(line + 4 * i))
     return magnitude
 
 
@@ -121,12 +125,13 @@ def _search(
 
 @jit
 def _encode_token(
-    source: int, source_kind: int, dim: int, center: int, scale: int, dynamic: int, search: bool,
-    most: float, least: float, code: tuple[int, ...], error_unit: int, target: int, work: int,
+    source: int, source_kind: int, dim: int, center: int, rotation: int, scale: int, dynamic: int,
+    search: bool, most: float, least: float, code: tuple[int, ...], error_unit: int, target: int,
+    work: int,
 ) -> None:  # fmt: skip
     """Store the codes of one vector at `target`, and its dynamic scale, if any, at `dynamic`."""
     line = work + 4 * _SEARCH
-    magnitude = _read_line(source, source_kind, dim, center, line)
+    magnitude = _read_line(source, source_kind, dim, center, rotation, line)
     inverse = one = splat(np.float32(1))
     if not scale:
         chosen = _dynamic_scale(magnitude, most, least)
@@ -167,8 +172,8 @@ def _write_k(
     center = c.k_center + 4 * (sequence * c.heads + head) * c.k_dim if c.k_center else 0
     scale = c.k_static_scale + 4 * head * c.k_dim if c.k_static_scale else 0
     _encode_token(
-        source, c.k_in_dtype, c.k_dim, center, scale, c.k_token_scales + 4 * place, True, c.k_max,
-        c.min_scale, code, c.k_unit, c.k_codes + place * c.k_dim, work,
+        source, c.k_in_dtype, c.k_dim, center, c.k_rotation, scale, c.k_token_scales + 4 * place,
+        True, c.k_max, c.min_scale, code, c.k_unit, c.k_codes + place * c.k_dim, work,
     )  # fmt: skip
 
 
@@ -189,8 +194,9 @@ def _write_v(
     )  # fmt: skip
     scale = c.v_static_scale + 4 * head * c.v_dim if c.v_static_scale else 0
     _encode_token(
-        source, c.v_in_dtype, c.v_dim, 0, scale, c.v_token_scales + 4 * (first + slot), False,
-        c.v_max, c.min_scale, code, c.v_unit, line, work,
+        source, c.v_in_dtype, c.v_dim, 0, c.v_rotation, scale,
+        c.v_token_scales + 4 * (first + slot), False, c.v_max, c.min_scale, code, c.v_unit, line,
+        work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)
 

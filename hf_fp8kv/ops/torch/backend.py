@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...formats import AUTO, FORMATS
 from ...formats.codec import decode
+from ...formats.rotation import rotate
 from ..blocks import copy_side_by_side
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..reference import gather, write
@@ -31,9 +32,9 @@ def attend(
     window, softcap, sinks, mask = spec.window, spec.softcap, spec.sinks, spec.mask
     rows = groups * tokens
     exact = query.float() * spec.scaling
-    q, k_scale = exact, pages.k.static_scale
+    q, k_scale = rotate(exact) if pages.k.rotated else exact, pages.k.static_scale
     if k_scale is not None:
-        q = _per_head(exact, heads) * k_scale[:, None]
+        q = _per_head(q, heads) * k_scale[:, None]
     q = q.reshape(batch * heads, rows, -1)
     # softmax(x + a) = softmax(x): the center's share of the logits counts only where something is
     # compared with them that does not contain it.
@@ -112,6 +113,8 @@ def attend(
     out = out.view(batch, heads, groups, tokens, v_dim)
     if pages.v.static_scale is not None:
         out = out * pages.v.static_scale[:, None, None]
+    if pages.v.rotated:
+        out = rotate(out)
     return out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, q_heads, v_dim).to(query.dtype)
 
 

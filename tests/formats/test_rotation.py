@@ -1,0 +1,43 @@
+"""The rotation: a Hadamard transform by blocks, its own inverse, the same as a product of matrices."""
+
+import pytest
+import torch
+
+from hf_fp8kv.formats.rotation import rotate, rotation_block
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """Sylvester's construction, in float64."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
+
+
+@pytest.mark.parametrize(
+    ("dim", "block"), [(1, 1), (2, 2), (24, 8), (64, 64), (80, 16), (96, 32), (192, 64), (256, 256)]
+)
+def test_it_is_the_product_with_hadamards_matrix_by_blocks(dim, block):
+    assert rotation_block(dim) == block
+    x = torch.randn(3, 5, dim)
+    expected = x.double().unflatten(-1, (-1, block)) @ hadamard(block)
+    # Each of log2(block) sums is rounded once, relative to the size of the vector.
+    bound = 2.0**-23 * x.double().norm(dim=-1).max()
+    assert (rotate(x).double() - expected.flatten(-2)).abs().max() <= bound
+    assert (rotate(rotate(x)).double() - x).abs().max() <= 2 * bound
+
+
+def test_products_stay_the_same():
+    a, b = torch.randn(2, 7, 64)
+    assert torch.allclose(rotate(a) @ rotate(b).T, a @ b.T, atol=1e-4)
+
+
+def test_one_number_is_spread_over_all():
+    x = torch.zeros(64)
+    x[5] = 8.0
+    assert torch.equal(rotate(x).abs(), torch.ones(64))
+
+
+def test_sixteen_bits_are_widened_first():
+    x = torch.randn(2, 64).bfloat16()
+    assert torch.equal(rotate(x), rotate(x.float()))
