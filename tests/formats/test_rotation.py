@@ -1,4 +1,4 @@
-"""The rotation: a Hadamard transform by blocks, its own inverse, the same as a product of matrices."""
+"""The rotation: Hadamard's matrix by blocks, and its own inverse."""
 
 import pytest
 import torch
