@@ -163,8 +163,9 @@ def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | No
     """Run two tokens, then one; return for each layer whether attention was given `PagedKV`."""
     paged: dict[int, bool] = {}
 
-    def record(index: int, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
+    def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
         both = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        index = module.layer_idx
         paged[index] = paged.get(index, True) and both
 
     try:

@@ -14,6 +14,7 @@ from ..modeling.model_support import refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from .fp8_paged import NAME
 from .switching import get_implementations, set_implementations
+from .training import install_rounding, prepare_rounding, remove_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +25,22 @@ _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 _Model = TypeVar("_Model")
 
 
-def enable(model: _Model, **cache_keywords: Any) -> _Model:
+def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any) -> _Model:
     """Make `model.generate()`, and pipelines of this model, use an FP8 cache from now on.
 
     Each call gets a new cache, unless it passes one, or asks for another kind of cache or for
     none. The attention is set to "fp8_paged" if the model's attention can be set. Call again to
     change the keywords; `disable` undoes everything.
 
+    With `training="stored"` calls without a cache, in train and in eval mode, read K and V rounded
+    exactly as these caches store them (and as `serving` does with the same keywords): what a
+    trainer computes of a text are the probabilities that it was generated with. Gradients pass the
+    rounding as if it were not there. `prefill` is then "stored", and nothing else is possible.
+
     Args:
         model: a model with `generate`, or PEFT's wrapper of one.
+        training: None: calls without a cache are as under any attention; "stored": see above. The
+            model is run on three tokens, so call this before it is compiled, wrapped or sharded.
         cache_keywords: of `FP8PagedCache`; `tp_rank` and `tp_size` come from the model.
 
     Returns:
@@ -52,6 +60,7 @@ def enable(model: _Model, **cache_keywords: Any) -> _Model:
         )
     cache_keywords = {**tensor_parallel(base), **cache_keywords}
     warn_of_rounding(base)
+    cache_keywords, roundings = prepare_rounding(base, training, cache_keywords)
     FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     if _SAVED in vars(base):
         disable(base)
@@ -60,6 +69,7 @@ def enable(model: _Model, **cache_keywords: Any) -> _Model:
         base.set_attn_implementation(NAME)
     vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
     vars(base)[_SAVED] = before
+    install_rounding(roundings)
     return model
 
 
@@ -69,6 +79,7 @@ def disable(model: _Model) -> _Model:
     before = vars(base).pop(_SAVED, None)
     if before is not None:
         del vars(base)[_HOOK]
+        remove_rounding(base)
         if base._can_set_attn_implementation():
             set_implementations(base, before)
     return model

@@ -22,6 +22,8 @@ from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, ke
 logger = logging.getLogger(__name__)
 
 NAME = "fp8_paged"
+# The attribute of an attention module that rounds its K and V as a cache would (training.py).
+ROUNDING = "_hf_fp8kv_rounding"
 Tensor = torch.Tensor
 
 _DENSE_WARNING = (
@@ -107,6 +109,8 @@ def fp8_paged_attention(
         if not needs_dense and _belong_together(key, value):
             return _stored_attention(module, query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
+    elif (rounding := getattr(module, ROUNDING, None)) is not None:
+        key, value = rounding.round(key, value)
     return _dense_attention(module, query, key, value, spec, dropout, kwargs)
 
 

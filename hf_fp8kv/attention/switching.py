@@ -13,21 +13,21 @@ from .masks import fp8_paged_mask
 
 @contextmanager
 def watched_attention(
-    model: PreTrainedModel, on_attention: Callable[[int, Any, Any, Any, dict[str, Any]], None]
+    model: PreTrainedModel, on_attention: Callable[[Any, Any, Any, Any, dict[str, Any]], None]
 ) -> Iterator[None]:
     """Run a model with "fp8_paged" and show what each layer's attention is given.
 
     Args:
         model: one that looks its attention up.
-        on_attention: called with a layer's index, query, key, value and the keyword arguments.
+        on_attention: called with an attention module that has a `layer_idx`, query, key, value and the
+            keyword arguments.
     """
     name = f"{NAME}_watched"
 
     @functools.wraps(fp8_paged_attention)
     def watch(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        index = getattr(module, "layer_idx", None)
-        if index is not None:
-            on_attention(index, query, key, value, kwargs)
+        if getattr(module, "layer_idx", None) is not None:
+            on_attention(module, query, key, value, kwargs)
         return fp8_paged_attention(module, query, key, value, *args, **kwargs)
 
     before = get_implementations(model)

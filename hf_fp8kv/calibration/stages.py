@@ -222,8 +222,9 @@ def _observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> N
         states[index] = (k, v)
 
     def on_attention(
-        index: int, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]
+        module: Any, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: dict[str, Any]
     ) -> None:
+        index = module.layer_idx
         if index in states:
             k, v = states.pop(index)
             on_layer(index, k, v, _sample_queries(query, k, call))

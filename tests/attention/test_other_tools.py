@@ -147,7 +147,7 @@ def test_wrapped_functions_take_dropout_by_position() -> None:
         got = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **GREEDY)
         assert_same(got, expected)
         seen: list[int] = []
-        with watched_attention(model, lambda index, *_: seen.append(index)):
+        with watched_attention(model, lambda module, *_: seen.append(module.layer_idx)):
             model(**inputs)
         assert seen == [0, 1]
 

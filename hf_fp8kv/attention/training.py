@@ -1,0 +1,117 @@
+"""Training through the cache: whole texts whose K and V are rounded as a cache stores them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..cache.cache import FP8PagedCache
+from ..cache.paged_tensor import PagedKV
+from ..cache.stored_rounding import StoredRounding, check_stored
+from ..errors import ConfigError, Fp8KVError
+from ..formats import AUTO
+from .fp8_paged import ROUNDING
+from .switching import eval_mode, watched_attention
+
+Roundings = dict[torch.nn.Module, StoredRounding]
+
+
+def prepare_rounding(
+    model: PreTrainedModel, training: object, cache_keywords: dict[str, Any]
+) -> tuple[dict[str, Any], Roundings]:
+    """Return the keywords of caches, and for each attention module how it rounds K and V.
+
+    Args:
+        model: is run on three tokens, to see which keys and values reach which attention.
+        training: None or "stored"; with None nothing is rounded.
+        cache_keywords: of `FP8PagedCache`.
+
+    Raises:
+        ConfigError: the model or a keyword does not fit. ScaleError, BackendError: a keyword.
+    """
+    if training is None:
+        return cache_keywords, {}
+    if training != "stored":
+        raise ConfigError(f"training: expected None or 'stored', got {training!r}")
+    cache_keywords = {"prefill": "stored", **cache_keywords}
+    cache = FP8PagedCache(model.config, **cache_keywords)
+    options = cache.options
+    check_stored(options)
+    why = ""
+    if model.config.is_encoder_decoder:
+        why = "is an encoder-decoder"
+    elif not model._can_set_attn_implementation():
+        why = "has attention code of its own, and looks up no attention function"
+    if why:
+        raise ConfigError(
+            "training='stored': expected a decoder that looks its attention up, got "
+            f"{type(model).__name__}, which {why}; train it without"
+        )
+    stock = [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]
+    found = _probe(model, stock, cache_keywords)
+    if (options.key_format, options.value_format) == (AUTO, AUTO):
+        return cache_keywords, {}
+    roundings = {
+        module: StoredRounding(options, index, key, value)
+        for module, (index, key, value) in found.items()
+    }
+    return cache_keywords, roundings
+
+
+def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:
+    """Let each attention module round its K and V."""
+    for module, rounding in roundings.items():
+        vars(module)[ROUNDING] = rounding
+
+
+def remove_rounding(model: torch.nn.Module) -> Roundings:
+    """Let no module of a model round any more; return what was installed."""
+    return {
+        module: vars(module).pop(ROUNDING) for module in model.modules() if ROUNDING in vars(module)
+    }
+
+
+def _probe(
+    model: PreTrainedModel, stock: list[int], cache_keywords: Mapping[str, Any]
+) -> dict[torch.nn.Module, tuple[int, Any, Any]]:
+    """Return which stored layer each attention module reads, with its keys and values.
+
+    Layers may share the keys of another one, and only the cache knows of which.
+    """
+    ranks = {name: cache_keywords[name] for name in ("tp_rank", "tp_size")}
+    # Nothing to say of scales that the checkpoint declares, and none to fit.
+    cache = FP8PagedCache(
+        model.config, dtype=AUTO, scales=1.0, prefill="stored", backend="torch",
+        skip_layers=stock, **ranks,
+    )  # fmt: skip
+    found: dict[torch.nn.Module, tuple[int, Any, Any]] = {}
+
+    def record(module: torch.nn.Module, _query: Any, key: Any, value: Any, _call: Any) -> None:
+        if isinstance(key, PagedKV) and isinstance(value, PagedKV):
+            owners = [x for x in cache.paged_layers if x.is_initialized and x.pool.k is key.k_codes]
+            if len(owners) == 1 and value.k_codes is key.k_codes:
+                found[module] = owners[0].index, key, value
+
+    try:
+        ids = torch.ones((1, 3), dtype=torch.long, device=model.device)
+        with torch.no_grad(), eval_mode(model), watched_attention(model, record):
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Fp8KVError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            "training='stored': expected a model that can be run on three tokens, got "
+            f"{type(model).__name__}: {type(error).__name__}: {error}; call enable() where its "
+            "weights are loaded, before it is wrapped or sharded"
+        ) from error
+    stored = {layer.index for layer in cache.paged_layers if layer.get_seq_length()}
+    unread = sorted(stored - {index for index, *_ in found.values()})
+    if unread:
+        raise ConfigError(
+            f"training='stored': expected attention to the keys and values that a cache stores, "
+            f"got layers {unread} of {type(model).__name__}, which change them in between, or do "
+            "not look their attention up (see check_model); keep these in the model's dtype "
+            f"(skip_layers={unread})"
+        )
+    return found
