@@ -13,8 +13,8 @@ from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from .fp8_paged import NAME
-from .switching import get_implementations, set_implementations
-from .training import install_rounding, prepare_rounding, remove_rounding
+from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
+from .training import prepare_rounding
 
 logger = logging.getLogger(__name__)
 

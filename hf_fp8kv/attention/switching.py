@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from .fp8_paged import NAME, fp8_paged_attention
+from ..cache.stored_rounding import StoredRounding
+from .fp8_paged import NAME, ROUNDING, fp8_paged_attention
 from .masks import fp8_paged_mask
+
+Roundings = dict[torch.nn.Module, StoredRounding]
 
 
 @contextmanager
@@ -19,8 +23,8 @@ def watched_attention(
 
     Args:
         model: one that looks its attention up.
-        on_attention: called with an attention module that has a `layer_idx`, query, key, value and the
-            keyword arguments.
+        on_attention: called with each attention module that knows its layer, its query, key, value
+            and keyword arguments.
     """
     name = f"{NAME}_watched"
 
@@ -63,14 +67,29 @@ def set_implementations(model: PreTrainedModel, names: dict[str, Any]) -> None:
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model and all of its modules in eval mode for a while."""
+    """Put a model and all of its modules in eval mode for a while; K and V stay unrounded."""
     training = [module for module in model.modules() if module.training]
+    roundings = remove_rounding(model)
     model.eval()
     try:
         yield
     finally:
+        install_rounding(roundings)
         for module in training:
             module.training = True
+
+
+def install_rounding(roundings: Roundings) -> None:
+    """Let attention modules round their K and V; see `enable`."""
+    for module, rounding in roundings.items():
+        vars(module)[ROUNDING] = rounding
+
+
+def remove_rounding(model: torch.nn.Module) -> Roundings:
+    """Let no module of a model round any more; return what was installed."""
+    return {
+        module: vars(module).pop(ROUNDING) for module in model.modules() if ROUNDING in vars(module)
+    }
 
 
 @contextmanager

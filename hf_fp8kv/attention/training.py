@@ -11,10 +11,8 @@ from ..cache.paged_tensor import PagedKV
 from ..cache.stored_rounding import StoredRounding, check_stored
 from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
-from .fp8_paged import ROUNDING
-from .switching import eval_mode, watched_attention
-
-Roundings = dict[torch.nn.Module, StoredRounding]
+from ..modeling.exact_states import NOTE, rounding_note
+from .switching import Roundings, eval_mode, watched_attention
 
 
 def prepare_rounding(
@@ -43,6 +41,8 @@ def prepare_rounding(
         why = "is an encoder-decoder"
     elif not model._can_set_attn_implementation():
         why = "has attention code of its own, and looks up no attention function"
+    elif rounding_note(model) == NOTE:
+        why = "already rounds K and V in calls without a cache, by compressed-tensors"
     if why:
         raise ConfigError(
             "training='stored': expected a decoder that looks its attention up, got "
@@ -57,19 +57,6 @@ def prepare_rounding(
         for module, (index, key, value) in found.items()
     }
     return cache_keywords, roundings
-
-
-def install_rounding(roundings: Mapping[torch.nn.Module, StoredRounding]) -> None:
-    """Let each attention module round its K and V."""
-    for module, rounding in roundings.items():
-        vars(module)[ROUNDING] = rounding
-
-
-def remove_rounding(model: torch.nn.Module) -> Roundings:
-    """Let no module of a model round any more; return what was installed."""
-    return {
-        module: vars(module).pop(ROUNDING) for module in model.modules() if ROUNDING in vars(module)
-    }
 
 
 def _probe(

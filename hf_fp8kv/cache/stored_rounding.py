@@ -48,7 +48,7 @@ class StoredRounding:
             rounded = store_and_read(without_grad(key), without_grad(value), options, self._scales)
         formats = options.key_format, options.value_format
         k, v = (
-            states if name == AUTO else _StraightThrough.apply(states, numbers)
+            states if name == AUTO else _StraightThrough.apply(states, numbers)  # type: ignore[no-untyped-call]
             for states, numbers, name in zip((key, value), rounded, formats, strict=True)
         )
         return k, v
@@ -82,7 +82,7 @@ def store_and_read(
         scales: as `CacheOptions.layer_scales` returns them, on the device of the keys.
     """
     batch, _, tokens, _ = key.shape
-    device, k_center = key.device, scales[2]
+    device, (k_scale, v_scale, k_center) = key.device, scales
     backend = ops.choose_backend(options.backend, device)
     columns = -(-tokens // options.page_size)
     pool = options.new_pool()
@@ -91,7 +91,7 @@ def store_and_read(
         k_center = k_center.expand(batch, -1, -1).contiguous()
     table = torch.arange(batch * columns, dtype=torch.int32, device=device).view(batch, columns)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    pages = pool.record(table, *scales[:2], k_center)
+    pages = pool.record(table, k_scale, v_scale, k_center)
     ops.write(pages, key, value, lengths, backend)
     k, v = (
         ops.gather(pages, lengths, side, 0, tokens, states.dtype, False, backend)
