@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import refusal
 from ..modeling.tensor_parallel import tensor_parallel
+from ..scales.fingerprint import warn_if_stale
 from .fp8_paged import NAME
 from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
 from .training import prepare_rounding
@@ -61,7 +62,8 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     cache_keywords = {**tensor_parallel(base), **cache_keywords}
     warn_of_rounding(base)
     cache_keywords, roundings = prepare_rounding(base, training, cache_keywords)
-    FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
+    cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
+    warn_if_stale(base, cache.options.scales)
     if _SAVED in vars(base):
         disable(base)
     before = get_implementations(base)

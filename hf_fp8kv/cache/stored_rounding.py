@@ -32,7 +32,8 @@ class StoredRounding:
         """
         self._options = options
         scales = options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
-        self._scales = _move(scales, key.device)
+        # A model without memory gets some later.
+        self._scales = scales if key.is_meta else _move(scales, key.device)
 
     def round(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V as they are read back; gradients pass as if nothing had been rounded.

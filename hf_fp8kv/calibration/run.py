@@ -17,6 +17,7 @@ from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, parse_dtype
+from ..scales.fingerprint import fingerprint_weights, warn_if_stale
 from ..scales.kv_scales import KVScales, resolve
 from ..scales.layer_scales import Granularity, LayerScales
 from ..scales.report import CalibrationReport, QualityRow
@@ -115,11 +116,13 @@ def calibrate(
         tried = stages.choose_scales(job, corpus.windows, ranges, partners, near, far)
         far_sample = stages.sample_far(corpus.windows, beyond) if far else []
         choices = stages.check_centers(job, far_sample, tried)
-        source = f"calibrated on {corpus.tokens} tokens"
+        source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
 
         def make_scales(layers: dict[int, LayerScales]) -> KVScales:
             layers = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in layers.items()}
-            return KVScales(layers, model_type=model.config.model_type, origin=source)
+            return KVScales(
+                layers, model_type=model.config.model_type, origin=source, fingerprint=fingerprint
+            )
 
         scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales, beyond)
         gains = {index: choice.gain for index, choice in choices.items()}
@@ -164,6 +167,7 @@ def measure(
             "KVScales.uniform(num_layers) has a constant for each layer"
         )
     scales = resolved
+    warn_if_stale(model, scales)
     FP8PagedCache(model.config, dtype=options.fmt.name, scales=scales)  # layers that are missing
     corpus = _read_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,

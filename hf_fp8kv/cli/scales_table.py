@@ -94,6 +94,8 @@ def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str
     model = scales.model_type or "model type unknown"
     yield f"{scales.format}, {model}, {count}, per {'/'.join(kinds)}, {centers}"
     yield f"from {scales.origin}"
+    if scales.weights_digest is not None:
+        yield f"for weights with the fingerprint {scales.weights_digest}"
     if report is not None:
         texts = f"{report.texts} text{'' if report.texts == 1 else 's'}"
         made = f"{report.tokens} tokens of {texts}, margin {report.margin:g}; checked"

@@ -132,4 +132,5 @@ def describe_scales(scales: "KVScales") -> dict[str, Any]:
         "num_layers": len(scales.layers),
         "granularity": "/".join(kind for kind in ("tensor", "head", "channel") if kind in kinds),
         "centered": scales.centered,
+        "weights_digest": scales.weights_digest,
     }

@@ -89,6 +89,7 @@ class Comparison:
     ) -> Run:
         """Answer with FP8 pages, read by the attention `attn`."""
         from .. import FP8PagedCache
+        from ..scales.fingerprint import warn_if_stale
 
         try:
             self.model.set_attn_implementation(attn)
@@ -97,6 +98,7 @@ class Comparison:
         ids, speed, cache = self._generate(
             inputs, lambda: FP8PagedCache(self.model.config, **options)
         )
+        warn_if_stale(self.model, cache.options.scales)
         sizes, page = cache.memory_footprint(), options["page_size"]
         tokens, size = sizes["tokens"], sizes["used"] + sizes.get("other", 0)
         # The last page is partly filled: a token's size is its share of a full page.

@@ -11,10 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Unpack
 
+import torch
+
 from ..errors import ScaleError
 from ..utils.text import format_list
 from .checkpoint.folder import HubOptions
 from .copy_checkpoint import Weights, copy_checkpoint
+from .fingerprint import compare_weights
 from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
 from .layer_scales import LayerScales, ScaleData
 from .load import read_checkpoint, read_file
@@ -37,6 +40,7 @@ class KVScales(ScaleData):
         model_type: the model they were made for, as transformers names it, where the file says so.
         origin: the file, folder or repository they were read from.
         report: what their calibration found, where it is known.
+        fingerprint: of the weights they were made for: digits for each layer, where it is known.
 
     Raises:
         ScaleError: `layers` is no dict of `LayerScales`, or empty, or `format` is unknown.
@@ -52,6 +56,15 @@ class KVScales(ScaleData):
     def with_report(self, report: CalibrationReport) -> "KVScales":
         """Return the same scales with the report of their calibration."""
         return replace(self, report=report)
+
+    def made_for(self, model: torch.nn.Module) -> bool | None:
+        """Return whether the model has the weights that the scales were made for.
+
+        A training step changes that. None: not known, since the scales come from a file without a
+        fingerprint, or no layer of the model is whole in this process.
+        """
+        other = compare_weights(model, self.fingerprint)
+        return None if other is None else not other
 
     @classmethod
     def uniform(cls, num_layers: int, k: float = 1.0, v: float = 1.0) -> "KVScales":

@@ -7,7 +7,7 @@ again when it is used.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -125,6 +125,7 @@ class ScaleData:
     model_type: str | None = None
     origin: str = "memory"
     report: CalibrationReport | None = None
+    fingerprint: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping) or not self.layers:
@@ -155,6 +156,14 @@ class ScaleData:
     def centered(self) -> bool:
         """Whether any layer carries a center of K."""
         return any(layer.k_center is not None for layer in self.layers.values())
+
+    @property
+    def weights_digest(self) -> str | None:
+        """A digest of the fingerprints of all layers, for people; None: there are none."""
+        if not self.fingerprint:
+            return None
+        layers = [f"{index}.{digits}" for index, digits in sorted(self.fingerprint.items())]
+        return hashlib.sha256(" ".join(layers).encode()).hexdigest()[:16]
 
     @property
     def digest(self) -> str:

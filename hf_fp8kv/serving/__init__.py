@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
+from ..scales.fingerprint import warn_if_stale
 from ..scales.kv_scales import KVScales
 from .config import ServingConfig
 from .engines import StockManager, cache_class
@@ -97,6 +98,7 @@ def enable(
     if probe:
         check_packing(model, config)
     warn_of_rounding(model)
+    warn_if_stale(model, config.options.scales)
     disable(model)
     Enabled.install(model, config)
     return model

@@ -17,7 +17,7 @@ from safetensors.torch import save as to_safetensors
 
 from ...errors import ScaleError
 from ...utils.files import convert_read_errors, read_header, read_json
-from ...utils.text import format_list
+from ...utils.text import format_list, format_value
 from ..layer_scales import LayerScales, ScaleData
 from ..report import REPORT_FILE, CalibrationReport
 from ..request import Request
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 OWN_FILE, _SUMMARY = "kv_scales.safetensors", "kv_scales.json"
 _METADATA, _VERSION, _DTYPE = "hf_fp8kv", 1, "float8_e4m3fn"
 _SAVE_AGAIN = "write the file again with save_pretrained"
+_INDEX = re.compile("[0-9]{1,9}")
 _TENSOR = re.compile(r"layers\.([0-9]{1,9})\.(k_scale|v_scale|k_center)")
 
 
@@ -47,11 +48,12 @@ class HfFp8kv(ScaleFormat):
         names, metadata = read_header(path)
         if _METADATA not in metadata:
             return None
-        layers, model_type = _read_layers(path, names, metadata[_METADATA])
+        layers, model_type, fingerprint = _read_layers(path, names, metadata[_METADATA])
         request.check_model_type(path, model_type, request.model_type)
         expected = range(request.num_layers) if request.num_layers else sorted(layers)
         layers = request.select_layers(layers, expected, str(path))
-        return _add_report(ScaleData(layers, self.name, model_type, str(path)), path.parent)
+        scales = ScaleData(layers, self.name, model_type, str(path), fingerprint=fingerprint)
+        return _add_report(scales, path.parent)
 
     def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
         about = {
@@ -62,6 +64,8 @@ class HfFp8kv(ScaleFormat):
             "origin": scales.origin,
             "read_as": scales.format,
         }
+        if scales.fingerprint:
+            about["fingerprint"] = {str(i): digits for i, digits in scales.fingerprint.items()}
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
             tensors[f"layers.{index}.k_scale"] = layer.k.clone()
@@ -80,8 +84,11 @@ class HfFp8kv(ScaleFormat):
 
 def _read_layers(
     path: Path, names: Iterable[str], about: str
-) -> tuple[dict[int, LayerScales], str | None]:
-    """Return the layers of a file, and its model type; `about` is our entry of its metadata."""
+) -> tuple[dict[int, LayerScales], str | None, dict[int, str]]:
+    """Return the layers of a file, its model type and the fingerprint of that model's weights.
+
+    `about` is our entry of its metadata.
+    """
     with convert_read_errors(path, f"JSON in the metadata entry {_METADATA!r}"):
         header = json.loads(about)
     if not isinstance(header, dict):
@@ -115,7 +122,20 @@ def _read_layers(
         source = f"{path}: layers.{index}"
         layers[index] = LayerScales(part["k_scale"], part["v_scale"], part.get("k_center"), source)
     model_type = header.get("model_type")
-    return layers, model_type if isinstance(model_type, str) else None
+    model_type = model_type if isinstance(model_type, str) else None
+    return layers, model_type, _read_fingerprint(path, header.get("fingerprint", {}))
+
+
+def _read_fingerprint(path: Path, written: object) -> dict[int, str]:
+    """Return the fingerprint that a file holds; those of before have none."""
+    if not isinstance(written, dict) or not all(
+        _INDEX.fullmatch(index) and isinstance(digits, str) for index, digits in written.items()
+    ):
+        raise ScaleError(
+            f"{path}: fingerprint: expected digits for each layer, got {format_value(written)}; "
+            f"{_SAVE_AGAIN}"
+        )
+    return {int(index): digits for index, digits in written.items()}
 
 
 def _add_report(scales: ScaleData, folder: Path) -> ScaleData:
