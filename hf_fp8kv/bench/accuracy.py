@@ -1,8 +1,7 @@
 """Accuracy suite: predictions by format, kind of scales and center of K."""
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,7 +14,7 @@ from ..cache.cache import FP8PagedCache
 from ..calibration import stages
 from ..calibration.choose import CalibrationOptions, Choice
 from ..calibration.corpus import Corpus, read_corpus
-from ..calibration.divergence import Scores, compare_caches
+from ..calibration.divergence import compare_caches
 from ..calibration.observe import TensorDict, make_batches, paged_layers
 from ..calibration.state import Job, State
 from ..errors import ConfigError
@@ -24,7 +23,7 @@ from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import describe_run
 from .quality import STOCK, TEXTS, TOPICS, describe_settings, first_tokens, stock_cache
-from .reporting import build_table, count_bytes
+from .reporting import build_table, count_bytes, report_percents, summarize_texts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,8 +78,7 @@ def run_accuracy_suite(
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `format`, `scales`, `centered`, the fields of `Quality`, `kl_error` (the standard error of
-        the mean KL over the texts; None for a single one), `kl_by_text`, and `bytes_per_token` (of
+        `format`, `scales`, `centered`, the fields of `summarize_texts`, and `bytes_per_token` (of
         the layers that are stored in 8 bits, for a model in bf16, at the end of a text).
 
     Raises:
@@ -94,7 +92,7 @@ def run_accuracy_suite(
         list(others.values()), tokenizer, max_tokens=calibrated, max_length=length, held_out=0
     )
     calls = 1 + 2 * sum(len(_scale_kinds(fmt)) for fmt in MEASURED) + len(_last_rows(model))
-    report = _report_percents(progress, corpus.tokens + texts * length * calls)
+    report = report_percents(progress, corpus.tokens + texts * length * calls)
 
     def on_calibration(stage: str, tokens: int, resumed: bool) -> None:
         # What is read once more, to choose, is little, and not in the total.
@@ -133,28 +131,12 @@ def run_accuracy_suite(
                 "format": row.format,
                 "scales": row.scales,
                 "centered": row.centered,
-                **_summarize([scores[row.name] for scores in by_text]),
+                **summarize_texts([scores[row.name] for scores in by_text]),
                 "bytes_per_token": _bytes_per_token(row.make(), ranges, length),
             }
             for row in rows
         ],
     }
-
-
-def _report_percents(
-    progress: Callable[[str, float], None] | None, total: int
-) -> Callable[[str, int], None]:
-    """Return what reports progress once per percent of `total` tokens: a report may be a line."""
-    done = 0
-
-    def report(what: str, tokens: int) -> None:
-        nonlocal done
-        before, done = done, done + tokens
-        percent = 100 * done // total
-        if progress is not None and percent > 100 * before // total:
-            progress(f"{percent} %: {what}", done / total)
-
-    return report
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
@@ -283,13 +265,6 @@ def _last_rows(model: PreTrainedModel) -> list[_Row]:
     if stock := stock_cache(model):
         rows.append(_Row(STOCK, "of the first call, per tensor", False, stock))
     return rows
-
-
-def _summarize(by_text: Sequence[Scores]) -> dict[str, Any]:
-    """Return the fields of a row that say how good it is."""
-    means = [scores.quality.kl for scores in by_text]
-    error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-    return {**asdict(Scores.concat(by_text).quality), "kl_error": error, "kl_by_text": means}
 
 
 def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) -> float:

@@ -1,10 +1,12 @@
 """Statistics, numbers and tables that the suites share."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache.cache import FP8PagedCache
+from ..calibration.divergence import Scores
 from ..utils.tensors import collect_tensors
 
 if TYPE_CHECKING:
@@ -29,6 +31,36 @@ def format_number(value: float | None) -> str:
 def format_target(target: float | None) -> str:
     """Return what a number must not pass, "" for None."""
     return "" if target is None else f"≤ {target:g}"
+
+
+def report_percents(
+    progress: Callable[[str, float], None] | None, total: int
+) -> Callable[[str, int], None]:
+    """Return what reports progress once per percent of `total` tokens: a report may be a line."""
+    done = 0
+
+    def report(what: str, tokens: int) -> None:
+        nonlocal done
+        before, done = done, done + tokens
+        percent = 100 * done // total
+        if progress is not None and percent > 100 * before // total:
+            progress(f"{percent} %: {what}", done / total)
+
+    return report
+
+
+def summarize_texts(by_text: Sequence[Scores]) -> dict[str, Any]:
+    """Return the fields of `Quality` over all texts, with standard errors over the texts.
+
+    `kl_error` and `top1_error` are None for a single text; `kl_by_text` and `top1_by_text` are the
+    means within each.
+    """
+    result = asdict(Scores.concat(by_text).quality)
+    for name in ("kl", "top1"):
+        means: list[float] = [getattr(scores.quality, name) for scores in by_text]
+        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+        result |= {f"{name}_error": error, f"{name}_by_text": means}
+    return result
 
 
 def build_table(

@@ -104,24 +104,35 @@ def compare_caches(
             inputs["position_ids"] = positions.expand(part.shape)
         expected: torch.Tensor | None = None
         for name, cache in filled.items():
-            logits = _compute_logits(model, part, cache, inputs, scored=start > 0)
+            logits = compute_logits(model, part, cache, inputs, scored=start > 0)
             if on_call is not None:
                 on_call(name, part.numel())
             if start == 0:
                 continue
-            log_p = _to_float64(logits).log_softmax(-1)
+            log_p = log_probabilities(logits)
             expected = log_p if expected is None else expected
             known = following[:, start : min(stop, ids.shape[1] - 1)]
-            scores[name].append(_score(expected, log_p, known))
+            scores[name].append(compute_scores(expected, log_p, known))
         start = stop
     return {name: Scores.concat(parts) for name, parts in scores.items()}
 
 
 @torch.no_grad()
-def _compute_logits(
+def compute_logits(
     model: PreTrainedModel, ids: torch.Tensor, cache: Any, inputs: dict[str, Any], *, scored: bool
 ) -> torch.Tensor:
-    """Return `[B, T, vocabulary]`; where they are not scored, of the last token alone."""
+    """Return logits `[B, T, vocabulary]` of a call; not scored: of the last token alone.
+
+    Args:
+        model: in the attention to measure.
+        ids: `[B, T]`, int64: the tokens that follow those in the cache.
+        cache: gets them, too.
+        inputs: further arguments of the model.
+        scored: whether the logits of all tokens are wanted.
+
+    Raises:
+        ConfigError: the model does not give a logit per token.
+    """
     text = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     options = {} if scored else last_logit_only(model)
     with exact_states():  # also under the yardstick
@@ -136,11 +147,13 @@ def _compute_logits(
     return logits
 
 
-def _to_float64(x: torch.Tensor) -> torch.Tensor:
-    return (x.cpu() if x.device.type == "mps" else x).double()  # mps has no float64
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of logits `[..., vocabulary]`, float64."""
+    logits = logits.cpu() if logits.device.type == "mps" else logits  # mps has no float64
+    return logits.double().log_softmax(-1)
 
 
-def _score(expected: torch.Tensor, log_p: torch.Tensor, known: torch.Tensor) -> Scores:
+def compute_scores(expected: torch.Tensor, log_p: torch.Tensor, known: torch.Tensor) -> Scores:
     """Return the scores of one chunk from log-probabilities `[B, T, vocabulary]`, float64.
 
     `known` is `[B, T or T - 1]`, int64: the next tokens of the text.

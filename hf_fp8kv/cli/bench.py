@@ -17,6 +17,7 @@ _SUITES = {
     "host": ("hf_fp8kv.bench.host", "run_host_suite"),
     "quality": ("hf_fp8kv.bench.quality", "run_quality_suite"),
     "accuracy": ("hf_fp8kv.bench.accuracy", "run_accuracy_suite"),
+    "long": ("hf_fp8kv.bench.long", "run_long_suite"),
     "serve": ("hf_fp8kv.bench.serve", "run_serve_suite"),
     "capacity": ("hf_fp8kv.bench.capacity", "run_capacity_suite"),
     "memory": ("hf_fp8kv.bench.memory", "run_memory_suite"),
@@ -29,7 +30,8 @@ def bench(
         typer.Option(
             help="cpu, gpu: speed and memory. host: what the processor does for a step on a GPU; "
             "needs none. quality: a model's predictions. accuracy: the same "
-            "by format, kind of scales and center (minutes). capacity: how many tokens fit. "
+            "by format, kind of scales and center (minutes). long: the same at long context, "
+            "beside other caches (a quarter of an hour). capacity: how many tokens fit. "
             "memory: bytes of models with sliding windows. serve: the server under load.",
             autocompletion=complete_from(lambda: _SUITES),
         ),
@@ -39,9 +41,21 @@ def bench(
     texts: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many texts to score; quality: 4, accuracy: 8.", show_default=False
+            min=1,
+            help="How many texts to score; quality: 4, accuracy: 8, long: 2 of each kind.",
+            show_default=False,
         ),
     ] = None,
+    positions: Annotated[
+        str | None, typer.Option(help="long: where to score, such as 1024,4096,8192.")
+    ] = None,
+    kinds: Annotated[str | None, typer.Option(help="long: of text, such as code,chat.")] = None,
+    caches: Annotated[
+        str | None, typer.Option(help="long: which, such as default,int8,q8_0.")
+    ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="long: more texts, up to 8192 tokens (hours).")
+    ] = False,
     memory: Annotated[
         float,
         typer.Option(
@@ -72,7 +86,7 @@ def bench(
         typer.Option("--json", metavar="PATH", help="Write JSON too; - prints it and no table."),
     ] = None,
 ) -> None:
-    """Measure against transformers' own caches; quality, accuracy: --model and --texts."""
+    """Measure against transformers' own caches; quality, accuracy, long: --model and --texts."""
     check_choice(suite, _SUITES, "--suite")
     check_writable(json_path, "--json")
     check_plot(plot_path)
@@ -92,9 +106,12 @@ def bench(
         arguments = {"memory_gib": memory}
         if model is not None:
             arguments |= {"config": load_config(model), "name": model}
-    if suite in ("quality", "accuracy"):
+    if suite in ("quality", "accuracy", "long"):
         loaded, tokenizer = load_model(model, device, "float32")
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO}
+        if suite == "long":
+            arguments |= measures.THOROUGH if thorough else {}
+            arguments |= _long_arguments(positions=positions, kinds=kinds, caches=caches)
         if texts is not None:
             arguments["texts"] = texts
     if suite == "serve":
@@ -115,6 +132,19 @@ def bench(
     if json_path is not None:
         Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
     print_parts([measures.format_table(result)], piped_width=140)
+
+
+def _long_arguments(**lists: str | None) -> dict[str, Any]:
+    """Return the arguments of the long suite that are lists, of what was given of them."""
+    given = {name: text.split(",") for name, text in lists.items() if text is not None}
+    arguments: dict[str, Any] = {k: [part.strip() for part in v] for k, v in given.items()}
+    if "positions" in arguments:
+        try:
+            arguments["positions"] = [int(position) for position in arguments["positions"]]
+        except ValueError:
+            message = f"expected numbers of tokens, such as 1024,4096; got {lists['positions']!r}"
+            raise typer.BadParameter(message, param_hint="--positions") from None
+    return arguments
 
 
 def _load_result(path: str) -> dict[str, Any]:

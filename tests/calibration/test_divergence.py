@@ -13,7 +13,7 @@ from transformers import DynamicCache, QuantizedCache, cache_utils
 
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.calibration.divergence import UNQUANTISED, Quality, _score, compare_caches
+from hf_fp8kv.calibration.divergence import UNQUANTISED, Quality, compare_caches, compute_scores
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
@@ -132,7 +132,7 @@ def logs(*rows: list[float]) -> torch.Tensor:
 def test_kl_has_a_direction_and_a_largest() -> None:
     expected = logs([0.5, 0.25, 0.25], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
     got = logs([0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.1, 0.1, 0.8])
-    scores = _score(expected, got, torch.tensor([[2, 0]]))
+    scores = compute_scores(expected, got, torch.tensor([[2, 0]]))
     third = 0.4 * math.log(2) + 0.6 * math.log(0.6 / 0.8)
     assert scores.kl.tolist() == pytest.approx([0.25 * math.log(2), 0.0, third])
     assert scores.same.tolist() == [0.0, 1.0, 1.0]
@@ -147,8 +147,8 @@ def test_kl_has_a_direction_and_a_largest() -> None:
 
 def test_a_token_that_cannot_follow_counts_nothing() -> None:
     expected, got = logs([0.5, 0.5, 0.0], [1.0, 0.0, 0.0]), logs([0.25, 0.75, 0.0], [0.5, 0.5, 0.0])
-    scores = _score(expected, got, torch.tensor([[0, 0]]))
+    scores = compute_scores(expected, got, torch.tensor([[0, 0]]))
     first = 0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
     assert scores.kl.tolist() == pytest.approx([first, math.log(2)])
     # What was possible and no longer is moves the predictions without limit.
-    assert _score(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf
+    assert compute_scores(got, expected, torch.tensor([[0, 0]])).kl[1] == math.inf
