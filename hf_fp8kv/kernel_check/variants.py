@@ -27,9 +27,9 @@ class Variant:
         tokens: new tokens.
         page: slots of a page.
         dtype: of the query, or of new keys and values.
-        extras: "window", "softcap", "sinks", "mask", "bias", "center"; "complete": a mask that says
-            for each query token what it sees; "new": the tokens are stored first; "k" or "v" for
-            gather.
+        extras: "window", "softcap", "sinks", "mask", "bias", "center", "rotated"; "complete": a
+            mask that says for each query token what it sees; "new": the tokens are stored first;
+            "k" or "v" for gather.
         main: whether it is among those that must be fast.
     """
 
@@ -72,6 +72,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
     own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
     auto: dict[str, Any] = {"k": AUTO, "v": AUTO}
     static: dict[str, Any] = {"static": True}
+    e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
+    rotated: dict[str, Any] = {**e2m5, "extras": ("rotated",)}
     # As pools that grow have them.
     blocks: dict[str, Any] = {"extras": ("blocks",)}
     everything: dict[str, Any] = {"extras": ("window", "softcap", "sinks", "mask", "center")}
@@ -82,7 +84,8 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         *({**fmt, "extras": ("new",)} for fmt in (formats[0], *own, auto)),
         {**static, "extras": ("new", "center")},
         *({**fmt, "extras": ("new", "blocks")} for fmt in (formats[0], *own, auto, static)),
-        blocks, {**static, **blocks},
+        blocks, {**static, **blocks}, rotated, {**rotated, **int8, **static},
+        {**e2m5, "extras": ("new", "blocks", "rotated", "center")},
     ]  # fmt: skip
     others: list[dict[str, Any]] = [
         {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
@@ -90,14 +93,18 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
         {"tokens": 5}, {"page": 16, **blocks},
         *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
+        *({**rotated, **more} for more in ({"dims": (256, 256)}, {"groups": 8, "tokens": 8})),
     ]  # fmt: skip
     extends: list[dict[str, Any]] = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
         {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
-        {**complete, "dims": (256, 256)}, blocks,
+        {**complete, "dims": (256, 256)}, blocks, rotated, {**rotated, "dims": (256, 256)},
     ]  # fmt: skip
-    writes: list[dict[str, Any]] = [*formats, {**static, "extras": ("center",)}, auto, blocks]
-    gathers: list[dict[str, Any]] = [{}, static, *own, blocks]
+    writes: list[dict[str, Any]] = [
+        *formats, {**static, "extras": ("center",)}, auto, blocks,
+        {**e2m5, "extras": ("rotated", "center")},
+    ]  # fmt: skip
+    gathers: list[dict[str, Any]] = [{}, static, *own, blocks, rotated]
     variants = [
         *(Variant("decode", **main, main=True) for main in mains),
         *(Variant("decode", **other) for other in others),
@@ -163,7 +170,7 @@ def _pages(variant: Variant) -> Pages:
         dtype = variant.dtype if name == AUTO else torch.uint8
         codes = torch.zeros((2, HEADS, *shape), dtype=dtype)
         static = torch.ones(HEADS, dim) if name != AUTO and variant.static else None
-        return StoredSide(codes, static, None, name, dim)
+        return StoredSide(codes, static, None, name, dim, "rotated" in variant.extras)
 
     k = side(variant.k, dim_k, (variant.page, dim_k))
     v = side(variant.v, dim_v, (dim_v, variant.page))

@@ -121,6 +121,8 @@ def page_changes(at: int) -> dict[str, Change]:
     """Return changes of the pages, which are argument `at`."""
     changes: dict[str, Callable[[Pages], Pages]] = {
         "formats": _sides(format="fp8_e3m4"),
+        "rotated": _sides(rotated=True),
+        "rotated values": lambda p: p._replace(v=p.v._replace(rotated=True)),
         "no center": lambda p: p._replace(k=p.k._replace(center=None)),
         "a static scale": lambda p: p._replace(k=p.k._replace(static_scale=torch.ones(HEADS, DIM))),
         "dynamic scales": lambda p: p._replace(v=p.v._replace(static_scale=None)),

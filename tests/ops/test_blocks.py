@@ -43,6 +43,8 @@ CASES = [
     Case("window", window=40, lengths=(200, 170), page_size=64, tokens=3),
     Case("padding, one head per query", lengths=(150, 149), padding=70, page_size=64, q_heads=2),
     Case("prompt", lengths=(150, 90), tokens=60, page_size=64),
+    Case("rotated", rotated=True, key="fp8_e2m5", value="int8", center=True, lengths=(70, 130),
+         page_size=64),
 ]  # fmt: skip
 
 

@@ -130,6 +130,10 @@ _HALF = [
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
          lengths=(130,), heads=1, q_heads=2),
     Case("130 queries, bf16", tokens=130, lengths=(300,), page_size=64, dtype=torch.bfloat16),
+    Case("rotated by blocks, fp16", rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
+         center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
+    Case("rotated, head size 128, bf16", rotated=True, key="fp8_e2m5", value="int8", k_dim=128,
+         v_dim=128, center=True, dtype=torch.bfloat16, lengths=(200,), tokens=17, page_size=64),
 ]  # fmt: skip
 
 
@@ -309,15 +313,29 @@ def test_nothing_is_merged_where_no_sequence_is_split():
     assert started == ["_decode", "_decode", "_combine"]
 
 
+SPLIT = Case("split", lengths=(1500, 130, 700), tokens=3, page_size=64, sinks=True, heads=2,
+             q_heads=6)  # fmt: skip
+SPLITS = [
+    *(pytest.param(processors, False, False, id=str(processors)) for processors in (1, 2, 5, 40)),
+    pytest.param(40, True, False, id="40-rotated"),
+    pytest.param(5, True, True, id="5-rotated-swapped"),
+]
+
+
 @pytest.mark.parametrize("combine", ["kernel", "last"])
-@pytest.mark.parametrize("processors", [1, 2, 5, 40])
-def test_any_split_gives_the_same_answer(processors, combine):
-    case = Case("split", lengths=(1500, 130, 700), tokens=3, page_size=64, sinks=True, heads=2,
-                q_heads=6)  # fmt: skip
+@pytest.mark.parametrize(("processors", "rotated", "swapped"), SPLITS)
+def test_any_split_gives_the_same_answer(processors, rotated, swapped, combine):
+    case = SPLIT
+    if rotated:
+        # Blocks of 32 and of 16 numbers, beside what pads a head.
+        case = dataclasses.replace(
+            SPLIT, rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80, dynamic=False,
+            center=True,
+        )  # fmt: skip
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=processors)
-    with assuming(target), tuning.override(combine=combine):
+    with assuming(target), tuning.override(combine=combine, swapped=swapped):
         found = run("decode", case, pages, query, **kwargs)
         assert errors(found, expected).max() <= bound(case)
         # With a plan made outside, used by two layers: the counters are zero again.
@@ -361,6 +379,10 @@ _STORED = [
     Case("bf16", key="fp8_e3m4", dtype=torch.bfloat16, lengths=(200, 64), page_size=64),
     Case("center", center=True, sinks=True, lengths=(70, 128), page_size=64, tokens=2, q_heads=4),
     Case("small pages", lengths=(50, 33), page_size=16, tokens=5, q_heads=2, v_dim=48),
+    Case("rotated", rotated=True, key="fp8_e2m5", value="int8", center=True, k_dim=96, v_dim=80,
+         lengths=(70, 128), page_size=64, dtype=torch.bfloat16),
+    Case("rotated, static", rotated=True, key="int8", value="fp8_e2m5", center=True, dynamic=False,
+         lengths=(65, 200), page_size=64, tokens=2, k_dim=64),
     Case("window", window=20, lengths=(90, 64), page_size=64, tokens=3),
     Case("auto", key=AUTO, value=AUTO, lengths=(65, 200), page_size=64, tokens=2),
     Case("K auto", key=AUTO, lengths=(66, 10), page_size=64),

@@ -53,6 +53,7 @@ class Case:
     value: str = "fp8_e4m3"
     dynamic: bool = True
     center: bool = False
+    rotated: bool = False
     dtype: torch.dtype = torch.bfloat16
     limit: int | None = None
     released: int = 0  # pages at the start of every table that are gone
@@ -89,7 +90,7 @@ def pages_of(case: Case) -> Pages:
     def side(name: str, dim: int, codes: Tensor) -> StoredSide:
         has_static = name != AUTO and not case.dynamic
         scale = 0.01 * (1 + torch.rand(heads, dim)) if has_static else None
-        return StoredSide(codes, scale, None, name, dim)
+        return StoredSide(codes, scale, None, name, dim, case.rotated and name != AUTO)
 
     table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
@@ -170,7 +171,12 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     assert_equal(found, expected(case, pages, key, value))
 
 
-SCALES = {"dynamic": {}, "static": {"dynamic": False}, "centered": {"center": True}}
+SCALES = {
+    "dynamic": {},
+    "static": {"dynamic": False},
+    "centered": {"center": True},
+    "rotated": {"center": True, "rotated": True},
+}
 SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
     "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
@@ -200,7 +206,24 @@ def test_page_sizes(page_size, tokens):
 @pytest.mark.parametrize("dims", [(1, 1), (3, 5), (33, 80), (80, 64), (192, 128), (576, 512)])
 def test_head_sizes(dims, tokens):
     k_dim, v_dim = dims
-    check(Case(lengths=(14,), tokens=tokens, heads=1, k_dim=k_dim, v_dim=v_dim, center=True))
+    case = Case(lengths=(14,), tokens=tokens, heads=1, k_dim=k_dim, v_dim=v_dim, center=True)
+    check(case)
+    check(dataclasses.replace(case, rotated=True, key="fp8_e2m5", value="int8"))
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
+@pytest.mark.parametrize("dims", [(80, 96), (96, 80), (256, 128)])
+def test_blocks_that_are_rotated(dims, dynamic, tokens):
+    """Of 16, 32, 128 and 256 numbers, with an infinity and a NaN in one block of some tokens."""
+    case = Case(
+        lengths=(14, 0), tokens=tokens, heads=2, k_dim=dims[0], v_dim=dims[1], center=True,
+        rotated=True, dynamic=dynamic, key="int8", value="fp8_e2m5",
+    )  # fmt: skip
+    key, value = tokens_of(case)
+    check(case, key, value)
+    key[0, 0, -1, 3], value[0, 1, -1, 5] = math.inf, math.nan
+    check(case, key, value)
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
@@ -299,6 +322,7 @@ def cases(draw: Any) -> Case:
         value=draw(names),
         dynamic=draw(st.booleans()),
         center=draw(st.booleans()),
+        rotated=draw(st.booleans()),
         dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
         limit=draw(st.none() | st.integers(0, 120)),
         released=draw(st.integers(0, 2)),
@@ -363,6 +387,13 @@ GATHERED = [
     for name in [*NAMES, AUTO]
     for page, scales in ((16, SCALES["centered"]), (6, SCALES["static"]))
 ]
+GATHERED += [
+    Case(key="fp8_e2m5", value="int8", lengths=(5, 37), page_size=page, k_dim=k_dim, v_dim=v_dim,
+         rotated=True, **scales)
+    for page, k_dim, v_dim, scales in (
+        (16, 96, 80, SCALES["centered"]), (6, 80, 256, SCALES["static"]), (64, 128, 64, {}),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", GATHERED, ids=str)

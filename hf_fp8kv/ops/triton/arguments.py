@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
+from ...formats.rotation import rotation_factor
 from ..blocks import layout_of
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import attention
 from .codec import Codec, codec_for
+from .rotation import block_of
 from .target import Target, next_power_of_2, target_of
 from .tuning import Workload
 
@@ -75,10 +77,11 @@ class Factors(NamedTuple):
     """What logits and output are multiplied by; floats in a kernel too.
 
     Attributes:
-        k_scaling: of products of queries and K's codes: `scaling` times the factor of K's codec.
+        k_scaling: of products of queries and K's codes: `scaling` times the factors of K's codec
+            and rotation, of which kernels only make the sums.
         scaling: of products of queries and keys.
         softcap: 0: none.
-        v: of the output: the factor of V's codec.
+        v: of the output: the same factors of V.
     """
 
     k_scaling: float
@@ -91,7 +94,10 @@ class Factors(NamedTuple):
 # `features_of` make one for each set of values.
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Sizes that kernels are compiled for; widths are dims padded to what a dot product takes."""
+    """Sizes that kernels are compiled for; widths are dims padded to what a dot product takes.
+
+    Blocks are those of `rotation.block_of`.
+    """
 
     heads: int  # KV heads
     groups: int  # query heads per KV head
@@ -100,6 +106,8 @@ class Shape:
     k_width: int
     v_width: int
     page_size: int
+    k_block: int
+    v_block: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +262,7 @@ def prepare(
     k_dim, v_dim = pages.k.head_dim, pages.v.head_dim
     shape = shape_of(
         pages.heads, query.shape[1] // pages.heads, k_dim, v_dim, _pad(k_dim), _pad(v_dim),
-        pages.page_size,
+        pages.page_size, block_of(pages.k), block_of(pages.v),
     )  # fmt: skip
     # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
     # large heads do not fit into shared memory.
@@ -267,7 +275,12 @@ def prepare(
         tensors=AttentionTensors(
             query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
         ),
-        factors=Factors(spec.scaling * k_codec.factor, spec.scaling, spec.softcap, v_codec.factor),
+        factors=Factors(
+            spec.scaling * k_codec.factor * rotation_factor(shape.k_block),
+            spec.scaling,
+            spec.softcap,
+            v_codec.factor * rotation_factor(shape.v_block),
+        ),
         start=start,
         stop=stop,
         window=spec.window,

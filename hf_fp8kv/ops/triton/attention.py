@@ -5,7 +5,8 @@ range of positions, reads the codes of one tile of tokens after the other, and k
 softmax. What makes it fast is where scales are applied:
 
     static K       into the query, once                    (per channel, head or tensor alike)
-    static V       into the output, once
+                   after it is rotated as K is
+    static V       into the output, once, before it is rotated back
     dynamic K      into a column of logits
     dynamic V      into a column of weights
 
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from .codec import decode_for_dot
 from .places import find_place, load_codes, load_scales
+from .rotation import mix
 
 # What a mask is (`Features.mask`).
 NO_MASK = tl.constexpr(0)
@@ -189,6 +191,7 @@ def _load_query(
         center_ptr = tensors.k.center + (b * SHAPE.heads + h).to(tl.int64) * SHAPE.k_dim
         center = tl.load(center_ptr + d, mask=d < SHAPE.k_dim, other=0.0)
         offset = tl.sum(q * center[None, :], 1) * factors.scaling
+    q = mix(q, SHAPE.k_block)
     if tensors.k.static_scale is not None:
         scale_ptr = tensors.k.static_scale + h * SHAPE.k_dim
         q *= tl.load(scale_ptr + d, mask=d < SHAPE.k_dim, other=0.0)[None, :]
@@ -330,7 +333,7 @@ def finish(
     acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the output rows, shaped like `acc`: with sinks, divided by the sum, and scaled."""
+    """Return the output rows, shaped like `acc`: with sinks, divided, scaled and rotated back."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         m_new = tl.maximum(m_i, sink)
@@ -345,4 +348,4 @@ def finish(
         scale_ptr = v_static_scale_ptr + h * SHAPE.v_dim
         scale = tl.load(scale_ptr + dv, mask=dv < SHAPE.v_dim, other=0.0)
         out *= of_others(scale, SWAPPED)
-    return out
+    return mix(out, SHAPE.v_block, SWAPPED)

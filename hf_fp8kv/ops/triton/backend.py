@@ -159,6 +159,9 @@ def _describe(pages: Pages) -> Described:
                 table, addresses,
             )
         )  # fmt: skip
-        sizes = (k.format, v.format, k.head_dim, v.head_dim, pages.heads, pages.page_size)
+        sizes = (
+            k.format, v.format, k.head_dim, v.head_dim, k.rotated, v.rotated, pages.heads,
+            pages.page_size,
+        )  # fmt: skip
         described = vars(pages)["described"] = Described(number_of((kind, sizes)), places)
     return described

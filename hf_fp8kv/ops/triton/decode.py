@@ -308,12 +308,14 @@ def _store_new(
         write_side(
             key_ptr, tensors.k, tensors.token_scales, center_ptr, table_ptr, h, position, first,
             tokens, high, columns, key_strides[2], key_strides[3], SHAPE.heads,
-            SHAPE.page_size, SHAPE.k_dim, SHAPE.k_width, K_ENCODER, TILE=1, TRANSPOSED=False,
+            SHAPE.page_size, SHAPE.k_dim, SHAPE.k_width, SHAPE.k_block, K_ENCODER, TILE=1,
+            TRANSPOSED=False,
         )  # fmt: skip
         write_side(
             value_ptr, tensors.v, tensors.token_scales, None, table_ptr, h, position, first,
             tokens, high, columns, value_strides[2], value_strides[3], SHAPE.heads,
-            SHAPE.page_size, SHAPE.v_dim, SHAPE.v_width, V_ENCODER, TILE=1, TRANSPOSED=True,
+            SHAPE.page_size, SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, V_ENCODER, TILE=1,
+            TRANSPOSED=True,
         )  # fmt: skip
     if begin < high:
         # What some threads of this program stored, others read.
@@ -332,7 +334,7 @@ def _combine(
     Args:
         plan_ptr, partial_ptr, stats_ptr, out_ptr, tokens: as in `_decode`.
         sinks_ptr, v_static_scale_ptr: `[Hq]`, floating, and `[Hkv, Dv]`, float32, or None.
-        v_factor: the factor of V's codec, float.
+        v_factor: `Factors.v`.
     """
     b = tl.program_id(2)
     if tl.load(plan_ptr + (max_parts + b) * 4 + 1) > 1:

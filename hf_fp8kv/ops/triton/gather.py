@@ -8,6 +8,7 @@ from ..pages import Pages
 from .arguments import pointers_to
 from .encoder import decode, encoder_for
 from .places import codes_of, find_place, scales_of
+from .rotation import block_of, rotate
 from .target import launch, next_power_of_2
 from .write import num_warps, tile_size
 
@@ -36,8 +37,9 @@ def gather(
     launch(
         _gather, (tiles, heads, batch), pointers_to(pages, side), pages.token_scales, out, lengths,
         pages.table, start, stop, pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim,
-        WIDTH=width, ENCODER=encoder_for(stored.format), TRANSPOSED=not is_key, RAGGED=ragged,
-        TILE=tile, num_warps=num_warps(width), enable_fp_fusion=False,
+        WIDTH=width, BLOCK=block_of(stored), ENCODER=encoder_for(stored.format),
+        TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile, num_warps=num_warps(width),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -46,7 +48,8 @@ def gather(
 def _gather(
     side, scales_ptr, out_ptr, lengths_ptr, table_ptr, start, stop, table_b,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    ENCODER: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, ENCODER: tl.constexpr, TRANSPOSED: tl.constexpr, RAGGED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Write dense K, or V (TRANSPOSED). The grid is tiles of positions, KV heads and sequences.
 
@@ -103,6 +106,7 @@ def _gather(
             scale_ptrs = scales_of(scales_ptr, side, place, h, HEADS, PAGE * 2)
             scale_ptrs += slot * 2 + (1 if TRANSPOSED else 0)
             x *= tl.load(scale_ptrs, mask=exists, other=0.0).to(tl.float32)[:, None]
+        x = rotate(x, BLOCK)
         if side.center is not None:
             center_ptr = side.center + (b.to(tl.int64) * HEADS + h) * DIM
             x += tl.load(center_ptr + d, mask=d < DIM, other=0.0)[None, :]

@@ -1,4 +1,4 @@
-"""Storing new tokens: center, scale, encode and scatter K and V in one launch."""
+"""Storing new tokens: center, rotate, scale, encode and scatter K and V in one launch."""
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from .encoder import (
     to_bfloat16,
 )
 from .places import codes_of, find_place, scales_of
+from .rotation import block_of, lay_out_like, rotate
 from .target import launch, next_power_of_2
 from .tuning import SINGLE_TOKENS
 
@@ -54,8 +55,8 @@ def write(
         UNLIMITED if limit is None else limit, pages.table.shape[1], pages.table.stride(0),
         key.stride(), value.stride(),
         HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim, K_WIDTH=k_width,
-        V_WIDTH=v_width, K_ENCODER=encoder_for(pages.k.format),
-        V_ENCODER=encoder_for(pages.v.format), TILE=tile,
+        V_WIDTH=v_width, K_BLOCK=block_of(pages.k), V_BLOCK=block_of(pages.v),
+        K_ENCODER=encoder_for(pages.k.format), V_ENCODER=encoder_for(pages.v.format), TILE=tile,
         num_warps=num_warps(max(k_width, v_width)), enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -76,7 +77,7 @@ def _write(
     key_ptr, value_ptr, lengths_ptr, table_ptr, k, v, scales_ptr, tokens, limit, columns, table_b,
     key_strides, value_strides,
     HEADS: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Store new tokens. The grid is tiles of positions, KV heads (K's, then V's), and sequences.
@@ -101,14 +102,14 @@ def _write(
         write_side(
             x_ptr, k, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
             key_strides[2], key_strides[3],
-            HEADS, PAGE, K_DIM, K_WIDTH, K_ENCODER, TILE, TRANSPOSED=False,
+            HEADS, PAGE, K_DIM, K_WIDTH, K_BLOCK, K_ENCODER, TILE, TRANSPOSED=False,
         )  # fmt: skip
     else:
         x_ptr = value_ptr + b.to(tl.int64) * value_strides[0] + h.to(tl.int64) * value_strides[1]
         write_side(
             x_ptr, v, scales_ptr, None, table_ptr, h, tile, length, tokens, limit, columns,
             value_strides[2], value_strides[3],
-            HEADS, PAGE, V_DIM, V_WIDTH, V_ENCODER, TILE, TRANSPOSED=True,
+            HEADS, PAGE, V_DIM, V_WIDTH, V_BLOCK, V_ENCODER, TILE, TRANSPOSED=True,
         )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def write_side(
     x_ptr, side, scales_ptr, center_ptr, table_ptr, h, tile, length, tokens, limit, columns,
     x_t, x_d,
     HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    ENCODER: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK: tl.constexpr, ENCODER: tl.constexpr, TILE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of one head's K, or V (TRANSPOSED)."""
     start = tile * TILE
@@ -147,17 +148,19 @@ def write_side(
     if ENCODER is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = _load_centered(x_ptrs, given, center_ptr, d, DIM)
+        x = _load_rotated(x_ptrs, given, center_ptr, d, DIM, BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], ENCODER)
     else:
-        x = _load_centered(x_ptrs, given, center_ptr, d, DIM)
+        x = _load_rotated(x_ptrs, given, center_ptr, d, DIM, BLOCK)
         if TRANSPOSED:
             scale = smallest_scale(x, ENCODER)
         elif TILE == 1:
             # Read once for each scale that is tried, so that every thread has numbers to try.
             again = tl.zeros([SEARCH_STEPS, 1], tl.int32)
             copies = _load_centered(x_ptrs + again, given & (again == 0), center_ptr, d, DIM)
+            if BLOCK > 1:
+                copies = lay_out_like(tl.broadcast_to(x, [SEARCH_STEPS, WIDTH]), copies)
             scale = search_scale_at_once(copies, ENCODER)
         else:
             scale = search_scale(x, ENCODER)
@@ -181,6 +184,16 @@ def write_side(
     else:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
         tl.store(code_ptrs, codes, mask=exists[:, None] & real)
+
+
+@triton.jit
+def _load_rotated(ptrs, mask, center_ptr, d, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what `_load_centered` does, rotated."""
+    x = _load_centered(ptrs, mask, center_ptr, d, DIM)
+    if BLOCK > 1:
+        # Else each thread would have a number of every token, and sums of a token many threads.
+        x = lay_out_like(rotate(x, BLOCK), x)
+    return x
 
 
 @triton.jit
