@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_fp8kv import KVScales, LayerScales, ScaleError, calibrate, enable, serving
 from hf_fp8kv.calibration import measure
+from hf_fp8kv.cli.scales_table import inspect_table
+from hf_fp8kv.cli.shared import describe_scales
 from hf_fp8kv.scales.fingerprint import fingerprint_weights
 from tests.helpers.tiny_models import tiny
 
@@ -113,6 +115,13 @@ def test_files_keep_it(made: KVScales, tmp_path: Path) -> None:
     assert made.weights_digest != replace(made, fingerprint={0: "1"}).weights_digest
     made.save_pretrained(tmp_path / "vllm", format="vllm-json")
     assert KVScales.from_pretrained(tmp_path / "vllm").made_for(llama()) is None
+
+
+def test_people_see_it(made: KVScales) -> None:
+    shown = [str(part) for part in inspect_table(made, None)]
+    assert f"for weights with the fingerprint {made.weights_digest}" in shown
+    assert describe_scales(made)["weights_digest"] == made.weights_digest
+    assert not any("weights" in str(part) for part in inspect_table(KVScales(made.layers), None))
 
 
 @pytest.mark.parametrize("written", [["a"], {"x": "a"}, {"0": 1}, "abc"])
