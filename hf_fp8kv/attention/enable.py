@@ -34,9 +34,9 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     change the keywords; `disable` undoes everything.
 
     With `training="stored"` calls without a cache, in train and in eval mode, read K and V rounded
-    exactly as these caches store them (and as `serving` does with the same keywords): what a
-    trainer computes of a text are the probabilities that it was generated with. Gradients pass the
-    rounding as if it were not there. `prefill` is then "stored", and nothing else is possible.
+    exactly as these caches store them (and as `serving` does with the same keywords), for trainers
+    that compute the probabilities of generated text again. Gradients pass the rounding as if it
+    were not there. `prefill` is then "stored", and nothing else is possible.
 
     Args:
         model: a model with `generate`, or PEFT's wrapper of one.
