@@ -44,14 +44,17 @@ def _broken(rows: list[Row]) -> list[str]:
 SOME = [
     "decode e4m3 D128", "decode e3m4 D128 new blocks",
     "decode e4m3 D128 window softcap sinks mask center",
+    "decode e2m5 D128 new blocks rotated center",
     "extend e4m3 D128 T1024", "extend e4m3 D128 T1024 window softcap sinks mask center",
     "write e4m3 D128", "write e3m4 D128 T128", "write e4m3 static D128 T128 center",
-    "gather e4m3 D128 k", "gather e3m4 D128 v",
+    "gather e4m3 D128 k", "gather e2m5 D128 v rotated",
 ]  # fmt: skip
 # Compiled for one target: the other formats, and shapes.
 OTHERS = [
     "decode e4m3fnuz D128", "decode e5m2 D128", "decode e2m5 D128", "decode int8 D128",
     "decode auto D128", "decode e4m3 static D128", "decode e4m3 D256", "extend e4m3 D256 T1024",
+    "decode int8 static D128 rotated", "extend e2m5 D128 T1024 rotated",
+    "write e2m5 D128 T128 rotated center",
 ]  # fmt: skip
 
 
@@ -72,7 +75,8 @@ def test_kernels_keep_the_rules():
 STEPS = [
     "decode e4m3 D128 new blocks", "decode e3m4 D128 new blocks", "decode auto D128 new blocks",
     "decode e4m3 static D128 new center", "extend e3m4 D128 T1024", "write e3m4 D128 T128",
-    "gather e3m4 D128 k",
+    "gather e3m4 D128 k", "decode e2m5 D128 new blocks rotated center",
+    "extend e2m5 D128 T1024 rotated", "write e2m5 D128 T128 rotated center",
 ]  # fmt: skip
 
 

@@ -25,13 +25,14 @@ def rotate(x, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def lay_out_like(x, loaded):
-    """Return `x`, float32, held by the threads that hold `loaded`, of the same shape.
+def lay_out_like(x, given):
+    """Return `x`, float32, held by the threads that hold `given`, of the same shape.
 
-    Triton takes the layout of what is loaded; it does not see that the condition is always true,
+    Triton passes on layouts of what is loaded and multiplied, but not through all of `mix`: what
+    follows would have one that nothing chose. It does not see that the condition is always true;
     LLVM does.
     """
-    magnitude = loaded.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    magnitude = given.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.where(magnitude >= 0, x, 0.0)
 
 
@@ -40,13 +41,11 @@ def mix(x, BLOCK: tl.constexpr, SWAPPED: tl.constexpr = False):
     """Return the same without the product at the end; SWAPPED: of the columns of `[W, N]`."""
     if BLOCK > 1:
         # Of columns a thread gets more numbers, and waits less for those that others have.
-        if not SWAPPED:
-            x = tl.trans(x)
+        mixed = x if SWAPPED else tl.trans(x)
         for i in tl.static_range(12):
             if 2**i < BLOCK:
-                x = _mix_halves(x, 2**i)
-        if not SWAPPED:
-            x = tl.trans(x)
+                mixed = _mix_halves(mixed, 2**i)
+        x = lay_out_like(mixed if SWAPPED else tl.trans(mixed), x)
     return x
 
 

@@ -17,7 +17,7 @@ from .encoder import (
 )
 from .places import codes_of, find_place, scales_of
 from .rotation import block_of, lay_out_like, rotate
-from .target import launch, next_power_of_2
+from .target import launch, next_power_of_2, target_of
 from .tuning import SINGLE_TOKENS
 
 # Positions that a program stores at once where there are more. A page holds a whole number of such
@@ -49,6 +49,10 @@ def write(
     tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, wherever a sequence ends.
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
+    options: dict[str, int] = {}
+    if (pages.k.rotated or pages.v.rotated) and target_of(pages.table.device).is_nvidia:
+        # As many as any number of warps has room for: without a limit sm_120 spills before.
+        options["maxnreg"] = 128
     launch(
         _write, (tiles, 2 * heads, batch), key, value, lengths, pages.table,
         pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
@@ -57,7 +61,7 @@ def write(
         HEADS=heads, PAGE=pages.page_size, K_DIM=k_dim, V_DIM=v_dim, K_WIDTH=k_width,
         V_WIDTH=v_width, K_BLOCK=block_of(pages.k), V_BLOCK=block_of(pages.v),
         K_ENCODER=encoder_for(pages.k.format), V_ENCODER=encoder_for(pages.v.format), TILE=tile,
-        num_warps=num_warps(max(k_width, v_width)), enable_fp_fusion=False,
+        num_warps=num_warps(max(k_width, v_width)), enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
@@ -148,11 +152,11 @@ def write_side(
     if ENCODER is None:
         codes = tl.load(x_ptrs, mask=given, other=0.0).to(side.codes.dtype.element_ty)
     elif side.static_scale is not None:
-        x = _load_rotated(x_ptrs, given, center_ptr, d, DIM, BLOCK)
+        x = rotate(_load_centered(x_ptrs, given, center_ptr, d, DIM), BLOCK)
         scale = tl.load(side.static_scale + h * DIM + d, mask=d < DIM, other=1.0)
         codes = encode(x * tl.div_rn(1.0, scale)[None, :], ENCODER)
     else:
-        x = _load_rotated(x_ptrs, given, center_ptr, d, DIM, BLOCK)
+        x = rotate(_load_centered(x_ptrs, given, center_ptr, d, DIM), BLOCK)
         if TRANSPOSED:
             scale = smallest_scale(x, ENCODER)
         elif TILE == 1:
@@ -184,16 +188,6 @@ def write_side(
     else:
         code_ptrs = (codes_ptr + slot)[:, None] + (d * PAGE)[None, :]
         tl.store(code_ptrs, codes, mask=exists[:, None] & real)
-
-
-@triton.jit
-def _load_rotated(ptrs, mask, center_ptr, d, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what `_load_centered` does, rotated."""
-    x = _load_centered(ptrs, mask, center_ptr, d, DIM)
-    if BLOCK > 1:
-        # Else each thread would have a number of every token, and sums of a token many threads.
-        x = lay_out_like(rotate(x, BLOCK), x)
-    return x
 
 
 @triton.jit
