@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from ..errors import ConfigError, Fp8KVError
+from ..formats import LayerPlan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
@@ -87,6 +88,9 @@ class FP8PagedCache(DynamicCache):
         value_dtype: str | torch.dtype | None = None,
         scales: "KVScales | str | os.PathLike[str] | float | None" = None,
         center_keys: bool | None = None,
+        rotate_keys: bool | None = None,
+        rotate_values: bool | None = None,
+        plan: Mapping[int, LayerPlan] | LayerPlan | None = None,
         page_size: int = 64,
         max_cache_len: int | None = None,
         max_pages: int | None = None,
@@ -107,6 +111,7 @@ class FP8PagedCache(DynamicCache):
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
             scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,
+            rotate_keys=rotate_keys, rotate_values=rotate_values, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tp_rank=tp_rank, tp_size=tp_size,
         )  # fmt: skip
@@ -189,6 +194,11 @@ class FP8PagedCache(DynamicCache):
     def stock_layers(self) -> list[Any]:
         """The layers that are transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
+
+    @property
+    def plan(self) -> dict[int, LayerPlan]:
+        """How each paged layer is stored; before the first call, how it is unless that decides."""
+        return {layer.index: layer.storage for layer in self.paged_layers}
 
     # -- what transformers calls -------------------------------------------------------------
 

@@ -234,6 +234,7 @@ class FP8PagedLayer(PagedLayerBase):
         else:
             vars(self).update(snapshot.setup)
         self.k_center = snapshot.k_center
+        self.storage = snapshot.storage or self.storage
         self._ready = True
 
 

@@ -8,7 +8,6 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO
 from ..modeling.tensor_parallel import check_split
 from ..ops import Pages
 from ..paging.layer_group import LayerGroup
@@ -30,6 +29,7 @@ class PagedLayerBase(CacheLayerMixin):
         index: the layer's number in the model; scales are looked up by it.
         first_tokens: what the layers of the cache know of padding.
         pool: the bytes; shared with forks.
+        storage: how they are stored; of a layer without tokens, the one that is safe.
         k_static_scale: `[Hkv, Dk]`, float32, or None.
         v_static_scale: `[Hkv, Dv]`, float32, or None.
         k_center: `[B, Hkv, Dk]`, float32, or None.
@@ -58,7 +58,8 @@ class PagedLayerBase(CacheLayerMixin):
         # The base class would assign `keys` and `values`, which are properties here.
         self.index, self.options, self.group = index, options, group
         self.first_tokens, self.whole_heads = first_tokens, whole_heads
-        self.pool = pool or options.new_pool()
+        self.pool = pool or options.new_pool(index)
+        self.storage = options.layer_plan(index)
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False
@@ -66,9 +67,8 @@ class PagedLayerBase(CacheLayerMixin):
         self._clear_scales()
 
     def __repr__(self) -> str:
-        formats = f"{self.options.key_format}/{self.options.value_format}"
         window = "" if self.group.window is None else f", window={self.group.window}"
-        return f"{type(self).__name__}({formats}{window})"
+        return f"{type(self).__name__}({self.storage}{window})"
 
     def _clear_scales(self) -> None:
         self.k_static_scale: torch.Tensor | None = None
@@ -123,7 +123,7 @@ class PagedLayerBase(CacheLayerMixin):
         """Return the center to freeze for a first call: `[B, Hkv, Dk]`, float32, or None."""
         if self._scale_center is not None:
             return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
-        if self.options.first_call_centers and self.options.key_format != AUTO:
+        if self.storage.k.centered:
             return self.first_tokens.find_center(key)
         return None
 
@@ -158,7 +158,8 @@ class PagedLayerBase(CacheLayerMixin):
     def _pages(self, table: torch.Tensor, pool: PagePool | None = None) -> Pages:
         """Return the pages of the layer's pool, or of another, and their block table."""
         pool = pool or self.pool
-        return pool.record(table, self.k_static_scale, self.v_static_scale, self.k_center)
+        scales = self.k_static_scale, self.v_static_scale, self.k_center
+        return pool.record(self.storage, table, *scales)
 
     def _handles(
         self,
@@ -235,7 +236,9 @@ class PagedLayerBase(CacheLayerMixin):
             return LayerSnapshot(self.index, group, length)
         attributes = vars(self)
         setup = {name: attributes[name] for name in _SETUP}
-        return LayerSnapshot(self.index, group, length, self.pool, self.k_center, setup)
+        return LayerSnapshot(
+            self.index, group, length, self.pool, self.k_center, setup, self.storage
+        )
 
     @abstractmethod
     def restore(self, snapshot: LayerSnapshot) -> None:

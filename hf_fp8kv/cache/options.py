@@ -1,16 +1,18 @@
 """Options: what a user chose, checked once, and shared by all layers of a cache."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, parse_dtype
+from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan, parse_dtype
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.validation import check_ranks
+from .plans import NARROW, check_plan, side_plans
 
 Prefill = Literal["exact", "stored"]
 
@@ -20,18 +22,19 @@ class CacheOptions:
     """The arguments of `FP8PagedCache` that concern every layer; immutable.
 
     Attributes:
-        key_format: a key of `FORMATS`, or "auto".
-        value_format: the same for V.
+        k_plans: how K may be stored. The first is taken where nothing is measured; of several,
+            the first call decides.
+        v_plans: the same of V.
+        plan: how each layer is stored, if a user said so; None: as these say.
         scales: static scales, a constant, or None for dynamic ones.
-        center_keys: None: if the scales carry centers; True: if not, from the first call; False:
-            never.
+        center_keys: whether centers that scales carry are used; False: they are not.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
     """
 
-    key_format: str
-    value_format: str
+    k_plans: tuple[SidePlan, ...]
+    v_plans: tuple[SidePlan, ...]
     scales: KVScales | float | None
     center_keys: bool | None
     page_size: int
@@ -41,6 +44,7 @@ class CacheOptions:
     backend: str
     tp_rank: int
     tp_size: int
+    plan: Mapping[int, LayerPlan] | None = None
 
     @classmethod
     def parse(
@@ -51,6 +55,9 @@ class CacheOptions:
         value_dtype: object,
         scales: KVScales | float | None,
         center_keys: bool | None,
+        rotate_keys: bool | None = None,
+        rotate_values: bool | None = None,
+        plan: object = None,
         **fields: Any,
     ) -> "CacheOptions":
         """Return the checked options; `fields` are the others, as the user said them.
@@ -58,28 +65,63 @@ class CacheOptions:
         Raises:
             ConfigError: an argument cannot work. BackendError: the backend cannot run here.
         """
-        default = DEFAULT_DTYPE if scales is None else STATIC_DTYPE
-        both = default if dtype is None else parse_dtype(dtype)
+        flags = {
+            "center_keys": center_keys, "rotate_keys": rotate_keys, "rotate_values": rotate_values,
+        }  # fmt: skip
+        for name, flag in flags.items():
+            if flag not in (None, True, False):
+                raise ConfigError(f"{name}: expected None, True or False, got {flag!r}")
+        dtypes = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        by_hand = check_plan(plan, {**dtypes, **flags, "scales": scales})
+        both = None if dtype is None else parse_dtype(dtype)
+        if both is None and scales is not None:
+            both = STATIC_DTYPE
         key_format = both if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
-        # prefill="stored" promises that the way a text is cut into calls changes nothing.
-        may_center = dtype is None and scales is None and fields["prefill"] == "exact"
-        if center_keys is None and may_center and key_format == DEFAULT_DTYPE:
-            center_keys = True
+        value_format = both if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
+        # prefill="stored" promises that the way a text is cut into calls changes nothing, and in
+        # the preallocated form a plan is a part of compiled code.
+        may_center = scales is None and fields["prefill"] == "exact"
+        measures = may_center and fields["max_cache_len"] is None and by_hand is None
+        centers: tuple[bool, ...] = (bool(center_keys),)
+        if center_keys is None and may_center and key_format != AUTO:
+            if dtype is None and key_format in (None, DEFAULT_DTYPE):
+                centers = (True, False) if key_format is None else (True,)
+            elif key_format in NARROW:
+                centers = (True, False)
+        k_plans: tuple[SidePlan, ...]
+        v_plans: tuple[SidePlan, ...]
+        if isinstance(by_hand, LayerPlan):
+            k_plans, v_plans = (by_hand.k,), (by_hand.v,)
+        else:
+            if center_keys and key_format == AUTO:
+                raise ConfigError(
+                    "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as "
+                    "it is; leave center_keys out, or choose a key_dtype"
+                )
+            k_plans = side_plans(key_format, rotate_keys, centers, measures=measures)
+            v_plans = side_plans(value_format, rotate_values, (False,), measures=measures)
+        for name, asked, first in (
+            ("rotate_keys", rotate_keys, k_plans[0]),
+            ("rotate_values", rotate_values, v_plans[0]),
+        ):
+            if asked and first.format == AUTO:
+                raise ConfigError(
+                    f"{name}=True expected an 8-bit format, got 'auto', which stores numbers as "
+                    f"they are; leave {name} out, or choose a dtype"
+                )
+            if asked is not None and isinstance(scales, KVScales):
+                raise ConfigError(
+                    f"{name}: expected None with static scales, which say whether they are for "
+                    f"rotated numbers, got {asked!r}; leave it out"
+                )
         options = cls(
-            key_format=key_format,
-            value_format=both if value_dtype is None else parse_dtype(value_dtype, "value_dtype"),
-            scales=scales,
-            center_keys=center_keys,
-            **fields,
-        )
+            k_plans=k_plans, v_plans=v_plans, scales=scales, center_keys=center_keys,
+            plan=None if isinstance(by_hand, LayerPlan) else by_hand, **fields,
+        )  # fmt: skip
         options._check()
         return options
 
     def _check(self) -> None:
-        if self.center_keys not in (None, True, False):
-            raise ConfigError(
-                f"center_keys: expected None, True or False, got {self.center_keys!r}"
-            )
         if self.prefill not in ("exact", "stored"):
             raise ConfigError(f"prefill: expected 'exact' or 'stored', got {self.prefill!r}")
         size = self.page_size
@@ -95,11 +137,6 @@ class CacheOptions:
             raise ConfigError(f"backend: expected a name, got {self.backend!r}")
         ops.choose_backend(self.backend, _DEVICE_OF_BACKEND.get(self.backend, torch.device("cpu")))
         check_ranks(self.tp_rank, self.tp_size)
-        if self.center_keys and self.key_format == AUTO:
-            raise ConfigError(
-                "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as it "
-                "is; leave center_keys out, or choose a key_dtype"
-            )
 
     @property
     def is_preallocated(self) -> bool:
@@ -112,16 +149,52 @@ class CacheOptions:
         return self.scales is None
 
     @property
-    def first_call_centers(self) -> bool:
-        """Whether the center is the mean of the first call."""
-        centered = isinstance(self.scales, KVScales) and self.scales.centered
-        return self.center_keys is True and not centered
+    def measures(self) -> bool:
+        """Whether the first call decides how a layer is stored."""
+        return len(self.k_plans) > 1 or len(self.v_plans) > 1
 
-    def new_pool(self) -> PagePool:
-        """Return a pool without pages."""
+    @property
+    def first_call_centers(self) -> bool:
+        """Whether the first call may give layers their centers."""
+        if isinstance(self.scales, KVScales) and self.scales.centered:
+            return False
+        if self.plan is not None:
+            return any(layer.k.centered for layer in self.plan.values())
+        return any(plan.centered for plan in self.k_plans)
+
+    @property
+    def uniform_plan(self) -> LayerPlan:
+        """How layers are stored of which nothing else is said."""
+        return LayerPlan(self.k_plans[0], self.v_plans[0])
+
+    def layer_plan(self, index: int) -> LayerPlan:
+        """Return how a layer is stored unless its first call decides otherwise.
+
+        Raises:
+            ConfigError: a plan by hand that does not have this layer.
+        """
+        if self.plan is not None:
+            if index not in self.plan:
+                raise ConfigError(
+                    f"plan: expected one for every paged layer, got none for layer {index}; add it, "
+                    "or keep the layer out with skip_layers"
+                )
+            return self.plan[index]
+        k, v = self.uniform_plan
+        if isinstance(self.scales, KVScales) and self.scales.centered and k.format != AUTO:
+            has_center = (
+                index in self.scales.layers and self.scales.layers[index].k_center is not None
+            )
+            k = replace(k, centered=has_center and self.center_keys is not False)
+        return LayerPlan(k, v)
+
+    def new_pool(self, index: int) -> PagePool:
+        """Return a pool without pages for a layer."""
+        k, v = self.layer_plan(index)
         return PagePool(
-            self.page_size, self.key_format, self.value_format, dynamic=self.dynamic_scales
-        )
+            self.page_size, k_is_auto=k.format == AUTO, v_is_auto=v.format == AUTO,
+            dynamic=self.dynamic_scales,
+        )  # fmt: skip
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int
@@ -132,19 +205,20 @@ class CacheOptions:
         """
         if self.scales is None:
             return None, None, None
+        plan = self.layer_plan(index)
         if isinstance(self.scales, KVScales):
             layer: LayerScales = self.scales.for_layer(
                 index, num_kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim,
                 tp_rank=self.tp_rank, tp_size=self.tp_size,
             )  # fmt: skip
             k, v = (
-                None if name == AUTO else scale * FORMATS[name].scale_from_e4m3
-                for scale, name in ((layer.k, self.key_format), (layer.v, self.value_format))
+                None if side.format == AUTO else scale * FORMATS[side.format].scale_from_e4m3
+                for scale, side in ((layer.k, plan.k), (layer.v, plan.v))
             )
-            return k, v, None if k is None or self.center_keys is False else layer.k_center
+            return k, v, layer.k_center if plan.k.centered else None
         constant = torch.tensor(self.scales, dtype=torch.float32)
-        k = None if self.key_format == AUTO else constant.repeat(heads, k_dim)
-        v = None if self.value_format == AUTO else constant.repeat(heads, v_dim)
+        k = None if plan.k.format == AUTO else constant.repeat(heads, k_dim)
+        v = None if plan.v.format == AUTO else constant.repeat(heads, v_dim)
         return k, v, None
 
 

@@ -78,7 +78,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             self.table, pages = _preallocate(self.group, self.max_cache_len, batch, self.device)
         self.pool.allocate(key_states, value_states, pages)
         self.shared.place(self.place, batch, self.device)
-        if self._scale_center is not None or self.options.first_call_centers:
+        if self._scale_center is not None or self.storage.k.centered:
             shape = (batch, *self.pool.k.shape[1::2])
             self.k_center = zeros(shape, torch.float32, self.device)
         self.batch_size = batch
@@ -360,6 +360,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
         """Take a copy of what a layer held; each sequence gets pages of its own."""
         if snapshot.pool is None:
             return
+        self.storage = snapshot.storage or self.storage
         stored = snapshot.group.table
         self.lazy_initialization(*snapshot.pool.empty_tokens(stored.batch))
         # A ring has no room for more than the last pages.

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO
+from ..formats import AUTO, LayerPlan, SidePlan
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
@@ -56,8 +56,10 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
         g, pool = snapshot.groups.index(layer.group), layer.pool
         facts: Facts = {"kind": "paged", "group": g, "index": layer.index}
         if pool is not None:
+            assert layer.storage is not None
             facts |= {
                 "length": layer.length,
+                "plan": [str(side) for side in layer.storage],
                 "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
                 "shape": [pool.heads, pool.k_dim, pool.v_dim],
             }
@@ -106,14 +108,18 @@ def unpack(
         held = {name.removeprefix(prefix): tensors.pop(name) for name in names}
         center = held.pop("k_center", None)
         pool = _unpack_pool(layer, held, group.table.allocator.capacity, options)
-        layers.append(LayerSnapshot(layer["index"], group, layer["length"], pool, center))
+        # Files of before 0.2 have no plan: it is that of the options.
+        storage = LayerPlan.parse(*layer["plan"]) if "plan" in layer else None
+        layers.append(
+            LayerSnapshot(layer["index"], group, layer["length"], pool, center, storage=storage)
+        )
     return CacheSnapshot(options, groups, layers, stock_layers, facts["open_ended"], budget)
 
 
 def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions) -> PagePool:
     heads, k_dim, v_dim = facts["shape"]
     k_dtype, v_dtype = (getattr(torch, name) for name in facts["dtypes"])
-    pool = options.new_pool()
+    pool = options.new_pool(facts["index"])
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     value = key.new_empty((1, heads, 0, v_dim), dtype=v_dtype)
     backend = ops.choose_backend(options.backend, key.device)
@@ -133,10 +139,11 @@ def _name_as_in_files(pool: PagePool, tensors: Tensors) -> Tensors:
     tensors = dict(tensors)
     scales = tensors.pop("token_scales", None)
     if scales is not None:
-        formats = {"k_scales": pool.key_format, "v_scales": pool.value_format}
-        for (name, stored_format), half in zip(formats.items(), scales.unbind(-1), strict=True):
-            if stored_format != AUTO:
-                tensors[name] = half
+        k, v = scales.unbind(-1)
+        if not pool.k_is_auto:
+            tensors["k_scales"] = k
+        if not pool.v_is_auto:
+            tensors["v_scales"] = v
     return tensors
 
 
@@ -187,6 +194,9 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
     facts = {name: value for name, value in vars(options).items() if name != "scales"}
+    facts |= {name: [str(side) for side in facts[name]] for name in ("k_plans", "v_plans")}
+    if options.plan is not None:
+        facts["plan"] = {i: [str(side) for side in layer] for i, layer in options.plan.items()}
     scales = options.scales
     if not isinstance(scales, KVScales):
         return facts | {"constant": scales}
@@ -254,10 +264,24 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
     return layer
 
 
+def _read_plans(facts: Facts) -> None:
+    """Replace plans as text, and what files of before 0.2 have instead of them, by plans."""
+    if "key_format" in facts:
+        # The centers were part of the default only, and of what a user asked for.
+        centered = bool(facts["center_keys"]) and facts["key_format"] != AUTO
+        facts["k_plans"] = [str(SidePlan(facts.pop("key_format"), centered=centered))]
+        facts["v_plans"] = [facts.pop("value_format")]
+    for name in ("k_plans", "v_plans"):
+        facts[name] = tuple(map(SidePlan.parse, facts[name]))
+    if facts.get("plan") is not None:
+        facts["plan"] = {int(i): LayerPlan.parse(*both) for i, both in facts["plan"].items()}
+
+
 def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     facts = dict(facts)
     scales = facts.pop("scales", None)
     constant = facts.pop("constant", None)
+    _read_plans(facts)
     if scales is None:
         return CacheOptions(scales=constant, **facts)
     layers = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..formats import LayerPlan
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
@@ -26,6 +27,7 @@ class LayerSnapshot:
         pool: the bytes; None before the first token.
         k_center: `[B, Hkv, Dk]`, float32, or None.
         setup: what `PagedLayerBase._prepare_scales` looked up, by name; None: to be looked up.
+        storage: how its numbers are stored; None: as the options say.
     """
 
     index: int
@@ -34,6 +36,7 @@ class LayerSnapshot:
     pool: PagePool | None = None
     k_center: torch.Tensor | None = None
     setup: dict[str, Any] | None = None
+    storage: LayerPlan | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,11 +103,12 @@ class Comparison:
         tokens, size = sizes["tokens"], sizes["used"] + sizes.get("other", 0)
         # The last page is partly filled: a token's size is its share of a full page.
         share = sizes["used"] / (-(-tokens // page) * page) + sizes.get("other", 0) / tokens
-        k, v = cache.options.key_format, cache.options.value_format
-        name = f"pages of {page}, {k}" if k == v else f"pages of {page}, K {k}, V {v}"
-        scales = "none" if (k, v) == ("auto", "auto") else str(options["scales"] or "dynamic")
-        if any(layer.k_center is not None for layer in cache.paged_layers):
-            name += ", K centered"
+        plans = set(cache.plan.values())
+        plan = next(iter(plans))
+        stored = "plans by layer" if len(plans) > 1 else str(plan.k if plan.k == plan.v else plan)
+        name = f"pages of {page}, {stored}"
+        is_auto = all(side.format == "auto" for plan in plans for side in plan)
+        scales = "none" if is_auto else str(options["scales"] or "dynamic")
         return self._run(name, scales, ids, speed, tokens, size, share, room)
 
     def _generate(

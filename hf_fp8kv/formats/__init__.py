@@ -11,6 +11,7 @@ from .formats import (
     Format,
     parse_dtype,
 )
+from .plan import LayerPlan, SidePlan
 
 __all__ = [
     "ALIASES",
@@ -21,5 +22,7 @@ __all__ = [
     "MIN_SCALE",
     "STATIC_DTYPE",
     "Format",
+    "LayerPlan",
+    "SidePlan",
     "parse_dtype",
 ]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError
-from ..formats import AUTO
+from ..formats import LayerPlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import PageBytes, address_pages, page_bytes, put_pages, take_pages, upload
 from .block_table import Copies
@@ -22,9 +22,12 @@ _NAMES = ("k", "v", "token_scales")
 class PagePool:
     """One layer's stored keys and values.
 
-    Made before the first token is known; `allocate` gives it shapes. Forks of a cache share it.
+    Made before the first token is known; `allocate` gives it shapes. Forks of a cache share it, and
+    may have other plans for their pages: a byte is a byte.
 
     Attributes:
+        k_is_auto: whether K is stored in the model's dtype, and not in bytes.
+        v_is_auto: the same of V.
         pending: tokens that attention has to store; see `LayerGroup.defer_write`.
         k: `[P, Hkv, S, Dk]`, uint8, or the model's dtype for "auto".
         v: `[P, Hkv, Dv, S]`: V is stored transposed, since no GPU loads 8-bit data transposed.
@@ -38,18 +41,19 @@ class PagePool:
     v: torch.Tensor
 
     def __init__(
-        self, page_size: int, key_format: str, value_format: str, *, dynamic: bool
+        self, page_size: int, *, k_is_auto: bool = False, v_is_auto: bool = False, dynamic: bool
     ) -> None:
-        self.page_size = page_size
-        self.key_format, self.value_format = key_format, value_format
-        self.dynamic = dynamic
+        self.page_size, self.dynamic = page_size, dynamic
+        self.k_is_auto, self.v_is_auto = k_is_auto, v_is_auto
         self.is_allocated = self.in_blocks = False
         self.pending: list[PendingWrite] = []
         self._record: Pages | None = None
+        self._recorded: LayerPlan | None = None  # the plan of the record
         self._forget()
 
     def record(
         self,
+        plan: LayerPlan,
         table: torch.Tensor,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
@@ -57,13 +61,15 @@ class PagePool:
     ) -> Pages:
         """Return the pages as operations take them: the same record until a tensor is another one.
 
-        `table`: of the sequences; static scales and center: those of `StoredSide`.
+        `plan`: how they are stored; `table`: of the sequences; static scales and center: those of
+        `StoredSide`.
         """
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and (known := self._record) is not None:
             k, v, token_scales, old_table, addresses = known
             if (
-                table is old_table
+                plan is self._recorded
+                and table is old_table
                 and k.codes is self.k
                 and k.static_scale is k_scale
                 and k.center is k_center
@@ -73,11 +79,11 @@ class PagePool:
                 and addresses is self.addresses
             ):
                 return known
-        k = StoredSide(self.k, k_scale, k_center, self.key_format, self.k_dim)
-        v = StoredSide(self.v, v_scale, None, self.value_format, self.v_dim)
+        k = StoredSide(self.k, k_scale, k_center, plan.k.format, self.k_dim, plan.k.rotated)
+        v = StoredSide(self.v, v_scale, None, plan.v.format, self.v_dim, plan.v.rotated)
         pages = Pages(k, v, self.token_scales, table, self.addresses)
         if not is_compiling:
-            self._record = pages
+            self._record, self._recorded = pages, plan
         return pages
 
     def _prepare_move(self) -> None:
@@ -116,7 +122,7 @@ class PagePool:
 
     @property
     def _has_scales(self) -> bool:
-        return self.dynamic and (self.key_format, self.value_format) != (AUTO, AUTO)
+        return self.dynamic and not (self.k_is_auto and self.v_is_auto)
 
     @property
     def _layout(self) -> PageBytes:
@@ -151,12 +157,12 @@ class PagePool:
     @property
     def key_dtype(self) -> torch.dtype:
         """What a stored number of K is held in."""
-        return self.dtype if self.key_format == AUTO else torch.uint8
+        return self.dtype if self.k_is_auto else torch.uint8
 
     @property
     def value_dtype(self) -> torch.dtype:
         """What a stored number of V is held in."""
-        return self.v_dtype if self.value_format == AUTO else torch.uint8
+        return self.v_dtype if self.v_is_auto else torch.uint8
 
     @property
     def pages(self) -> int:
@@ -215,9 +221,15 @@ class PagePool:
 
     def like(self, pages: int) -> "PagePool":
         """Return a pool of `pages` zeroed pages of the same kind."""
-        pool = PagePool(self.page_size, self.key_format, self.value_format, dynamic=self.dynamic)
+        pool = self._empty_twin()
         pool.allocate(*self.empty_tokens(1), pages, in_blocks=self.in_blocks)
         return pool
+
+    def _empty_twin(self) -> "PagePool":
+        return PagePool(
+            self.page_size, k_is_auto=self.k_is_auto, v_is_auto=self.v_is_auto,
+            dynamic=self.dynamic,
+        )  # fmt: skip
 
     def copy(self, copies: Copies, source: "PagePool | None" = None) -> None:
         """Copy pages, given as `(sources, destinations)`, within the pool or from `source`.
@@ -293,7 +305,7 @@ class PagePool:
             return
         self._prepare_move()
         pages, place, computes = self.pages, self.k.device, self.device
-        old = PagePool(self.page_size, self.key_format, self.value_format, dynamic=self.dynamic)
+        old = self._empty_twin()
         vars(old).update(vars(self))
         self._forget()
         self.device = place

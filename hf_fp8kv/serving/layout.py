@@ -10,7 +10,7 @@ import torch
 
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
-from ..formats import AUTO
+from ..formats import AUTO, LayerPlan
 from ..ops import StoredSide
 from .config import StaticScales
 
@@ -47,8 +47,7 @@ class PageLayout:
     heads: int  # Hkv
     dim: int  # D, of K and of V
     slots: int  # tokens per page, S
-    key_format: str  # a key of `FORMATS`, or "auto"
-    value_format: str
+    plan: LayerPlan  # of all layers, but for what their scales are made for
     dtype: torch.dtype  # the model's: what "auto" stores
     dynamic: bool  # whether some layer has a scale per token and head
 
@@ -63,14 +62,13 @@ class PageLayout:
                 f"{slots}; set ContinuousBatchingConfig(page_size=...), or block_size"
             )
         return cls(
-            heads, dim, slots, options.key_format, options.value_format, dtype,
-            options.dynamic_scales,
+            heads, dim, slots, options.uniform_plan, dtype, options.dynamic_scales
         )  # fmt: skip
 
     def _parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
         """Yield shape and dtype of a page's K, V, and dynamic scales (None: there are none)."""
         heads, dim, slots = self.heads, self.dim, self.slots
-        formats = (self.key_format, self.value_format)
+        formats = tuple(side.format for side in self.plan)
         for name, shape in zip(formats, ((heads, slots, dim), (heads, dim, slots)), strict=True):
             yield shape, self.dtype if name == AUTO else torch.uint8
         has_scales = self.dynamic and formats != (AUTO, AUTO)
@@ -100,8 +98,8 @@ class PageLayout:
             start = stop
         k, v, token_scales = tensors
         return LayerPages(
-            StoredSide(k, None, None, self.key_format, self.dim),
-            StoredSide(v, None, None, self.value_format, self.dim),
+            StoredSide(k, None, None, self.plan.k.format, self.dim, self.plan.k.rotated),
+            StoredSide(v, None, None, self.plan.v.format, self.dim, self.plan.v.rotated),
             token_scales,
         )
 

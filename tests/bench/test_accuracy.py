@@ -20,6 +20,7 @@ from hf_fp8kv.bench.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, r
 from hf_fp8kv.bench.quality import CACHES, STOCK
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats import LayerPlan
 from tests.helpers import command_line
 
 pytestmark = pytest.mark.text
@@ -106,11 +107,11 @@ def test_static_rows_use_the_scales_that_a_calibration_gives(run, fmt, scales):
         max_tokens=CALIBRATED, max_length=PREFILL + SCORED, held_out=0, progress=False,
     )  # fmt: skip
     plain = run.cache(fmt, scales, False).options
-    assert plain.key_format == plain.value_format == fmt
+    assert plain.uniform_plan == LayerPlan.parse(fmt, fmt)
     assert plain.scales.digest == expected.digest
     assert {layer.granularity for layer in plain.scales.layers.values()} == {STATIC[scales]}
     centered = run.cache(fmt, scales, True).options
-    assert centered.key_format == centered.value_format == fmt
+    assert centered.uniform_plan == LayerPlan.parse(fmt, fmt)
     assert plain.center_keys is centered.center_keys is None
     for index, layer in centered.scales.layers.items():
         assert layer.granularity == STATIC[scales]
@@ -157,7 +158,7 @@ def test_the_row_of_the_smallest_scales(run, centered):
 def test_other_rows_use_no_calibration(run, fmt, centered):
     for scales, given in ((CONSTANT, 1.0), (DYNAMIC, None)):
         options = run.cache(fmt, scales, centered).options
-        assert (options.key_format, options.value_format) == (fmt, fmt)
+        assert [side.format for side in options.uniform_plan] == [fmt, fmt]
         assert options.scales == given
         assert options.center_keys is centered
 
@@ -168,7 +169,7 @@ def test_the_row_of_the_default(run):
 
 def test_k_as_it_is(run):
     options = run.cache("K auto, V fp8_e4m3", DYNAMIC, False).options
-    assert (options.key_format, options.value_format) == ("auto", "fp8_e4m3")
+    assert options.uniform_plan == LayerPlan.parse("auto", "fp8_e4m3")
     assert CACHES["K auto, V fp8_e4m3"] == {"dtype": "fp8_e4m3", "key_dtype": "auto"}
 
 

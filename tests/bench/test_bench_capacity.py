@@ -44,8 +44,8 @@ class TestPlan:
         memory = 20 * GIB
         for chosen in (settings(), settings(scales=1.0), settings(key_dtype="auto")):
             tokens = planned_tokens(config, memory, chosen)
-            stored = 1024 * (2 if chosen.options.key_format == "auto" else 1) + 1024
-            dynamic = 2 * 8 * (2 - (chosen.options.key_format == "auto"))
+            stored = 1024 * (2 if chosen.options.uniform_plan.k.format == "auto" else 1) + 1024
+            dynamic = 2 * 8 * (2 - (chosen.options.uniform_plan.k.format == "auto"))
             each = 32 * (stored + (dynamic if chosen.options.scales is None else 0))
             assert 0.75 * 0.9 * memory < tokens * each < 0.9 * memory
 

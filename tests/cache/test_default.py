@@ -8,7 +8,7 @@ import torch
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, KVScales, disable, enable
-from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import decode, encode, search_scale
 from hf_fp8kv.serving.config import ServingConfig
 from tests.helpers.assertions import assert_same
@@ -66,14 +66,14 @@ def test_what_the_keywords_choose(
     cache = new_cache(**keywords)
     cache.update(biased(9), biased(9, seed=1), 0)
     layer: Any = cache.layers[0]
-    assert (layer.pool.key_format, layer.pool.value_format) == formats
+    assert tuple(side.format for side in layer.storage) == formats
     assert (layer.k_center is not None) == centered
 
 
 def test_a_checkpoint_keeps_e4m3(tmp_path: Path) -> None:
     KVScales.uniform(2, k=0.5).save_pretrained(tmp_path, format="vllm-json")
     cache = FP8PagedCache.from_pretrained(tmp_path, config=causal_config("llama"))
-    assert (cache.options.key_format, cache.options.first_call_centers) == (E4M3, False)
+    assert set(cache.plan.values()) == {LayerPlan.parse(E4M3, E4M3)}
 
 
 @pytest.mark.parametrize("room", [None, 144], ids=["", "preallocated"])
@@ -230,7 +230,7 @@ def test_enable_gives_every_cache_the_default() -> None:
     enable(model)
     how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
     cache = model.generate(**inputs, **how).past_key_values
-    assert cache.options.key_format == E3M4
+    assert all(plan.k.format == E3M4 for plan in cache.plan.values())
     assert all(layer.k_center is not None for layer in cache.layers)
     disable(model)
     model, inputs = build("seq2seq/bart")
@@ -243,6 +243,5 @@ def test_enable_gives_every_cache_the_default() -> None:
 
 def test_pages_of_many_requests_have_no_center_of_their_own() -> None:
     options = ServingConfig.parse().options
-    assert (options.key_format, options.value_format) == (E3M4, E3M4)
-    assert not options.first_call_centers
-    assert ServingConfig.parse(scales=0.5).options.key_format == E4M3
+    assert options.uniform_plan == LayerPlan.parse(E3M4, E3M4)
+    assert ServingConfig.parse(scales=0.5).options.uniform_plan.k.format == E4M3

@@ -385,7 +385,9 @@ def test_enable_and_disable() -> None:
         DynamicCache,
     )
     enable(model, dtype="auto")
-    assert model.generate(**inputs, **options).past_key_values.options.key_format == "auto"
+    assert (
+        model.generate(**inputs, **options).past_key_values.options.uniform_plan.k.format == "auto"
+    )
     disable(model)
     disable(model)
     assert model.config._attn_implementation == before
@@ -407,7 +409,7 @@ def test_an_enabled_model_can_be_copied() -> None:
                 assert not any(weight is other for other in twin.parameters())
         out = twin.generate(**inputs, **options)
         assert_same(out.sequences, expected)
-        assert out.past_key_values.options.key_format == "fp8_e3m4"
+        assert out.past_key_values.options.uniform_plan.k.format == "fp8_e3m4"
         assert twin._prepare_cache_for_generation._owner is twin
         disable(twin)
         assert type(twin.generate(**inputs, **options).past_key_values) is DynamicCache

@@ -235,7 +235,11 @@ class Pages(RuleBasedStateMachine):
         for name, size in (("full", None), ("sliding", window)):
             groups[name], models[name] = LayerGroup(self.budget, size), ModelTable(page_size, size)
             for fmt in FORMATS_OF_LAYERS[name]:
-                groups[name].add(PagePool(page_size, fmt, fmt, dynamic=True))
+                groups[name].add(
+                    PagePool(
+                        page_size, k_is_auto=fmt == "auto", v_is_auto=fmt == "auto", dynamic=True
+                    )
+                )
         self.caches = [Cache(groups, models)]
         self.next_token = 1
 
@@ -957,7 +961,7 @@ def new_group(
     """Layers without bytes: only who holds which page."""
     group = LayerGroup(PageBudget(4, max_pages), window)
     for _ in range(layers):
-        group.add(PagePool(4, "fp8_e4m3", "fp8_e4m3", dynamic=True))
+        group.add(PagePool(4, dynamic=True))
     return group
 
 
@@ -984,7 +988,7 @@ def test_a_step_is_reserved_in_every_group_that_stands_at_it_or_in_none():
     groups = [LayerGroup(budget), LayerGroup(budget, 8), LayerGroup(budget, 4)]
     for group in groups:
         group.siblings = [weakref.ref(sibling) for sibling in groups]
-        group.add(PagePool(4, "auto", "auto", dynamic=True))
+        group.add(PagePool(4, k_is_auto=True, v_is_auto=True, dynamic=True))
     # One layer of its own is ahead: it is not part of this step.
     groups[2].lengths[0] = 4
     groups[2].table.reserve(0, 4, 1)
@@ -1002,7 +1006,7 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
     full, sliding = LayerGroup(budget), LayerGroup(budget, 5)
     for group in (full, sliding):
         group.siblings = [weakref.ref(sibling) for sibling in (full, sliding)]
-        group.add(PagePool(4, "fp8_e4m3", "fp8_e4m3", dynamic=True))
+        group.add(PagePool(4, dynamic=True))
     for start, end in ((0, 7), (7, 8)):
         for group in (full, sliding):
             group.prepare(start, end, 1)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.ops.blocks import take_pages
 from hf_fp8kv.paging import page_pool
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
@@ -38,7 +38,7 @@ def new_pool(
     device: torch.device | None = None,
     in_blocks: bool = False,
 ) -> PagePool:
-    pool = PagePool(S, key, value, dynamic=dynamic)
+    pool = PagePool(S, k_is_auto=key == "auto", v_is_auto=value == "auto", dynamic=dynamic)
     pool.allocate(*(t.to(device) for t in tokens(dtype=dtype)), pages, in_blocks=in_blocks)
     return pool
 
@@ -117,14 +117,14 @@ def test_eight_bits_with_dynamic_scales_are_little_more_than_half_of_sixteen():
     like = torch.ones(1, 8, 1, 128, dtype=torch.bfloat16)
     sizes = {}
     for name in ("auto", "fp8_e4m3"):
-        pool = PagePool(64, name, name, dynamic=True)
+        pool = PagePool(64, k_is_auto=name == "auto", v_is_auto=name == "auto", dynamic=True)
         pool.allocate(like, like, 1)
         sizes[name] = pool.bytes_per_page()
     assert sizes["fp8_e4m3"] / sizes["auto"] == (128 + 2) / 256
 
 
 def test_a_new_pool_has_no_pages_until_shapes_are_known():
-    pool = PagePool(S, "auto", "auto", dynamic=True)
+    pool = PagePool(S, k_is_auto=True, v_is_auto=True, dynamic=True)
     assert (pool.pages, pool.is_allocated) == (0, False)
 
 
@@ -333,7 +333,7 @@ def test_there_and_back_the_bytes_are_the_same(device, in_blocks):
 
 @pytest.mark.gpu
 def test_bytes_moved_to_the_cpu_are_there_when_move_returns():
-    pool = PagePool(64, "fp8_e4m3", "fp8_e4m3", dynamic=False)
+    pool = PagePool(64, dynamic=False)
     like = torch.ones(1, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
     pool.allocate(like, like, 2048)
     busy = torch.randn(8192, 8192, device="cuda")
@@ -399,7 +399,8 @@ def test_tokens_of_another_model_are_refused(pair, got, fmt):
 def recorded(pool: PagePool) -> tuple[Any, ...]:
     """What `record` is given: a table, static scales and a center."""
     scales = torch.ones(HEADS, K_DIM), torch.ones(HEADS, V_DIM)
-    return torch.zeros(1, 2, dtype=torch.int32), *scales, torch.zeros(1, HEADS, K_DIM)
+    plan = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
+    return plan, torch.zeros(1, 2, dtype=torch.int32), *scales, torch.zeros(1, HEADS, K_DIM)
 
 
 @layouts
@@ -410,10 +411,11 @@ def test_a_record_is_the_same_until_a_tensor_is_another_one(in_blocks):
     assert pool.record(*given) is first
     for i, x in enumerate(given):
         first = pool.record(*given)
-        others = (*given[:i], x.clone(), *given[i + 1 :])
+        other = LayerPlan(*x) if isinstance(x, LayerPlan) else x.clone()
+        others = (*given[:i], other, *given[i + 1 :])
         found = pool.record(*others)
         assert found is not first, i
-        tensors = found.table, found.k.static_scale, found.v.static_scale, found.k.center
+        tensors = other, found.table, found.k.static_scale, found.v.static_scale, found.k.center
         assert tensors[i] is others[i]
     first = pool.record(*given)
     for name in ("k", "v", "token_scales"):
