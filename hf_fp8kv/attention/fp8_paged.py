@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import ops
+from ..cache.first_write import show_queries
 from ..cache.paged_tensor import PagedKV, pages_of
 from ..errors import ConfigError
 from ..ops import AttentionSpec
@@ -111,6 +112,8 @@ def fp8_paged_attention(
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
         key, value = rounding.round(key, value)
+    elif not torch.compiler.is_compiling():
+        show_queries(query, key, spec.scaling)
     return _dense_attention(module, query, key, value, spec, dropout, kwargs)
 
 

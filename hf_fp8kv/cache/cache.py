@@ -198,6 +198,8 @@ class FP8PagedCache(DynamicCache):
     @property
     def plan(self) -> dict[int, LayerPlan]:
         """How each paged layer is stored; before the first call, how it is unless that decides."""
+        for group in self.groups.values():
+            group.store_pending()
         return {layer.index: layer.storage for layer in self.paged_layers}
 
     # -- what transformers calls -------------------------------------------------------------

@@ -21,11 +21,13 @@ class _Told(NamedTuple):
 
     Attributes:
         tokens: T, of the call.
+        present: `[B, T]`, bool: which are no padding.
         columns: `[B, n]`, int64, rising: each sequence's last tokens; below 0: there are no more.
         frozen: `[B]`, bool, sequences that had tokens before; None: none had, the cache was empty.
     """
 
     tokens: int
+    present: torch.Tensor
     columns: torch.Tensor
     frozen: torch.Tensor | None
 
@@ -73,7 +75,8 @@ class FirstTokens:
         if frozen is not None and not torch.compiler.is_compiling() and frozen.all():
             self.is_open = False
             return
-        self.told = _Told(tokens, _last((column - start).where(present, -1)), frozen)
+        columns = _last((column - start).where(present, -1))
+        self.told = _Told(tokens, present[:, start : start + tokens], columns, frozen)
 
     def find_center(self, key: torch.Tensor) -> torch.Tensor:
         """Return the center `[B, Hkv, Dk]`, float32, of new keys `[B, Hkv, T, Dk]`.
@@ -97,6 +100,21 @@ class FirstTokens:
             return None
         column = torch.arange(tokens, device=mask.device)
         return _last(column.where(mask[:, :tokens].bool(), -1))
+
+    def find_longest(self, batch: int, tokens: int) -> tuple[int, torch.Tensor | None]:
+        """Return the sequence with the most tokens in a first call, and these, `[n]`, int64.
+
+        None instead of them: all, as far as is known.
+        """
+        told, mask = self.told, self.text_mask
+        if told is not None and tuple(told.present.shape) == (batch, tokens):
+            present = told.present
+        elif mask is not None and mask.ndim == 2 and len(mask) == batch and mask.shape[1] >= tokens:
+            present = mask[:, :tokens].bool()
+        else:
+            return 0, None
+        row = int(present.sum(1).argmax())
+        return row, present[row].nonzero()[:, 0]
 
     def complete(self, center: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return `center` with those of sequences that had only padding until this call.

@@ -11,6 +11,8 @@ from ..ops import Pages
 from ..paging.passage import Passage
 from ..paging.pending_write import PendingWrite
 from ..utils.tensors import without_grad
+from .choice import FEWEST_TOKENS
+from .first_write import FirstWrite, wait_for_queries
 from .layer import MaskLength, PagedLayerBase, parse_crop, refuse_export
 from .paged_tensor import PagedKV
 from .snapshot import LayerSnapshot
@@ -23,6 +25,7 @@ class FP8PagedLayer(PagedLayerBase):
     """
 
     is_compileable = False
+    text_config: Any = None  # the decoder's
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look up the static scales, and allocate the pool for tokens of these shapes.
@@ -73,16 +76,21 @@ class FP8PagedLayer(PagedLayerBase):
         if not self.is_initialized:
             self.lazy_initialization(key, value)
         self._prefetch_if_offloaded()
+        attends_fresh = start == 0 and self.options.prefill == "exact"
+        waits = attends_fresh and self.options.measures and tokens >= FEWEST_TOKENS
         if start == 0:
-            self.k_center = self._first_center(key)
+            self.storage = self.options.layer_plan(self.index)
+            self.k_center = None if waits else self._first_center(key)
         elif self.k_center is not None and self.first_tokens.told is not None:
             self.k_center = self.first_tokens.complete(self.k_center, key)
         if group.window is not None and (passage := group.passage(start, stop)):
-            return self._pass_through(passage, key_states, value_states)
+            return self._pass_through(passage, key_states, value_states, waits=waits)
         self.pool.grow(group.table.allocator.capacity)
-        pages = self._pages(group.table_on(self.device))
         lengths = group.lengths_on(self.device, stop)
-        attends_fresh = start == 0 and self.options.prefill == "exact"
+        if waits:
+            self._wait_for_queries(key_states, value_states, 0, lengths)
+            return key_states, value_states
+        pages = self._pages(group.table_on(self.device))
         pending = None
         if self.backend == "triton" and tokens <= ops.SINGLE_TOKENS and not attends_fresh:
             pending = PendingWrite(pages, key, value, lengths, self.backend)
@@ -97,8 +105,23 @@ class FP8PagedLayer(PagedLayerBase):
             handle.pending = pending
         return both
 
+    def _wait_for_queries(
+        self, key: torch.Tensor, value: torch.Tensor, first: int, lengths: torch.Tensor
+    ) -> None:
+        """Leave a first call to its attention, which has the queries; see first_write.py."""
+        detached = without_grad(key), without_grad(value)
+        center = self.first_tokens.find_center(detached[0]) if self._may_center else None
+        write = FirstWrite(self, key, *detached, first, lengths, center)
+        self.group.defer_write(self.pool, write)
+        wait_for_queries(write)
+        self.group.lengths[self.member] = key.shape[2]
+
+    @property
+    def _may_center(self) -> bool:
+        return any(plan.centered for plan in self.options.k_plans)
+
     def _pass_through(
-        self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor
+        self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor, *, waits: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the last window of the tokens, and return what all of them attend to."""
         group, start, stop = self.group, passage.start, passage.stop
@@ -107,6 +130,9 @@ class FP8PagedLayer(PagedLayerBase):
         if start == 0 and self.options.prefill == "exact":
             self.pool.grow(group.table.allocator.capacity)
             first = group.table.first * group.page_size
+            if waits:
+                self._wait_for_queries(key_states, value_states, first, lengths)
+                return key_states, value_states
             pages = self._pages(group.table_on(self.device))
             ops.write(pages, key[:, :, first:], value[:, :, first:], lengths, self.backend)
             group.lengths[self.member] = stop

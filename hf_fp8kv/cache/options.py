@@ -176,8 +176,8 @@ class CacheOptions:
         if self.plan is not None:
             if index not in self.plan:
                 raise ConfigError(
-                    f"plan: expected one for every paged layer, got none for layer {index}; add it, "
-                    "or keep the layer out with skip_layers"
+                    f"plan: expected one for every paged layer, got none for layer {index}; add "
+                    "it, or keep the layer out with skip_layers"
                 )
             return self.plan[index]
         k, v = self.uniform_plan

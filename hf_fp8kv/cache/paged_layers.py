@@ -86,6 +86,7 @@ class PagedLayers:
             )
         else:
             layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
+            layer.text_config = self.config
         if self.config is not None:
             layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
         self.layers.append(layer)
@@ -230,7 +231,7 @@ class PagedLayers:
 
     def ask_for_padding(self, tokens: int) -> None:
         """Have the next mask say which of these new tokens are padding, if a center needs it."""
-        if self.options.first_call_centers:
+        if self.options.first_call_centers or self.options.measures:
             is_empty = not self.layers or self.layers[0].is_empty
             self.first_tokens.ask(tokens, is_empty=is_empty)
 

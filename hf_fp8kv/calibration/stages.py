@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention.switching import watched_attention
+from ..cache.queries import Queries
 from ..errors import ConfigError
 from .choose import (
     CENTERED,
     Choice,
-    Queries,
     make_trials,
     measure_costs,
     measure_key_cost,

@@ -14,7 +14,6 @@ from hf_fp8kv.calibration import scoring, stages
 from hf_fp8kv.calibration.choose import (
     CalibrationOptions,
     Choice,
-    Queries,
     Trial,
     make_trials,
     measure_costs,

@@ -1,0 +1,152 @@
+"""The choice of how a layer is stored, by what attention makes of the errors in its first call.
+
+Of the plans that a user allows (`CacheOptions.k_plans`, `v_plans`) each layer takes the one with
+the least cost on a few of its own queries, keys and values, see queries.py. Rotation makes numbers
+Gaussian, for which more mantissa and less range is right. But outliers that turn with the position
+(RoPE) leave the center, and rotation then spreads their error over all channels: so keys and
+queries are also tried where RoPE would have them at other positions. Their products, and thus the
+weights, are the same there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import AUTO, FORMATS, LayerPlan, SidePlan
+from ..formats.codec import dynamic_scale, round_to_format
+from ..formats.rotation import rotate
+from .queries import Queries
+
+# Fewer tokens of a first call say too little: the safe plan is kept.
+FEWEST_TOKENS = 32
+# Keys and queries that are looked at: the first keys, which most queries look at; the last; and
+# some from in between.
+_FIRST, _LAST, _BETWEEN, _QUERIES = 16, 112, 128, 32
+# What another plan than the safe one has to cost at most, relative to it.
+_GAIN = 0.9
+# Other positions that keys are tried at, as far as the model goes.
+_MOVES = (1024, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How RoPE turns keys: channel i together with i + n, by `frequencies[i]` a position.
+
+    Models that turn neighbors together instead have other pairs; it is the spread of frequencies
+    over channels that counts here.
+
+    Attributes:
+        frequencies: `[n]`, float32, in radians.
+        positions: that the model has.
+    """
+
+    frequencies: Tensor
+    positions: int
+
+    @classmethod
+    def of(cls, config: Any, dim: int, index: int) -> "Turns | None":
+        """Return the turns of layer `index` with heads of `dim`; None without RoPE."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        kinds = getattr(config, "layer_types", None) or ()
+        if index < len(kinds) and isinstance(rope.get(kinds[index]), dict):
+            rope = rope[kinds[index]]
+        theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+        if theta is None:
+            return None
+        turned = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
+        exponents = torch.arange(turned, dtype=torch.float32) / max(turned, 1)
+        most = getattr(config, "max_position_embeddings", None) or max(_MOVES)
+        return cls(float(theta) ** -exponents, int(most))
+
+    def turn(self, x: Tensor, positions: int) -> Tensor:
+        """Return keys or queries `[..., D]`, float32, as they are so many positions further on."""
+        n = len(self.frequencies)
+        angle = (self.frequencies.double() * positions).float().to(x.device)
+        cos, sin = angle.cos(), angle.sin()
+        a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
+        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
+
+
+def choose_plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    center: Tensor,
+    plans: tuple[Sequence[SidePlan], Sequence[SidePlan]],
+    scaling: float,
+    window: int | None,
+    turns: Turns | None,
+) -> LayerPlan | None:
+    """Return the plan of least cost for a layer, or None where its queries say nothing of it.
+
+    Args:
+        query: `[Hq, T, Dk]`, of the tokens of one sequence, without padding.
+        key: `[Hkv, T, Dk]`.
+        value: `[Hkv, T, Dv]`.
+        center: `[Hkv, Dk]`, float32, of the plans with one.
+        plans: those of K and of V; the first of each is the safe one.
+        scaling: of the logits.
+        window: tokens that a query sees; None: all.
+        turns: how K moves with the position; None: it does not, or it is not known.
+    """
+    tokens = _sample(key.shape[1], window).to(key.device)
+    k, v = (x[:, tokens].transpose(0, 1).float() for x in (key, value))
+    asked = torch.linspace(len(tokens) // 4, len(tokens) - 1, _QUERIES).long().unique()
+    asked = asked.to(key.device)
+    queries = Queries.from_states(query[:, tokens[asked]], k, asked, scaling, None)
+    if queries is None or not (k.isfinite().all() and v.isfinite().all()):
+        return None
+    states = [(queries, k)]
+    for positions in _MOVES if turns is not None else ():
+        if turns is not None and positions < turns.positions:
+            moved = Queries(turns.turn(queries.q, positions), queries.weights)
+            states.append((moved, turns.turn(k, positions)))
+    k_costs = torch.stack(
+        [
+            torch.stack(
+                [q.cost_of_keys(round_trip(x, plan, center) - x, "head").sum() for q, x in states]
+            ).sum()
+            for plan in plans[0]
+        ]
+    )
+    v_costs = torch.stack(
+        [queries.cost_of_values(round_trip(v, plan, None) - v, "head").sum() for plan in plans[1]]
+    )
+    costs = torch.nn.utils.rnn.pad_sequence([k_costs, v_costs], padding_value=torch.inf)
+    (k_cost, v_cost) = costs.T.tolist()
+    return LayerPlan(_cheapest(plans[0], k_cost), _cheapest(plans[1], v_cost))
+
+
+def round_trip(x: Tensor, plan: SidePlan, center: Tensor | None) -> Tensor:
+    """Return `x`, `[N, Hkv, D]`, float32, as it is read back with dynamic scales.
+
+    With the smallest scales: to search better ones would gain about the same in each format.
+    """
+    if plan.format == AUTO:
+        return x
+    fmt = FORMATS[plan.format]
+    y = x - center if plan.centered and center is not None else x
+    y = rotate(y) if plan.rotated else y
+    scale = dynamic_scale(y, fmt).float()[..., None]
+    y = round_to_format(y / scale, fmt) * scale
+    y = rotate(y) if plan.rotated else y
+    return y + center if plan.centered and center is not None else y
+
+
+def _cheapest(plans: Sequence[SidePlan], costs: Sequence[float]) -> SidePlan:
+    costs = costs[: len(plans)]
+    best = min(range(len(plans)), key=costs.__getitem__)
+    return plans[best] if costs[best] < _GAIN * costs[0] else plans[0]
+
+
+def _sample(tokens: int, window: int | None) -> Tensor:
+    """Return which of so many tokens are looked at, rising: of a window, those in the last one."""
+    first = 0 if window is None else max(tokens - window, 0)
+    begin, end = first + _FIRST, tokens - _LAST
+    if begin >= end:
+        return torch.arange(first, tokens)
+    between = torch.linspace(begin, end - 1, min(_BETWEEN, end - begin)).long().unique()
+    return torch.cat([torch.arange(first, begin), between, torch.arange(end, tokens)])

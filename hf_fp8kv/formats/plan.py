@@ -1,0 +1,66 @@
+"""Plans: how K and V of a layer are stored, format, rotation and center."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..errors import ConfigError
+from .formats import AUTO, parse_dtype
+
+_ROTATED, _CENTERED = "rotated", "centered"
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """How the keys of a layer are stored, or its values.
+
+    Attributes:
+        format: a key of `FORMATS`, or "auto".
+        rotated: whether a Hadamard transform over the head comes before scaling.
+        centered: whether a center is subtracted first; of keys only.
+    """
+
+    format: str
+    rotated: bool = False
+    centered: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", parse_dtype(self.format, "format"))
+        if self.format == AUTO and (self.rotated or self.centered):
+            raise ConfigError(
+                "format 'auto' expected neither rotation nor a center, since it stores numbers as "
+                f"they are, got {self}; choose an 8-bit format"
+            )
+
+    def __str__(self) -> str:
+        marks = [_ROTATED] * self.rotated + [_CENTERED] * self.centered
+        return " ".join([self.format, *marks])
+
+    @classmethod
+    def parse(cls, text: str) -> "SidePlan":
+        """Return the plan of which `text` is the `str`, such as "fp8_e2m5 rotated centered".
+
+        Raises:
+            ConfigError: an unknown format or word.
+        """
+        name, *marks = text.split()
+        if unknown := set(marks) - {_ROTATED, _CENTERED}:
+            raise ConfigError(
+                f"plan: expected a format and {_ROTATED!r} or {_CENTERED!r} or both, got "
+                f"{text!r}, with {sorted(unknown)}"
+            )
+        return cls(name, _ROTATED in marks, _CENTERED in marks)
+
+
+class LayerPlan(NamedTuple):
+    """How a layer is stored."""
+
+    k: SidePlan
+    v: SidePlan
+
+    @classmethod
+    def parse(cls, k: str, v: str) -> "LayerPlan":
+        """Return the plan from both sides' `str`; raise ConfigError for others."""
+        return cls(SidePlan.parse(k), SidePlan.parse(v))
+
+    def __str__(self) -> str:
+        return f"K {self.k}, V {self.v}"
