@@ -48,7 +48,8 @@ class FP8PagedCache(DynamicCache):
         config: the model's config; None: layers are added as the model asks, all full attention.
         dtype: what K and V are stored in: "fp8_e3m4", "fp8_e4m3" ("fp8", "fp8_e4m3fn"),
             "fp8_e4m3fnuz", "fp8_e5m2", "fp8_e2m5", "int8", or "auto": the model's own dtype. None:
-            "fp8_e3m4" with keys centered (see `center_keys`), or "fp8_e4m3" if `scales` are given.
+            what suits each layer's first call best (cache/choice.py), or "fp8_e4m3" if `scales`
+            are given.
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
@@ -56,8 +57,11 @@ class FP8PagedCache(DynamicCache):
             format (`real = stored * scale`).
         center_keys: store K minus a frozen center per head and channel. True: the center that
             `scales` carry, or else one of each sequence's own, from the first call. False: never.
-            None: if `scales` carry centers, and if `dtype` and `scales` are None, K is in
-            "fp8_e3m4" and `prefill` is "exact".
+            None: if `scales` carry centers; without scales, where the first call says so.
+        rotate_keys: store K after a Hadamard transform over the head. None: where the first call
+            says so, if `dtype` is None, "fp8_e2m5" or "int8".
+        rotate_values: the same of V.
+        plan: all this by hand: a `LayerPlan`, or one for each layer, such as `plan` of a cache.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: given: room for so many tokens is taken at the first call, at addresses that
             stay, for `torch.compile` and CUDA graphs. None: pages are taken as tokens come.
@@ -212,19 +216,10 @@ class FP8PagedCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new tokens of a layer, and return the keys and values to attend to.
+        """Store new tokens of layer `layer_idx`, and return the keys and values to attend to.
 
-        Args:
-            key_states: `[B, Hkv, T, Dk]`, of the model's dtype.
-            value_states: `[B, Hkv, T, Dv]`.
-            layer_idx: the layer's number in the model.
-
-        Returns:
-            As `update` of the layer; dense tensors under flex attention.
-
-        Raises:
-            ConfigError, ScaleError, OutOfPagesError: as `update` of the layer. The cache is as it
-                was before the step.
+        As `update` of the layer does for keys `[B, Hkv, T, Dk]` and values `[B, Hkv, T, Dv]`, but
+        dense under flex attention. After an error the cache is as it was before the step.
         """
         if self.open_ended:
             while len(self.layers) <= layer_idx:
@@ -273,9 +268,7 @@ class FP8PagedCache(DynamicCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, and give pages behind the window back.
 
-        Raises:
-            ConfigError: a positive number, or tokens that a window no longer holds. The cache is
-                as it was.
+        Raise ConfigError, and change nothing, for tokens that a window no longer holds.
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
@@ -292,11 +285,7 @@ class FP8PagedCache(DynamicCache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was; moves page numbers, not bytes.
 
-        Args:
-            beam_idx: `[B]`, integers on any device.
-
-        Raises:
-            ConfigError: numbers of sequences that do not exist.
+        `beam_idx` is `[B]`, integers on any device. Raise ConfigError for others than there are.
         """
         for layer in self.stock_layers:
             layer.reorder_cache(beam_idx)
@@ -333,10 +322,9 @@ class FP8PagedCache(DynamicCache):
     def fork(self) -> "FP8PagedCache":
         """Return an independent cache with the same content.
 
-        Pages are shared and counted: nothing is copied until one of the two writes into a page
-        that both hold; so a cache and its forks are for one thread at a time. (The preallocated
-        form and transformers' own layers are copied.) Pages are given back when the last cache
-        that holds them is gone.
+        Pages are shared and counted, and copied when one of the two writes into a page that both
+        hold; so a cache and its forks are for one thread at a time. (The preallocated form and
+        transformers' own layers are copied.)
         """
         snapshot = self._snapshot()
         twin = self._restore(replace(snapshot, stock_layers=copy.deepcopy(snapshot.stock_layers)))
@@ -371,10 +359,8 @@ class FP8PagedCache(DynamicCache):
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write what the cache holds to a safetensors file, whole or not at all.
 
-        Only pages in use are written. The path is returned.
-
-        Raises:
-            ConfigError: a layer that is not attention (linear, convolution, hybrid) holds a state.
+        Only pages in use are written. The path is returned. Raise ConfigError for a layer that is
+        not attention (linear, convolution, hybrid) and holds a state.
         """
         return serialization.save(self._snapshot(), path)
 

@@ -25,7 +25,6 @@ class FP8PagedLayer(PagedLayerBase):
     """
 
     is_compileable = False
-    text_config: Any = None  # the decoder's
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Look up the static scales, and allocate the pool for tokens of these shapes.

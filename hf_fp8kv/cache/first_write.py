@@ -5,16 +5,13 @@ what else looks at the pages, or the next layer, stores it without them, in the 
 """
 
 import threading
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .. import ops
 from ..paging.pending_write import PendingWrite
 from .choice import Turns, choose_plan
-
-if TYPE_CHECKING:
-    from .dynamic_layer import FP8PagedLayer
+from .layer import PagedLayerBase
 
 
 class FirstWrite(PendingWrite):
@@ -22,7 +19,7 @@ class FirstWrite(PendingWrite):
 
     def __init__(
         self,
-        layer: "FP8PagedLayer",
+        layer: PagedLayerBase,
         given: Tensor,
         key: Tensor,
         value: Tensor,

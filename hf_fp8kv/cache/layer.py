@@ -2,6 +2,7 @@
 
 import operator
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -35,6 +36,7 @@ class PagedLayerBase(CacheLayerMixin):
         k_center: `[B, Hkv, Dk]`, float32, or None.
         whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
         query_heads: query heads of this process; 0: not known.
+        text_config: the decoder's config, which tells how K turns with the position, or None.
         assigned: what was assigned to `keys` or `values`, until the other one is.
     """
 
@@ -45,6 +47,7 @@ class PagedLayerBase(CacheLayerMixin):
     v_dtype: torch.dtype
     is_empty: bool
     query_heads = 0
+    text_config: Any = None
 
     def __init__(
         self,

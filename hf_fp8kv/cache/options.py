@@ -98,8 +98,12 @@ class CacheOptions:
                     "center_keys=True expected an 8-bit format of K, got 'auto', which stores K as "
                     "it is; leave center_keys out, or choose a key_dtype"
                 )
-            k_plans = side_plans(key_format, rotate_keys, centers, measures=measures)
-            v_plans = side_plans(value_format, rotate_values, (False,), measures=measures)
+            # Scales are for numbers as they are, unless they say otherwise.
+            turn_k, turn_v = (
+                flag if scales is None else bool(flag) for flag in (rotate_keys, rotate_values)
+            )
+            k_plans = side_plans(key_format, turn_k, centers, measures=measures)
+            v_plans = side_plans(value_format, turn_v, (False,), measures=measures)
         for name, asked, first in (
             ("rotate_keys", rotate_keys, k_plans[0]),
             ("rotate_values", rotate_values, v_plans[0]),

@@ -25,7 +25,8 @@ from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
 
 FORMAT = "hf_fp8kv.cache"
-VERSION = 1
+# Files of version 1 have one format for all layers, and no plans.
+VERSION, _READABLE = 2, ("1", "2")
 
 Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
@@ -108,7 +109,6 @@ def unpack(
         held = {name.removeprefix(prefix): tensors.pop(name) for name in names}
         center = held.pop("k_center", None)
         pool = _unpack_pool(layer, held, group.table.allocator.capacity, options)
-        # Files of before 0.2 have no plan: it is that of the options.
         storage = LayerPlan.parse(*layer["plan"]) if "plan" in layer else None
         layers.append(
             LayerSnapshot(layer["index"], group, layer["length"], pool, center, storage=storage)
@@ -218,7 +218,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device | None) -> Cac
     try:
         with safe_open(source, framework="pt", device=str(device or "cpu")) as file:
             header = file.metadata() or {}
-            if header.get("format") != FORMAT or header.get("version") != str(VERSION):
+            if header.get("format") != FORMAT or header.get("version") not in _READABLE:
                 raise ConfigError(
                     f"{source}: expected a cache saved by this library ({FORMAT}, version "
                     f"{VERSION}), got format {header.get('format')!r}, version "
@@ -265,7 +265,7 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 
 
 def _read_plans(facts: Facts) -> None:
-    """Replace plans as text, and what files of before 0.2 have instead of them, by plans."""
+    """Replace plans as text, and what version 1 has instead of them, by plans."""
     if "key_format" in facts:
         # The centers were part of the default only, and of what a user asked for.
         centered = bool(facts["center_keys"]) and facts["key_format"] != AUTO

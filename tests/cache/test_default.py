@@ -172,7 +172,9 @@ def test_pages_and_dense_keys_give_the_same(name: str, room: int | None) -> None
     for attention in ("fp8_paged", dense):
         model, inputs = tiny(name, attn_implementation=attention)
         shift_keys(model)
-        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room)
+        # Under another attention nobody shows queries, and nothing is measured.
+        safe = {"dtype": E3M4, "center_keys": True}
+        cache = FP8PagedCache(model.config, page_size=8, max_cache_len=room, **safe)
         ids, mask = lengthen(inputs)
         of_model = []
         for part in (ids, ids[:, 2:5], ids[:, 4:5]):
@@ -221,8 +223,8 @@ def test_biased_keys_lose_less() -> None:
             kl = (log_p["none"].exp() * (log_p["none"] - log_p[kind])).sum(-1)
             divergence[attention, kind] = kl.mean().item()
         assert divergence[attention, "default"] < divergence[attention, "plain"] / 2
-    both = divergence["fp8_paged", "default"], divergence["sdpa", "default"]
-    assert both[0] == pytest.approx(both[1], rel=0.01)
+    # Only fp8_paged shows the queries by which something better is found.
+    assert divergence["fp8_paged", "default"] < divergence["sdpa", "default"]
 
 
 def test_enable_gives_every_cache_the_default() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_fp8kv import KVScales
+from hf_fp8kv.cache.queries import Queries
 from hf_fp8kv.calibration import scoring, stages
 from hf_fp8kv.calibration.choose import (
     CalibrationOptions,

@@ -3,8 +3,8 @@
 Each case is two files: `NAME.safetensors`, a cache after a prompt, and
 `NAME.continued.safetensors`, the same cache after `continue_cache`. They were written at commit
 3a78b0b, before this layout of the package, those of the default at 5936a2b, and its preallocated
-one with the ring of a window, those of int8 and E2M5 when these were new; write them anew only with
-a new version of the format.
+one with the ring of a window, those of int8 and E2M5 when these were new, all in version 1; the
+planned one is of version 2. Write them anew only with a new version of the format.
 """
 
 import sys
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+from hf_fp8kv.formats import LayerPlan
 
 HEADS, DIM, PROMPT = 2, 16, 13
 
@@ -45,7 +46,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"dtype": "fp8_e4m3", "key_dtype": "fp8_e3m4", "value_dtype": "fp8_e5m2"},
     ),
-    "dynamic-int8-e2m5": ("llama", {"dtype": "int8", "value_dtype": "fp8_e2m5"}),
+    "dynamic-int8-e2m5": (
+        "llama",
+        {
+            "dtype": "int8",
+            "value_dtype": "fp8_e2m5",
+            "center_keys": False,
+            "rotate_keys": False,
+            "rotate_values": False,
+        },
+    ),
+    "planned": (
+        "llama",
+        {
+            "plan": {
+                0: LayerPlan.parse("int8 rotated centered", "fp8_e2m5"),
+                1: LayerPlan.parse("fp8_e2m5", "int8 rotated"),
+            }
+        },
+    ),
     "first-call-centers": ("llama", {"dtype": "fp8_e4m3", "center_keys": True}),
     "static-scales": ("llama", {"scales": make_scales(center=False)}),
     "centered": ("llama", {"scales": make_scales(center=True)}),
