@@ -1,0 +1,212 @@
+"""How a layer is stored, chosen by its first call: what is taken, what is refused, what is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.cache.choice import Turns, choose_plan, round_trip
+from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
+from hf_fp8kv.formats.codec import decode, dynamic_scale, encode
+from tests.helpers.tiny_models import causal_config, tiny
+
+pytestmark = pytest.mark.text
+
+SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
+HEADS, GROUPS, TOKENS, DIM = 2, 3, 300, 64
+PLANS = FP8PagedCache().options.k_plans, FP8PagedCache().options.v_plans
+
+
+def states(outlier: float = 1.0, bias: float = 0.0) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values; a pair of channels of one head is larger in K, smaller in Q."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(heads, TOKENS, DIM, generator=generator)
+        for heads in (HEADS * GROUPS, HEADS, HEADS)
+    )
+    k = k + bias * torch.randn(HEADS, 1, DIM, generator=generator)
+    for channel in (5, 5 + DIM // 2):
+        k[0, :, channel] *= outlier
+        q[:GROUPS, :, channel] /= outlier
+    return q, k, v
+
+
+def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> LayerPlan | None:
+    center = k[:, -32:].mean(1)
+    options: dict[str, Any] = {"scaling": DIM**-0.5, "window": None, "turns": None, **keywords}
+    return choose_plan(q, k, v, center, PLANS, **options)
+
+
+def test_gaussian_numbers_are_rotated_or_integers() -> None:
+    plan = choose(*states())
+    assert plan is not None
+    assert plan.k.format in ("int8", "fp8_e2m5")
+    assert plan.v.format in ("int8", "fp8_e2m5")
+
+
+def test_outliers_of_one_head_are_not_rotated() -> None:
+    plan = choose(*states(outlier=50.0))
+    assert plan is not None
+    assert not plan.k.rotated
+    assert plan.k.format == "fp8_e3m4"
+    assert plan.v == choose(*states()).v  # type: ignore[union-attr]
+
+
+def test_a_bias_is_centered() -> None:
+    plan = choose(*states(bias=20.0))
+    assert plan is not None
+    assert plan.k.centered
+
+
+def test_a_bias_that_turns_away_is_not_trusted() -> None:
+    """At the positions of the first call the center takes the bias away, at others it does not."""
+    fast = Turns(torch.full((DIM // 2,), 0.7), 32768)
+    still = Turns(torch.zeros(DIM // 2), 32768)
+    q, k, v = states(bias=20.0)
+    assert choose(q, k, v, turns=still) == choose(q, k, v)
+    turned = choose(q, k, v, turns=fast)
+    assert turned is not None
+    assert turned.k != choose(q, k, v).k  # type: ignore[union-attr]
+
+
+def test_a_turn_is_ropes() -> None:
+    config = causal_config("llama")
+    turns = Turns.of(config, 64, 0)
+    assert turns is not None
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config.head_dim = 64
+    x = torch.randn(1, 2, 5, 64)
+    rope = LlamaRotaryEmbedding(config)
+    at = torch.arange(5)[None]
+    (near, _), (far, _) = (
+        apply_rotary_pos_emb(x, x, *rope(x, positions)) for positions in (at, at + 37)
+    )
+    torch.testing.assert_close(turns.turn(near, 37), far, rtol=1e-4, atol=1e-4)
+
+
+def test_too_few_tokens_and_other_numbers_say_nothing() -> None:
+    q, k, v = states()
+    k[0, 3, 7] = torch.inf
+    assert choose(q, k, v) is None
+    assert choose(q[:5], states()[1], v) is None  # heads that are not of these keys
+
+
+@pytest.mark.parametrize("plan", [*PLANS[0], SidePlan("fp8_e4m3", rotated=True)], ids=str)
+def test_a_round_trip_is_the_codecs(plan: SidePlan) -> None:
+    x, center = torch.randn(7, HEADS, DIM), torch.randn(HEADS, DIM)
+    fmt = FORMATS[plan.format]
+    from hf_fp8kv.formats.rotation import rotate
+
+    y = x - center if plan.centered else x
+    y = rotate(y) if plan.rotated else y
+    scale = dynamic_scale(y, fmt).float()[..., None]
+    y = decode(encode(y / scale, fmt), fmt) * scale
+    y = rotate(y) if plan.rotated else y
+    y = y + center if plan.centered else y
+    torch.testing.assert_close(round_trip(x, plan, center), y)
+
+
+@torch.no_grad()
+def run(tokens: int = 40, attention: str = "fp8_paged", **keywords: Any) -> FP8PagedCache:
+    model, _ = tiny("gqa", attn_implementation=attention)
+    cache = FP8PagedCache(model.config, page_size=8, **keywords)
+    ids = torch.randint(4, 90, (1, tokens), generator=torch.Generator().manual_seed(3))
+    model(ids, past_key_values=cache)
+    model(ids[:, :3], past_key_values=cache)
+    return cache
+
+
+def test_the_first_call_chooses_and_keeps() -> None:
+    cache = run()
+    chosen = cache.plan
+    assert any(plan != SAFE for plan in chosen.values())
+    assert cache.fork().plan == chosen
+    for layer in cache.paged_layers:
+        assert (layer.k_center is not None) == layer.storage.k.centered
+
+
+def test_a_choice_is_that_of_the_longest_text_in_a_padded_batch() -> None:
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    ids = torch.randint(4, 90, (2, 44), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    mask[1, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    alone, batch = FP8PagedCache(model.config), FP8PagedCache(model.config)
+    with torch.no_grad():
+        model(ids[1:, 4:], past_key_values=alone)
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
+    assert batch.plan == alone.plan
+    assert any(plan != SAFE for plan in alone.plan.values())
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"tokens": 31}, {"attention": "sdpa"}, {"max_cache_len": 64}], ids=str
+)
+def test_the_safe_plan_is_taken_where_nothing_is_measured(keywords: dict[str, Any]) -> None:
+    assert set(run(**keywords).plan.values()) == {SAFE}
+
+
+def test_the_flags_limit_the_choice() -> None:
+    assert not any(
+        p.k.rotated or p.v.rotated
+        for p in run(rotate_keys=False, rotate_values=False).plan.values()
+    )
+    plans = run(rotate_keys=True, rotate_values=True, center_keys=False).plan.values()
+    assert all(p.k.rotated and p.v.rotated and not p.k.centered for p in plans)
+    assert {p.v.format for p in run(value_dtype="fp8").plan.values()} == {"fp8_e4m3"}
+
+
+def test_the_formats_of_servers_mean_what_they_did() -> None:
+    for name in ("fp8_e4m3", "fp8_e3m4", "fp8_e5m2", "fp8_e4m3fnuz"):
+        assert set(run(dtype=name).plan.values()) == {LayerPlan.parse(name, name)}
+
+
+def test_a_plan_by_hand() -> None:
+    plan = {0: LayerPlan.parse("int8 rotated", "auto"), 1: LayerPlan.parse("fp8_e4m3", "fp8")}
+    cache = run(plan=plan)
+    assert cache.plan == plan
+    assert "int8 rotated" in repr(cache.layers[0])
+    again = run(plan=run().plan)
+    assert again.plan == run().plan
+
+
+def test_a_reset_chooses_again() -> None:
+    cache = run()
+    cache.reset()
+    k = torch.randn(1, cache.paged_layers[0].pool.heads, 3, cache.paged_layers[0].pool.k_dim)
+    for index in range(len(cache.layers)):
+        cache.update(k, k, index)
+    assert set(cache.plan.values()) == {SAFE}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"plan": SAFE, "dtype": "fp8"}, "leave that out"),
+        ({"plan": SAFE, "scales": 1.0}, "leave that out"),
+        ({"plan": SAFE, "rotate_keys": False}, "leave that out"),
+        ({"plan": "int8"}, "expected a LayerPlan"),
+        ({"plan": {}}, "expected a LayerPlan"),
+        ({"plan": {0: SAFE}}, "got none for layer 1"),
+        ({"plan": {-1: SAFE}}, "numbers from 0"),
+        ({"plan": {0: "int8"}}, "LayerPlan for layer 0"),
+        ({"plan": LayerPlan.parse("int8", "int8 centered")}, "only K can have"),
+        ({"rotate_keys": 1.5}, "None, True or False"),
+        ({"rotate_keys": True, "key_dtype": "auto"}, "'auto'"),
+        ({"rotate_values": True, "dtype": "auto"}, "'auto'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FP8PagedCache(causal_config("llama"), **keywords)
+
+
+@pytest.mark.parametrize("text", ["int9", "int8 turned", "auto rotated"])
+def test_a_plan_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ConfigError):
+        SidePlan.parse(text)
