@@ -61,8 +61,8 @@ class PagedLayerBase(CacheLayerMixin):
         # The base class would assign `keys` and `values`, which are properties here.
         self.index, self.options, self.group = index, options, group
         self.first_tokens, self.whole_heads = first_tokens, whole_heads
-        self.pool = pool or options.new_pool(index)
         self.storage = options.layer_plan(index)
+        self.pool = pool or options.new_pool(self.storage)
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False

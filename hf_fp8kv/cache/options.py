@@ -192,13 +192,12 @@ class CacheOptions:
             k = replace(k, centered=has_center and self.center_keys is not False)
         return LayerPlan(k, v)
 
-    def new_pool(self, index: int) -> PagePool:
-        """Return a pool without pages for a layer."""
-        k, v = self.layer_plan(index)
+    def new_pool(self, plan: LayerPlan) -> PagePool:
+        """Return a pool without pages for a layer that is stored so."""
+        k_is_auto, v_is_auto = (side.format == AUTO for side in plan)
         return PagePool(
-            self.page_size, k_is_auto=k.format == AUTO, v_is_auto=v.format == AUTO,
-            dynamic=self.dynamic_scales,
-        )  # fmt: skip
+            self.page_size, k_is_auto=k_is_auto, v_is_auto=v_is_auto, dynamic=self.dynamic_scales
+        )
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

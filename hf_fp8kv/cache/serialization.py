@@ -108,18 +108,20 @@ def unpack(
         names = [name for name in tensors if name.startswith(prefix)]
         held = {name.removeprefix(prefix): tensors.pop(name) for name in names}
         center = held.pop("k_center", None)
-        pool = _unpack_pool(layer, held, group.table.allocator.capacity, options)
         storage = LayerPlan.parse(*layer["plan"]) if "plan" in layer else None
+        pool = _unpack_pool(layer, held, group.table.allocator.capacity, options, storage)
         layers.append(
             LayerSnapshot(layer["index"], group, layer["length"], pool, center, storage=storage)
         )
     return CacheSnapshot(options, groups, layers, stock_layers, facts["open_ended"], budget)
 
 
-def _unpack_pool(facts: Facts, held: Tensors, pages: int, options: CacheOptions) -> PagePool:
+def _unpack_pool(
+    facts: Facts, held: Tensors, pages: int, options: CacheOptions, storage: LayerPlan | None
+) -> PagePool:
     heads, k_dim, v_dim = facts["shape"]
     k_dtype, v_dtype = (getattr(torch, name) for name in facts["dtypes"])
-    pool = options.new_pool(facts["index"])
+    pool = options.new_pool(storage or options.layer_plan(facts["index"]))
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     value = key.new_empty((1, heads, 0, v_dim), dtype=v_dtype)
     backend = ops.choose_backend(options.backend, key.device)

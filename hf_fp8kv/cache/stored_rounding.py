@@ -10,7 +10,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO
+from ..formats import AUTO, LayerPlan
 from ..utils.tensors import without_grad
 from .options import CacheOptions
 
@@ -30,7 +30,7 @@ class StoredRounding:
         Raises:
             ScaleError: static scales of other heads.
         """
-        self._options = options
+        self._options, self._plan = options, options.layer_plan(index)
         scales = options.layer_scales(index, key.shape[1], key.shape[3], value.shape[3])
         # A model without memory gets some later.
         self._scales = scales if key.is_meta else _move(scales, key.device)
@@ -46,11 +46,11 @@ class StoredRounding:
             self._scales = _move(self._scales, key.device)
         options = self._options
         with torch.no_grad():
-            rounded = store_and_read(without_grad(key), without_grad(value), options, self._scales)
-        formats = options.key_format, options.value_format
+            states = without_grad(key), without_grad(value)
+            rounded = store_and_read(*states, options, self._plan, self._scales)
         k, v = (
-            states if name == AUTO else _StraightThrough.apply(states, numbers)  # type: ignore[no-untyped-call]
-            for states, numbers, name in zip((key, value), rounded, formats, strict=True)
+            x if side.format == AUTO else _StraightThrough.apply(x, numbers)  # type: ignore[no-untyped-call]
+            for x, numbers, side in zip((key, value), rounded, self._plan, strict=True)
         )
         return k, v
 
@@ -72,27 +72,32 @@ def check_stored(options: CacheOptions) -> None:
 
 
 def store_and_read(
-    key: Tensor, value: Tensor, options: CacheOptions, scales: tuple[Tensor | None, ...]
+    key: Tensor,
+    value: Tensor,
+    options: CacheOptions,
+    plan: LayerPlan,
+    scales: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor]:
     """Write whole texts to pages, and return what is read from them.
 
     Args:
         key: `[B, Hkv, T, Dk]`, without a gradient.
         value: `[B, Hkv, T, Dv]`.
-        options: formats, page size and backend.
+        options: page size and backend.
+        plan: how the layer is stored.
         scales: as `CacheOptions.layer_scales` returns them, on the device of the keys.
     """
     batch, _, tokens, _ = key.shape
     device, (k_scale, v_scale, k_center) = key.device, scales
     backend = ops.choose_backend(options.backend, device)
     columns = -(-tokens // options.page_size)
-    pool = options.new_pool()
+    pool = options.new_pool(plan)
     pool.allocate(key, value, batch * columns)
     if k_center is not None:
         k_center = k_center.expand(batch, -1, -1).contiguous()
     table = torch.arange(batch * columns, dtype=torch.int32, device=device).view(batch, columns)
     lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    pages = pool.record(table, k_scale, v_scale, k_center)
+    pages = pool.record(plan, table, k_scale, v_scale, k_center)
     ops.write(pages, key, value, lengths, backend)
     k, v = (
         ops.gather(pages, lengths, side, 0, tokens, states.dtype, False, backend)
