@@ -18,11 +18,11 @@ from ..calibration.divergence import compare_caches
 from ..calibration.observe import TensorDict, make_batches, paged_layers
 from ..calibration.state import Job, State
 from ..errors import ConfigError
-from ..formats import DEFAULT_DTYPE, DISTINCT, FORMATS
+from ..formats import DISTINCT, FORMATS
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import Granularity, LayerScales
 from ..utils.environment import describe_run
-from .quality import STOCK, TEXTS, TOPICS, describe_settings, first_tokens, stock_cache
+from .quality import DEFAULT, STOCK, TEXTS, TOPICS, describe_settings, first_tokens, stock_cache
 from .reporting import build_table, count_bytes, report_percents, summarize_texts
 
 if TYPE_CHECKING:
@@ -236,9 +236,7 @@ def _make_rows(model: PreTrainedModel, choices: _Choices) -> list[_Row]:
     for fmt in MEASURED:
         for scales, centered in product(_scale_kinds(fmt), (False, True)):
             options: dict[str, Any] = {"dtype": fmt}
-            if (fmt, scales, centered) == (DEFAULT_DTYPE, DYNAMIC, True):
-                options = {}  # the default, whatever it does
-            elif (fmt, scales) in choices:
+            if (fmt, scales) in choices:
                 options["scales"] = _static_scales(choices[fmt, scales], centered)
             else:
                 options["scales"] = 1.0 if scales == CONSTANT else None
@@ -259,9 +257,13 @@ def _static_scales(layers: Mapping[int, Choice], centered: bool) -> KVScales:
 
 
 def _last_rows(model: PreTrainedModel) -> list[_Row]:
-    """Return the rows of unquantised K, and of transformers' own FP8 cache if it exists."""
+    """Return the rows of unquantised K, the default, and transformers' FP8 cache if it exists."""
     paged = partial(FP8PagedCache, model.config, dtype="fp8_e4m3", key_dtype="auto")
-    rows = [_Row("K auto, V fp8_e4m3", DYNAMIC, False, paged)]
+    default = partial(FP8PagedCache, model.config)
+    rows = [
+        _Row("K auto, V fp8_e4m3", DYNAMIC, False, paged),
+        _Row(DEFAULT, DYNAMIC, False, default),
+    ]
     if stock := stock_cache(model):
         rows.append(_Row(STOCK, "of the first call, per tensor", False, stock))
     return rows

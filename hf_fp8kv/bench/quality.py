@@ -14,7 +14,7 @@ from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import Scores, compare_caches
 from ..errors import ConfigError
-from ..formats import DEFAULT_DTYPE, DISTINCT
+from ..formats import DISTINCT
 from ..utils.environment import describe_run
 from .reporting import build_table
 
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 TOPICS: dict[str, str] = pydoc_data.topics.topics
 # The first ones of the topics of pydoc that are scored; then come the others, the longest first.
 TEXTS = ("objects", "execmodel", "import", "customization")
+DEFAULT = "the default"
 CACHES: dict[str, dict[str, Any]] = {
-    f"{DEFAULT_DTYPE}, K centered": {},  # the default
+    DEFAULT: {},
     **{fmt.name: {"dtype": fmt.name} for fmt in DISTINCT},
+    "fp8_e3m4, K centered": {"dtype": "fp8_e3m4", "center_keys": True},
     "fp8_e4m3, K centered": {"dtype": "fp8_e4m3", "center_keys": True},
     "K auto, V fp8_e4m3": {"dtype": "fp8_e4m3", "key_dtype": "auto"},
     "fp8_e4m3, scale 1.0": {"scales": 1.0},

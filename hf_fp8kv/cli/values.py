@@ -12,7 +12,7 @@ from typing import Annotated, get_args
 import typer
 
 from ..errors import ConfigError
-from ..formats import ALIASES, AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE
+from ..formats import ALIASES, AUTO, FORMATS, STATIC_DTYPE
 
 
 def dtypes() -> Iterable[str]:
@@ -94,7 +94,7 @@ CacheDtype = Annotated[
     typer.Option(
         help=f"{', '.join((*FORMATS, AUTO))}; "
         f"{', '.join(f'{alias} = {name}' for alias, name in ALIASES.items())}. "
-        f"Default: {DEFAULT_DTYPE}, or {STATIC_DTYPE} with --scales.",
+        f"Default: what suits each layer best, or {STATIC_DTYPE} with --scales.",
         autocompletion=_cache_dtypes,
     ),
 ]

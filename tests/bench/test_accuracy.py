@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.bench import accuracy
 from hf_fp8kv.bench.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
-from hf_fp8kv.bench.quality import CACHES, STOCK
+from hf_fp8kv.bench.quality import CACHES, DEFAULT, STOCK
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import LayerPlan
@@ -84,7 +84,7 @@ def run(folder) -> Run:
 
 
 def test_every_row_is_there(run):
-    expected = [*ALL, ("K auto, V fp8_e4m3", DYNAMIC, False)]
+    expected = [*ALL, ("K auto, V fp8_e4m3", DYNAMIC, False), (DEFAULT, DYNAMIC, False)]
     assert list(run.rows)[: len(expected)] == expected
     assert [fmt for fmt, _, _ in list(run.rows)[len(expected) :]] in ([], [STOCK])
     assert len(run.makers) == len(run.rows) == len(run.result["rows"])
@@ -164,7 +164,7 @@ def test_other_rows_use_no_calibration(run, fmt, centered):
 
 
 def test_the_row_of_the_default(run):
-    assert run.cache("fp8_e3m4", DYNAMIC, True).options == FP8PagedCache(run.model.config).options
+    assert run.cache(DEFAULT, DYNAMIC, False).options == FP8PagedCache(run.model.config).options
 
 
 def test_k_as_it_is(run):

@@ -15,6 +15,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.continuous_batching import offloading_manager
 
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import StaticScales
@@ -438,7 +439,7 @@ def layer(
 
 
 NUMBERS = StaticScales(None, None, None)
-FORM = PageLayout(HEADS, DIM, SLOTS, "fp8_e4m3", "fp8_e4m3", torch.float32, dynamic=True)
+FORM = PageLayout(HEADS, DIM, SLOTS, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, ops, serving
 from hf_fp8kv.attention import masks
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import Pages
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import attend_layer
@@ -637,7 +638,7 @@ class TestRunning:
         self, softcap: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """With the bytes and the attention of two, and a row of no request that stores nothing."""
-        layout = PageLayout(2, 16, 8, "fp8_e4m3", "fp8_e4m3", torch.float32, dynamic=True)
+        layout = PageLayout(2, 16, 8, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
         scales = StaticScales(None, None, 2 * torch.randn(2, 16))
         table = torch.tensor([[3, 4], [1, -1], [7, 7]], dtype=torch.int32)
         lengths = torch.tensor([12, 8, 0], dtype=torch.int32)

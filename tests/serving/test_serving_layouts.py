@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching import continuous_api, offloading_manager
 
 from hf_fp8kv import ConfigError, serving
+from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.serving import engines
 from hf_fp8kv.serving.config import ServingConfig
 from hf_fp8kv.serving.engines.common import peak_elements
@@ -280,7 +281,7 @@ class TestOffloading:
         """Together every byte, once, whichever tensor it is in."""
         from hf_fp8kv.serving.engines.layer_tensors import _Half
 
-        layout = PageLayout(2, 6, 8, *formats, dtype=torch.float32, dynamic=True)
+        layout = PageLayout(2, 6, 8, LayerPlan.parse(*formats), dtype=torch.float32, dynamic=True)
         memory = torch.zeros(4 * 3 * layout.bytes_per_page, dtype=torch.uint8)
         rows = BlockRows(layout.carve(memory), 3)
         half = rows.width // 2
