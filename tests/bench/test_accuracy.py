@@ -94,8 +94,9 @@ def test_every_row_is_there(run):
         assert 0 < row["top1"] <= 1
         assert statistics.mean(row["kl_by_text"]) == pytest.approx(row["kl"])
         assert row["kl_error"] == pytest.approx(statistics.stdev(row["kl_by_text"]) / TEXTS**0.5)
-    # Nothing is measured twice under two names.
-    assert len({row["kl"] for row in run.result["rows"]}) == len(run.rows)
+    # Nothing is measured twice under two names, but for the default, which may be E3M4, centered.
+    kls = [row["kl"] for row in run.result["rows"] if row["format"] != DEFAULT]
+    assert len(set(kls)) == len(kls) == len(run.rows) - 1
 
 
 @pytest.mark.parametrize(("fmt", "scales"), [*product(MEASURED, STATIC)])
