@@ -13,6 +13,7 @@ from .attention.fp8_paged import register
 from .cache.cache import FP8PagedCache
 from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
+from .formats import LayerPlan, SidePlan
 from .modeling.tensor_parallel import tensor_parallel
 from .scales import KVScales, LayerScales
 
@@ -22,10 +23,12 @@ __all__ = [
     "FP8PagedCache",
     "Fp8KVError",
     "KVScales",
+    "LayerPlan",
     "LayerScales",
     "ModelReport",
     "OutOfPagesError",
     "ScaleError",
+    "SidePlan",
     "calibrate",
     "check_model",
     "disable",
