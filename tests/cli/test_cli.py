@@ -117,7 +117,7 @@ def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
     assert code == 0
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "200":
-        pages = "pages of 64, fp8_e3m4, K centered"
+        pages = "pages of 64, K fp8_e3m4 centered, V fp8_e3m4"
         for part in ("DynamicCache bfloat16", pages, "of 9", "fit into 500 MB"):
             assert part in out
 

@@ -44,7 +44,7 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv bench --suite m", ["memory"]),
         (
             "hf-fp8kv bench --suite ",
-            ["cpu", "gpu", "host", "quality", "accuracy", "serve", "capacity", "memory"],
+            ["cpu", "gpu", "host", "quality", "accuracy", "long", "serve", "capacity", "memory"],
         ),
         ("hf-fp8kv check --target ", list(TARGETS)),
         ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),

@@ -10,7 +10,7 @@ from .encoder import decode, encoder_for
 from .places import codes_of, find_place, scales_of
 from .rotation import block_of, rotate
 from .target import launch, next_power_of_2
-from .write import num_warps, tile_size
+from .write import limit_registers, num_warps, tile_size
 
 
 def gather(
@@ -39,7 +39,7 @@ def gather(
         pages.table, start, stop, pages.table.stride(0), HEADS=heads, PAGE=pages.page_size, DIM=dim,
         WIDTH=width, BLOCK=block_of(stored), ENCODER=encoder_for(stored.format),
         TRANSPOSED=not is_key, RAGGED=ragged, TILE=tile, num_warps=num_warps(width),
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **limit_registers(out.device, stored.rotated),
     )  # fmt: skip
     return out
 

@@ -49,10 +49,7 @@ def write(
     tile = 1 if tokens <= SINGLE_TOKENS else tile_size(pages.page_size)
     # Tiles begin at multiples of their size, wherever a sequence ends.
     tiles = (tokens + tile - 2) // tile + 1 if tokens else 0
-    options: dict[str, int] = {}
-    if (pages.k.rotated or pages.v.rotated) and target_of(pages.table.device).is_nvidia:
-        # As many as any number of warps has room for: without a limit sm_120 spills before.
-        options["maxnreg"] = 128
+    options = limit_registers(pages.table.device, pages.k.rotated or pages.v.rotated)
     launch(
         _write, (tiles, 2 * heads, batch), key, value, lengths, pages.table,
         pointers_to(pages, "k"), pointers_to(pages, "v"), pages.token_scales, tokens,
@@ -63,6 +60,15 @@ def write(
         K_ENCODER=encoder_for(pages.k.format), V_ENCODER=encoder_for(pages.v.format), TILE=tile,
         num_warps=num_warps(max(k_width, v_width)), enable_fp_fusion=False, **options,
     )  # fmt: skip
+
+
+def limit_registers(device: torch.device, rotated: bool) -> dict[str, int]:
+    """Return the launch options that a rotation needs.
+
+    Without a limit ptxas spills before it takes as many registers as any number of warps has room
+    for, on sm_100 and sm_120.
+    """
+    return {"maxnreg": 128} if rotated and target_of(device).is_nvidia else {}
 
 
 def tile_size(page_size: int) -> int:
