@@ -182,6 +182,7 @@ class AttentionArgs:
             wide=any(side.codes.element_size() > 1 for side in (tensors.k, tensors.v)),
             biased=tensors.bias is not None or self.features.mask == attention.ADDITIVE.value,
             complete=self.features.mask == attention.COMPLETE.value,
+            rotated=max(shape.k_block, shape.v_block) > 1,
         )
 
     @property

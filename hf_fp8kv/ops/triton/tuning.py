@@ -169,6 +169,7 @@ class Workload(NamedTuple):
         wide: whether a side is stored in 16 bits or more.
         biased: whether something is added to logits.
         complete: whether a mask says for each query what it sees: then all tiles are masked ones.
+        rotated: whether the query or the output is rotated.
     """
 
     width: int
@@ -177,6 +178,7 @@ class Workload(NamedTuple):
     wide: bool
     biased: bool
     complete: bool = False
+    rotated: bool = False
 
 
 def _has_room(target: Target, width: int, widest: int) -> bool:
@@ -190,7 +192,7 @@ def _has_room(target: Target, width: int, widest: int) -> bool:
 
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
-    width, rows, exact, wide, biased, complete = workload
+    width, rows, exact, wide, biased, complete, _ = workload
     few = min((most for most in (*_DECODE_TAKES[target.vendor], 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
@@ -241,8 +243,10 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     if workload.wide and not workload.exact and not _has_room(target, workload.width, widest):
         stages = max(1, stages - 1)
     config = LaunchConfig(rows, tile, warps, stages, masked_tile=max(16, tile // 2))
-    # Where it costs no room: of eight warps one program fits, with any registers.
-    if table in (_EXTEND_MMA, _EXTEND_SM_80) and (warps == 8 or workload.complete):
+    # Where it costs no room: of eight warps one program fits, with any registers. With rotation it
+    # is the limit that makes sm_120 spill, of 183 registers that it takes without.
+    limited = (warps == 8 and not workload.rotated) or workload.complete
+    if table in (_EXTEND_MMA, _EXTEND_SM_80) and limited:
         config = replace(config, registers=_MANY_REGISTERS)
     if not reads_own_stores(target, warps):
         config = replace(config, combine="kernel")
