@@ -40,7 +40,15 @@ def run(demo_model_path, tmp_path, monkeypatch, capsys):
 
 def test_the_blocks_of_the_quickstart_run_in_their_order(run):
     names = run("quickstart.md")
-    shown = {"FP8PagedCache", "KVScales", "calibrate", "check_model", "disable", "enable"}
+    shown = {
+        "FP8PagedCache",
+        "KVScales",
+        "LayerPlan",
+        "calibrate",
+        "check_model",
+        "disable",
+        "enable",
+    }
     assert {name for name in hf_fp8kv.__all__ if name in names} == shown
     assert len(names["answers"]) == 2
     assert names["fixed"].get_seq_length() == 0
