@@ -50,7 +50,7 @@ def prepare_rounding(
         )
     stock = [i for i, layer in enumerate(cache.layers) if layer not in cache.paged_layers]
     found = _probe(model, stock, cache_keywords)
-    if all(side.format == AUTO for plan in cache.plan.values() for side in plan):
+    if all(side.is_auto for plan in cache.plan.values() for side in plan):
         return cache_keywords, {}
     roundings = {
         module: StoredRounding(options, index, key, value)

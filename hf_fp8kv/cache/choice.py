@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import AUTO, FORMATS, LayerPlan, SidePlan
+from ..formats import FORMATS, LayerPlan, SidePlan
 from ..formats.codec import dynamic_scale, round_to_format
 from ..formats.rotation import rotate
 from .queries import Queries
@@ -100,8 +100,8 @@ def choose_plan(
     if queries is None or not (k.isfinite().all() and v.isfinite().all()):
         return None
     states = [(queries, k)]
-    for positions in _MOVES if turns is not None else ():
-        if turns is not None and positions < turns.positions:
+    if turns is not None:
+        for positions in filter(turns.positions.__gt__, _MOVES):
             moved = Queries(turns.turn(queries.q, positions), queries.weights)
             states.append((moved, turns.turn(k, positions)))
     k_costs = torch.stack(
@@ -115,9 +115,9 @@ def choose_plan(
     v_costs = torch.stack(
         [queries.cost_of_values(round_trip(v, plan, None) - v, "head").sum() for plan in plans[1]]
     )
-    costs = torch.nn.utils.rnn.pad_sequence([k_costs, v_costs], padding_value=torch.inf)
-    (k_cost, v_cost) = costs.T.tolist()
-    return LayerPlan(_cheapest(plans[0], k_cost), _cheapest(plans[1], v_cost))
+    costs = torch.cat([k_costs, v_costs]).tolist()  # at once: it waits for a GPU
+    count = len(plans[0])
+    return LayerPlan(_cheapest(plans[0], costs[:count]), _cheapest(plans[1], costs[count:]))
 
 
 def round_trip(x: Tensor, plan: SidePlan, center: Tensor | None) -> Tensor:
@@ -125,7 +125,7 @@ def round_trip(x: Tensor, plan: SidePlan, center: Tensor | None) -> Tensor:
 
     With the smallest scales: to search better ones would gain about the same in each format.
     """
-    if plan.format == AUTO:
+    if plan.is_auto:
         return x
     fmt = FORMATS[plan.format]
     y = x - center if plan.centered and center is not None else x
@@ -137,7 +137,6 @@ def round_trip(x: Tensor, plan: SidePlan, center: Tensor | None) -> Tensor:
 
 
 def _cheapest(plans: Sequence[SidePlan], costs: Sequence[float]) -> SidePlan:
-    costs = costs[: len(plans)]
     best = min(range(len(plans)), key=costs.__getitem__)
     return plans[best] if costs[best] < _GAIN * costs[0] else plans[0]
 

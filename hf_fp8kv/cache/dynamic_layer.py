@@ -109,15 +109,12 @@ class FP8PagedLayer(PagedLayerBase):
     ) -> None:
         """Leave a first call to its attention, which has the queries; see first_write.py."""
         detached = without_grad(key), without_grad(value)
-        center = self.first_tokens.find_center(detached[0]) if self._may_center else None
+        may_center = self.options.first_call_centers
+        center = self.first_tokens.find_center(detached[0]) if may_center else None
         write = FirstWrite(self, key, *detached, first, lengths, center)
         self.group.defer_write(self.pool, write)
         wait_for_queries(write)
         self.group.lengths[self.member] = key.shape[2]
-
-    @property
-    def _may_center(self) -> bool:
-        return any(plan.centered for plan in self.options.k_plans)
 
     def _pass_through(
         self, passage: Passage, key_states: torch.Tensor, value_states: torch.Tensor, *, waits: bool

@@ -194,7 +194,7 @@ class CacheOptions:
 
     def new_pool(self, plan: LayerPlan) -> PagePool:
         """Return a pool without pages for a layer that is stored so."""
-        k_is_auto, v_is_auto = (side.format == AUTO for side in plan)
+        k_is_auto, v_is_auto = (side.is_auto for side in plan)
         return PagePool(
             self.page_size, k_is_auto=k_is_auto, v_is_auto=v_is_auto, dynamic=self.dynamic_scales
         )

@@ -271,10 +271,10 @@ def _read_plans(facts: Facts) -> None:
     if "key_format" in facts:
         # The centers were part of the default only, and of what a user asked for.
         centered = bool(facts["center_keys"]) and facts["key_format"] != AUTO
-        facts["k_plans"] = [str(SidePlan(facts.pop("key_format"), centered=centered))]
-        facts["v_plans"] = [facts.pop("value_format")]
-    for name in ("k_plans", "v_plans"):
-        facts[name] = tuple(map(SidePlan.parse, facts[name]))
+        facts["k_plans"] = (SidePlan(facts.pop("key_format"), centered=centered),)
+        facts["v_plans"] = (SidePlan(facts.pop("value_format")),)
+    else:
+        facts |= {name: tuple(map(SidePlan.parse, facts[name])) for name in ("k_plans", "v_plans")}
     if facts.get("plan") is not None:
         facts["plan"] = {int(i): LayerPlan.parse(*both) for i, both in facts["plan"].items()}
 

@@ -10,7 +10,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO, LayerPlan
+from ..formats import LayerPlan
 from ..utils.tensors import without_grad
 from .options import CacheOptions
 
@@ -49,7 +49,7 @@ class StoredRounding:
             states = without_grad(key), without_grad(value)
             rounded = store_and_read(*states, options, self._plan, self._scales)
         k, v = (
-            x if side.format == AUTO else _StraightThrough.apply(x, numbers)  # type: ignore[no-untyped-call]
+            x if side.is_auto else _StraightThrough.apply(x, numbers)  # type: ignore[no-untyped-call]
             for x, numbers, side in zip((key, value), rounded, self._plan, strict=True)
         )
         return k, v

@@ -107,7 +107,7 @@ class Comparison:
         plan = next(iter(plans))
         stored = "plans by layer" if len(plans) > 1 else str(plan.k if plan.k == plan.v else plan)
         name = f"pages of {page}, {stored}"
-        is_auto = all(side.format == "auto" for plan in plans for side in plan)
+        is_auto = all(side.is_auto for plan in plans for side in plan)
         scales = "none" if is_auto else str(options["scales"] or "dynamic")
         return self._run(name, scales, ids, speed, tokens, size, share, room)
 

@@ -25,11 +25,16 @@ class SidePlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", parse_dtype(self.format, "format"))
-        if self.format == AUTO and (self.rotated or self.centered):
+        if self.is_auto and (self.rotated or self.centered):
             raise ConfigError(
                 "format 'auto' expected neither rotation nor a center, since it stores numbers as "
                 f"they are, got {self}; choose an 8-bit format"
             )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether numbers are stored as they are, in the model's dtype."""
+        return self.format == AUTO
 
     def __str__(self) -> str:
         marks = [_ROTATED] * self.rotated + [_CENTERED] * self.centered
@@ -42,11 +47,11 @@ class SidePlan:
         Raises:
             ConfigError: an unknown format or word.
         """
-        name, *marks = text.split()
-        if unknown := set(marks) - {_ROTATED, _CENTERED}:
+        name, *marks = text.split() or [""]
+        if not name or set(marks) - {_ROTATED, _CENTERED}:
             raise ConfigError(
-                f"plan: expected a format and {_ROTATED!r} or {_CENTERED!r} or both, got "
-                f"{text!r}, with {sorted(unknown)}"
+                f"plan: expected a format, then {_ROTATED!r} or {_CENTERED!r} or both or neither, "
+                f"got {text!r}"
             )
         return cls(name, _ROTATED in marks, _CENTERED in marks)
 

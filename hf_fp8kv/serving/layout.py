@@ -10,7 +10,7 @@ import torch
 
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
-from ..formats import AUTO, LayerPlan
+from ..formats import LayerPlan
 from ..ops import StoredSide
 from .config import StaticScales
 
@@ -68,10 +68,10 @@ class PageLayout:
     def _parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
         """Yield shape and dtype of a page's K, V, and dynamic scales (None: there are none)."""
         heads, dim, slots = self.heads, self.dim, self.slots
-        formats = tuple(side.format for side in self.plan)
-        for name, shape in zip(formats, ((heads, slots, dim), (heads, dim, slots)), strict=True):
-            yield shape, self.dtype if name == AUTO else torch.uint8
-        has_scales = self.dynamic and formats != (AUTO, AUTO)
+        shapes = (heads, slots, dim), (heads, dim, slots)
+        for side, shape in zip(self.plan, shapes, strict=True):
+            yield shape, self.dtype if side.is_auto else torch.uint8
+        has_scales = self.dynamic and not all(side.is_auto for side in self.plan)
         yield ((heads, slots, 2), torch.bfloat16) if has_scales else None
 
     @property

@@ -206,7 +206,7 @@ def test_what_cannot_work_is_refused(keywords: dict[str, Any], message: str) -> 
         FP8PagedCache(causal_config("llama"), **keywords)
 
 
-@pytest.mark.parametrize("text", ["int9", "int8 turned", "auto rotated"])
+@pytest.mark.parametrize("text", ["", "int9", "int8 turned", "auto rotated"])
 def test_a_plan_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ConfigError):
         SidePlan.parse(text)
