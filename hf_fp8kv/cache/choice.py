@@ -8,7 +8,8 @@ queries are also tried where RoPE would have them at other positions. Their prod
 weights, are the same there.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,14 @@ from torch import Tensor
 from ..formats import FORMATS, LayerPlan, SidePlan
 from ..formats.codec import dynamic_scale, round_to_format
 from ..formats.rotation import rotate
+from ..scales.layer_scales import Granularity
 from .queries import Queries
 
 # Fewer tokens of a first call say too little: the safe plan is kept.
 FEWEST_TOKENS = 32
 # Keys and queries that are looked at: the first keys, which most queries look at; the last; and
 # some from in between.
-_FIRST, _LAST, _BETWEEN, _QUERIES = 16, 112, 128, 32
+_FIRST, _LAST, _BETWEEN, _QUERIES = 16, 112, 128, 16
 # What another plan than the safe one has to cost at most, relative to it.
 _GAIN = 0.9
 # Other positions that keys are tried at, as far as the model goes.
@@ -97,43 +99,58 @@ def choose_plan(
     asked = torch.linspace(len(tokens) // 4, len(tokens) - 1, _QUERIES).long().unique()
     asked = asked.to(key.device)
     queries = Queries.from_states(query[:, tokens[asked]], k, asked, scaling, None)
-    if queries is None or not (k.isfinite().all() and v.isfinite().all()):
+    if queries is None:
         return None
-    states = [(queries, k)]
     if turns is not None:
-        for positions in filter(turns.positions.__gt__, _MOVES):
-            moved = Queries(turns.turn(queries.q, positions), queries.weights)
-            states.append((moved, turns.turn(k, positions)))
-    k_costs = torch.stack(
-        [
-            torch.stack(
-                [q.cost_of_keys(round_trip(x, plan, center) - x, "head").sum() for q, x in states]
-            ).sum()
-            for plan in plans[0]
-        ]
-    )
-    v_costs = torch.stack(
-        [queries.cost_of_values(round_trip(v, plan, None) - v, "head").sum() for plan in plans[1]]
-    )
-    costs = torch.cat([k_costs, v_costs]).tolist()  # at once: it waits for a GPU
-    count = len(plans[0])
+        queries, k = _turn(queries, k, turns)
+    k_costs = weigh_plans(Queries.cost_of_keys, queries, k, center, plans[0])
+    v_costs = weigh_plans(Queries.cost_of_values, queries, v, None, plans[1])
+    costs = torch.stack(k_costs + v_costs).tolist()  # at once: it waits for a GPU
+    if not all(map(math.isfinite, costs)):
+        return None
+    count = len(k_costs)
     return LayerPlan(_cheapest(plans[0], costs[:count]), _cheapest(plans[1], costs[count:]))
 
 
-def round_trip(x: Tensor, plan: SidePlan, center: Tensor | None) -> Tensor:
-    """Return `x`, `[N, Hkv, D]`, float32, as it is read back with dynamic scales.
+def _turn(queries: Queries, k: Tensor, turns: Turns) -> tuple[Queries, Tensor]:
+    """Return queries and keys as they are at several positions, along a new first axis."""
+    moves = [0, *filter(turns.positions.__gt__, _MOVES)]
+    q, k = (torch.stack([turns.turn(x, move) for move in moves]) for x in (queries.q, k))
+    return Queries(q, queries.weights), k
+
+
+def weigh_plans(
+    cost: Callable[[Queries, Tensor, Granularity], Tensor],
+    queries: Queries,
+    x: Tensor,
+    center: Tensor | None,
+    plans: Sequence[SidePlan],
+) -> list[Tensor]:
+    """Return what errors of keys or values `x`, `[..., N, Hkv, D]`, cost in each plan."""
+    if len(plans) == 1:
+        return [x.new_zeros(())]
+    seen = {False: (queries, x, center)}
+    if any(plan.rotated for plan in plans):
+        # Nothing is rotated back: rotated queries make the same of it, as does a sum of squares.
+        turned = Queries(rotate(queries.q), queries.weights)
+        seen[True] = turned, rotate(x), None if center is None else rotate(center)
+    found = []
+    for plan in plans:
+        asked, y, middle = seen[plan.rotated]
+        if plan.centered and middle is not None:
+            y = y - middle
+        found.append(cost(asked, rounding_error(y, plan.format), "head").sum())
+    return found
+
+
+def rounding_error(x: Tensor, format: str) -> Tensor:
+    """Return what `x`, `[..., D]`, float32, changes by where it is stored with dynamic scales.
 
     With the smallest scales: to search better ones would gain about the same in each format.
     """
-    if plan.is_auto:
-        return x
-    fmt = FORMATS[plan.format]
-    y = x - center if plan.centered and center is not None else x
-    y = rotate(y) if plan.rotated else y
-    scale = dynamic_scale(y, fmt).float()[..., None]
-    y = round_to_format(y / scale, fmt) * scale
-    y = rotate(y) if plan.rotated else y
-    return y + center if plan.centered and center is not None else y
+    fmt = FORMATS[format]
+    scale = dynamic_scale(x, fmt).float()[..., None]
+    return round_to_format(x / scale, fmt) * scale - x
 
 
 def _cheapest(plans: Sequence[SidePlan], costs: Sequence[float]) -> SidePlan:
