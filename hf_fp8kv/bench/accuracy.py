@@ -280,5 +280,5 @@ def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) 
     if isinstance(cache, FP8PagedCache):
         page = cache.options.page_size
         # The last page is partly filled: what a token takes is its share of a full one.
-        return cache.memory_footprint()["used"] / (-(-tokens // page) * page)
+        return float(cache.memory_footprint()["used"]) / (-(-tokens // page) * page)
     return count_bytes(cache) / tokens

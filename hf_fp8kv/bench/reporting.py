@@ -96,6 +96,6 @@ def build_table(
 def count_bytes(cache: Any) -> int:
     """Return the bytes that a cache of this package or of transformers holds."""
     if isinstance(cache, FP8PagedCache):
-        return cache.memory_footprint()["total"]
+        return int(cache.memory_footprint()["total"])
     tensors = {id(t): t for layer in cache.layers for t in collect_tensors(vars(layer))}
     return sum(t.numel() * t.element_size() for t in tensors.values())

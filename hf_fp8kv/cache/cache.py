@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from ..errors import ConfigError, Fp8KVError
-from ..formats import LayerPlan
+from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
 from ..modeling.model_support import refuse_config
@@ -53,8 +53,9 @@ class FP8PagedCache(DynamicCache):
         key_dtype: overrides `dtype` for K.
         value_dtype: overrides `dtype` for V.
         scales: None: dynamic, one scale per token and head. A `KVScales`, a path, a folder or a
-            repository of the Hub: static ones. A number: that constant, in the unit of the stored
-            format (`real = stored * scale`).
+            repository of the Hub: static ones, or, with a plan, how each layer is stored (leave
+            out what else says so). A number: that constant, in the unit of the stored format
+            (`real = stored * scale`).
         center_keys: store K minus a frozen center per head and channel. True: the center that
             `scales` carry, or else one of each sequence's own, from the first call. False: never.
             None: if `scales` carry centers; without scales, where the first call says so.
@@ -294,8 +295,7 @@ class FP8PagedCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times, side by side; no bytes are copied.
 
-        Raises:
-            ConfigError: `repeats` is below 1.
+        Raise ConfigError for `repeats` below 1.
         """
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
@@ -306,11 +306,7 @@ class FP8PagedCache(DynamicCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in that order; no bytes are copied.
 
-        Args:
-            indices: `[B]`, integers, or bool, on any device.
-
-        Raises:
-            ConfigError: no sequence is left.
+        `indices` is `[B]`, integers, or bool, on any device. Raise ConfigError if none is left.
         """
         for layer in self.stock_layers:
             layer.batch_select_indices(indices)
@@ -377,20 +373,26 @@ class FP8PagedCache(DynamicCache):
         """
         return cls._restore(serialization.load(path, device))
 
-    def memory_footprint(self) -> dict[str, int]:
-        """Return what the cache takes, in bytes (but for `tokens`).
+    def __repr__(self) -> str:
+        # Not `plan`: to look at a cache must not store what waits for its attention.
+        plans = summarize_plan({layer.index: layer.storage for layer in self.paged_layers})
+        return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
+
+    def memory_footprint(self) -> dict[str, Any]:
+        """Return what the cache takes, in bytes (but for `tokens` and `plans`).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
         scales, centers), `tables` (block tables and lengths), `other` (transformers' own layers),
         `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
-        this cache), and `tokens` (tokens held, over all sequences). Forks share pages: each
-        reports all of them under `pages`.
+        this cache), `tokens` (tokens held, over all sequences), and `plans` (how many layers are
+        stored how). Forks share pages: each reports all of them under `pages`.
         """
         sizes = self._paged.memory_footprint()
         used = sizes.pop("used")
         sizes["other"] = sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
         tokens = self._paged.batch * self.host_length()
-        return {**sizes, "total": sizes.total(), "used": used, "tokens": tokens}
+        held = {"total": sizes.total(), "used": used, "tokens": tokens}
+        return {**sizes, **held, "plans": count_plans(self.plan)}
 
 
 def _unpickle(kind: type[FP8PagedCache], *packed: Any) -> FP8PagedCache:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from .. import ops
-from ..errors import ConfigError
+from ..errors import ConfigError, ScaleError
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan, parse_dtype
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
@@ -25,8 +25,8 @@ class CacheOptions:
         k_plans: how K may be stored. The first is taken where nothing is measured; of several,
             the first call decides.
         v_plans: the same of V.
-        plan: how each layer is stored, if a user said so; None: as these say.
-        scales: static scales, a constant, or None for dynamic ones.
+        plan: how each layer is stored, if a user or the scales said so; None: as these say.
+        scales: static scales (or centers alone), a constant, or None for dynamic ones.
         center_keys: whether centers that scales carry are used; False: they are not.
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
@@ -72,7 +72,11 @@ class CacheOptions:
             if flag not in (None, True, False):
                 raise ConfigError(f"{name}: expected None, True or False, got {flag!r}")
         dtypes = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
-        by_hand = check_plan(plan, {**dtypes, **flags, "scales": scales})
+        if isinstance(scales, KVScales) and scales.plan is not None:
+            plan = _plan_of(scales, {"plan": plan, **dtypes, **flags})
+            by_hand = check_plan(plan, {})
+        else:
+            by_hand = check_plan(plan, {**dtypes, **flags, "scales": scales})
         both = None if dtype is None else parse_dtype(dtype)
         if both is None and scales is not None:
             both = STATIC_DTYPE
@@ -150,7 +154,7 @@ class CacheOptions:
     @property
     def dynamic_scales(self) -> bool:
         """Whether each token and head gets a scale of its own."""
-        return self.scales is None
+        return self.scales is None or (isinstance(self.scales, KVScales) and self.scales.is_dynamic)
 
     @property
     def measures(self) -> bool:
@@ -175,10 +179,16 @@ class CacheOptions:
         """Return how a layer is stored unless its first call decides otherwise.
 
         Raises:
-            ConfigError: a plan by hand that does not have this layer.
+            ConfigError: a plan by hand that does not have this layer. ScaleError: scales' plan.
         """
         if self.plan is not None:
             if index not in self.plan:
+                if isinstance(self.scales, KVScales):
+                    raise ScaleError(
+                        f"scales ({self.scales.origin}): expected a plan for every paged layer, "
+                        f"got none for layer {index}; use the scales of this very model, or keep "
+                        "the layer out with skip_layers"
+                    )
                 raise ConfigError(
                     f"plan: expected one for every paged layer, got none for layer {index}; add "
                     "it, or keep the layer out with skip_layers"
@@ -215,7 +225,9 @@ class CacheOptions:
                 tp_rank=self.tp_rank, tp_size=self.tp_size,
             )  # fmt: skip
             k, v = (
-                None if side.format == AUTO else scale * FORMATS[side.format].scale_from_e4m3
+                None
+                if side.is_auto or scale is None
+                else scale * FORMATS[side.format].scale_from_e4m3
                 for scale, side in ((layer.k, plan.k), (layer.v, plan.v))
             )
             return k, v, layer.k_center if plan.k.centered else None
@@ -223,6 +235,17 @@ class CacheOptions:
         k = None if plan.k.format == AUTO else constant.repeat(heads, k_dim)
         v = None if plan.v.format == AUTO else constant.repeat(heads, v_dim)
         return k, v, None
+
+
+def _plan_of(scales: KVScales, others: Mapping[str, Any]) -> Mapping[int, LayerPlan] | None:
+    """Return the plan of scales; raise ConfigError for arguments that say the same."""
+    if said := [name for name, value in others.items() if value is not None]:
+        raise ConfigError(
+            f"{said[0]}: expected None, since the scales ({scales.origin}) say how each layer is "
+            f"stored, and are for nothing else, got {others[said[0]]!r}; leave it out, or "
+            "calibrate without a plan"
+        )
+    return scales.plan
 
 
 # The device is not known yet: a backend is asked whether it runs on one that it is made for.

@@ -286,9 +286,14 @@ def _unpack_options(facts: Facts, tensors: Tensors) -> CacheOptions:
     _read_plans(facts)
     if scales is None:
         return CacheOptions(scales=constant, **facts)
+    # A plan beside scales is theirs. Only with one may they be dynamic, and have centers alone.
+    plan = facts.get("plan") or {}
     layers = {
         i: LayerScales(
-            tensors[f"scales.{i}.k"], tensors[f"scales.{i}.v"], tensors.get(f"scales.{i}.k_center")
+            tensors.get(f"scales.{i}.k"),
+            tensors.get(f"scales.{i}.v"),
+            tensors.get(f"scales.{i}.k_center"),
+            plan=plan.get(i),
         )
         for i in scales["layers"]
     }

@@ -181,7 +181,7 @@ def measure_key_cost(
 ) -> torch.Tensor:
     """Return the cost of storing K `[N, Hkv, D]` of a text with these scales, float64, `[]`."""
     x = k.float() if scales.k_center is None else k.float() - scales.k_center.to(k.device)
-    error = _error(x, (scales.k * fmt.scale_from_e4m3).to(k.device), fmt)
+    error = _error(x, (scales.static[0] * fmt.scale_from_e4m3).to(k.device), fmt)
     cost = error.square() if queries is None else queries.cost_of_keys(error, "head")
     return cost.sum(dtype=torch.float64).cpu()
 

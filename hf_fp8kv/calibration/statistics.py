@@ -6,8 +6,9 @@ from itertools import accumulate
 import torch
 
 from ..errors import ConfigError
-from ..formats import DISTINCT, Format
+from ..formats import AUTO, DISTINCT, FORMATS, Format, LayerPlan, SidePlan
 from ..formats.codec import dynamic_scale, round_to_format, search_scale
+from ..formats.rotation import rotate
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
 from .observe import Batch, TensorDict, add_tensors, observe
@@ -17,6 +18,8 @@ from .state import Job
 _ERROR_TOKENS = 1024
 # One row of counts for each side: these, then an error for each format, static and dynamic.
 _COUNTS = ("numbers", "saturated", "not_zero", "vanished", "energy")
+# The error under static scales of a layer that has none: no sum is below 0.
+_NONE = -1.0
 
 
 def head_amax(ranges: TensorDict) -> dict[str, tuple[float, ...]]:
@@ -83,11 +86,21 @@ def _count(
     x: torch.Tensor, scales: LayerScales, side: str, fmt: Format, formats: list[Format],
     sample: slice,
 ) -> torch.Tensor:  # fmt: skip
-    """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32."""
+    """Return one row of counts, float64, of `x` `[N, Hkv, D]`, float32.
+
+    `fmt` is what the layer is stored in, unless it has a plan.
+    """
     spread = _one_sided(scales, side).spread("here", x.shape[1], x.shape[2], x.shape[2])
-    scale, center = spread.k.to(x.device), spread.k_center
+    center, plan = spread.k_center, None if spread.plan is None else spread.plan.k
     stored = x if center is None else x - center.to(x.device)
-    scaled = stored / (scale * fmt.scale_from_e4m3)
+    if plan is not None and not plan.is_auto:
+        fmt, stored = FORMATS[plan.format], rotate(stored) if plan.rotated else stored
+    choose = search_scale if side == "k" else dynamic_scale
+    scale = None if spread.k is None else spread.k.to(x.device)
+    if scale is None:
+        scaled = stored / choose(stored, fmt).float()[..., None]
+    else:
+        scaled = stored / (scale * fmt.scale_from_e4m3)
     zero = stored == 0
     counts = [
         torch.tensor(x.numel(), device=x.device),
@@ -97,8 +110,10 @@ def _count(
     ]
     x, stored = x[sample], stored[sample]
     counts.append(x.square().sum(dtype=torch.float64))
-    counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
-    choose = search_scale if side == "k" else dynamic_scale
+    if scale is None:
+        counts += [torch.tensor(_NONE, device=x.device)] * len(formats)
+    else:
+        counts += [_squared_error(stored, scale * f.scale_from_e4m3, f) for f in formats]
     counts += [_squared_error(x, choose(x, f).float()[..., None], f) for f in formats]
     return torch.stack([count.double() for count in counts])
 
@@ -113,13 +128,6 @@ def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.T
     return (round_to_format(x / scale, fmt) * scale - x).square().sum(dtype=torch.float64)
 
 
-def _one_sided(scales: LayerScales, side: str) -> LayerScales:
-    """Return the scales of one side for both: the head sizes of K and V may differ."""
-    if side == "k":
-        return LayerScales(scales.k, scales.k, scales.k_center)
-    return LayerScales(scales.v, scales.v)
-
-
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:
     numbers, saturated, not_zero, vanished, energy = row[: len(_COUNTS)]
     names = [fmt.name for fmt in formats] + [DYNAMIC + fmt.name for fmt in formats]
@@ -131,5 +139,15 @@ def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format])
         {
             name: (e / energy) ** 0.5 if energy else 0.0
             for name, e in zip(names, errors, strict=True)
+            if e >= 0
         },
     )
+
+
+def _one_sided(scales: LayerScales, side: str) -> LayerScales:
+    """Return the scales of one side for both: the head sizes of K and V may differ."""
+    scale, plan = getattr(scales, side), scales.plan
+    if side == "k":
+        both = None if plan is None else LayerPlan(plan.k, SidePlan(AUTO))
+        return LayerScales(scale, scale, scales.k_center, plan=both)
+    return LayerScales(scale, scale, plan=None if plan is None else LayerPlan(plan.v, plan.v))

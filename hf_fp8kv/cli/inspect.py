@@ -117,6 +117,7 @@ def _describe(scales: "KVScales", report: "CalibrationReport | None") -> dict[st
             "source": layer.source,
             "granularity": layer.granularity,
             "centered": layer.k_center is not None,
+            "plan": None if layer.plan is None else list(map(str, layer.plan)),
             "k": _describe_side(layer.k, None if statistics is None else statistics.k),
             "v": _describe_side(layer.v, None if statistics is None else statistics.v),
         }
@@ -128,10 +129,14 @@ def _describe(scales: "KVScales", report: "CalibrationReport | None") -> dict[st
     }
 
 
-def _describe_side(scale: "torch.Tensor", statistics: "SideStatistics | None") -> dict[str, Any]:
+def _describe_side(
+    scale: "torch.Tensor | None", statistics: "SideStatistics | None"
+) -> dict[str, Any] | None:
     """Return the scale of K or V of a layer; scales per channel are too many to list."""
     from ..formats import FORMATS
 
+    if scale is None:
+        return None
     low, high = float(scale.min()), float(scale.max())
     side = {"shape": list(scale.shape), "min": low, "max": high}
     if scale.ndim == 0 or scale.shape[1] == 1:

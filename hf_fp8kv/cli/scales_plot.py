@@ -125,7 +125,7 @@ def _amax_by_head(scales: KVScales, report: CalibrationReport | None, side: str)
             amax[index] = np.array(getattr(layer, side).amax)
     else:
         for index, layer_scales in scales.layers.items():
-            scale = getattr(layer_scales, side)
+            scale = dict(zip("kv", layer_scales.static, strict=True))[side]
             largest = scale.reshape(1) if scale.ndim == 0 else scale.amax(dim=1)
             amax[index] = _LARGEST * largest.double().numpy()
     heads = max(len(row) for row in amax.values())

@@ -3,12 +3,13 @@
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from ..formats import FORMATS
+from ..formats import FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales
+from ..scales.layer_scales import Granularity
 from ..scales.report import CalibrationReport, LayerStatistics, QualityRow
 from ..utils.text import format_list
 
@@ -48,27 +49,7 @@ def inspect_table(scales: KVScales, report: CalibrationReport | None) -> "list[R
 def list_remarks(scales: KVScales) -> list[str]:
     """Return a sentence for everything that looks odd about scales; empty if nothing does."""
     layers = scales.layers
-    remarks = []
-    if all(bool((side == 1).all()) for layer in layers.values() for side in (layer.k, layer.v)):
-        remarks.append(
-            "every scale is exactly 1.0, as tools write without calibration: calibrate, or use "
-            "dynamic scales (scales=None)"
-        )
-    elif all(torch.equal(layer.k, layer.v) for layer in layers.values()):
-        remarks.append(
-            "K and V have the same scale in every layer: one number shared by both sides wastes "
-            "range on the smaller one; calibrate for one scale each"
-        )
-    for side, name in (("k", "K"), ("v", "V")):
-        largest = {index: float(getattr(layer, side).max()) for index, layer in layers.items()}
-        median = statistics.median(largest.values())
-        outliers = [index for index, scale in largest.items() if scale > _OUTLIER * median]
-        if outliers:
-            remarks.append(
-                f"{name} of {_layers(outliers)}: the scale is over {_OUTLIER} times the median "
-                f"of all layers ({_short(median)}): a few huge values, or a faulty file; compare "
-                "the heads, and measure the error there"
-            )
+    remarks = [] if scales.is_dynamic else _list_remarks_on_numbers(scales)
     missing = sorted(set(range(max(layers) + 1)) - set(layers))
     if missing:
         remarks.append(
@@ -78,13 +59,39 @@ def list_remarks(scales: KVScales) -> list[str]:
     return remarks
 
 
+def _list_remarks_on_numbers(scales: KVScales) -> list[str]:
+    layers = {index: dict(zip("kv", s.static, strict=True)) for index, s in scales.layers.items()}
+    remarks = []
+    if all(bool((side == 1).all()) for layer in layers.values() for side in layer.values()):
+        remarks.append(
+            "every scale is exactly 1.0, as tools write without calibration: calibrate, or use "
+            "dynamic scales (scales=None)"
+        )
+    elif all(torch.equal(layer["k"], layer["v"]) for layer in layers.values()):
+        remarks.append(
+            "K and V have the same scale in every layer: one number shared by both sides wastes "
+            "range on the smaller one; calibrate for one scale each"
+        )
+    for side, name in (("k", "K"), ("v", "V")):
+        largest = {index: float(layer[side].max()) for index, layer in layers.items()}
+        median = statistics.median(largest.values())
+        outliers = [index for index, scale in largest.items() if scale > _OUTLIER * median]
+        if outliers:
+            remarks.append(
+                f"{name} of {_layers(outliers)}: the scale is over {_OUTLIER} times the median "
+                f"of all layers ({_short(median)}): a few huge values, or a faulty file; compare "
+                "the heads, and measure the error there"
+            )
+    return remarks
+
+
 def _layers(indices: list[int]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {format_list(indices)}"
 
 
 def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str]:
     layers = scales.layers
-    order = ("tensor", "head", "channel")
+    order = get_args(Granularity)
     kinds = sorted({layer.granularity for layer in layers.values()}, key=order.index)
     centered = sum(layer.k_center is not None for layer in layers.values())
     count = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
@@ -94,6 +101,8 @@ def _heading(scales: KVScales, report: CalibrationReport | None) -> Iterator[str
     model = scales.model_type or "model type unknown"
     yield f"{scales.format}, {model}, {count}, per {'/'.join(kinds)}, {centers}"
     yield f"from {scales.origin}"
+    if scales.plan is not None:
+        yield f"stored as {summarize_plan(scales.plan)}"
     if scales.weights_digest is not None:
         yield f"for weights with the fingerprint {scales.weights_digest}"
     if report is not None:
@@ -178,8 +187,15 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
         known = {} if report is None else report.layers
         return [cell(known[index]) if index in known else "" for index in scales.layers]
 
-    def reach(scale: torch.Tensor) -> str:
-        return _short(_LARGEST * float(scale.max()))
+    def reach(scale: torch.Tensor | None) -> str:
+        return "" if scale is None else _short(_LARGEST * float(scale.max()))
+
+    if scales.plan is not None:
+        plans = list(scales.plan.values())
+        yield [
+            _Column("K stored as", [str(plan.k) for plan in plans], "left"),
+            _Column("V stored as", [str(plan.v) for plan in plans], "left"),
+        ]
 
     if report is None:
         title = f"{_LARGEST:g} x"
@@ -202,7 +218,7 @@ def _groups(scales: KVScales, report: CalibrationReport | None) -> Iterator[list
     if any(gains):
         both = [", ".join(filter(None, pair)) for pair in zip(centered, gains, strict=True)]
         yield [_Column("centered,\ngain", both)]
-    elif scales.centered:
+    elif scales.centered and scales.plan is None:
         yield [_Column("centered", centered)]
     if report is not None and report.held_out_tokens:
         yield [
@@ -220,7 +236,9 @@ def _tensors(source: str) -> str:
     return ", ".join([names[0], *(name.removeprefix(f"{stem}.") for name in names[1:])])
 
 
-def _range(scale: torch.Tensor) -> str:
+def _range(scale: torch.Tensor | None) -> str:
+    if scale is None:  # dynamic
+        return ""
     low, high = float(scale.min()), float(scale.max())
     return f"{low:.4g}" if low == high else f"{_short(low)} .. {_short(high)}"
 

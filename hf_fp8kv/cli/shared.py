@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import ConfigError
 
@@ -124,13 +124,17 @@ def report_problems() -> Iterator[list[str]]:
 
 def describe_scales(scales: "KVScales") -> dict[str, Any]:
     """Return what all layers have in common, as JSON values."""
+    from ..formats import count_plans
+    from ..scales import Granularity
+
     kinds = {layer.granularity for layer in scales.layers.values()}
     return {
         "format": scales.format,
         "origin": scales.origin,
         "model_type": scales.model_type,
         "num_layers": len(scales.layers),
-        "granularity": "/".join(kind for kind in ("tensor", "head", "channel") if kind in kinds),
+        "granularity": "/".join(kind for kind in get_args(Granularity) if kind in kinds),
         "centered": scales.centered,
+        "plan": None if scales.plan is None else count_plans(scales.plan),
         "weights_digest": scales.weights_digest,
     }

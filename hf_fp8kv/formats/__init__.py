@@ -11,7 +11,7 @@ from .formats import (
     Format,
     parse_dtype,
 )
-from .plan import LayerPlan, SidePlan
+from .plan import LayerPlan, SidePlan, count_plans, summarize_plan
 
 __all__ = [
     "ALIASES",
@@ -24,5 +24,7 @@ __all__ = [
     "Format",
     "LayerPlan",
     "SidePlan",
+    "count_plans",
     "parse_dtype",
+    "summarize_plan",
 ]

@@ -1,5 +1,7 @@
 """Plans: how K and V of a layer are stored, format, rotation and center."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,3 +71,13 @@ class LayerPlan(NamedTuple):
 
     def __str__(self) -> str:
         return f"K {self.k}, V {self.v}"
+
+
+def count_plans(layers: Mapping[int, LayerPlan]) -> dict[str, int]:
+    """Return how many layers have each plan, by its `str`, the most frequent first."""
+    return dict(Counter(str(layers[index]) for index in sorted(layers)).most_common())
+
+
+def summarize_plan(layers: Mapping[int, LayerPlan]) -> str:
+    """Return the plans of layers in a line, such as "28 x K int8, V int8; 2 x K auto, V auto"."""
+    return "; ".join(f"{count} x {plan}" for plan, count in count_plans(layers).items())

@@ -177,13 +177,15 @@ def _check_copy(
     for index in {*written, *read}:
         pair = [side.get(index) for side in (written, read)]
         if None in pair or not _equal(*pair):  # type: ignore[arg-type]
+            got = format_value([s and [x.tolist() for x in s.static] for s in pair])
             raise ScaleError(
                 f"{target}: expected to read back what was written for layer {index}, got "
-                f"{format_value([s and (s.k.tolist(), s.v.tolist()) for s in pair])}; remove what "
+                f"{got}; remove what "
                 "config.json says of the KV cache"
             )
 
 
 def _equal(left: LayerScales, right: LayerScales) -> bool:
     pairs = ((left.k, right.k), (left.v, right.v), (left.k_center, right.k_center))
-    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+    same = (a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
+    return left.plan == right.plan and all(same)

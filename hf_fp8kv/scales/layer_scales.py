@@ -3,21 +3,26 @@
 There is one direction and one unit: `real = stored * scale`, and a scale is made for E4M3FN (448 is
 the largest code). What was made for another format is converted when it is read, and converted
 again when it is used.
+
+Scales may say how a layer is stored, as a plan: those of rotated numbers are for nothing else. With
+a plan the scales themselves may be left to the cache, one for each token and head.
 """
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
 from ..errors import ScaleError
-from ..formats import Format
+from ..formats import Format, LayerPlan, summarize_plan
+from ..utils.text import format_list
 from .report import CalibrationReport
 from .validation import check_center, check_scale
 
-Granularity = Literal["tensor", "head", "channel"]
+# "token": a scale for each token and head, which the cache determines when it stores the token.
+Granularity = Literal["tensor", "head", "channel", "token"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,23 +31,31 @@ class LayerScales:
 
     Attributes:
         k: float32 on the CPU: `[]` per tensor, `[Hkv, 1]` per head, `[Hkv, Dk]` or `[1, Dk]` per
-            channel.
+            channel. None, and `v` with it: the cache finds one for each token and head.
         v: the same for V, with Dv.
         k_center: `[Hkv, Dk]`, float32: what is subtracted from K before it is stored, or None.
         source: where the numbers are from: a file and the names of its tensors.
+        plan: how the layer is stored; None: in whichever format, without rotation.
+
+    Raises:
+        ScaleError: what cannot be scales, or not together.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor | None
+    v: torch.Tensor | None
     k_center: torch.Tensor | None = None
     source: str = "given"
+    plan: LayerPlan | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "k", check_scale(self.k, f"K scale ({self.source})"))
-        object.__setattr__(self, "v", check_scale(self.v, f"V scale ({self.source})"))
+        # Only a plan can do without: no scales and no plan would say nothing.
+        if self.plan is None or self.k is not None or self.v is not None:
+            object.__setattr__(self, "k", check_scale(self.k, f"K scale ({self.source})"))
+            object.__setattr__(self, "v", check_scale(self.v, f"V scale ({self.source})"))
         if self.k_center is not None:
             what = f"center of K ({self.source})"
             object.__setattr__(self, "k_center", check_center(self.k_center, what))
+        self._check_plan()
         named = {"K": self.k, "V": self.v, "the center": self.k_center}
         heads = {n: t.shape[0] for n, t in named.items() if t is not None and t.ndim and len(t) > 1}
         if len(set(heads.values())) > 1:
@@ -51,12 +64,39 @@ class LayerScales:
                 "give K, V and the center scales of the same layer"
             )
 
+    def _check_plan(self) -> None:
+        """Raise ScaleError unless the plan, if there is one, is that of these numbers."""
+        if self.plan is None:
+            return
+        if not isinstance(self.plan, LayerPlan):
+            raise ScaleError(
+                f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
+            )
+        if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
+            got = "no center" if self.k_center is None else "a center of K"
+            raise ScaleError(
+                f"scales ({self.source}): expected centers as the plan says, of K alone, got "
+                f"{got} and the plan {self.plan}; change one of them"
+            )
+
+    @property
+    def static(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of K and V; raise ScaleError where the cache finds them."""
+        if self.k is None or self.v is None:
+            raise ScaleError(
+                f"scales ({self.source}): expected static scales, got granularity 'token', whose "
+                "scales are found when a token is stored; calibrate with another granularity"
+            )
+        return self.k, self.v
+
     @property
     def granularity(self) -> Granularity:
         """The finer granularity of the two sides."""
-        if any(t.ndim and t.shape[1] > 1 for t in (self.k, self.v)):
+        if self.k is None:
+            return "token"
+        if any(t.ndim and t.shape[1] > 1 for t in self.static):
             return "channel"
-        return "head" if any(t.numel() > 1 for t in (self.k, self.v)) else "tensor"
+        return "head" if any(t.numel() > 1 for t in self.static) else "tensor"
 
     def convert(self, k_format: Format, v_format: Format | None = None) -> "LayerScales":
         """Return the scales that let `k_format` (and `v_format`; None: the same) hold as much.
@@ -64,12 +104,9 @@ class LayerScales:
         Only ever call this on scales in the unit of E4M3FN, and once: it is the last step before
         an operation. Centers are real numbers and stay.
         """
-        v_format = v_format or k_format
-        return LayerScales(
-            self.k * k_format.scale_from_e4m3,
-            self.v * v_format.scale_from_e4m3,
-            self.k_center,
-            self.source,
+        k, v = self.static
+        return replace(
+            self, k=k * k_format.scale_from_e4m3, v=v * (v_format or k_format).scale_from_e4m3
         )
 
     def spread(
@@ -93,10 +130,11 @@ class LayerScales:
 
         center = self.k_center
         return LayerScales(
-            spread(self.k, k_dim, "K scale"),
-            spread(self.v, v_dim, "V scale"),
+            None if self.k is None else spread(self.k, k_dim, "K scale"),
+            None if self.v is None else spread(self.v, v_dim, "V scale"),
             None if center is None else spread(center, k_dim, "center of K"),
             self.source,
+            self.plan,
         )
 
 
@@ -143,14 +181,33 @@ class ScaleData:
                     f"scales ({self.origin}): expected LayerScales for layer {index}, got "
                     f"{type(layer).__name__}"
                 )
+        for what, of in (("a plan", "plan"), ("static scales", "k")):
+            without = [i for i, layer in self.layers.items() if getattr(layer, of) is None]
+            if 0 < len(without) < len(self.layers):
+                raise ScaleError(
+                    f"scales ({self.origin}): expected {what} in all layers or in none, got none "
+                    f"in layers {format_list(without)}; calibrate all layers at once"
+                )
         object.__setattr__(self, "layers", dict(sorted(self.layers.items())))
 
     def __repr__(self) -> str:
         kinds = "/".join(sorted({layer.granularity for layer in self.layers.values()}))
+        plan = "" if self.plan is None else f"plan=[{summarize_plan(self.plan)}], "
         return (
-            f"{type(self).__name__}({len(self.layers)} layers, per {kinds}, "
+            f"{type(self).__name__}({len(self.layers)} layers, per {kinds}, {plan}"
             f"centered={self.centered}, format={self.format!r}, origin={self.origin!r})"
         )
+
+    @property
+    def plan(self) -> dict[int, LayerPlan] | None:
+        """How each layer is stored; None: in the format that a cache is given, not rotated."""
+        plans = {i: layer.plan for i, layer in self.layers.items() if layer.plan is not None}
+        return plans or None
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the cache finds a scale for each token and head; the plan and centers hold."""
+        return next(iter(self.layers.values())).k is None
 
     @property
     def centered(self) -> bool:
@@ -167,7 +224,7 @@ class ScaleData:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the shape and the bytes of every tensor, in hexadecimal."""
+        """SHA-256 of the shape and the bytes of every tensor and of plans, in hexadecimal."""
         digest = hashlib.sha256()
         for index, layer in self.layers.items():
             for name in ("k", "v", "k_center"):
@@ -175,6 +232,8 @@ class ScaleData:
                 if tensor is not None:
                     digest.update(f"{index}.{name}{list(tensor.shape)}".encode())
                     digest.update(tensor.numpy().astype("<f4").tobytes())
+            if layer.plan is not None:
+                digest.update(f"{index}.plan {layer.plan}".encode())
         return digest.hexdigest()
 
 
@@ -185,6 +244,7 @@ def take_rank(
     if tp_size == 1:
         return layers
     return {
-        index: LayerScales(layer.k[tp_rank, 0], layer.v[tp_rank, 0], source=layer.source)
+        index: LayerScales(k[tp_rank, 0], v[tp_rank, 0], source=layer.source)
         for index, layer in layers.items()
+        for k, v in [layer.static]
     }

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from ..errors import ScaleError
 from ..formats import FORMATS
 from ..utils.text import format_list
 from .formats.base import ScaleFormat
@@ -19,10 +20,15 @@ def reduce_scales(
 
     The largest scale is taken, and the center of K is made room for. For several ranks a layer has
     one number for each of them, `[tp_size, 1]`.
+
+    Raises:
+        ScaleError: scales of rotated numbers, which servers do not store, or none.
     """
     if format.holds_centers:
         return scales, []
+    _check_plan(scales, format)
     losses: dict[str, list[int]] = defaultdict(list)
+    losses["the formats of the plan are left out, servers store E4M3"] = list(scales.plan or ())
     losses["K's scales make room for the centers, which are left out"] = [
         index for index, layer in scales.layers.items() if layer.k_center is not None
     ]
@@ -30,8 +36,8 @@ def reduce_scales(
     head_counts = _count_heads(layers) if format.granularity == "head" else {}
     for index, layer in layers.items():
         heads = head_counts.get(index)
-        k, v = (_largest(scale, heads, tp_size) for scale in (layer.k, layer.v))
-        for before, after in ((layer.k, k), (layer.v, v)):
+        k, v = (_largest(scale, heads, tp_size) for scale in layer.static)
+        for before, after in zip(layer.static, (k, v), strict=True):
             if tp_size > 1 and before.ndim:
                 repeats, remainder = divmod(before.shape[0], tp_size)
                 # One scale for all heads where they cannot be split.
@@ -48,20 +54,32 @@ def reduce_scales(
     return replace(scales, layers=layers), texts
 
 
+def _check_plan(scales: ScaleData, format: ScaleFormat) -> None:
+    rotated = [i for i, plan in (scales.plan or {}).items() if plan.k.rotated or plan.v.rotated]
+    if rotated or scales.is_dynamic:
+        what = f"rotated numbers in layers {format_list(rotated)}" if rotated else "each token"
+        raise ScaleError(
+            f"format {format.name!r}: expected scales of K and V as they are, got scales for "
+            f"{what} ({scales.origin}); its readers cannot store that: save as 'hf_fp8kv', or "
+            "calibrate without a plan"
+        )
+
+
 def _drop_center(layer: LayerScales) -> LayerScales:
     """Return a scale of K for the same numbers without a center: |K| <= max * scale + |center|."""
     if layer.k_center is None:
         return layer
+    k, v = layer.static
     room = layer.k_center.abs() / FORMATS["fp8_e4m3"].max
     # One number stays one number.
-    room = room if layer.k.ndim else room.max()
-    return LayerScales(layer.k + room, layer.v, source=layer.source)
+    room = room if k.ndim else room.max()
+    return LayerScales(k + room, v, source=layer.source)
 
 
 def _count_heads(layers: Mapping[int, LayerScales]) -> dict[int, int]:
     """Return how many heads each layer is written for; empty: all are written per tensor."""
     own = {
-        index: next((t.shape[0] for t in (s.k, s.v) if t.ndim and t.shape[0] > 1), None)
+        index: next((t.shape[0] for t in s.static if t.ndim and t.shape[0] > 1), None)
         for index, s in layers.items()
     }
     counts = {heads for heads in own.values() if heads}

@@ -33,7 +33,7 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
     _check_foreign(checkpoint, files)
     layers = _pair_sides(checkpoint, files, scale_tensors)
     _check_heads(layers, head_counts(config))
-    if all(bool((s == 1).all()) for layer in layers.values() for s in (layer.k, layer.v)):
+    if all(bool((s == 1).all()) for layer in layers.values() for s in layer.static):
         logger.warning(
             "%s: every KV scale is exactly 1.0, as tools write it without calibration", origin
         )
@@ -90,7 +90,7 @@ def _check_foreign(checkpoint: Checkpoint, files: Mapping[str, str]) -> None:
 
 def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
     for index, layer in layers.items():
-        for scale in (layer.k, layer.v):
+        for scale in layer.static:
             if scale.ndim and heads and scale.shape[0] not in heads:
                 raise ScaleError(
                     f"{layer.source}: expected one scale, or one for each of the heads that config"

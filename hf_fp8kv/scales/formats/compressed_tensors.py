@@ -45,7 +45,7 @@ class CompressedTensors(QuantizationFormat):
                     del groups[name]
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        per_head = any(layer.k.ndim for layer in scales.layers.values())
+        per_head = any(layer.static[0].ndim for layer in scales.layers.values())
         status = {"format": "dense", "quantization_status": "compressed"}
         block = self.quantization_block(config, {**status, "config_groups": {}, "ignore": []})
         block["kv_cache_scheme"] = {"strategy": "attn_head" if per_head else "tensor", **_SCHEME}

@@ -6,7 +6,6 @@ Beside `kv_scales.safetensors` lies `kv_scales.json`, for people, and the report
 import json
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save as to_safetensors
 
-from ...errors import ScaleError
+from ...errors import ConfigError, ScaleError
+from ...formats import LayerPlan
 from ...utils.files import convert_read_errors, read_header, read_json
 from ...utils.text import format_list, format_value
 from ..layer_scales import LayerScales, ScaleData
@@ -27,7 +27,10 @@ from .tensor_format import to_json
 logger = logging.getLogger(__name__)
 
 OWN_FILE, _SUMMARY = "kv_scales.safetensors", "kv_scales.json"
-_METADATA, _VERSION, _DTYPE = "hf_fp8kv", 1, "float8_e4m3fn"
+_METADATA, _DTYPE = "hf_fp8kv", "float8_e4m3fn"
+# Version 2 has plans, which nobody may ignore. What has none is written as version 1, which readers
+# of before know.
+_VERSIONS = (1, 2)
 _SAVE_AGAIN = "write the file again with save_pretrained"
 _INDEX = re.compile("[0-9]{1,9}")
 _TENSOR = re.compile(r"layers\.([0-9]{1,9})\.(k_scale|v_scale|k_center)")
@@ -56,8 +59,8 @@ class HfFp8kv(ScaleFormat):
         return _add_report(scales, path.parent)
 
     def files(self, scales: ScaleData, tp_size: int) -> dict[str, bytes]:
-        about = {
-            "version": _VERSION,
+        about: dict[str, object] = {
+            "version": 1 if scales.plan is None else 2,
             "dtype": _DTYPE,
             "layers": list(scales.layers),
             "model_type": scales.model_type,
@@ -66,12 +69,13 @@ class HfFp8kv(ScaleFormat):
         }
         if scales.fingerprint:
             about["fingerprint"] = {str(i): digits for i, digits in scales.fingerprint.items()}
+        if scales.plan is not None:
+            about["plan"] = {str(i): list(map(str, plan)) for i, plan in scales.plan.items()}
+            about["dynamic"] = scales.is_dynamic
         tensors: dict[str, torch.Tensor] = {}
         for index, layer in scales.layers.items():
-            tensors[f"layers.{index}.k_scale"] = layer.k.clone()
-            tensors[f"layers.{index}.v_scale"] = layer.v.clone()
-            if layer.k_center is not None:
-                tensors[f"layers.{index}.k_center"] = layer.k_center.clone()
+            named = {"k_scale": layer.k, "v_scale": layer.v, "k_center": layer.k_center}
+            tensors |= {f"layers.{index}.{n}": t.clone() for n, t in named.items() if t is not None}
         summary = {**about, "scales": {str(i): _summarize(s) for i, s in scales.layers.items()}}
         report = {} if scales.report is None else {REPORT_FILE: to_json(scales.report.to_dict())}
         # The scales come last: with them in place, the files are complete.
@@ -93,12 +97,16 @@ def _read_layers(
         header = json.loads(about)
     if not isinstance(header, dict):
         header = {}
-    if header.get("version") != _VERSION or header.get("dtype") != _DTYPE:
+    version, is_dynamic = header.get("version"), False
+    plans: dict[int, LayerPlan] = {}
+    if version not in _VERSIONS or header.get("dtype") != _DTYPE:
         raise ScaleError(
-            f"{path}: expected version {_VERSION} and {_DTYPE}, got "
+            f"{path}: expected version {' or '.join(map(str, _VERSIONS))} and {_DTYPE}, got "
             f"{header.get('version')!r} and {header.get('dtype')!r}; update hf_fp8kv"
         )
-    tensors: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    if version > 1:
+        plans, is_dynamic = _read_plans(path, header)
+    tensors: dict[int, dict[str, torch.Tensor]] = {index: {} for index in plans}
     with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
         for name in names:
             match = _TENSOR.fullmatch(name)
@@ -107,7 +115,7 @@ def _read_layers(
                     f"{path}: expected layers.N.k_scale, v_scale and k_center in F32, got {name}; "
                     f"{_SAVE_AGAIN}"
                 )
-            tensors[int(match[1])][match[2]] = file.get_tensor(name)
+            tensors.setdefault(int(match[1]), {})[match[2]] = file.get_tensor(name)
     if header.get("layers") != sorted(tensors):
         raise ScaleError(
             f"{path}: expected the layers of its metadata, {header.get('layers')}, got "
@@ -115,15 +123,40 @@ def _read_layers(
         )
     layers = {}
     for index, part in tensors.items():
-        if not {"k_scale", "v_scale"} <= set(part):
+        found = sorted(set(part) & {"k_scale", "v_scale"})
+        if len(found) != (0 if is_dynamic else 2):
+            expected = "no scales, which are dynamic" if is_dynamic else "k_scale and v_scale"
             raise ScaleError(
-                f"{path}: layer {index}: expected k_scale and v_scale, got one; {_SAVE_AGAIN}"
+                f"{path}: layer {index}: expected {expected}, got {' and '.join(found) or 'none'}; "
+                f"{_SAVE_AGAIN}"
             )
-        source = f"{path}: layers.{index}"
-        layers[index] = LayerScales(part["k_scale"], part["v_scale"], part.get("k_center"), source)
+        layers[index] = LayerScales(
+            part.get("k_scale"), part.get("v_scale"), part.get("k_center"),
+            f"{path}: layers.{index}", plans.get(index),
+        )  # fmt: skip
     model_type = header.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
     return layers, model_type, _read_fingerprint(path, header.get("fingerprint", {}))
+
+
+def _read_plans(path: Path, header: dict[str, object]) -> tuple[dict[int, LayerPlan], bool]:
+    """Return how a file says that each layer is stored, and whether its scales are dynamic."""
+    written, is_dynamic = header.get("plan"), header.get("dynamic")
+    if not (
+        isinstance(is_dynamic, bool)
+        and isinstance(written, dict)
+        and all(_INDEX.fullmatch(index) for index in written)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in written.values())
+        and all(isinstance(side, str) for pair in written.values() for side in pair)
+    ):
+        raise ScaleError(
+            f"{path}: plan: expected K and V of each layer as text, and whether scales are "
+            f"dynamic, got {format_value(written)} and {format_value(is_dynamic)}; {_SAVE_AGAIN}"
+        )
+    try:
+        return {int(index): LayerPlan.parse(*pair) for index, pair in written.items()}, is_dynamic
+    except ConfigError as error:
+        raise ScaleError(f"{path}: {error}; update hf_fp8kv") from error
 
 
 def _read_fingerprint(path: Path, written: object) -> dict[int, str]:
@@ -157,8 +190,8 @@ def _add_report(scales: ScaleData, folder: Path) -> ScaleData:
 def _summarize(layer: LayerScales) -> dict[str, object]:
     """Return the largest scale of each side, for people to read."""
     return {
-        "k": layer.k.max().item(),
-        "v": layer.v.max().item(),
+        "k": None if layer.k is None else layer.k.max().item(),
+        "v": None if layer.v is None else layer.v.max().item(),
         "granularity": layer.granularity,
         "centered": layer.k_center is not None,
         "source": layer.source,

@@ -104,7 +104,8 @@ class TensorFormat(ScaleFormat):
         """
         tensors = {}
         for index, layer in layers.items():
-            scales = {"k": layer.k, "v": layer.v, "kv": torch.maximum(layer.k.max(), layer.v.max())}
+            k, v = layer.static
+            scales = {"k": k, "v": v, "kv": torch.maximum(k.max(), v.max())}
             for known in self.tensor_names:
                 if known.shape is None:
                     continue
@@ -167,7 +168,7 @@ def _minimal_config(scales: ScaleData) -> Config:
     config: Config = {"model_type": scales.model_type} if scales.model_type else {}
     if sorted(scales.layers) == list(range(len(scales.layers))):
         config["num_hidden_layers"] = len(scales.layers)
-    heads = {layer.k.shape[0] for layer in scales.layers.values() if layer.k.ndim}
+    heads = {k.shape[0] for k, _ in (s.static for s in scales.layers.values()) if k.ndim}
     if len(heads) == 1:
         config["num_key_value_heads"] = heads.pop()
     return config

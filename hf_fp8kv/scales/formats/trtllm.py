@@ -84,7 +84,7 @@ def _read_ranks(checkpoint: Checkpoint, files: Mapping[int, str], request: Reque
     largest = {index: _largest(checkpoint, index, parts) for index in parts[0].layers}
     merged = replace(parts[0], layers=largest)
     numbers = [
-        {index: (s.k.item(), s.v.item()) for index, s in part.layers.items()}
+        {index: tuple(x.item() for x in s.static) for index, s in part.layers.items()}
         for part in (merged, *parts)
     ]
     warn_of_differences(checkpoint.origin, numbers, len(files))
@@ -114,7 +114,7 @@ def _check_ranks(checkpoint: Checkpoint, files: Mapping[int, str]) -> None:
 
 def _largest(checkpoint: Checkpoint, index: int, parts: list[ScaleData]) -> LayerScales:
     layers = [part.layers[index] for part in parts if index in part.layers]
-    if len(layers) < len(parts) or any(layer.k.ndim or layer.v.ndim for layer in layers):
+    if len(layers) < len(parts) or any(x.ndim for layer in layers for x in layer.static):
         raise ScaleError(
             f"{checkpoint.origin}: expected one number a side of layer {index} from every rank, "
             "got less or more; read one rank with tp_rank and tp_size"

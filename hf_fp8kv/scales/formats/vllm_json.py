@@ -51,7 +51,9 @@ class VllmJson(ScaleFormat):
                 f"{format_list(sorted(layers))}; its readers refuse a file with gaps"
             )
         ranks = {
-            str(rank): {str(i): s.k.item() for i, s in take_rank(layers, rank, tp_size).items()}
+            str(rank): {
+                str(i): s.static[0].item() for i, s in take_rank(layers, rank, tp_size).items()
+            }
             for rank in range(tp_size)
         }
         cache = {"dtype": "float8_e4m3fn", "scaling_factor": ranks}

@@ -1,0 +1,139 @@
+"""Scales that say how each layer is stored: what the cache makes of them, and their files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.errors import ConfigError, ScaleError
+from hf_fp8kv.formats import FORMATS, LayerPlan
+from hf_fp8kv.formats.codec import dynamic_scale, round_to_format, search_scale
+from hf_fp8kv.formats.rotation import rotate
+from hf_fp8kv.scales import KVScales, LayerScales
+from tests.helpers.assertions import assert_same
+from tests.helpers.planned import PLANS, planned_scales
+from tests.helpers.tiny_models import causal_config, tiny
+
+HEADS, DIM, LAYERS = 2, 16, 3
+
+
+def config() -> Any:
+    return causal_config("llama", num_hidden_layers=LAYERS)
+
+
+def states(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    k, v = (torch.randn(batch, HEADS, count, DIM, generator=chance) for _ in "kv")
+    return 1.5 * k, v
+
+
+def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
+    """What is read back of K or V `[B, H, T, D]`, by the definition of plan and scales."""
+    plan, scale = getattr(layer.plan, side), getattr(layer, side)
+    fmt = FORMATS[plan.format]
+    center = layer.k_center[:, None] if plan.centered else 0.0
+    x = x - center
+    x = rotate(x) if plan.rotated else x
+    if scale is None:
+        scale = (search_scale if side == "k" else dynamic_scale)(x, fmt).float()[..., None]
+    else:
+        scale = scale[:, None] * fmt.scale_from_e4m3
+    x = round_to_format(x * scale.reciprocal(), fmt) * scale
+    return (rotate(x) if plan.rotated else x) + center
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 40}], ids=["", "preallocated"])
+def test_each_layer_is_stored_as_its_plan_says(
+    backend: str, is_dynamic: bool, keywords: dict[str, Any]
+) -> None:
+    scales = planned_scales(is_dynamic=is_dynamic)
+    cache = FP8PagedCache(config(), scales=scales, page_size=8, backend=backend, **keywords)
+    assert cache.plan == dict(enumerate(PLANS))
+    k, v = states(17)
+    for index in range(LAYERS):
+        for start, stop in ((0, 9), (9, 16), (16, 17)):
+            cache.update(k[:, :, start:stop] + index, v[:, :, start:stop] - index, index)
+    for index, layer in enumerate(cache.layers):
+        for side, x in (("k", k + index), ("v", v - index)):
+            found = (layer.keys if side == "k" else layer.values).dense()[:, :, :17]
+            expected = stored(x, scales.layers[index], side)
+            # Rotated back in float32, in another order at most.
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def answer(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tensor:
+    return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_file_gives_the_tokens_of_what_was_saved(tmp_path: Path, is_dynamic: bool) -> None:
+    model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
+    scales = planned_scales(is_dynamic=is_dynamic)
+    scales.save_pretrained(tmp_path)
+    prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
+    found = []
+    for given in (scales, tmp_path, str(tmp_path / "kv_scales.safetensors")):
+        cache = FP8PagedCache(model.config, scales=given, page_size=8, prefill="stored")
+        found.append(answer(model, prompt, cache))
+        again = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+        assert again.plan == cache.plan
+        assert again.options.scales.digest == scales.digest
+        # The next token's bytes follow the same plan, scales and centers.
+        for index in range(LAYERS):
+            for each in (cache, again):
+                each.update(*states(1, seed=index), index)
+            assert_same(again.layers[index].keys.dense(), cache.layers[index].keys.dense())
+            assert_same(again.layers[index].values.dense(), cache.layers[index].values.dense())
+    assert all(torch.equal(tokens, found[0]) for tokens in found[1:])
+
+
+def test_dynamic_plans_without_centers_are_those_by_hand() -> None:
+    model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
+    plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
+    scales = KVScales({i: LayerScales(None, None, plan=plan) for i, plan in plans.items()})
+    prompt = torch.randint(4, 90, (2, 23), generator=torch.Generator().manual_seed(1))
+    caches = [
+        FP8PagedCache(model.config, page_size=8, prefill="stored", **how)
+        for how in ({"scales": scales}, {"plan": plans})
+    ]
+    tokens = [answer(model, prompt, cache) for cache in caches]
+    assert torch.equal(*tokens)
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert_same(one.keys.dense(), other.keys.dense())
+        assert_same(one.values.dense(), other.values.dense())
+
+
+def test_a_plan_says_what_it_is() -> None:
+    cache = FP8PagedCache(config(), scales=planned_scales(), skip_layers=[1])
+    plans = {str(PLANS[0]): 1, str(PLANS[2]): 1}
+    assert cache.memory_footprint()["plans"] == plans
+    assert repr(cache) == f"FP8PagedCache(3 layers: 1 x {PLANS[0]}; 1 x {PLANS[2]})"
+    assert FP8PagedCache(config(), dtype="fp8").memory_footprint()["plans"] == {
+        "K fp8_e4m3, V fp8_e4m3": 3
+    }
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"dtype": "fp8"}, "dtype: expected None, since the scales"),
+        ({"key_dtype": "auto"}, "key_dtype: expected None"),
+        ({"center_keys": False}, "center_keys: expected None"),
+        ({"rotate_values": True}, "rotate_values: expected None"),
+        ({"plan": PLANS[0]}, "plan: expected None"),
+    ],
+    ids=str,
+)
+def test_nothing_else_may_say_how_a_layer_is_stored(keywords: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FP8PagedCache(config(), scales=planned_scales(), **keywords)
+
+
+def test_a_plan_of_fewer_layers_is_refused() -> None:
+    with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
+        FP8PagedCache(config(), scales=planned_scales(2))
+    assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2]).plan

@@ -1,0 +1,146 @@
+"""Scales that carry a plan: what they may be, their files, and who may not have them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.formats import LayerPlan
+from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales.formats.hf_fp8kv import OWN_FILE
+from tests.helpers.planned import PLANS, planned_scales
+from tests.scales.test_scales import assert_same
+
+ONE = torch.tensor(1.0)
+CENTERED = LayerPlan.parse("int8 rotated centered", "int8")
+PLAIN = LayerPlan.parse("int8", "int8")
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> None:
+    scales = planned_scales(is_dynamic=is_dynamic)
+    scales.save_pretrained(tmp_path)
+    for read in (KVScales.from_pretrained(tmp_path), KVScales.from_file(tmp_path / OWN_FILE)):
+        assert_same(read, scales)
+        assert read.plan == scales.plan == dict(enumerate(PLANS))
+        assert read.is_dynamic is is_dynamic
+        assert read.fingerprint == scales.fingerprint
+        assert read.digest == scales.digest
+    kinds = {layer.granularity for layer in scales.layers.values()}
+    assert kinds == ({"token"} if is_dynamic else {"head"})
+    summary = json.loads((tmp_path / "kv_scales.json").read_text())
+    assert summary["plan"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
+    assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
+
+
+def read_header(folder: Path) -> dict[str, object]:
+    with safe_open(folder / OWN_FILE, "pt") as file:
+        return json.loads(file.metadata()["hf_fp8kv"])
+
+
+def test_readers_of_before_refuse_a_plan_and_read_what_has_none(tmp_path: Path) -> None:
+    """They ask for version 1, and know nothing of plans."""
+    planned_scales().save_pretrained(tmp_path / "planned")
+    KVScales({0: LayerScales(ONE, 2 * ONE)}).save_pretrained(tmp_path / "plain")
+    assert read_header(tmp_path / "planned")["version"] == 2
+    header = read_header(tmp_path / "plain")
+    assert header["version"] == 1
+    assert header.keys() == {"version", "dtype", "layers", "model_type", "origin", "read_as"}
+    assert KVScales.from_pretrained(tmp_path / "plain").plan is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"plan": None}, "plan: expected K and V of each layer"),
+        ({"plan": {"1": ["fp8_e4m3", "int8"]}}, "a plan in all layers"),
+        ({"plan": {"0": ["int9", "int8"]}}, "update hf_fp8kv"),
+        ({"plan": {"0": ["int8"]}}, "plan: expected K and V of each layer"),
+        ({"dynamic": None}, "whether scales are"),
+        ({"dynamic": True}, "expected no scales"),
+        ({"version": 3}, "expected version 1 or 2"),
+        ({"version": "2"}, "expected version 1 or 2"),
+    ],
+    ids=str,
+)
+def test_damaged_plans_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+    planned_scales().save_pretrained(tmp_path)
+    path = tmp_path / OWN_FILE
+    header = read_header(tmp_path) | change
+    save_file(load_file(path), path, {"hf_fp8kv": json.dumps(header)})
+    with pytest.raises(ScaleError, match=message):
+        KVScales.from_file(path)
+
+
+def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None:
+    planned_scales(is_dynamic=True).save_pretrained(tmp_path)
+    path = tmp_path / OWN_FILE
+    save_file({}, path, {"hf_fp8kv": json.dumps(read_header(tmp_path))})
+    with pytest.raises(ScaleError, match="expected centers as the plan says"):
+        KVScales.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None), "K scale"),
+        ((None, ONE, None, "", PLAIN), "K scale"),
+        ((ONE, None, None, "", PLAIN), "V scale"),
+        ((ONE, ONE, None, "", CENTERED), "centers as the plan says"),
+        ((ONE, ONE, torch.ones(2, 4), "", PLAIN), "centers as the plan says"),
+        ((ONE, ONE, None, "", LayerPlan.parse("int8", "int8 centered")), "centers as the plan"),
+        ((ONE, ONE, None, "", "int8"), "expected a LayerPlan"),
+    ],
+    ids=str,
+)
+def test_scales_and_plans_that_do_not_belong_together(arguments: tuple, message: str) -> None:
+    with pytest.raises(ScaleError, match=message):
+        LayerScales(*arguments)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [LayerScales(ONE, ONE), LayerScales(ONE, ONE, plan=PLAIN)],
+        [LayerScales(ONE, ONE, plan=PLAIN), LayerScales(None, None, plan=PLAIN)],
+    ],
+    ids=["plan", "scales"],
+)
+def test_all_layers_have_a_plan_and_static_scales_or_none(layers: list[LayerScales]) -> None:
+    with pytest.raises(ScaleError, match="in all layers or in none, got none in layers"):
+        KVScales(dict(enumerate(layers)))
+
+
+@pytest.mark.parametrize("format", [name for name in SCALE_FORMATS if name != "hf_fp8kv"])
+def test_servers_get_no_scales_of_rotated_numbers(tmp_path: Path, format: str) -> None:
+    with pytest.raises(ScaleError, match=r"rotated numbers in layers 0, 1, 2.*save as 'hf_fp8kv'"):
+        planned_scales().save_pretrained(tmp_path, format=format)
+    dynamic = KVScales({0: LayerScales(None, None, plan=PLAIN)})
+    with pytest.raises(ScaleError, match=r"each token.*save as 'hf_fp8kv'"):
+        dynamic.save_pretrained(tmp_path, format=format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_servers_get_what_is_not_rotated(tmp_path: Path, caplog) -> None:
+    scales = KVScales({0: LayerScales(2 * ONE, 3 * ONE, plan=PLAIN)}, model_type="llama")
+    scales.save_pretrained(tmp_path, format="tgi")
+    assert "the formats of the plan are left out" in caplog.text
+    read = KVScales.from_pretrained(tmp_path)
+    assert (read.layers[0].k, read.layers[0].v, read.plan) == (2, 3, None)
+
+
+def test_a_plan_changes_the_digest_and_spreads_with_the_scales() -> None:
+    plain = KVScales({0: LayerScales(ONE, ONE, plan=PLAIN)})
+    other = KVScales({0: LayerScales(ONE, ONE, plan=LayerPlan.parse("int8 rotated", "int8"))})
+    assert plain.digest != other.digest != KVScales({0: LayerScales(ONE, ONE)}).digest
+    part = planned_scales(heads=4).for_layer(
+        0, num_kv_heads=2, k_head_dim=16, v_head_dim=16, tp_rank=1, tp_size=2
+    )
+    whole = planned_scales(heads=4).layers[0]
+    assert part.plan == PLANS[0]
+    assert torch.equal(part.k_center, whole.k_center[2:])
+    assert torch.equal(part.k, whole.k[2:].expand(2, 16))
