@@ -20,12 +20,14 @@ did not have. A scale per channel always covers that norm.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from ..cache.queries import Queries
-from ..formats import Format
+from ..formats import Format, LayerPlan
 from ..formats.codec import SEARCH_STEPS, round_to_format
+from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import TensorDict, merge_ranges
 from .pairs import Partners
@@ -38,18 +40,24 @@ _ROOM_OCTAVES = 3
 _ROOM_TOKENS = 128
 # The trials of K minus a center.
 CENTERED = ("k_centered", "k_centered_evenly")
+# Put before the names of a range: of the same numbers, rotated.
+ROTATED = "rotated."
 # Added to what the numbers of a channel count in its center, as a share of the head's largest.
 _LEAST_WEIGHT = 1e-6
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What a user chose of the scales to make, see `calibrate`."""
+    """What a user chose of the scales to make, see `calibrate`.
+
+    `plan`: how each layer is to be stored; "measured": what costs least; None: in `fmt`.
+    """
 
     granularity: Granularity
     fmt: Format
     margin: float
     center: bool
+    plan: Mapping[int, LayerPlan] | Literal["measured"] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,18 @@ class Trial:
     reach: torch.Tensor  # the same, for what K can become at other positions
     center: torch.Tensor | None  # [Hkv, Dk], what is subtracted
     granularity: Granularity
+    rotated: bool = False  # after that, before scaling
+
+    def transform(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is scaled of `x`, `[N, Hkv, D]`: float32, centered and rotated."""
+        x = x.float() if self.center is None else x.float() - self.center.to(x.device)
+        return rotate(x) if self.rotated else x
+
+    def transform_queries(self, queries: Queries | None) -> Queries | None:
+        """Return queries of what is scaled: their products with errors are the same."""
+        if queries is None or not self.rotated or self.side == "v":
+            return queries
+        return Queries(rotate(queries.q), queries.weights)
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
@@ -93,22 +113,30 @@ def make_trials(
     if options.granularity == "channel" and partners.k is None:
         # Not knowing what is rotated into a channel, its range says nothing of other positions.
         finest = replace(options, granularity="head")
-    trials = {"k": _make_trial("k", ranges, finest), "v": _make_trial("v", ranges, options)}
+    trials = {"k": make_trial("k", ranges, finest), "v": make_trial("v", ranges, options)}
     if options.center:
-        centers = [ranges["k_sum"] / ranges["count"]]
-        if near is not None:
-            sample = near if far is None else merge_ranges(near, far)
-            centers.insert(0, _weighted_mean(sample))
-            if far is None:
-                centers.pop()
-            else:
-                # As many windows as `far` has stand for all positions; the text's are one more.
-                even = SPREAD * (far["k_sum"] / far["count"]).to(centers[1])
-                centers[1] = (centers[1] + even) / (1 + SPREAD)
-            ranges = merge_ranges(ranges, sample)
+        centers, ranges = find_centers(ranges, near, far)
         for name, center in zip(CENTERED, centers, strict=False):
-            trials[name] = _make_trial("k", ranges, finest, center.float())
+            trials[name] = make_trial("k", ranges, finest, center)
     return trials
+
+
+def find_centers(
+    ranges: TensorDict, near: TensorDict | None, far: TensorDict | None
+) -> tuple[list[torch.Tensor], TensorDict]:
+    """Return the centers of `make_trials`, `[Hkv, Dk]`, float32, and the ranges to cover."""
+    centers = [ranges["k_sum"] / ranges["count"]]
+    if near is not None:
+        sample = near if far is None else merge_ranges(near, far)
+        centers.insert(0, _weighted_mean(sample))
+        if far is None:
+            centers.pop()
+        else:
+            # As many windows as `far` has stand for all positions; the text's are one more.
+            even = SPREAD * (far["k_sum"] / far["count"]).to(centers[1])
+            centers[1] = (centers[1] + even) / (1 + SPREAD)
+        ranges = merge_ranges(ranges, sample)
+    return [center.float() for center in centers], ranges
 
 
 def _weighted_mean(sample: TensorDict) -> torch.Tensor:
@@ -120,15 +148,22 @@ def _weighted_mean(sample: TensorDict) -> torch.Tensor:
     return torch.where(weights + least > 0, mean, plain)
 
 
-def _make_trial(
-    side: str, ranges: TensorDict, options: CalibrationOptions, center: torch.Tensor | None = None
-) -> Trial:
+def make_trial(
+    side: str, ranges: TensorDict, options: CalibrationOptions, center: torch.Tensor | None = None,
+    rotated: bool = False,
+) -> Trial:  # fmt: skip
+    """Return the smallest scales for a side, `center` subtracted first and `rotated` then."""
     granularity, fmt = options.granularity, options.fmt
+    start = f"{ROTATED}{side}" if rotated else side
     # On the CPU, as after an interruption: GPUs divide a little otherwise.
-    high, low, reach = (ranges[f"{side}_{name}"].cpu() for name in ("max", "min", "pair"))
+    high, low, reach = (ranges[f"{start}_{name}"].cpu() for name in ("max", "min", "pair"))
+    center = None if center is None else center.cpu()
     if center is not None:
-        center = center.cpu()
-        high, low, reach = high - center, low - center, reach + center.abs()
+        middle = rotate(center) if rotated else center
+        high, low, reach = high - middle, low - middle, reach + middle.abs()
+    if rotated:
+        # Every channel has a part of all pairs: that they turn is seen at other positions alone.
+        reach = torch.maximum(high.abs(), low.abs())
     reach = reach * options.margin
     # A channel on its own says little of other positions; over a head, its fastest pairs have been
     # everywhere.
@@ -136,7 +171,8 @@ def _make_trial(
     amax = reach if alone else torch.maximum(high.abs(), low.abs()) * options.margin
     if axes := _AXES[granularity]:
         amax, reach = amax.amax(axes, keepdim=True), reach.amax(axes, keepdim=True)
-    return Trial(side, _replace_zeros(amax) / fmt.max, reach / fmt.max, center, granularity)
+    first, reach = _replace_zeros(amax) / fmt.max, reach / fmt.max
+    return Trial(side, first, reach, center, granularity, rotated)
 
 
 # Of `[Hkv, D]`, the axes that one scale stands for.
@@ -158,7 +194,7 @@ def measure_costs(
     `cost`, `[SEARCH_STEPS, ...]`, float64, is of the scales of an octave; zeros without queries.
     `room`, `[1 + octaves, SEARCH_STEPS, ...]`, is the squared error of these, and of larger ones.
     """
-    x = x.float() if trial.center is None else x.float() - trial.center.to(x.device)
+    x, queries = trial.transform(x), trial.transform_queries(queries)
     first, axes = trial.first.to(x.device), _AXES[trial.granularity]
     thin = x[:: -(-len(x) // _ROOM_TOKENS)]
     cost, room = [], []
@@ -168,7 +204,7 @@ def measure_costs(
         room.append(torch.stack([_squared_error(thin, larger, axes, fmt) for larger in octaves]))
         if queries is not None:
             weigh = queries.cost_of_keys if trial.side == "k" else queries.cost_of_values
-            of_scale = weigh(_error(x, scale, fmt), trial.granularity)
+            of_scale = weigh(scaling_error(x, scale, fmt), trial.granularity)
             tensor = trial.granularity == "tensor"
             cost.append(of_scale.sum(0, keepdim=True) if tensor else of_scale)
     rooms = torch.stack(room, 1)
@@ -181,19 +217,20 @@ def measure_key_cost(
 ) -> torch.Tensor:
     """Return the cost of storing K `[N, Hkv, D]` of a text with these scales, float64, `[]`."""
     x = k.float() if scales.k_center is None else k.float() - scales.k_center.to(k.device)
-    error = _error(x, (scales.static[0] * fmt.scale_from_e4m3).to(k.device), fmt)
+    error = scaling_error(x, (scales.static[0] * fmt.scale_from_e4m3).to(k.device), fmt)
     cost = error.square() if queries is None else queries.cost_of_keys(error, "head")
     return cost.sum(dtype=torch.float64).cpu()
 
 
-def _error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+def scaling_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return what `x` changes by where it is stored with a scale in the unit of the format."""
     return round_to_format(x / scale, fmt) * scale - x
 
 
 def _squared_error(
     x: torch.Tensor, scale: torch.Tensor, axes: tuple[int, ...], fmt: Format
 ) -> torch.Tensor:
-    squares = _error(x, scale, fmt).square().sum(0, dtype=torch.float64)
+    squares = scaling_error(x, scale, fmt).square().sum(0, dtype=torch.float64)
     return squares.sum(axes, keepdim=True) if axes else squares
 
 
@@ -242,15 +279,15 @@ def pick_scales(
     center: str = CENTERED[0],
 ) -> Choice:  # fmt: skip
     """Return the scales of `make_trials` that cost least over all texts, with one of `CENTERED`."""
-    k, k_cost = _pick(trials["k"], costs["k"], fmt)
-    v, _ = _pick(trials["v"], costs["v"], fmt)
+    k, k_cost = pick_scale(trials["k"], costs["k"], fmt)
+    v, _ = pick_scale(trials["v"], costs["v"], fmt)
     if center not in trials:
         return Choice(k, v)
-    centered, cost = _pick(trials[center], costs[center], fmt)
+    centered, cost = pick_scale(trials[center], costs[center], fmt)
     return Choice(k, v, centered, trials[center].center, k_cost / cost if cost > 0 else 1.0)
 
 
-def _pick(trial: Trial, costs: TensorDict, fmt: Format) -> tuple[torch.Tensor, float]:
+def pick_scale(trial: Trial, costs: TensorDict, fmt: Format) -> tuple[torch.Tensor, float]:
     """Return the scale in the unit of E4M3, and its cost; without queries the smallest scale."""
     cost, room = costs["cost"], costs["room"]
     first, reach = trial.first, trial.reach

@@ -1,13 +1,12 @@
 """Calibration of static scales on texts, and measurement of given ones."""
 
 import logging
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tqdm import tqdm
@@ -15,28 +14,26 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..attention.switching import eval_mode
 from ..cache.cache import FP8PagedCache
+from ..cache.plans import check_plan
 from ..errors import ConfigError
-from ..formats import AUTO, FORMATS, parse_dtype
+from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
 from ..scales.fingerprint import fingerprint_weights, warn_if_stale
 from ..scales.kv_scales import KVScales, resolve
 from ..scales.layer_scales import Granularity, LayerScales
-from ..scales.report import CalibrationReport, QualityRow
-from ..utils.environment import hardware, utc_now, version, versions
+from ..scales.report import CalibrationReport
+from ..utils.environment import version
 from ..utils.text import format_list, format_value
-from . import scoring, stages
+from . import plans, scoring, stages
 from .choose import CalibrationOptions
 from .corpus import Corpus, read_corpus
-from .divergence import UNQUANTISED
 from .observe import Batch, TensorDict, make_batches, paged_layers
 from .pairs import Partners
-from .positions import Beyond, check_count, find_reach, limit_length
+from .positions import Beyond, check_count, find_reach, limit_length, turns_keys
+from .reporting import CACHES, make_report
 from .state import Job, State, digest_of
-from .statistics import head_amax, measure_statistics
 
 logger = logging.getLogger(__name__)
 
-# What the report compares with the unquantised cache.
-_CACHES = ("static", "dynamic", "scale 1.0")
 # Texts that `measure` scores, in tokens.
 _SCORED = 4096
 
@@ -48,7 +45,8 @@ def calibrate(
     tokenizer: Any = None,
     granularity: Granularity = "head",
     center: bool = True,
-    dtype: str | torch.dtype = "fp8_e4m3",
+    dtype: str | torch.dtype | None = None,
+    plan: Literal["measured"] | LayerPlan | Mapping[int, LayerPlan] | None = None,
     margin: float = 1.0,
     max_tokens: int = 2**18,
     max_length: int = 1024,
@@ -72,10 +70,15 @@ def calibrate(
             texts, conversations or token ids; see `read_corpus`.
         tokenizer: the model's; None: loaded from where the model came from.
         granularity: a scale for each layer and side ("tensor"), each KV head ("head"), or each head
-            and channel ("channel").
+            and channel ("channel"). "token": none; the cache has one for each token and head, and
+            what is made is a plan with its centers (`plan` None is then "measured").
         center: also try to store K minus its mean, and do so where it helps. Only the format
             "hf_fp8kv" can hold a center.
-        dtype: the format that scales are chosen for; they can be used for any.
+        dtype: the format that scales are chosen for; they can be used for any. None: "fp8_e4m3".
+        plan: how each layer is stored, in 8 bits: "measured": in the format, with the rotation and
+            the center that cost least; or a plan by hand, of all layers or of each. The scales say
+            so to the cache, and are for nothing else: no server but ours can use them. None: in
+            whichever format a cache is given, without rotation.
         margin: times the largest magnitude; 1.1 leaves a tenth for what the texts did not have.
         max_tokens: reading stops there.
         max_length: tokens of the longest piece that the model reads at a time.
@@ -94,41 +97,60 @@ def calibrate(
     Raises:
         ConfigError: an argument, a text, or the model cannot be used.
     """
-    options = _options(granularity, center, dtype, margin)
-    check_count("batch_size", batch_size)
     layers = paged_layers(model)
+    options = _options(granularity, center, dtype, margin, plan, layers)
+    check_count("batch_size", batch_size)
     beyond = Beyond(find_reach(model, max_length, max_position))
     corpus = _read_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=held_out,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
-    facts = (granularity, center, options.fmt.name, margin, batch_size, beyond.reach)
+    asked: Any = options.plan
+    if isinstance(asked, Mapping):
+        asked = {index: str(of_layer) for index, of_layer in asked.items()}
+    facts = (granularity, center, options.fmt.name, margin, batch_size, beyond.reach, asked)
     path = None if state is None else Path(state)
     state_file = State(path, "" if path is None else _identity(model, corpus, facts))
     batches = make_batches(corpus.windows, batch_size)
-    total = corpus.tokens + scoring.estimate_other_tokens(corpus, len(_CACHES), options, beyond)
+    total = corpus.tokens + scoring.estimate_other_tokens(corpus, CACHES, options, beyond)
     with _run_in_eval_mode(model, layers, options, state_file, total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
         ranges = stages.collect_ranges(job, batches, partners)
         _warn_of_gaps(job, ranges, partners)
         beyond = _find_beyond(model, beyond, partners)
         beyond, near, far = _collect_samples(job, corpus.windows, partners, beyond)
-        tried = stages.choose_scales(job, corpus.windows, ranges, partners, near, far)
-        far_sample = stages.sample_far(corpus.windows, beyond) if far else []
-        choices = stages.check_centers(job, far_sample, tried)
         source, fingerprint = f"calibrated on {corpus.tokens} tokens", fingerprint_weights(model)
 
         def make_scales(layers: dict[int, LayerScales]) -> KVScales:
-            layers = {i: LayerScales(s.k, s.v, s.k_center, source) for i, s in layers.items()}
+            layers = {i: replace(layer, source=source) for i, layer in layers.items()}
             return KVScales(
                 layers, model_type=model.config.model_type, origin=source, fingerprint=fingerprint
             )
 
-        scales, centers = scoring.choose_centers(job, corpus.windows, choices, make_scales, beyond)
-        gains = {index: choice.gain for index, choice in choices.items()}
+        far_sample = stages.sample_far(corpus.windows, beyond) if far else []
+        gains: dict[int, float | None] = {}
+        if options.plan is None:
+            tried = stages.choose_scales(job, corpus.windows, ranges, partners, near, far)
+            choices = stages.check_centers(job, far_sample, tried)
+            scales, centers = scoring.choose_centers(
+                job, corpus.windows, choices, make_scales, beyond
+            )
+            gains = {index: choice.gain for index, choice in choices.items()}
+        else:
+            may_turn = turns_keys(model) and not far
+            candidates = {
+                index: plans.list_candidates(
+                    index, of, partners[index], options, near.get(index), far.get(index),
+                    may_turn=may_turn,
+                )
+                for index, of in ranges.items()
+            }  # fmt: skip
+            scales, centers = _choose_plans(
+                job, corpus.windows, far_sample, candidates, make_scales, beyond
+            )
         counts = {"texts": corpus.texts, "tokens": corpus.tokens}
         held = corpus.held_out
-        report = _make_report(job, scales, ranges, gains, centers, held, held, beyond, **counts)
+        report = make_report(job, scales, ranges, gains, centers, held, held, beyond, **counts)
     return scales.with_report(report)
 
 
@@ -138,7 +160,7 @@ def measure(
     texts: Any,
     *,
     tokenizer: Any = None,
-    dtype: str | torch.dtype = "fp8_e4m3",
+    dtype: str | torch.dtype | None = None,
     max_tokens: int = 16384,
     max_length: int = 1024,
     max_position: int | None = None,
@@ -152,13 +174,13 @@ def measure(
         model, texts, tokenizer, max_tokens, max_length, max_position, text_column, chat_template,
             progress: as in `calibrate`.
         scales: from any source; also a path, a folder or a repository of the Hub.
-        dtype: the format to store in.
+        dtype: the format to store in. None: "fp8_e4m3", or as the scales say.
 
     Raises:
         ConfigError: as `calibrate`. ScaleError: the scales are not of this model.
     """
-    options = _options("head", False, dtype, 1.0)
     layers = paged_layers(model)
+    options = _options("head", False, dtype, 1.0, None, layers)
     beyond = Beyond(find_reach(model, max_length, max_position))
     resolved = resolve(scales)
     if not isinstance(resolved, KVScales):
@@ -168,30 +190,54 @@ def measure(
         )
     scales = resolved
     warn_if_stale(model, scales)
-    FP8PagedCache(model.config, dtype=options.fmt.name, scales=scales)  # layers that are missing
+    stored = dtype if scales.plan is not None else options.fmt.name
+    FP8PagedCache(model.config, dtype=stored, scales=scales)  # layers that are missing
     corpus = _read_corpus(
         model, texts, tokenizer, max_tokens=max_tokens, max_length=max_length, held_out=0,
         text_column=text_column, chat_template=chat_template,
     )  # fmt: skip
     scored = scoring.first_windows(corpus.windows, _SCORED)
     both = sum(map(len, (*scored, *scoring.far_windows(scored))))
-    total = 2 * corpus.tokens + (1 + len(_CACHES)) * both
+    total = 2 * corpus.tokens + (1 + CACHES) * both
     with _run_in_eval_mode(model, layers, options, State(None, ""), total, progress) as job:
         partners = stages.find_partners(job, corpus.windows[0])
         ranges = stages.collect_ranges(job, make_batches(corpus.windows, 1), partners)
         beyond = _find_beyond(model, beyond, partners)
         centers = "Centers were not tried: the scales were given."
-        return _make_report(job, scales, ranges, {}, centers, corpus.windows, scored, beyond)
+        return make_report(job, scales, ranges, {}, centers, corpus.windows, scored, beyond)
 
 
-def _options(granularity: object, center: object, dtype: Any, margin: object) -> CalibrationOptions:
+def _options(
+    granularity: object, center: object, dtype: Any, margin: object, plan: object,
+    layers: Collection[int],
+) -> CalibrationOptions:  # fmt: skip
     if granularity not in get_args(Granularity):
         raise ConfigError(
             f"granularity: expected one of {', '.join(get_args(Granularity))}, got {granularity!r}"
         )
     if not isinstance(center, bool):
         raise ConfigError(f"center: expected True or False, got {center!r}")
-    name = parse_dtype(dtype)
+    chosen: Any = plan
+    if plan == "measured" or (plan is None and granularity == "token"):
+        if dtype is not None:
+            raise ConfigError(
+                f"dtype: expected None, since the plan says how each layer is stored, got {dtype!r}"
+                "; leave it out, or pass plan=LayerPlan.parse('fp8_e3m4', 'fp8_e3m4') and such"
+            )
+        chosen = "measured"
+    elif plan is not None:
+        given = check_plan(plan, {"dtype": dtype})
+        chosen = dict.fromkeys(sorted(layers), given) if isinstance(given, LayerPlan) else given
+        if missing := sorted(set(layers) - set(chosen)):
+            raise ConfigError(
+                f"plan: expected one for every paged layer, got none for layers "
+                f"{format_list(missing)}; add them"
+            )
+        if not center and any(of_layer.k.centered for of_layer in chosen.values()):
+            raise ConfigError(
+                "center: expected True for a plan with centers, got False; leave it out"
+            )
+    name = parse_dtype(STATIC_DTYPE if dtype is None else dtype)
     if name == AUTO:
         raise ConfigError("dtype: expected an 8-bit format, got 'auto', which needs no scales")
     number = isinstance(margin, int | float) and not isinstance(margin, bool)
@@ -200,7 +246,7 @@ def _options(granularity: object, center: object, dtype: Any, margin: object) ->
             f"margin: expected a factor from 1 to 16, got {format_value(margin)}; less than 1 "
             "would saturate what was seen"
         )
-    return CalibrationOptions(granularity, FORMATS[name], float(margin), center)  # type: ignore[arg-type]
+    return CalibrationOptions(granularity, FORMATS[name], float(margin), center, chosen)  # type: ignore[arg-type]
 
 
 def _load_tokenizer(model: PreTrainedModel, tokenizer: Any) -> Any:
@@ -268,7 +314,7 @@ def _collect_samples(
     job: Job, windows: Sequence[torch.Tensor], partners: Mapping[int, Partners], beyond: Beyond
 ) -> tuple[Beyond, dict[int, TensorDict], dict[int, TensorDict]]:
     """Return what `make_trials` needs for centers, near and far; no far where it is not known."""
-    if not job.options.center:
+    if not job.options.center and job.options.plan is None:
         return beyond, {}, {}
     near = stages.collect_sample(job, stages.sample_near(windows), partners, "sample")
     batches = stages.sample_far(windows, beyond)
@@ -300,6 +346,24 @@ def _warn_of_gaps(
         )
 
 
+def _choose_plans(
+    job: Job,
+    windows: Sequence[torch.Tensor],
+    far: Sequence[Batch],
+    candidates: Mapping[int, plans.Sides],
+    make_scales: Callable[[dict[int, LayerScales]], KVScales],
+    beyond: Beyond,
+) -> tuple[KVScales, str]:
+    """Return scales in the plan of least cost, or the one by hand, and a sentence on that."""
+    chosen = plans.choose_candidates(job, windows, far, candidates)
+    scales = make_scales(plans.make_scales(job, windows, chosen, "planned"))
+    if job.options.plan != "measured":
+        return scales, "The plan was given."
+    first = {i: {name: of[0] for name, of in sides.items()} for i, sides in candidates.items()}
+    safe = make_scales(plans.make_scales(job, windows, first, "safe plan"))
+    return scoring.check_plans(job, windows, safe, scales, beyond)
+
+
 @contextmanager
 def _run_in_eval_mode(
     model: PreTrainedModel, layers: frozenset[int], options: CalibrationOptions, state: State,
@@ -319,74 +383,3 @@ def _run_in_eval_mode(
         # What was not needed after all.
         bar.total = bar.n
         bar.set_description("done")
-
-
-def _score_quality(
-    job: Job, name: str, batches: list[Batch], scales: KVScales
-) -> tuple[QualityRow, ...]:
-    """Score how far caches move the model's predictions; nothing if there is nothing to score."""
-    batches = [batch for batch in batches if batch.ids.shape[1] >= scoring.SHORTEST]
-    if not batches or not scoring.has_logits(job.model):
-        why = "there is no text for it that is long enough" if not batches else "it has no logits"
-        logger.info("%s: its predictions are not compared: %s", type(job.model).__name__, why)
-        return ()
-    caches = {
-        f"{kind} {job.options.fmt.name}": scoring.cache_factory(job, given, scales.layers)
-        for kind, given in zip(_CACHES, (scales, None, 1.0), strict=True)
-    }
-    try:
-        scores = scoring.score_caches(job, name, batches, caches)
-    except ConfigError as error:
-        logger.warning("the predictions are not compared: %s", error)
-        return ()
-    static, dynamic, _ = (scores[cache].kl for cache in caches)
-    scoring.warn_if_worse(static, dynamic, job.options.fmt.name, batches)
-    rows = {name: scores[name].quality for name in (UNQUANTISED, *caches)}
-    finite = {n: q for n, q in rows.items() if math.isfinite(q.kl) and math.isfinite(q.perplexity)}
-    if len(finite) < len(rows):
-        lost = ", ".join(sorted(rows.keys() - finite))
-        logger.warning("the model gives logits that are not finite: %s not compared", lost)
-    return tuple(QualityRow(name, **vars(quality)) for name, quality in finite.items())
-
-
-def _make_report(
-    job: Job,
-    scales: KVScales,
-    ranges: Mapping[int, TensorDict],
-    gains: Mapping[int, float | None],
-    centers: str,
-    windows: Sequence[torch.Tensor],
-    scored: Sequence[torch.Tensor],
-    beyond: Beyond,
-    *,
-    texts: int = 0,
-    tokens: int = 0,
-) -> CalibrationReport:
-    """Measure the scales on `windows`, and the model's predictions on `scored`, also beyond."""
-    model, options = job.model, job.options
-    layers = {index: layer for index, layer in scales.layers.items() if index in ranges}
-    amax = {index: head_amax(of_layer) for index, of_layer in ranges.items()}
-    batches = make_batches(windows, 1)
-    statistics = measure_statistics(job, batches, layers, amax, gains)
-    rows = _score_quality(job, "quality", make_batches(scored, 1), scales)
-    far = beyond.spread(scoring.far_windows(scored))
-    far_rows = _score_quality(job, "far quality", far, scales) if far and rows else ()
-    return CalibrationReport(
-        model=getattr(model, "name_or_path", "") or type(model).__name__,
-        dtype=options.fmt.name,
-        granularity="/".join(dict.fromkeys(s.granularity for s in scales.layers.values())),
-        margin=options.margin,
-        texts=texts,
-        tokens=tokens,
-        held_out_tokens=sum(map(len, windows)),
-        seconds=job.state.seconds,
-        date=utc_now(),
-        versions=versions(),
-        hardware=hardware() | {"device": str(model.device)},
-        scales_digest=scales.digest,
-        centers=centers,
-        layers=statistics,
-        quality=rows,
-        far_quality=far_rows,
-        max_position=beyond.reach if far_rows else None,
-    )

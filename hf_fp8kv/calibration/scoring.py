@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError, Fp8KVError
-from ..formats import DEFAULT_DTYPE
+from ..formats import DEFAULT_DTYPE, FORMATS, summarize_plan
 from ..scales.kv_scales import KVScales
 from ..scales.layer_scales import LayerScales
 from .choose import CalibrationOptions, Choice
@@ -75,6 +75,63 @@ def choose_centers(
         "without": cache_factory(job, make_scales(plain), plain),
         "with": cache_factory(job, centered, plain),
     }
+    try:
+        helps, found = _compare_predictions(job, "centers", trial, caches, beyond)
+    except ConfigError as error:
+        logger.warning("centers are not tried: %s", error)
+        why = "No centers: the model's predictions could not be compared."
+        return make_scales(plain), why
+    if not helps:
+        why = f"No centers: in {where} they do not help for certain: {found}."
+        return make_scales(plain), why
+    note = f" Other positions: {beyond.untried}." if beyond.untried else ""
+    return centered, f"Centers in {where}: {found}.{note}"
+
+
+def check_plans(
+    job: Job, windows: Sequence[torch.Tensor], safe: KVScales, measured: KVScales, beyond: Beyond
+) -> tuple[KVScales, str]:
+    """Return the measured plans if they help, else the safe ones, and a sentence on that.
+
+    They must help inside the windows and at other positions, by the model's predictions.
+    """
+    assert safe.plan is not None
+    assert measured.plan is not None
+    kept = f"{summarize_plan(safe.plan)}, since"
+    changed = sum(plan != safe.plan[index] for index, plan in measured.plan.items())
+    where = f"{changed} of {len(measured.plan)} layers"
+    note = f" Other positions: {beyond.untried}." if beyond.untried else ""
+    if not changed:
+        return safe, f"Measured plans: {kept} in no layer another one costs much less.{note}"
+    if not has_logits(job.model):
+        why = f"Measured plans in {where}, by what errors do to attention: no logits to compare."
+        return measured, f"{why}{note}"
+    trial = _trial_windows(windows)
+    if not trial:
+        return safe, f"Measured plans: {kept} the texts are too short to try others."
+    layers = measured.layers
+    caches = {
+        "without": cache_factory(job, safe, layers),
+        "with": cache_factory(job, measured, layers),
+    }
+    try:
+        helps, found = _compare_predictions(job, "predictions", trial, caches, beyond)
+    except ConfigError as error:
+        logger.warning("plans are not tried: %s", error)
+        return safe, f"Measured plans: {kept} the model's predictions could not be compared."
+    if not helps:
+        return safe, f"Measured plans: {kept} others do not help for certain: {found}.{note}"
+    return measured, f"Measured plans in {where}: {found}.{note}"
+
+
+def _compare_predictions(
+    job: Job, name: str, trial: Sequence[torch.Tensor], caches: Mapping[str, Callable[[], Any]],
+    beyond: Beyond,
+) -> tuple[bool, str]:  # fmt: skip
+    """Return whether the cache "with" is certainly closer than the one "without", and the KL.
+
+    Wherever the windows are; ConfigError: predictions cannot be compared. `name` is of the stages.
+    """
     stages = {
         f"at positions up to {len(trial[0])}": [Batch((window,)) for window in trial],
         f"at others up to {beyond.reach}": beyond.spread(trial),
@@ -83,29 +140,24 @@ def choose_centers(
     for place, batches in stages.items():
         if not batches:
             continue
-        name = "centers" if batches[0].start is None else "far centers: predictions"
-        try:
-            scores = score_caches(job, name, batches, caches)
-        except ConfigError as error:
-            logger.warning("centers are not tried: %s", error)
-            why = "No centers: the model's predictions could not be compared."
-            return make_scales(plain), why
+        stage = name if batches[0].start is None else f"far {name}: predictions"
+        scores = score_caches(job, stage, batches, caches)
         gain = scores["without"].kl - scores["with"].kl
-        kl = [f"{scores[name].quality.kl:.2e} {name}" for name in ("without", "with")]
+        kl = [f"{scores[cache].quality.kl:.2e} {cache}" for cache in ("without", "with")]
         found.append(f"KL {', '.join(kl)}, on {len(gain)} tokens {place}")
         deviation = gain.std().item() / len(gain) ** 0.5 if len(gain) > 1 else float("inf")
         if not gain.mean().item() > 2 * deviation:
-            why = f"No centers: in {where} they do not help for certain: {'; '.join(found)}."
-            return make_scales(plain), why
-    note = f" Other positions: {beyond.untried}." if beyond.untried else ""
-    return centered, f"Centers in {where}: {'; '.join(found)}.{note}"
+            return False, "; ".join(found)
+    return True, "; ".join(found)
 
 
 def cache_factory(
     job: Job, scales: KVScales | float | None, covered: Collection[int]
 ) -> Callable[[], Any]:
     """Return what makes caches; layers not among `covered` stay unquantised."""
-    skipped, dtype = sorted(job.layers.difference(covered)), job.options.fmt.name
+    skipped = sorted(job.layers.difference(covered))
+    planned = isinstance(scales, KVScales) and scales.plan is not None
+    dtype = None if planned else job.options.fmt.name
     return lambda: FP8PagedCache(job.model.config, dtype=dtype, scales=scales, skip_layers=skipped)
 
 
@@ -176,15 +228,22 @@ def score_caches(
 def warn_if_worse(
     static: torch.Tensor, dynamic: torch.Tensor, fmt: str, batches: Sequence[Batch]
 ) -> None:
-    """Say so where static scales are much worse than dynamic ones for certain: KL by token."""
+    """Say so where static scales are much worse than dynamic ones for certain: KL by token.
+
+    `fmt` is what both are stored in: a format, or else a plan.
+    """
     excess = static - _WORSE * dynamic
     if len(excess) < 2 or not excess.mean() > 2 * excess.std() / len(excess) ** 0.5:
         return
     last = max((batch.start or 0) + batch.ids.shape[1] for batch in batches)
-    better = "" if fmt == DEFAULT_DTYPE else f", and {DEFAULT_DTYPE} is closer at the same size"
+    better = "scales=None needs no calibration"
+    if fmt not in FORMATS:
+        better = "granularity='token' calibrates plan and centers alone"
+    elif fmt != DEFAULT_DTYPE:
+        better += f", and {DEFAULT_DTYPE} is closer at the same size"
     logger.warning(
         "at positions up to %d static scales in %s have %.1f times the KL of dynamic ones (%.1e, "
-        "%.1e); scales=None needs no calibration%s",
+        "%.1e); %s",
         last, fmt, (static.mean() / dynamic.mean()).item(), static.mean().item(),
         dynamic.mean().item(), better,
     )  # fmt: skip
@@ -198,7 +257,7 @@ def estimate_other_tokens(
     total = 2 * TOKENS + held * (2 + caches)
     total += (1 + caches) * _count(beyond.spread(far_windows(corpus.held_out)))
     total += _count(sample_near(corpus.windows))
-    if options.center:
+    if options.center or options.plan is not None:
         trial = _trial_windows(corpus.windows)
         total += 3 * (sum(map(len, trial)) + _count(beyond.spread(trial)))
         total += _count(sample_near(corpus.windows))

@@ -11,9 +11,13 @@ from transformers import PreTrainedModel
 from ..attention.switching import watched_attention
 from ..cache.queries import Queries
 from ..errors import ConfigError
+from ..formats import Format
+from ..formats.rotation import rotate
 from .choose import (
     CENTERED,
+    ROTATED,
     Choice,
+    Trial,
     make_trials,
     measure_costs,
     measure_key_cost,
@@ -30,7 +34,7 @@ SAMPLE_WINDOWS = 8
 _QUERIES = 64
 # The shortest piece of a window that is read at another position.
 _FAR_PIECE = 16
-_Asked = Queries | None
+Asked = Queries | None
 
 
 def find_partners(job: Job, window: torch.Tensor) -> dict[int, Partners]:
@@ -59,13 +63,13 @@ def collect_ranges(
         new: TensorDict = {}
 
         def on_states(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-            of_layer = _measure_finite_range(index, k, v, partners[index])
+            of_layer = _measure_finite_range(job, index, k, v, partners[index])
             new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
 
         observe(job.model, batch, job.layers, on_states)
         return merge_ranges(ranges, new) if ranges else new
 
-    return _group_by_layer(job.run_batches("text", batches, step))
+    return group_by_layer(job.run_batches("text", batches, step))
 
 
 def collect_sample(
@@ -80,22 +84,25 @@ def collect_sample(
     def step(sample: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
 
-        def on_layer(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
-            of_layer = _measure_finite_range(index, k, v, partners[index])
+        def on_layer(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
+            of_layer = _measure_finite_range(job, index, k, v, partners[index])
             of_layer |= weigh_keys(k, queries)
             new.update({f"{index}.{name}": tensor for name, tensor in of_layer.items()})
 
-        _observe_queries(job, batch, on_layer)
+        observe_queries(job, batch, on_layer)
         return merge_ranges(sample, new) if sample else new
 
-    return _group_by_layer(job.run_batches(name, batches, step))
+    return group_by_layer(job.run_batches(name, batches, step))
 
 
 def _measure_finite_range(
-    index: int, k: torch.Tensor, v: torch.Tensor, partners: Partners
+    job: Job, index: int, k: torch.Tensor, v: torch.Tensor, partners: Partners
 ) -> TensorDict:
     of_layer = measure_range(k, v, partners.k, partners.v)
     _check_finite(index, of_layer)
+    if job.options.plan is not None:
+        rotated = measure_range(rotate(k), rotate(v), None, None)
+        of_layer |= {f"{ROTATED}{name}": tensor for name, tensor in rotated.items()}
     return of_layer
 
 
@@ -108,7 +115,7 @@ def _check_finite(index: int, of_layer: TensorDict) -> None:
             )
 
 
-def _group_by_layer(tensors: TensorDict) -> dict[int, TensorDict]:
+def group_by_layer(tensors: TensorDict) -> dict[int, TensorDict]:
     layers: dict[int, TensorDict] = {}
     for name, tensor in tensors.items():
         index, _, what = name.partition(".")
@@ -135,20 +142,8 @@ def choose_scales(
         for index, of in ranges.items()
     }
 
-    def step(costs: TensorDict, batch: Batch) -> TensorDict:
-        new: TensorDict = {}
-
-        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
-            for name, trial in trials[index].items():
-                x = v if trial.side == "v" else k
-                of_trial = measure_costs(trial, x, queries, fmt)
-                new.update({f"{index}.{name}.{what}": cost for what, cost in of_trial.items()})
-
-        _observe_queries(job, batch, add_costs)
-        return add_tensors(costs, new)
-
     def work() -> TensorDict:
-        sums = job.run_batches("scales", sample_near(windows), step)
+        sums = sum_costs(job, windows, trials, lambda index, name: fmt)
         chosen: TensorDict = {}
         for index, of_layer in trials.items():
             costs = {
@@ -162,12 +157,38 @@ def choose_scales(
                 chosen |= {f"{index}.{number}.{name}": t for name, t in choice.tensors.items()}
         return chosen
 
-    chosen = _group_by_layer(job.run_once("chosen", work))
+    chosen = group_by_layer(job.run_once("chosen", work))
     job.state.drop("scales")  # which is large, and not needed again
     return {
-        index: tuple(map(Choice.from_tensors, _group_by_layer(tensors).values()))
+        index: tuple(map(Choice.from_tensors, group_by_layer(tensors).values()))
         for index, tensors in chosen.items()
     }
+
+
+def sum_costs(
+    job: Job,
+    windows: Sequence[torch.Tensor],
+    trials: Mapping[int, Mapping[str, Trial]],
+    format_of: Callable[[int, str], Format],
+) -> TensorDict:
+    """Return the costs of each layer's trials on some windows, as "layer.trial.cost" and "room".
+
+    `format_of` gives that of a layer's trial. The stage is called "scales".
+    """
+
+    def step(costs: TensorDict, batch: Batch) -> TensorDict:
+        new: TensorDict = {}
+
+        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
+            for name, trial in trials[index].items():
+                x = v if trial.side == "v" else k
+                of_trial = measure_costs(trial, x, queries, format_of(index, name))
+                new.update({f"{index}.{name}.{what}": cost for what, cost in of_trial.items()})
+
+        observe_queries(job, batch, add_costs)
+        return add_tensors(costs, new)
+
+    return job.run_batches("scales", sample_near(windows), step)
 
 
 def check_centers(
@@ -181,14 +202,14 @@ def check_centers(
     def step(costs: TensorDict, batch: Batch) -> TensorDict:
         new: TensorDict = {}
 
-        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: _Asked) -> None:
+        def add_costs(index: int, k: torch.Tensor, v: torch.Tensor, queries: Asked) -> None:
             of_layer = choices[index]
             new[str(index)] = torch.stack([
                 measure_key_cost(scales, k, queries, job.options.fmt)
                 for scales in (of_layer[0].plain, *(choice.centered for choice in of_layer))
             ])  # fmt: skip
 
-        _observe_queries(job, batch, add_costs)
+        observe_queries(job, batch, add_costs)
         return add_tensors(costs, new)
 
     checked = {index: of_layer[0] for index, of_layer in choices.items()}
@@ -214,7 +235,7 @@ def sample_far(windows: Sequence[torch.Tensor], beyond: Beyond) -> list[Batch]:
     return beyond.spread([w[:room] for w in sample_windows(windows, SAMPLE_WINDOWS)], SPREAD)
 
 
-def _observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> None:
+def observe_queries(job: Job, batch: Batch, on_layer: Callable[..., None]) -> None:
     """Call the model, and `on_layer` with a layer's index, K, V and its queries, if it has any."""
     states: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

@@ -33,6 +33,7 @@ from .values import (
     granularities,
     model_dtypes,
     parse_format,
+    plans,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def calibrate(
     granularity: Annotated[
         str | None,
         typer.Option(
-            help="One scale per layer (tensor), head or channel. "
+            help="One scale per layer (tensor), head or channel; token: none, the cache has one "
+            "per token and head, and gets plan and centers. "
             "Default: head, or the finest that --format can hold.",
             autocompletion=complete_from(granularities),
         ),
@@ -65,6 +67,14 @@ def calibrate(
         ),
     ] = None,
     dtype: Dtype = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            help="measured: choose for each layer the format, rotation and center that cost least. "
+            "Only this package can use such scales.",
+            autocompletion=complete_from(plans),
+        ),
+    ] = None,
     margin: Annotated[
         float | None,
         typer.Option(
@@ -109,6 +119,7 @@ def calibrate(
         granularity=granularity and check_choice(granularity, granularities(), "--granularity"),
         center=center,
         dtype=dtype and parse_format(dtype, "--dtype"),
+        plan=plan and check_choice(plan, plans(), "--plan"),
         margin=margin,
         max_tokens=max_tokens,
         max_length=max_length,
@@ -119,6 +130,7 @@ def calibrate(
         held_out=held_out,
     )
     check_choice(to, formats(), "--format")
+    _check_planned(options, to)
     options = _default_options(to) | options
     check_choice(model_dtype, model_dtypes(), "--model-dtype")
     folder = Path(out)
@@ -151,6 +163,21 @@ def _default_options(format: str) -> dict[str, Any]:
     if scale_format.holds_centers:
         return {}
     return {"center": False, "granularity": scale_format.granularity}
+
+
+def _check_planned(options: dict[str, Any], format: str) -> None:
+    """Check that a plan is for a format that can hold it."""
+    from ..scales import SCALE_FORMATS
+
+    option = "--plan" if "plan" in options else "--granularity token"
+    if "plan" not in options and options.get("granularity") != "token":
+        return
+    if not SCALE_FORMATS[format].holds_centers:
+        message = f"requires --format hf_fp8kv, got {format}, whose readers know no plans"
+        raise typer.BadParameter(message, param_hint=option)
+    if "dtype" in options:
+        message = "chooses the format of each layer: omit --dtype"
+        raise typer.BadParameter(message, param_hint=option)
 
 
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:

@@ -1,11 +1,13 @@
-"""`hf-fp8kv inspect`: contents of static scales, and their quality on a text."""
+"""`hf-fp8kv inspect`: static scales, their quality on a text, and how a cache is stored."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import ScaleError
 from .shared import describe_scales, load_model, print_parts, report_problems
 from .texts import (
     TEXTS_HELP,
@@ -58,6 +60,7 @@ def inspect(
     """Show static scales, one row per layer, and anything odd about them.
 
     With --texts they are measured; else the report of their calibration is shown, if there is one.
+    Of a file that a cache was saved to, show how each layer is stored.
     """
     from ..scales.kv_scales import resolve
 
@@ -78,6 +81,12 @@ def inspect(
         message = f"expected a file that ends in .png, got {plot!r}"
         raise typer.BadParameter(message, param_hint="--plot")
     with report_problems() as warnings:
+        if _is_cache(scales):
+            if texts is not None or plot is not None:
+                option = "--texts" if texts is not None else "--plot"
+                raise typer.BadParameter("requires scales, got a saved cache", param_hint=option)
+            _show_cache(scales, as_json)
+            return
         # Show what is wrong with a file instead of refusing it, if possible.
         source: Any = resolve(scales, strict=False)
         report = getattr(source, "report", None)
@@ -93,6 +102,36 @@ def inspect(
             from .scales_table import inspect_table
 
             print_parts(inspect_table(source, report), piped_width=160)
+
+
+def _is_cache(path: str) -> bool:
+    """Return whether this is a file of `FP8PagedCache.save`."""
+    from ..cache.serialization import FORMAT
+    from ..utils.files import read_header
+
+    if not Path(path).is_file():
+        return False
+    with suppress(ScaleError):  # whoever reads scales says what is wrong with the file
+        return read_header(Path(path))[1].get("format") == FORMAT
+    return False
+
+
+def _show_cache(path: str, as_json: bool) -> None:
+    from ..cache.cache import FP8PagedCache
+    from ..utils.terminal import format_size, make_table
+
+    cache = FP8PagedCache.load(path)
+    sizes = cache.memory_footprint()
+    if as_json:
+        layers = {str(index): list(map(str, plan)) for index, plan in cache.plan.items()}
+        print(json.dumps({"origin": path, **sizes, "layers": layers}))
+        return
+    rows = [
+        {"layer": str(index), "K stored as": str(plan.k), "V stored as": str(plan.v)}
+        for index, plan in cache.plan.items()
+    ]
+    print(f"{cache}\n{sizes['tokens']} tokens, {format_size(sizes['used'])} in pages")
+    print_parts([make_table(rows)], piped_width=160)
 
 
 def _measure(

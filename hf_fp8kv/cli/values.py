@@ -35,6 +35,10 @@ def granularities() -> Iterable[str]:
     return get_args(Granularity)
 
 
+def plans() -> Iterable[str]:
+    return ("measured",)
+
+
 def model_dtypes() -> Iterable[str]:
     return ("auto", "bfloat16", "float16", "float32")
 
@@ -108,7 +112,8 @@ StaticScales = Annotated[
     str | None,
     typer.Option(
         metavar="PATH|FLOAT",
-        help="Static scales: a file, a folder, a Hub id or a constant. Default: dynamic scales.",
+        help="Static scales: a file, a folder, a Hub id or a constant. They may say how each layer "
+        "is stored (calibrate --plan). Default: dynamic scales.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

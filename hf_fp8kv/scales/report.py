@@ -24,7 +24,9 @@ def _is_date(text: str) -> bool:
     return True
 
 
-_FORMATS, _KINDS = "|".join(FORMATS), "tensor|head|channel"
+_FORMATS, _KINDS = "|".join(FORMATS), "tensor|head|channel|token"
+# Instead of a format: each layer is stored as the plan of the scales says.
+PLANNED = "plan"
 Magnitude = Annotated[float, in_range("a finite number of at least 0", 0)]
 Positive = Annotated[float, in_range("a finite number above 0", math.ulp(0.0))]
 Share = Annotated[float, in_range("a number from 0 to 1", 0, 1)]
@@ -32,12 +34,15 @@ Share = Annotated[float, in_range("a number from 0 to 1", 0, 1)]
 Divergence = Annotated[float, in_range("a finite number of at least 0", -1e-6)]
 Date = Annotated[str, Rule("a date as ISO 8601 writes it", _is_date)]
 Digest = Annotated[str, matches("a sha256 of 64 digits 0-9a-f", "[0-9a-f]{64}")]
-FormatName = Annotated[str, matches(f"one of {', '.join(FORMATS)}", _FORMATS)]
+FormatName = Annotated[
+    str, matches(f"one of {', '.join(FORMATS)}, {PLANNED}", f"{_FORMATS}|{PLANNED}")
+]
 ErrorName = Annotated[
     str, matches(f"only {', '.join(FORMATS)}, also after {DYNAMIC!r}", f"({DYNAMIC})?({_FORMATS})")
 ]
 Granularities = Annotated[
-    str, matches("one of tensor, head, channel, or several with /", f"({_KINDS})(/({_KINDS}))*")
+    str,
+    matches("one of tensor, head, channel, token, or several with /", f"({_KINDS})(/({_KINDS}))*"),
 ]
 LayerIndex = Annotated[int, matches("the indices of layers, from 0", "0|[1-9][0-9]{0,5}")]
 
@@ -70,7 +75,9 @@ class LayerStatistics:
 class QualityRow:
     """How far one cache moves the predictions for held-out text from the unquantised cache's."""
 
-    cache: str  # "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3" or "scale 1.0 fp8_e4m3"
+    # "unquantised", "static fp8_e4m3", "dynamic fp8_e4m3", "scale 1.0 fp8_e4m3", or with a plan
+    # "static, the plan" or "dynamic, the plan" instead of the second, or both.
+    cache: str
     kl: Divergence  # mean KL divergence of the next token's distribution, in nats
     kl_max: Divergence  # the largest at one token
     top1: Share  # of tokens at which the most likely next token is the same
@@ -83,7 +90,7 @@ class CalibrationReport:
     """What a calibration found; a measurement of scales from elsewhere is one too."""
 
     model: str  # what it is called
-    dtype: FormatName  # of the cache that shares and quality are of
+    dtype: FormatName  # of the cache that shares and quality are of, or "plan"
     granularity: Granularities  # several, joined by "/", when layers differ
     margin: Positive  # what the scales were multiplied by
     texts: int  # how many were calibrated on

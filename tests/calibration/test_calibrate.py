@@ -464,7 +464,7 @@ def test_nan_is_an_error_that_names_the_layer():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"granularity": "token"}, "granularity: expected one of tensor, head, channel"),
+        ({"granularity": "row"}, "granularity: expected one of tensor, head, channel"),
         ({"center": "yes"}, "center: expected True or False"),
         ({"dtype": "auto"}, "dtype: expected an 8-bit format"),
         ({"dtype": "int4"}, "dtype: expected one of"),

@@ -10,6 +10,7 @@ import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales
 from tests.helpers import command_line
+from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
 
@@ -227,6 +228,16 @@ def test_a_device_that_is_too_small_is_our_error(run, calibration):
     assert "80 GiB" in err
 
 
+def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
+    calibration.scales = planned_scales(2)
+    code, out, _ = run("--plan", "measured", "--granularity", "token", "--json")
+    assert code == 0
+    (call,) = calibration.calls
+    assert (call["plan"], call["granularity"]) == ("measured", "token")
+    assert json.loads(out)["plan"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert KVScales.from_pretrained(tmp_path / "out").plan == dict(enumerate(PLANS[:2]))
+
+
 def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     layers = random_scales("tensor").layers
     calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
@@ -241,8 +252,12 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     ("arguments", "message"),
     [
         (["--format", "gguf"], "vllm-json, tgi"),
-        (["--granularity", "token"], "tensor, head, channel"),
+        (["--granularity", "row"], "tensor, head, channel"),
         (["--dtype", "int4"], "fp8_e4m3"),
+        (["--plan", "best"], "measured"),
+        (["--plan", "measured", "--format", "tgi"], "requires --format hf_fp8kv"),
+        (["--granularity", "token", "--format", "tgi"], "requires --format hf_fp8kv"),
+        (["--plan", "measured", "--dtype", "fp8"], "omit --dtype"),
         (["--model-dtype", "int8"], "bfloat16"),
         (["--max-tokens", "1"], "--max-tokens"),
         (["--batch-size", "0"], "--batch-size"),

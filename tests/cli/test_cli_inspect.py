@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import hf_fp8kv.calibration
+from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport, LayerStatistics, QualityRow, SideStatistics
 from tests.helpers import command_line
+from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
@@ -90,6 +92,46 @@ def test_json_has_all_of_it(run, tmp_path, kind):
             assert ("values" in side) == (kind in ("tensor", "head"))
             if "values" in side:
                 assert side["values"] == scale.flatten().tolist()
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_plan_is_shown(run, tmp_path, is_dynamic):
+    scales = planned_scales(is_dynamic=is_dynamic)
+    scales.save_pretrained(tmp_path)
+    code, out, err = run("inspect", str(tmp_path))
+    assert (code, err) == (0, "")
+    assert "per token" in out if is_dynamic else "per head" in out
+    for index, plan in enumerate(PLANS):
+        assert f"1 x {plan}" in out
+        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
+        assert f"│ {plan.k} " in row
+        assert f"│ {plan.v} " in row
+    said = json.loads(run("inspect", str(tmp_path), "--json")[1])
+    assert said["plan"] == {str(plan): 1 for plan in PLANS}
+    assert said["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
+    assert (said["layers"]["1"]["k"] is None) is is_dynamic
+
+
+def test_how_a_saved_cache_is_stored(run, tmp_path):
+    cache = FP8PagedCache(scales=planned_scales(2, 4, 8))
+    for index in range(2):
+        cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
+    path = str(cache.save(tmp_path / "prompt.safetensors"))
+    code, out, err = run("inspect", path)
+    assert (code, err) == (0, "")
+    assert f"FP8PagedCache(2 layers: 1 x {PLANS[0]}; 1 x {PLANS[1]})" in out
+    assert "5 tokens" in out
+    for index, plan in enumerate(PLANS[:2]):
+        (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index} ")]
+        assert row.split("│")[2:4] == [
+            f" {side}".ljust(len(cell))
+            for side, cell in zip(plan, row.split("│")[2:4], strict=True)
+        ]
+    said = json.loads(run("inspect", path, "--json")[1])
+    assert said["plans"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert said["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
+    assert said["tokens"] == 5
+    assert run("inspect", path, "--texts", "pydoc")[0] == 2
 
 
 def test_a_file_with_a_warning_of_its_reader(run):

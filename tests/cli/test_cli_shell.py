@@ -47,7 +47,7 @@ def completed(monkeypatch, capsys):
             ["cpu", "gpu", "host", "quality", "accuracy", "long", "serve", "capacity", "memory"],
         ),
         ("hf-fp8kv check --target ", list(TARGETS)),
-        ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel"]),
+        ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel", "token"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
         ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),
         ("hf-fp8kv inspect --dtype fp8_e5", ["fp8_e5m2"]),

@@ -160,7 +160,7 @@ MALFORMED: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "model-no-text": (("model",), 3, r"x\.json: model: expected text, got 3"),
     "dtype": (("dtype",), "int4", r"dtype: expected one of fp8_e4m3, .*, got 'int4'"),
     "dtype-list": (("dtype",), ["fp8_e4m3"], r"dtype: expected one of"),
-    "granularity": (("granularity",), "token", r"granularity: expected one of tensor, head"),
+    "granularity": (("granularity",), "row", r"granularity: expected one of tensor, head"),
     "margin-zero": (("margin",), 0.0, r"margin: expected a finite number above 0, got 0\.0"),
     "margin-nan": (("margin",), NAN, r"margin: expected a finite number above 0, got nan"),
     "margin-infinite": (("margin",), INF, r"margin: .* got inf"),

@@ -1,0 +1,182 @@
+"""Calibration of how layers are stored: what is chosen, on what scales, and when it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
+from hf_fp8kv.calibration import measure, scoring
+from hf_fp8kv.formats import LayerPlan
+from hf_fp8kv.formats.rotation import rotate
+from tests.calibration.test_calibrate import QUIET, seen, texts
+from tests.helpers.tiny_models import tiny
+
+E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
+BY_HAND = {
+    0: LayerPlan.parse("int8 rotated centered", "fp8_e3m4 rotated"),
+    1: LayerPlan.parse("fp8_e2m5", "auto"),
+}
+# Few texts: predictions are compared in most of the time that a calibration takes.
+FEW: dict[str, Any] = QUIET | {"held_out": 40}
+
+
+def model_with_outliers() -> Any:
+    """A biased K, and in the first head of layer 0 a pair of channels with 50 times as much."""
+    model = tiny("qwen2", key_bias=30.0)[0]
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        for channel in (3, 3 + 8):
+            for part in (attention.k_proj.weight, attention.k_proj.bias):
+                part[channel] *= 50
+            for head in range(model.config.num_attention_heads // 2):
+                attention.q_proj.weight[16 * head + channel] /= 50
+                attention.q_proj.bias[16 * head + channel] /= 50
+    return model
+
+
+@pytest.fixture(scope="module")
+def biased() -> Any:
+    return tiny("qwen2", key_bias=30.0)[0]
+
+
+@pytest.fixture(scope="module")
+def static(biased: Any) -> KVScales:
+    return calibrate(biased, texts(), plan="measured", **QUIET)
+
+
+@pytest.fixture(scope="module")
+def dynamic(biased: Any) -> KVScales:
+    return calibrate(biased, texts(), granularity="token", **QUIET)
+
+
+def kl(scales: KVScales, cache: str) -> list[float]:
+    rows = (*scales.report.quality, *scales.report.far_quality)
+    return [row.kl for row in rows if row.cache == cache]
+
+
+def test_a_measured_plan_is_closer_near_and_far(static: KVScales, dynamic: KVScales) -> None:
+    assert static.report.centers.startswith("Measured plans in 2 of 2 layers: KL")
+    assert static.report.dtype == dynamic.report.dtype == "plan"
+    assert dynamic.report.granularity == "token"
+    for scales in (static, dynamic):
+        for plan in scales.plan.values():
+            assert plan.k.centered
+            assert plan.v.rotated
+    at_most = {"static, the plan": 0.3, "dynamic, the plan": 0.1}
+    for name, share in at_most.items():
+        for found, e4m3 in zip(kl(static, name), kl(static, "dynamic fp8_e4m3"), strict=True):
+            assert found < share * e4m3, name
+    assert not kl(dynamic, "static, the plan")
+    assert len(kl(dynamic, "dynamic, the plan")) == 2
+
+
+@pytest.mark.parametrize("name", ["static", "by hand"])
+def test_scales_cover_the_numbers_that_are_stored(biased: Any, static: Any, name: str) -> None:
+    """Those that are rotated and centered, here and at other positions, and little more."""
+    windows = [t[:24] for t in texts()]
+    scales = static
+    if name == "by hand":
+        scales = calibrate(biased, windows, plan=BY_HAND, **FEW | {"held_out": 0})
+        assert scales.plan == BY_HAND
+        assert scales.report.centers == "The plan was given."
+    for index, (k, v) in seen(biased, windows).items():
+        layer = scales.layers[index]
+        if layer.plan.k.centered:
+            k = k - layer.k_center
+        for side, x in (("k", k), ("v", v)):
+            plan = getattr(layer.plan, side)
+            x = rotate(x) if plan.rotated else x
+            amax = x.abs().amax((0, 2))
+            reach = 448 * getattr(layer, side)[:, 0]
+            # An octave up the scale repeats itself; K may be larger at other positions.
+            assert (reach >= amax * (1 - 1e-5) if name == "by hand" else reach > 0.8 * amax).all()
+            assert (reach <= (4 if side == "k" else 2.01) * amax).all(), (index, side)
+
+
+def test_dynamic_scales_are_left_to_the_cache(biased: Any, dynamic: KVScales) -> None:
+    assert dynamic.is_dynamic
+    assert {layer.k for layer in dynamic.layers.values()} == {None}
+    windows, center = [t[:24] for t in texts()[:6]], dynamic.layers[0].k_center
+    everywhere = seen(biased, windows, range(0, 169, 24))[0][0].mean(0)
+    assert (everywhere - center).norm() < 0.3 * center.norm(), "it is the mean of K, about"
+    ids = texts()[0][None]
+    biased.set_attn_implementation("fp8_paged")
+    cache = FP8PagedCache(biased.config, scales=dynamic, prefill="stored")
+    with torch.no_grad():
+        biased(ids, past_key_values=cache)
+    biased.set_attn_implementation("sdpa")
+    assert cache.plan == dynamic.plan
+    assert torch.equal(cache.layers[0].k_center[0], center)
+
+
+def test_outliers_that_turn_are_not_rotated() -> None:
+    """Rotation spreads them; where they stay alone, a float format has room for them."""
+    model = model_with_outliers()
+    for granularity in ("head", "token"):
+        scales = calibrate(model, texts(), plan="measured", granularity=granularity, **FEW)
+        assert [plan.k.rotated for plan in scales.plan.values()] == [False, True]
+
+
+def test_a_scale_per_channel_is_one_per_head_where_k_is_rotated(biased: Any) -> None:
+    plan = LayerPlan.parse("fp8_e2m5 rotated", "fp8_e3m4")
+    scales = calibrate(biased, texts(8), plan=plan, granularity="channel", **FEW)
+    assert scales.plan == dict.fromkeys((0, 1), plan)
+    assert {layer.k.shape for layer in scales.layers.values()} == {(2, 1)}
+    assert {layer.v.shape for layer in scales.layers.values()} == {(2, 16)}
+
+
+def test_what_does_not_help_for_certain_is_not_taken(biased: Any, monkeypatch: Any) -> None:
+    real, places = scoring.score_caches, []
+
+    def score(job: Any, name: str, *args: Any) -> Any:
+        scores = real(job, name, *args)
+        if name.startswith("far predictions"):  # near it helped
+            scores["with"] = scores["without"]
+        places.append(name)
+        return scores
+
+    monkeypatch.setattr(scoring, "score_caches", score)
+    scales = calibrate(biased, texts(8), plan="measured", **FEW)
+    assert places[:2] == ["predictions", "far predictions: predictions"]
+    assert set(scales.plan.values()) == {E4M3}
+    assert "others do not help for certain" in scales.report.centers
+
+
+def test_a_calibration_with_a_plan_resumes(biased: Any, static: KVScales, tmp_path: Path) -> None:
+    for _ in range(2):  # the second one finds everything done
+        again = calibrate(biased, texts(), plan="measured", state=tmp_path / "state", **QUIET)
+        assert again.digest == static.digest
+    with pytest.raises(ConfigError, match="another model"):
+        calibrate(biased, texts(), plan=BY_HAND, state=tmp_path / "state", **QUIET)
+
+
+def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path: Path) -> None:
+    static.save_pretrained(tmp_path)
+    report = measure(biased, tmp_path, texts(6, seed=3), max_length=24, progress=False)
+    assert report.dtype == "plan"
+    assert [row.cache for row in report.quality][1:3] == ["static, the plan", "dynamic, the plan"]
+    assert KVScales.from_pretrained(tmp_path).report.scales_digest == static.digest
+    # Errors of the numbers as they are stored: rotated, they would not be those of K itself.
+    for layer in report.layers.values():
+        assert 0 < layer.k.error["fp8_e2m5"] < layer.k.error["fp8_e4m3"]
+    with pytest.raises(ConfigError, match="dtype: expected None"):
+        measure(biased, static, texts(6), dtype="fp8", max_length=24, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"plan": "measured", "dtype": "fp8"}, "dtype: expected None"),
+        ({"granularity": "token", "dtype": "fp8"}, "dtype: expected None"),
+        ({"plan": E4M3, "dtype": "fp8"}, "expected it alone"),
+        ({"plan": "best"}, "expected a LayerPlan"),
+        ({"plan": {0: E4M3}}, "got none for layers 1"),
+        ({"plan": BY_HAND, "center": False}, "a plan with centers"),
+    ],
+    ids=str,
+)
+def test_plans_that_cannot_be_calibrated(biased: Any, keywords: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        calibrate(biased, texts(), **QUIET, **keywords)
