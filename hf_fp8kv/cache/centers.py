@@ -1,5 +1,7 @@
 """Centers of K from a first call: the mean of each sequence's last tokens, without padding.
 
+What RoPE turns away within some thousand positions is left out of it, see `Turns.steady`.
+
 A cache is not told of padding: transformers asks it for the sizes of a mask, and passes these and
 the mask of the text on to the mask function. So a cache that is about to freeze centers announces
 that (`FirstTokens.ask`), and "fp8_paged" says which tokens are padding (`answer`). Other mask
@@ -10,6 +12,8 @@ import threading
 from typing import NamedTuple
 
 import torch
+
+from .turns import Turns
 
 # The mean of few tokens serves as well as that of all (docs/accuracy.md), and costs nothing at a
 # long prompt.
@@ -78,17 +82,20 @@ class FirstTokens:
         columns = _last((column - start).where(present, -1))
         self.told = _Told(tokens, present[:, start : start + tokens], columns, frozen)
 
-    def find_center(self, key: torch.Tensor) -> torch.Tensor:
+    def find_center(self, key: torch.Tensor, turns: Turns | None) -> torch.Tensor:
         """Return the center `[B, Hkv, Dk]`, float32, of new keys `[B, Hkv, T, Dk]`.
 
         Numbers that are not finite are left out; 0 where nothing is left.
         """
         key, columns = key.detach(), self._find_columns(key.shape[0], key.shape[2])
         if columns is None:
-            return _mean(key[:, :, -_TOKENS:].float())
-        columns = columns.to(key.device)[:, None, :, None]
-        picked = key.gather(2, columns.clamp(min=0).expand(-1, key.shape[1], -1, key.shape[3]))
-        return _mean(picked.float().where(columns >= 0, torch.nan))
+            picked = key[:, :, -_TOKENS:].float()
+        else:
+            columns = columns.to(key.device)[:, None, :, None]
+            picked = key.gather(2, columns.clamp(min=0).expand(-1, key.shape[1], -1, key.shape[3]))
+            picked = picked.float().where(columns >= 0, torch.nan)
+        center = picked.where(picked.isfinite(), torch.nan).nanmean(2).nan_to_num(0.0, 0.0, 0.0)
+        return center if turns is None else turns.steady(center)
 
     def _find_columns(self, batch: int, tokens: int) -> torch.Tensor | None:
         """Return the last tokens of each sequence as `_Told.columns`, or None if not known."""
@@ -116,7 +123,9 @@ class FirstTokens:
         row = int(present.sum(1).argmax())
         return row, present[row].nonzero()[:, 0]
 
-    def complete(self, center: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def complete(
+        self, center: torch.Tensor, key: torch.Tensor, turns: Turns | None
+    ) -> torch.Tensor:
         """Return `center` with those of sequences that had only padding until this call.
 
         What is stored of them is never looked at, so it does not matter what it now stands for. A
@@ -126,7 +135,7 @@ class FirstTokens:
         if told is None or told.frozen is None or found is None:
             return center
         frozen = told.frozen.to(center.device)[:, None, None] | (center != 0).any((1, 2), True)
-        return center.where(frozen, self.find_center(key))
+        return center.where(frozen, self.find_center(key, turns))
 
     def end_call(self) -> None:
         """Forget what is of no more use, once all layers have their centers."""
@@ -149,7 +158,3 @@ def answer(mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int) ->
 
 def _last(columns: torch.Tensor) -> torch.Tensor:
     return columns.sort(1).values[:, -_TOKENS:]
-
-
-def _mean(key: torch.Tensor) -> torch.Tensor:
-    return key.where(key.isfinite(), torch.nan).nanmean(2).nan_to_num(0.0, 0.0, 0.0)

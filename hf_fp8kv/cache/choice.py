@@ -10,8 +10,6 @@ weights, are the same there.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from ..formats.codec import dynamic_scale, round_to_format
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
 from .queries import Queries
+from .turns import Turns
 
 # Fewer tokens of a first call say too little: the safe plan is kept.
 FEWEST_TOKENS = 32
@@ -31,45 +30,6 @@ _FIRST, _LAST, _BETWEEN, _QUERIES = 16, 112, 128, 16
 _GAIN = 0.9
 # Other positions that keys are tried at, as far as the model goes.
 _MOVES = (1024, 4096, 16384)
-
-
-@dataclass(frozen=True)
-class Turns:
-    """How RoPE turns keys: channel i together with i + n, by `frequencies[i]` a position.
-
-    Models that turn neighbors together instead have other pairs; it is the spread of frequencies
-    over channels that counts here.
-
-    Attributes:
-        frequencies: `[n]`, float32, in radians.
-        positions: that the model has.
-    """
-
-    frequencies: Tensor
-    positions: int
-
-    @classmethod
-    def of(cls, config: Any, dim: int, index: int) -> "Turns | None":
-        """Return the turns of layer `index` with heads of `dim`; None without RoPE."""
-        rope = getattr(config, "rope_parameters", None) or {}
-        kinds = getattr(config, "layer_types", None) or ()
-        if index < len(kinds) and isinstance(rope.get(kinds[index]), dict):
-            rope = rope[kinds[index]]
-        theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
-        if theta is None:
-            return None
-        turned = int(dim * rope.get("partial_rotary_factor", 1.0)) // 2
-        exponents = torch.arange(turned, dtype=torch.float32) / max(turned, 1)
-        most = getattr(config, "max_position_embeddings", None) or max(_MOVES)
-        return cls(float(theta) ** -exponents, int(most))
-
-    def turn(self, x: Tensor, positions: int) -> Tensor:
-        """Return keys or queries `[..., D]`, float32, as they are so many positions further on."""
-        n = len(self.frequencies)
-        angle = (self.frequencies.double() * positions).float().to(x.device)
-        cos, sin = angle.cos(), angle.sin()
-        a, b, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
-        return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
 
 def choose_plan(

@@ -81,7 +81,7 @@ class FP8PagedLayer(PagedLayerBase):
             self.storage = self.options.layer_plan(self.index)
             self.k_center = None if waits else self._first_center(key)
         elif self.k_center is not None and self.first_tokens.told is not None:
-            self.k_center = self.first_tokens.complete(self.k_center, key)
+            self.k_center = self.first_tokens.complete(self.k_center, key, self.turns)
         if group.window is not None and (passage := group.passage(start, stop)):
             return self._pass_through(passage, key_states, value_states, waits=waits)
         self.pool.grow(group.table.allocator.capacity)
@@ -110,7 +110,7 @@ class FP8PagedLayer(PagedLayerBase):
         """Leave a first call to its attention, which has the queries; see first_write.py."""
         detached = without_grad(key), without_grad(value)
         may_center = self.options.first_call_centers
-        center = self.first_tokens.find_center(detached[0]) if may_center else None
+        center = self.first_tokens.find_center(detached[0], self.turns) if may_center else None
         write = FirstWrite(self, key, *detached, first, lengths, center)
         self.group.defer_write(self.pool, write)
         wait_for_queries(write)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..paging.pending_write import PendingWrite
-from .choice import Turns, choose_plan
+from .choice import choose_plan
 from .layer import PagedLayerBase
 
 
@@ -65,7 +65,7 @@ class FirstWrite(PendingWrite):
         chosen = choose_plan(
             states[0].detach(), states[1], states[2], center,
             (layer.options.k_plans, layer.options.v_plans), scaling, layer.group.window,
-            Turns.of(layer.text_config, key.shape[3], layer.index),
+            layer.turns,
         )  # fmt: skip
         if chosen is not None:
             layer.storage = chosen

@@ -2,7 +2,6 @@
 
 import operator
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -17,6 +16,7 @@ from .centers import FirstTokens
 from .options import CacheOptions
 from .paged_tensor import PagedKV, densify, make_handle, make_handles
 from .snapshot import LayerSnapshot
+from .turns import Turns
 
 
 class MaskLength(int):
@@ -36,7 +36,7 @@ class PagedLayerBase(CacheLayerMixin):
         k_center: `[B, Hkv, Dk]`, float32, or None.
         whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
         query_heads: query heads of this process; 0: not known.
-        text_config: the decoder's config, which tells how K turns with the position, or None.
+        turns: how K turns with the position; None: it does not, or it is not known.
         assigned: what was assigned to `keys` or `values`, until the other one is.
     """
 
@@ -47,7 +47,7 @@ class PagedLayerBase(CacheLayerMixin):
     v_dtype: torch.dtype
     is_empty: bool
     query_heads = 0
-    text_config: Any = None
+    turns: Turns | None = None
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class PagedLayerBase(CacheLayerMixin):
         if self._scale_center is not None:
             return self._scale_center.expand(key.shape[0], -1, -1).contiguous()
         if self.storage.k.centered:
-            return self.first_tokens.find_center(key)
+            return self.first_tokens.find_center(key, self.turns)
         return None
 
     def _check_tokens(self, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from .layer import PagedLayerBase
 from .options import CacheOptions
 from .preallocated_layer import FP8PagedPreallocatedLayer
 from .snapshot import CacheSnapshot, LayerSnapshot
+from .turns import Turns
 
 # Exactly these kinds are replaced by paged layers: a subclass keeps more than K and V.
 _REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -86,7 +87,7 @@ class PagedLayers:
             )
         else:
             layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
-            layer.text_config = self.config
+        layer.turns = Turns.of(self.config, index)
         if self.config is not None:
             layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
         self.layers.append(layer)

@@ -132,7 +132,8 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
             if not torch.compiler.is_compiling():
                 self._max_written = max(self._max_written, key.shape[2])
         elif self.k_center is not None and self.first_tokens.told is not None:
-            self.k_center.copy_(self.first_tokens.complete(self.k_center, key))
+            center = self.first_tokens.complete(self.k_center, key, self.turns)
+            self.k_center.copy_(center)
         attends_fresh = was_empty and self.options.prefill == "exact"
         defers = not attends_fresh and self._defers(key.shape[2])
         pages = self._store(key, value, is_read=not attends_fresh, defers=defers)

@@ -92,10 +92,13 @@ def test_other_ways_to_attend(name: str, prefill: str) -> None:
 @torch.no_grad()
 def test_without_a_config() -> None:
     model, batch = model_of(), pad(SPANS["left"])
-    cache, expected = FP8PagedCache(page_size=8, **CENTERED), new_cache(model)
-    for each in (cache, expected):
+    cache, other = FP8PagedCache(page_size=8, **CENTERED), new_cache(model)
+    for each in (cache, other):
         model(**batch, past_key_values=each)
-    assert_same(centers(cache), centers(expected))
+    # How keys turn is not known then.
+    turns = other.paged_layers[0].turns
+    assert turns is not None
+    assert_same(turns.steady(centers(cache)), centers(other))
 
 
 @pytest.mark.parametrize("chunks", [(16, 16, 13), (41, 1, 3), (1, 43, 1)], ids=str)
@@ -173,7 +176,7 @@ def test_what_is_read_after_a_late_center(room: int | None) -> None:
             each.layers[0].keys.dense()[1, :, 20 : min(count, 45)] for each in (cache, exact)
         )
         assert count in (16, 30, 45)
-        assert (keys - expected).abs().max() < 0.01 * expected.abs().max()
+        assert (keys - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 @rooms
@@ -235,7 +238,7 @@ def test_a_mask_is_for_one_call(room: int | None) -> None:
     for empty in (cache.reset, lambda: cache.crop(-WIDTH)):
         empty()
         cache.update(k, k, 0)
-        torch.testing.assert_close(layer.k_center, k[:, :, -32:].mean(2))
+        torch.testing.assert_close(layer.k_center, layer.turns.steady(k[:, :, -32:].mean(2)))
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.cache.choice import Turns, choose_plan, weigh_plans
+from hf_fp8kv.cache.choice import choose_plan, weigh_plans
 from hf_fp8kv.cache.queries import Queries
+from hf_fp8kv.cache.turns import Turns
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode
@@ -64,29 +65,12 @@ def test_a_bias_is_centered() -> None:
 
 def test_a_bias_that_turns_away_is_not_trusted() -> None:
     """At the positions of the first call the center takes the bias away, at others it does not."""
-    fast = Turns(torch.full((DIM // 2,), 0.7), 32768)
-    still = Turns(torch.zeros(DIM // 2), 32768)
+    fast, still = Turns(1.0, positions=32768), Turns(1.0, moving=0.0, positions=32768)
     q, k, v = states(bias=20.0)
     assert choose(q, k, v, turns=still) == choose(q, k, v)
     turned = choose(q, k, v, turns=fast)
     assert turned is not None
     assert turned.k != choose(q, k, v).k  # type: ignore[union-attr]
-
-
-def test_a_turn_is_ropes() -> None:
-    config = causal_config("llama")
-    turns = Turns.of(config, 64, 0)
-    assert turns is not None
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-    config.head_dim = 64
-    x = torch.randn(1, 2, 5, 64)
-    rope = LlamaRotaryEmbedding(config)
-    at = torch.arange(5)[None]
-    (near, _), (far, _) = (
-        apply_rotary_pos_emb(x, x, *rope(x, positions)) for positions in (at, at + 37)
-    )
-    torch.testing.assert_close(turns.turn(near, 37), far, rtol=1e-4, atol=1e-4)
 
 
 def test_too_few_tokens_and_other_numbers_say_nothing() -> None:

@@ -20,6 +20,13 @@ HEADS, DIM, PROMPT = 2, 16, 13
 
 
 def make_config(kind: str) -> Any:
+    config = _make_config(kind)
+    # With RoPE, centers of a first call are no longer what they were.
+    config.rope_parameters = None
+    return config
+
+
+def _make_config(kind: str) -> Any:
     from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig
 
     sizes: dict[str, Any] = {

@@ -1,0 +1,129 @@
+"""Turns: how RoPE turns keys with their position, as far as a model's config says."""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..modeling.model_support import config_field
+
+# How many positions before and after those of a first call its center is meant for, where the
+# model goes as far.
+_REACH = 2048
+_MOST_POSITIONS = 1 << 20
+# Models whose layers have RoPE only if they have a window, which no field of their configs says.
+_ROPE_WITH_WINDOW = frozenset(
+    ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1")
+)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a layer's keys turn: pair i of n channels by `base ** (-i / n)` radians a position.
+
+    Scaled RoPE is taken for the plain one: it has the same fast pairs, and slower slow ones.
+
+    Attributes:
+        base: RoPE's theta.
+        share: of a head's channels, the part that is in pairs: the first ones.
+        moving: of the pairs, the part that turns: the first ones, at the same speeds.
+        mla: of MLA's keys the channels that stay and the last ones, which turn; its latents, which
+            may be stored in their place, stay. None: see `share`.
+        neighbors: whether channels 2i and 2i + 1 are a pair; otherwise i and i + n are.
+        positions: that the model has.
+    """
+
+    base: float
+    share: float = 1.0
+    moving: float = 1.0
+    mla: tuple[int, int] | None = None
+    neighbors: bool = False
+    positions: int = _MOST_POSITIONS
+
+    @classmethod
+    def of(cls, config: Any, index: int) -> "Turns | None":
+        """Return the turns of layer `index`; None without RoPE, or without a config."""
+        if config is None:
+            return None
+        kinds = config_field(config, "layer_types") or ()
+        kind = kinds[index] if index < len(kinds) else None
+        has_rope = config_field(config, "no_rope_layers")
+        if has_rope and index < len(has_rope) and not has_rope[index]:
+            return None
+        if kind == "full_attention" and config.model_type in _ROPE_WITH_WINDOW:
+            return None
+        rope = config_field(config, "rope_parameters") or {}
+        if kind is not None and isinstance(rope.get(kind), dict):
+            rope = rope[kind]
+        theta = rope.get("rope_theta", config_field(config, "rope_theta"))
+        if not theta:
+            return None
+        most = config_field(config, "max_position_embeddings")
+        part = float(rope.get("partial_rotary_factor", 1.0))
+        keeps_pairs = rope.get("rope_type") == "proportional"
+        return cls(
+            float(theta),
+            1.0 if keeps_pairs else part,
+            part if keeps_pairs else 1.0,
+            _find_mla(config),
+            _turns_neighbors(config),
+            int(most or _MOST_POSITIONS),
+        )
+
+    def turn(self, x: Tensor, positions: int) -> Tensor:
+        """Return keys or queries `[..., D]`, float32, as they are so many positions further on."""
+        before, pairs = self._place(x.shape[-1])
+        angle = (self._frequencies(pairs).double() * positions).float().to(x.device)
+        cos, sin = angle.cos(), angle.sin()
+        stop = before + 2 * pairs
+        part = x[..., before:stop]
+        axis = -1 if self.neighbors else -2
+        a, b = part.unflatten(-1, (pairs, 2) if self.neighbors else (2, pairs)).unbind(axis)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], axis).flatten(-2)
+        return torch.cat([x[..., :before], turned, x[..., stop:]], -1)
+
+    def steady(self, center: Tensor) -> Tensor:
+        """Return of a mean of keys, `[..., D]`, what is left of it in the positions around.
+
+        What turns by `f` a position has the mean `sin(f * n) / (f * n)` of itself over the `n`
+        positions before and after. So slow pairs stay, and fast ones, which a center would only
+        make larger elsewhere, become 0.
+        """
+        before, pairs = self._place(center.shape[-1])
+        reach = min(_REACH, self.positions // 2)
+        left = torch.sinc(self._frequencies(pairs) * (reach / math.pi))
+        both = left.repeat_interleave(2) if self.neighbors else left.repeat(2)
+        after = center.shape[-1] - before - 2 * pairs
+        return center * pad(both, (before, after), value=1.0).to(center.device)
+
+    def _place(self, dim: int) -> tuple[int, int]:
+        """Return how many channels of `dim` come before those that turn, and how many pairs do."""
+        if self.mla is not None:
+            before, turned = self.mla
+            return (before, turned // 2) if before + turned == dim else (dim, 0)
+        return 0, int(dim * self.share) // 2
+
+    def _frequencies(self, pairs: int) -> Tensor:
+        """Return by how much each pair turns in a position, in radians: `[pairs]`, float32."""
+        pair = torch.arange(pairs, dtype=torch.float32)
+        speeds = self.base ** -(pair / max(pairs, 1))
+        return speeds.where(pair < int(pairs * self.moving), 0.0)
+
+
+def _find_mla(config: Any) -> tuple[int, int] | None:
+    both = [config_field(config, f"qk_{part}_head_dim") for part in ("nope", "rope")]
+    return None if None in both else (both[0], both[1])
+
+
+def _turns_neighbors(config: Any) -> bool:
+    """Return whether a model's code turns channels 2i and 2i + 1 together, as far as it says."""
+    name = type(config).__module__.replace("configuration_", "modeling_")
+    rotate_half = getattr(sys.modules.get(name), "rotate_half", None)
+    if rotate_half is None:
+        return False
+    turned: list[float] = rotate_half(torch.arange(4.0)).tolist()
+    return turned == [-1.0, 0.0, -3.0, 2.0]

@@ -1,0 +1,84 @@
+"""How keys turn with their position, and what is left of a center of keys that turn."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.cache.turns import Turns
+from tests.helpers.tiny_models import build, causal_config
+
+pytestmark = pytest.mark.text
+
+DISTANCE = 37
+# By how keys turn: halves, neighbors, a part of the head, one base for each type of layer, the
+# latents of MLA, and layers without RoPE.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
+    "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_keys_turn_as_the_config_says(name: str) -> None:
+    model, inputs = build(name, **MODELS[name])
+    ids = inputs["input_ids"][:1, -8:]
+    caches = []
+    for start in (0, DISTANCE):
+        caches.append(FP8PagedCache(model.config, dtype="auto"))
+        at = torch.arange(start, start + ids.shape[1])[None]
+        model(ids, position_ids=at, past_key_values=caches[-1])
+    for near, far in zip(*(cache.paged_layers for cache in caches), strict=True):
+        keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
+        if near.turns is not None:
+            keys = near.turns.turn(keys, DISTANCE)
+        torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_layers_without_rope_do_not_turn() -> None:
+    assert Turns.of(causal_config("gpt2"), 0) is None
+    assert Turns.of(None, 0) is None
+    smollm3 = causal_config("smollm3", no_rope_layers=[1, 0])
+    assert [Turns.of(smollm3, index) is None for index in (0, 1)] == [False, True]
+    cohere2 = causal_config("cohere2")
+    found = [Turns.of(cohere2, index) is None for index in range(len(cohere2.layer_types))]
+    assert found == [kind == "full_attention" for kind in cohere2.layer_types]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        Turns(10000.0, positions=600),
+        Turns(500.0, neighbors=True, positions=600),
+        Turns(10000.0, share=0.5, positions=600),
+        Turns(10000.0, moving=0.5, positions=600),
+        Turns(10000.0, mla=(10, 6), positions=600),
+    ],
+    ids=str,
+)
+def test_a_steady_center_is_the_mean_over_positions(turns: Turns) -> None:
+    center = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    mean = sum(turns.turn(center, at) for at in range(-300, 301)) / 601
+    torch.testing.assert_close(turns.steady(center), mean, rtol=0, atol=0.01)
+    far = dataclasses.replace(turns, positions=1 << 20).steady(center)
+    assert (far.abs() <= center.abs()).all()
+    assert (far - turns.steady(center)).abs().max() > 0.05
+
+
+def test_a_center_keeps_what_stays() -> None:
+    """In a cache: slow pairs of channels, and those that do not turn, have a center."""
+    config = causal_config("gpt_neox", max_position_embeddings=65536)
+    cache = FP8PagedCache(config, dtype="fp8", center_keys=True)
+    k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    cache.update(k, k, 0)
+    turns, mean = cache.paged_layers[0].turns, k[:, :, -32:].mean(2)
+    assert turns is not None
+    center = cache.paged_layers[0].k_center
+    assert center is not None
+    torch.testing.assert_close(center, turns.steady(mean))
+    assert center[..., 0].abs().max() < 0.1
+    torch.testing.assert_close(center[..., 4:], mean[..., 4:])
