@@ -23,7 +23,7 @@ _Cache = TypeVar("_Cache", bound=Cache)
 Heads = tuple[int, int, int]
 
 DYNAMIC, QUANTIZED, FOLDED = "DynamicCache + sdpa", "QuantizedCache fp8 + sdpa", "cat + folded sdpa"
-E4M3 = "FP8PagedCache e4m3"
+E4M3, E3M4 = "FP8PagedCache e4m3", "FP8PagedCache e3m4"
 PAGED: dict[str, dict[str, Any]] = {
     **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
     f"{E4M3} static": {"dtype": "fp8_e4m3", "scales": 0.01},

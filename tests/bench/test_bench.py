@@ -73,6 +73,17 @@ def test_targets_are_those_of_the_longest_context(result):
         assert row["target"] == expected
 
 
+def test_rotated_formats_are_held_against_e3m4(result):
+    rows = [row for row in result["rows"] if row["against"] == cpu.E3M4]
+    names = ("FP8PagedCache e2m5", "FP8PagedCache int8")
+    expected = {(name, context) for name in names for context in SMALL["context"]}
+    assert {(row["cache"], row["context"]) for row in rows} == expected
+    assert {row["target"] for row in rows} == {1.05}
+    for name in names:
+        cache = contenders.make_paged((4, 2, 16), "auto", name)
+        assert all(side.rotated for plan in cache.plan.values() for side in plan)
+
+
 def test_the_table(result):
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(cpu.format_table(result))
