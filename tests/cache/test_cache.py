@@ -314,7 +314,7 @@ def test_centers_remove_a_common_bias() -> None:
     v = torch.randn(2, HEADS, 64, DIM)
     errors = {}
     for center in (False, True):
-        cache = FP8PagedCache(config(), center_keys=center)
+        cache = FP8PagedCache(center_keys=center)
         cache.update(k, v, 0)
         errors[center] = (cache.layers[0].keys.dense() - k).pow(2).mean().sqrt()
         assert_same(cache.layers[0].keys.dense(), cache.fork().layers[0].keys.dense())
