@@ -32,7 +32,9 @@ MEASURED = tuple(fmt.name for fmt in DISTINCT)
 CONSTANT, DYNAMIC = "constant 1.0", "dynamic"
 # What other tools write: nothing is chosen. For the first format only.
 AMAX = "amax / 448 per head"
-STATIC: dict[str, Granularity] = {f"static per {kind}": kind for kind in get_args(Granularity)}
+STATIC: dict[str, Granularity] = {
+    f"static per {kind}": kind for kind in get_args(Granularity) if kind != "token"
+}
 
 _FINEST = next(name for name, kind in STATIC.items() if kind == "channel")
 # Two topics with the same paragraph of so many characters are one text to the calibration.
