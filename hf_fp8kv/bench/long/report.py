@@ -1,7 +1,9 @@
 """The tables of the long suite."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...calibration.divergence import UNQUANTISED
 from ..reporting import build_table
 from .predictions import ALL_KINDS
 
@@ -13,7 +15,8 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     """Return the result of `run_long_suite` as tables for a terminal."""
     from rich.console import Group
 
-    return Group(_format_positions(result), _format_kinds(result))
+    tables = [_format_positions(result), _format_kinds(result)] if result["predictions"] else []
+    return Group(*tables, *_format_tasks(result))
 
 
 def _format_positions(result: dict[str, Any]) -> "RenderableType":
@@ -35,13 +38,13 @@ def _format_positions(result: dict[str, Any]) -> "RenderableType":
                 *(f"{cell['top1']:.1%}" for cell in cells if cell),
             )
         )
-    texts = settings["texts_of_a_kind"] * len(settings["texts"])
+    tokens = next(iter(found.values()))["tokens"]
     return build_table(
         {"cache": "left", "bits": "right", **dict.fromkeys(measures, "right")},
         rows,
         title=f"{settings['model']}, {settings['dtype']}: KL from the unquantised cache, 1e-3",
-        caption=f"{texts} texts, {settings['scored']} tokens each before the position, ± the "
-        f"standard error over texts; {result['hardware']['cpu']}, {result['date']}",
+        caption=f"{tokens // settings['scored']} texts, {settings['scored']} tokens each before "
+        f"the position, ± the standard error over texts; {_describe_run(result)}",
     )
 
 
@@ -52,7 +55,10 @@ def _format_kinds(result: dict[str, Any]) -> "RenderableType":
     return build_table(
         {"cache": "left", **dict.fromkeys(kinds, "right")},
         (
-            (cache["title"], *(_format_kl(found[cache["cache"], position, kind]) for kind in kinds))
+            (
+                cache["title"],
+                *(_format_kl(found.get((cache["cache"], position, kind))) for kind in kinds),
+            )
             for cache in result["caches"]
             if not cache["missing"]
         ),
@@ -60,8 +66,48 @@ def _format_kinds(result: dict[str, Any]) -> "RenderableType":
     )
 
 
+def _format_tasks(result: dict[str, Any]) -> "Iterator[RenderableType]":
+    """Yield a table for each position: the questions that are right, and those that are lost."""
+    for position in result["settings"]["positions"]:
+        tasks = [task for task in result["tasks"] if task["position"] == position]
+        if not tasks:
+            continue
+        heads = [f"{task['task']}, of {task['asked']}" for task in tasks]
+        found = [{answer["cache"]: answer for answer in task["answers"]} for task in tasks]
+        ceilings = (
+            f"{round(task['ceiling'] * task['asked'])}" + (", dropped" * task["dropped"])
+            for task in tasks
+        )
+        yield build_table(
+            {"cache": "left", **dict.fromkeys(heads, "right")},
+            [
+                (UNQUANTISED, *ceilings),
+                *(
+                    (cache["title"], *(_format_answer(of.get(cache["cache"])) for of in found))
+                    for cache in result["caches"]
+                    if not cache["missing"]
+                ),
+            ],
+            title=f"{result['settings']['model']}: right answers at {position} tokens (lost: those "
+            "that the unquantised cache has right)",
+            caption=_describe_run(result),
+        )
+
+
+def _describe_run(result: dict[str, Any]) -> str:
+    """Return where and when, and that a run was cut short. Older files know nothing of that."""
+    cut = "" if result.get("complete", True) else "INCOMPLETE: cut short; "
+    return f"{cut}{result['hardware']['cpu']}, {result['date']}"
+
+
 def _by_key(result: dict[str, Any]) -> dict[tuple[str, int, str], dict[str, Any]]:
     return {(row["cache"], row["position"], row["kind"]): row for row in result["predictions"]}
+
+
+def _format_answer(answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return ""
+    return f"{answer['right']}" + (f" ({answer['lost']} lost)" if answer["lost"] else "")
 
 
 def _format_kl(row: dict[str, Any] | None) -> str:

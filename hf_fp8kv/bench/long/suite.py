@@ -1,22 +1,31 @@
 """Long suite: what caches do to whole models at long context."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from ...attention.switching import paged_attention
 from ...errors import ConfigError
 from ...utils.environment import describe_run
+from ...utils.files import write_all
 from ..quality import describe_settings
 from ..reporting import report_percents
-from .caches import ROWS, choose_rows
-from .predictions import count_tokens, score_text, summarize_predictions
+from . import predictions
+from .answers import count_tokens as count_task_tokens
+from .answers import run_task
+from .caches import ROWS, Row, choose_rows
+from .predictions import TextScores
+from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
 
-POSITIONS = (1024, 4096)
-THOROUGH: dict[str, Any] = {"positions": (1024, 4096, 8192), "texts": 6}
+THOROUGH: dict[str, Any] = {"positions": (1024, 4096, 8192), "texts": 6, "answers": 40}
+# A call of the model: of which part of the suite, under which cache, with how many tokens.
+_OnCall = Callable[[str, str, int], None]
 
 
 def run_long_suite(
@@ -24,18 +33,22 @@ def run_long_suite(
     tokenizer: Any,
     *,
     name: str = "",
-    texts: int = 2,
-    positions: Sequence[int] = POSITIONS,
+    texts: int = 1,
+    positions: Sequence[int] = (1024, 2048),
     scored: int = 64,
     kinds: Sequence[str] = tuple(KINDS),
+    tasks: Sequence[str] = tuple(TASKS),
+    answers: int = 10,
     caches: Sequence[str] = tuple(ROWS),
+    save: Path | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
-    """Return what caches do to a model's predictions at long context, for JSON.
+    """Return what caches do to a model's predictions and answers at long context, for JSON.
 
     Of `texts` texts of each kind, the `scored` tokens before each of the `positions` are scored
     under each cache, after one call with all tokens before them. In float32 one sees the cache
-    alone. The texts come with Python: see `texts.py`.
+    alone. The texts come with Python: see `texts.py`. Then so many `answers` of each task are
+    asked for behind texts that end at the positions: see `tasks.py`.
 
     Args:
         model: a decoder; it is left as it was.
@@ -44,69 +57,125 @@ def run_long_suite(
         texts: how many of each kind.
         positions: in tokens.
         scored: tokens before each position.
-        kinds: of text, some of `KINDS`.
+        kinds: of text, some of `KINDS`, or none.
+        tasks: some of `TASKS`, or none.
+        answers: at least so many of each task, at each position.
         caches: some of `ROWS`. Those that cannot be measured here are named in the result.
+        save: a file that the result is written to whenever there is more of it.
         progress: called with what is measured next, and the share that is done.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and
 
+        * `complete`: whether all was measured that was asked for; False only in the file;
         * `caches`: each with `cache`, `title`, `bits` (of a number of a bf16 model, its share of
           the scales included) and `missing` (why it was not measured, or None);
         * `predictions`: each with `cache`, `position`, `kind` ("all": over all texts) and the
-          fields of `summarize_texts`.
+          fields of `summarize_texts`;
+        * `tasks`: each with `task`, `position` and the fields of `run_task`.
 
     Raises:
-        ConfigError: unknown kinds or caches, a position that the model does not reach or that
-            leaves no token before those that are scored, or too few texts.
+        ConfigError: unknown kinds, tasks or caches, a position that the model does not reach or
+            that leaves no token before those that are scored, or too few texts.
     """
     positions = sorted(set(positions))
     _check_positions(model, positions, scored)
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ConfigError(f"kinds: expected some of {', '.join(KINDS)}, got {unknown[0]!r}")
+    _check_names("kinds", kinds, KINDS)
+    _check_names("tasks", tasks, TASKS)
     rows, missing = choose_rows(model, caches)
     read = {kind: read_texts(tokenizer, kind, texts, positions[-1]) for kind in kinds}
-    config = model.config.get_text_config(decoder=True)
-    head_size = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    total = count_tokens(rows, positions, scored) * texts * len(kinds)
-    report = report_percents(progress, total)
-
-    def on_call(what: str, cache: str, tokens: int) -> None:
-        report(f"{what}, {cache}", tokens)
-
-    with paged_attention(model):
-        by_kind = {
-            kind: [
-                score_text(
-                    model, ids.to(model.device), rows, positions=positions, scored=scored,
-                    on_call=partial(on_call, f"{kind}, text {number} of {texts}"),
-                )
-                for number, ids in enumerate(of_kind, 1)
-            ]
-            for kind, of_kind in read.items()
-        }  # fmt: skip
-    return {
+    written = {
+        (position, task): write_haystacks(tokenizer, task, position, answers)
+        for position in positions
+        for task in tasks
+    }
+    result: dict[str, Any] = {
         **describe_run("long", device=str(model.device)),
         "settings": {
             **describe_settings(model, name, kinds, scored=scored),
             "texts_of_a_kind": texts,
+            "tasks": list(tasks),
+            "answers": answers,
             "positions": list(positions),
             "chat_template": bool(tokenizer.chat_template),
         },
-        "caches": [
-            {
-                "cache": cache,
-                "title": ROWS[cache].title,
-                "bits": ROWS[cache].bits(head_size),
-                "missing": missing.get(cache),
-            }
-            for cache in caches
-        ],
-        "predictions": summarize_predictions(by_kind, list(rows), positions),
+        "complete": False,
+        "caches": _describe_caches(model, caches, missing),
+        "predictions": [],
+        "tasks": [],
     }
+
+    def keep() -> None:
+        if save is not None:
+            write_all({save: (json.dumps(result, indent=2) + "\n").encode()})
+
+    report = report_percents(progress, _count_tokens(read, written, rows, positions, scored))
+
+    def on_call(what: str, cache: str, tokens: int) -> None:
+        report(f"{what}, {cache}", tokens)
+
+    keep()
+    with paged_attention(model):
+        by_kind: dict[str, list[TextScores]] = {kind: [] for kind in kinds}
+        # One text of each kind, then the next: what is cut short has all kinds.
+        for number in range(texts):
+            for kind, of_kind in read.items():
+                by_kind[kind].append(
+                    predictions.score_text(
+                        model, of_kind[number].to(model.device), rows, positions=positions,
+                        scored=scored,
+                        on_call=partial(on_call, f"{kind}, text {number + 1} of {texts}"),
+                    )
+                )  # fmt: skip
+                result["predictions"] = predictions.summarize_predictions(
+                    by_kind, list(rows), positions
+                )
+                keep()
+        for (position, task), haystacks in written.items():
+            called = partial(on_call, f"{task} at {position}")
+            found = run_task(model, haystacks, rows, called)
+            result["tasks"].append({"task": task, "position": position, **found})
+            keep()
+    result["complete"] = True
+    keep()
+    return result
+
+
+def _describe_caches(
+    model: PreTrainedModel, caches: Sequence[str], missing: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    config = model.config.get_text_config(decoder=True)
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return [
+        {
+            "cache": cache,
+            "title": ROWS[cache].title,
+            "bits": ROWS[cache].bits(head_size),
+            "missing": missing.get(cache),
+        }
+        for cache in caches
+    ]
+
+
+def _count_tokens(
+    read: Mapping[str, Sequence[torch.Tensor]],
+    written: Mapping[tuple[int, str], Sequence[Haystack]],
+    rows: Mapping[str, Row],
+    positions: Sequence[int],
+    scored: int,
+) -> int:
+    """Return the tokens that are reported in all."""
+    of_text = predictions.count_tokens(rows, positions, scored)
+    of_tasks = (count_task_tokens(haystacks, rows) for haystacks in written.values())
+    return of_text * sum(map(len, read.values())) + sum(of_tasks)
+
+
+def _check_names(what: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"{what}: expected some of {', '.join(known)}, got {unknown[0]!r}")
 
 
 def _check_positions(model: PreTrainedModel, positions: Sequence[int], scored: int) -> None:
