@@ -39,7 +39,7 @@ _LIST = "A list of words:"
 _MOST = "\n\nThe most frequent words in the list above are:"
 _VOCABULARY = 40  # different words in a list
 _FREQUENT, _EXPONENT = 3, 2  # words that are asked for, and what Zipf's law is raised to
-_COMMON, _RATIO = 5, 10  # words that are asked for, and how often they are for one of the others
+_COMMON, _RATIO = 3, 30  # words that are asked for, and how often they are for one of the others
 _CHOICES = 4  # wrong words beside a right one of a list
 _QUESTION = 96  # tokens that are kept free behind a haystack
 
@@ -234,7 +234,7 @@ def write_frequent_words(writer: Writer, needles: int) -> Haystack:
 
 
 def write_common_words(writer: Writer, needles: int) -> Haystack:
-    """Return a list with a few words that are ten times as common as others, and asked for."""
+    """Return a list with a few words that are much more common than all others, and asked for."""
     words = writer.draw_words(_VOCABULARY)
     bag = words[:_COMMON] * _RATIO + words[_COMMON:]
     drawn = (word for _ in count() for word in writer.random.sample(bag, len(bag)))
