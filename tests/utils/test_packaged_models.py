@@ -88,9 +88,7 @@ def test_without_pip_the_error_says_what_to_do(folder, converted, monkeypatch):
 
 def test_another_file_is_not_taken(folder, converted, monkeypatch):
     reversed_parts = PACKAGED["tiny"].packages[::-1]
-    monkeypatch.setitem(
-        PACKAGED, "tiny", PackagedModel(reversed_parts, PACKAGED["tiny"].sha256, 1)
-    )
+    monkeypatch.setitem(PACKAGED, "tiny", PackagedModel(reversed_parts, PACKAGED["tiny"].sha256, 1))
     with pytest.raises(ConfigError, match=f"SHA-256 {PACKAGED['tiny'].sha256}, got"):
         packaged_model_path("tiny")
     assert not converted
