@@ -8,11 +8,13 @@ model.generate_batch(prompts)          # and generate(cache_implementation="page
 
 import os
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError
+from ..formats import LayerPlan
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.fingerprint import warn_if_stale
@@ -34,6 +36,7 @@ def enable(
     key_dtype: str | None = None,
     value_dtype: str | None = None,
     center_keys: bool | None = None,
+    plan: LayerPlan | Mapping[int, LayerPlan] | None = None,
     backend: str = "auto",
     probe: bool = True,
 ) -> PreTrainedModel:
@@ -51,12 +54,15 @@ def enable(
         model: a model with `generate_batch`. It runs the attention "fp8_paged" while a manager is
             running, and whatever it ran before afterwards.
         scales: as `FP8PagedCache` takes them, of all heads under tensor parallelism. None: one per
-            token and head, stored in the page.
+            token and head, stored in the page. Those of `calibrate(granularity="token")` say how
+            each layer is stored, and have its center: what `generate()` measures in its first
+            call, an engine has to be told.
         dtype: as `FP8PagedCache` takes it. None: "fp8_e3m4", or "fp8_e4m3" if scales are given.
         key_dtype: overrides one side.
         value_dtype: overrides one side.
         center_keys: None: if the scales carry centers; False: never. True asks for scales that do:
             pages are shared between requests, so none can have a center of its own.
+        plan: how all layers are stored, or each, without centers; as `FP8PagedCache` takes it.
         backend: as `FP8PagedCache` takes it.
         probe: run the model on seven tokens, packed as an engine packs them and one text after
             the other. Models that count positions by themselves, or do not hand the engine's cache
@@ -91,7 +97,7 @@ def enable(
         )
     config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-        center_keys=center_keys, backend=backend, **tensor_parallel(model),
+        center_keys=center_keys, plan=plan, backend=backend, **tensor_parallel(model),
     )  # fmt: skip
     check_kinds(model.config.get_text_config())
     cache_class(config).check(model, config)

@@ -9,7 +9,7 @@ import torch
 from .. import ops
 from ..errors import ConfigError
 from ..ops import AttentionSpec, Pages
-from .config import StaticScales
+from .config import LayerStorage
 from .layout import LayerPages, PageLayout
 from .step import MAX_BATCH, AttendBatch, LayerWork, RingChunk
 
@@ -22,7 +22,7 @@ def attend_layer(
     value: torch.Tensor,
     work: LayerWork,
     pages: LayerPages,
-    scales: StaticScales,
+    storage: LayerStorage,
     layout: PageLayout,
     backend: str,
     *,
@@ -48,13 +48,13 @@ def attend_layer(
     out = query.new_empty(shape) if tokens == work.count else query.new_zeros(shape)
     # In one launch; in a ring, tokens are not in order. Rows of length 0, padding, store nothing.
     decodes = backend == "triton" and window is None and work.is_decoding
-    if scales.center is not None and not (decodes and (softcap or sinks is not None)):
+    if storage.center is not None and not (decodes and (softcap or sinks is not None)):
         # In float32, as the operation itself would do it: the same bytes are stored.
-        key = key.float() - scales.center[None, :, None]
+        key = key.float() - storage.center[None, :, None]
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
-    center = scales.center if softcap or sinks is not None else None
+    center = storage.center if softcap or sinks is not None else None
     spec = AttentionSpec(scaling, True, 0, softcap, sinks)
-    layer = _Layer(pages.with_scales(scales), scales, center, spec, window, layout, backend)
+    layer = _Layer(pages.stored_as(storage), storage, center, spec, window, layout, backend)
     if decodes:
         layer.attend_batch(query, work.batches[0], out, (key, value))
         return out
@@ -80,7 +80,7 @@ def _check_shapes(key: torch.Tensor, value: torch.Tensor, layout: PageLayout) ->
 @dataclass(frozen=True)
 class _Layer:
     pages: LayerPages
-    scales: StaticScales
+    storage: LayerStorage
     center: torch.Tensor | None  # what the logits need back
     spec: AttentionSpec
     window: int | None
@@ -156,7 +156,7 @@ class _Layer:
         stop = before + chunk.tokens
         count = -(-stop // size)
         memory = query.new_zeros(count * self.layout.bytes_per_page, dtype=torch.uint8)
-        own = self.layout.carve(memory).with_scales(self.scales)
+        own = self.layout.carve(memory).stored_as(self.storage)
         table = torch.arange(count, dtype=torch.int32, device=query.device)[None]
         pages = Pages(*own, table)
         position = torch.arange(stop, device=query.device)

@@ -8,13 +8,15 @@ import torch
 
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
+from ..formats import LayerPlan
 from ..scales.kv_scales import KVScales, resolve
 
 
-class StaticScales(NamedTuple):
-    """The static scales and the center of one layer, float32, on the device of its pages."""
+class LayerStorage(NamedTuple):
+    """How one layer is stored; scales and center are float32, on the device of its pages."""
 
-    k: torch.Tensor | None  # [Hkv, D]; None: dynamic, or nothing to scale
+    plan: LayerPlan
+    k: torch.Tensor | None  # static scales, [Hkv, D]; None: dynamic, or nothing to scale
     v: torch.Tensor | None  # the same for V
     center: torch.Tensor | None  # of K, [Hkv, D]
 
@@ -34,6 +36,7 @@ class ServingConfig:
         key_dtype: object = None,
         value_dtype: object = None,
         center_keys: bool | None = None,
+        plan: object = None,
         backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
@@ -42,14 +45,15 @@ class ServingConfig:
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
             scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size),
-            center_keys=center_keys, page_size=64, max_cache_len=None, max_pages=None,
+            center_keys=center_keys, plan=plan, page_size=64, max_cache_len=None, max_pages=None,
             prefill="stored", backend=backend, tp_rank=tp_rank, tp_size=tp_size,
         )  # fmt: skip
         if options.first_call_centers:
+            what = "center_keys=True" if plan is None else "plan: centered"
             raise ConfigError(
-                "center_keys=True: expected scales that carry centers, got none; the engine shares "
+                f"{what}: expected scales that carry centers, got none; the engine shares "
                 "pages between requests, so a center of each request's own is not possible. Make "
-                "the scales with hf_fp8kv.calibrate(center=True), or leave center_keys out"
+                "the scales with hf_fp8kv.calibrate(center=True), or store K without centers"
             )
         return cls(options)
 
@@ -57,11 +61,17 @@ class ServingConfig:
         """Return the same configuration for the rank that an engine says it is."""
         return ServingConfig(replace(self.options, tp_rank=tp_rank, tp_size=tp_size))
 
-    def layer_scales(
+    def layer_storage(
         self, count: int, heads: int, dim: int, device: torch.device | str = "cpu"
-    ) -> list[StaticScales]:
-        """Return the static scales of `count` layers, of the heads here. Raises ScaleError."""
-        scales = (self.options.layer_scales(index, heads, dim, dim) for index in range(count))
-        return [
-            StaticScales(*(None if x is None else x.to(device) for x in layer)) for layer in scales
-        ]
+    ) -> list[LayerStorage]:
+        """Return how `count` layers are stored, with the heads here.
+
+        Raises:
+            ConfigError, ScaleError: a layer that plan or scales do not have, or not like this.
+        """
+        layers = []
+        for index in range(count):
+            scales = self.options.layer_scales(index, heads, dim, dim)
+            here = (None if x is None else x.to(device) for x in scales)
+            layers.append(LayerStorage(self.options.layer_plan(index), *here))
+        return layers

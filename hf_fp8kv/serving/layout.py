@@ -12,7 +12,7 @@ from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import StoredSide
-from .config import StaticScales
+from .config import LayerStorage
 
 
 class LayerPages(NamedTuple):
@@ -22,9 +22,14 @@ class LayerPages(NamedTuple):
     v: StoredSide
     token_scales: torch.Tensor | None
 
-    def with_scales(self, scales: StaticScales) -> "LayerPages":
-        """Return the same pages with a layer's static scales."""
-        k, v = self.k._replace(static_scale=scales.k), self.v._replace(static_scale=scales.v)
+    def stored_as(self, storage: LayerStorage) -> "LayerPages":
+        """Return the same pages with the plan and the static scales of a layer."""
+        k, v = (
+            side._replace(static_scale=scale, format=plan.format, rotated=plan.rotated)
+            for side, scale, plan in zip(
+                (self.k, self.v), (storage.k, storage.v), storage.plan, strict=True
+            )
+        )
         return self._replace(k=k, v=v)
 
     def from_page(self, first: int) -> "LayerPages":
@@ -42,28 +47,42 @@ class LayerPages(NamedTuple):
 
 @dataclass(frozen=True)
 class PageLayout:
-    """One page: `slots` tokens of one layer, for all KV heads of this process."""
+    """One page: `slots` tokens of one layer, for all KV heads of this process.
+
+    Layers may be stored in other 8-bit plans, which take the same bytes: `LayerPages.stored_as`.
+    """
 
     heads: int  # Hkv
     dim: int  # D, of K and of V
     slots: int  # tokens per page, S
-    plan: LayerPlan  # of all layers, but for what their scales are made for
+    plan: LayerPlan  # of the first layer; all others have the same sides in "auto"
     dtype: torch.dtype  # the model's: what "auto" stores
     dynamic: bool  # whether some layer has a scale per token and head
 
     @classmethod
     def of(
-        cls, options: CacheOptions, heads: int, dim: int, slots: int, dtype: torch.dtype
-    ) -> "PageLayout":
-        """Return the layout for what a user chose, and an engine's sizes. Raises ConfigError."""
+        cls, options: CacheOptions, layers: int, heads: int, dim: int, slots: int,
+        dtype: torch.dtype,
+    ) -> "PageLayout":  # fmt: skip
+        """Return the layout for what a user chose, and a model's and an engine's sizes.
+
+        Raises:
+            ConfigError: pages of layers would not have the same size, or a size that cannot be.
+        """
         if slots & (slots - 1) or not 8 <= slots <= 1024:
             raise ConfigError(
                 "the engine's page size: expected a power of two from 8 to 1024 tokens, got "
                 f"{slots}; set ContinuousBatchingConfig(page_size=...), or block_size"
             )
-        return cls(
-            heads, dim, slots, options.uniform_plan, dtype, options.dynamic_scales
-        )  # fmt: skip
+        plans = [options.layer_plan(index) for index in range(layers)]
+        for index, plan in enumerate(plans):
+            if [side.is_auto for side in plan] != [side.is_auto for side in plans[0]]:
+                raise ConfigError(
+                    "plan: expected 'auto' for K, or V, of all layers or of none, since an "
+                    f"engine's pages have one size, got {plans[0]} for layer 0 and {plan} for "
+                    f"layer {index}; store all of them in 8 bits"
+                )
+        return cls(heads, dim, slots, plans[0], dtype, options.dynamic_scales)
 
     def _parts(self) -> Iterator[tuple[tuple[int, ...], torch.dtype] | None]:
         """Yield shape and dtype of a page's K, V, and dynamic scales (None: there are none)."""

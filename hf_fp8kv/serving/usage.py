@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..formats import count_plans
 from .fp8_manager import enabled_state
 
 
@@ -21,6 +22,7 @@ class Usage:
         prefix_tokens: tokens that these did not have to compute.
         requests_active: requests that hold pages.
         requests_waiting: requests that wait for their first step.
+        plans: how many layers are stored how, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
     """
 
     pages_total: int
@@ -32,8 +34,9 @@ class Usage:
     prefix_tokens: int
     requests_active: int
     requests_waiting: int
+    plans: dict[str, int]
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the numbers by name, for JSON."""
         return asdict(self)
 
@@ -65,4 +68,5 @@ def usage(of: Any) -> Usage | None:
         prefix_tokens=cache.prefix_tokens,
         requests_active=len(active),
         requests_waiting=len(scheduler.waiting_requests) + of.input_queue.qsize(),
+        plans=count_plans({i: layer.plan for i, layer in enumerate(cache.storage)}),
     )

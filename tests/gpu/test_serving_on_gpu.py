@@ -18,7 +18,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import reference
 from hf_fp8kv.serving.attend import attend_layer
-from hf_fp8kv.serving.config import StaticScales
+from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.engines import common, engine_module
 from hf_fp8kv.serving.layout import LayerPages, PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind
@@ -431,14 +431,14 @@ def layer(
         with waiting_is_an_error(), torch.no_grad():
             found.append(
                 attend_layer(
-                    query, key, value, step.work(0, DEVICE), stored, NUMBERS, form, backend,
+                    query, key, value, step.work(0, DEVICE), stored,
+                    LayerStorage(form.plan, None, None, None), form, backend,
                     window=window, scaling=DIM**-0.5,
                 )
             )  # fmt: skip
     return found
 
 
-NUMBERS = StaticScales(None, None, None)
 FORM = PageLayout(HEADS, DIM, SLOTS, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
 
 

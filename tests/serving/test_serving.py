@@ -6,6 +6,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,13 +21,14 @@ from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.ops import Pages
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import attend_layer
-from hf_fp8kv.serving.config import StaticScales
+from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.engines import common, engine_module
 from hf_fp8kv.serving.fp8_manager import FP8Manager
 from hf_fp8kv.serving.layout import PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind, decode_work
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import greedy_deficit
+from tests.helpers.planned import planned_for
 from tests.helpers.serving_tools import (
     NEW,
     PAGE,
@@ -54,6 +56,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"sliding_window": 9},  # full and sliding layers, sinks
     "qwen3": {},
 }
+
+
+BYTES = LayerPlan.parse("int8 rotated", "int8")
 
 
 def make(name: str) -> Any:
@@ -109,6 +114,23 @@ class TestSameTokens:
     def test_one_side_in_8_bit(self, sides: tuple[str, str]) -> None:
         model = make("mistral")
         check(model, key_dtype=sides[0], value_dtype=sides[1], scales=head_scales(model))
+
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+    def test_each_layer_in_a_plan_of_its_own(self, name: str) -> None:
+        """Static scales so coarse that a layer stored in another plan is seen in the tokens."""
+        model = make(name)
+        check(model, scales=planned_for(model, coarse=True))
+
+    def test_plans_with_dynamic_scales(self, tmp_path: Path) -> None:
+        model = make("gemma2")
+        planned_for(model, is_dynamic=True).save_pretrained(tmp_path)
+        check(model, agree=None, scales=tmp_path)
+
+    def test_a_plan_by_hand(self) -> None:
+        model = make("llama")
+        plan = {0: LayerPlan.parse("fp8_e5m2 rotated", "fp8_e5m2"),
+                1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
+        check(model, agree=None, plan=plan)
 
     @pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
     @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -375,6 +397,7 @@ class TestManagers:
             assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
             # K and V, two heads of 16 and a scale of two bytes each, in two layers
             assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
+            assert empty.to_dict()["plans"] == {"K fp8_e3m4, V fp8_e3m4": 2}
             manager.add_request(prompts()[1], max_new_tokens=NEW)
             finished(manager)
         assert serving.usage(llama) is None
@@ -492,6 +515,26 @@ class TestErrors:
         llama.train()
         serving.enable(llama)
         assert llama.training
+
+    @pytest.mark.parametrize(
+        ("plan", "message"),
+        [
+            ({0: BYTES, 1: LayerPlan.parse("auto", "int8")}, "plan: expected 'auto' for K, or V"),
+            ({0: BYTES}, "none for layer 1"),
+            (LayerPlan.parse("int8 centered", "int8"), "plan: centered: expected scales that"),
+        ],
+        ids=["sizes", "layers", "centers"],
+    )
+    def test_plans_that_cannot_be(self, llama: Any, plan: Any, message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            serving.enable(llama, plan=plan)
+        assert "init_continuous_batching" not in vars(llama)
+
+    def test_a_plan_and_what_says_the_same(self, llama: Any) -> None:
+        scales = planned_for(llama)
+        for keywords in ({"dtype": "fp8"}, {"plan": BYTES}, {"center_keys": False}):
+            with pytest.raises(ConfigError, match="expected None, since the scales"):
+                serving.enable(llama, scales=scales, **keywords)
 
     @pytest.mark.parametrize("size", [24, 4, 2048])
     def test_a_page_size_that_is_none(self, llama: Any, size: int) -> None:
@@ -639,14 +682,14 @@ class TestRunning:
     ) -> None:
         """With the bytes and the attention of two, and a row of no request that stores nothing."""
         layout = PageLayout(2, 16, 8, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
-        scales = StaticScales(None, None, 2 * torch.randn(2, 16))
+        storage = LayerStorage(layout.plan, None, None, 2 * torch.randn(2, 16))
         table = torch.tensor([[3, 4], [1, -1], [7, 7]], dtype=torch.int32)
         lengths = torch.tensor([12, 8, 0], dtype=torch.int32)
         before = torch.zeros(8 * layout.bytes_per_page, dtype=torch.uint8)
         pages = layout.carve(before)
         for row, length in ((0, 11), (1, 7)):
             old = torch.randn(2, 1, 2, length, 16)
-            rows = Pages(*pages.with_scales(scales), table[row : row + 1])
+            rows = Pages(*pages.stored_as(storage), table[row : row + 1])
             ops.write(rows, old[0], old[1], torch.tensor([length], dtype=torch.int32), "torch")
         query, (key, value) = torch.randn(1, 6, 3, 16), torch.randn(2, 1, 2, 3, 16)
         found, memories = [], [before.clone(), before.clone()]
@@ -658,8 +701,8 @@ class TestRunning:
         for backend, memory in zip(("torch", "triton"), memories, strict=True):
             found.append(
                 attend_layer(
-                    query, key, value, decode_work(table, lengths, 8), layout.carve(memory), scales,
-                    layout, backend, window=None, scaling=0.25, softcap=softcap,
+                    query, key, value, decode_work(table, lengths, 8), layout.carve(memory),
+                    storage, layout, backend, window=None, scaling=0.25, softcap=softcap,
                 )
             )  # fmt: skip
         assert calls == ["both"]

@@ -223,7 +223,7 @@ class TestBytes:
         assert found.layer_pages(0).k.codes.shape[1] == 1
         for layer in range(2):
             wanted = scales.layers[layer].k[1].expand(1, 16)
-            assert torch.equal(found.scales[layer].k, wanted)
+            assert torch.equal(found.storage[layer].k, wanted)
 
 
 class _Unpinned:

@@ -10,7 +10,7 @@ import torch
 from ... import ops
 from ...errors import ConfigError
 from ..attend import attend_layer
-from ..config import ServingConfig, StaticScales
+from ..config import LayerStorage, ServingConfig
 from ..layout import LayerPages, PageLayout
 from ..step import MIN_LENGTH_RATIO, EngineStep, LayerKind, LayerWork, decode_work
 
@@ -76,7 +76,7 @@ class EngineCache:
     chosen: ServingConfig  # by the user
     page_layout: PageLayout
     kinds: list[LayerKind]  # of the attention layers, in the engine's order
-    scales: list[StaticScales]  # of each layer, for this rank
+    storage: list[LayerStorage]  # of each layer, for this rank
     backend: str  # a key of `ops.BACKENDS`
 
     def _prepare(
@@ -95,9 +95,9 @@ class EngineCache:
         Raises:
             ConfigError, ScaleError, BackendError: what was chosen does not fit the model.
         """
-        dim = sizes(config)[1]
-        self.page_layout = PageLayout.of(chosen.options, heads, dim, page_size, dtype)
-        self.scales = chosen.layer_scales(config.num_hidden_layers, heads, dim, device)
+        dim, layers = sizes(config)[1], config.num_hidden_layers
+        self.page_layout = PageLayout.of(chosen.options, layers, heads, dim, page_size, dtype)
+        self.storage = chosen.layer_storage(layers, heads, dim, device)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self.prefix_hits = self.prefix_tokens = 0
         self._step = EngineStep([])
@@ -110,7 +110,9 @@ class EngineCache:
         """Raise ConfigError or ScaleError if no engine of this model can have this config."""
         config = model.config.get_text_config()
         heads, dim = sizes(config)
-        chosen.layer_scales(config.num_hidden_layers, heads // chosen.options.tp_size, dim)
+        heads //= chosen.options.tp_size
+        chosen.layer_storage(config.num_hidden_layers, heads, dim)
+        EngineCache.bytes_per_token(config, chosen, model.dtype)  # pages of one size
         ops.choose_backend(chosen.options.backend, model.device)
 
     @staticmethod
@@ -123,8 +125,9 @@ class EngineCache:
         """Return what a token takes in the pages of a process, which has its rank's heads."""
         heads, dim = sizes(config)
         heads //= chosen.options.tp_size
-        page = PageLayout.of(chosen.options, heads, dim, 64, dtype)
-        return page.bytes_per_page / page.slots * float(config.num_hidden_layers)
+        layers = config.num_hidden_layers
+        page = PageLayout.of(chosen.options, layers, heads, dim, 64, dtype)
+        return page.bytes_per_page / page.slots * float(layers)
 
     def _wait_for_pages(self) -> None:
         """Wait until the pages are zero; an engine has a stream of its own, which does not."""
@@ -209,7 +212,7 @@ class EngineCache:
         else:
             work = self._step.work(kind, query.device)
         return attend_layer(
-            query, key, value, work, self.layer_pages(layer), self.scales[layer], self.page_layout,
+            query, key, value, work, self.layer_pages(layer), self.storage[layer], self.page_layout,
             self.backend,
             window=self.kinds[kind].window, scaling=scaling, softcap=softcap, sinks=sinks,
         )  # fmt: skip
