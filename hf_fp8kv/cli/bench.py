@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -84,13 +85,20 @@ def bench(
     ] = False,
     seconds: Annotated[float, typer.Option(min=1, help="gpu: how long it may take.")] = 255.0,
     shown: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            "--from", metavar="PATH", help="gpu: measure nothing, show what --json wrote."
+            "--from",
+            metavar="PATH",
+            help="gpu, long: measure nothing, show what --json wrote; long: also several times.",
         ),
     ] = None,
     plot_path: Annotated[
-        str | None, typer.Option("--plot", metavar="PATH", help="gpu: draw a roofline (PNG).")
+        str | None,
+        typer.Option(
+            "--plot",
+            metavar="PATH",
+            help="Draw (PNG); gpu: a roofline; long: KL by position, of each model.",
+        ),
     ] = None,
     json_path: Annotated[
         str | None,
@@ -101,12 +109,21 @@ def bench(
     check_choice(suite, _SUITES, "--suite")
     check_writable(json_path, "--json")
     check_plot(plot_path)
-    for option, path in (("--from", shown), ("--plot", plot_path)):
-        if path is not None and suite != "gpu":
-            message = f"expected --suite gpu with it, got {suite!r}"
+    for option, given in (("--from", shown), ("--plot", plot_path)):
+        if given and suite not in ("gpu", "long"):
+            message = f"expected --suite gpu or long with it, got {suite!r}"
             raise typer.BadParameter(message, param_hint=option)
     module, function = _SUITES[suite]
     measures = importlib.import_module(module)
+    if shown:
+        if len(shown) > 1 and (suite == "gpu" or json_path is not None):
+            message = (
+                f"expected one file, got {len(shown)}; several are for --suite long and tables"
+            )
+            raise typer.BadParameter(message, param_hint="--from")
+        results = [_load_result(path, suite) for path in shown]
+        _show_results(suite, measures, results, plot_path, json_path)
+        return
     arguments: dict[str, Any] = {}
     saved = None if json_path in (None, "-") else Path(str(json_path))
     if suite == "gpu":
@@ -134,19 +151,27 @@ def bench(
 
         require_server()
         arguments = {"model": model, "device": device}
-    if shown is not None:
-        result = _load_result(shown)
-    else:
-        with show_progress() as report:
-            result = getattr(measures, function)(**arguments, progress=report)
+    with show_progress() as report:
+        result = getattr(measures, function)(**arguments, progress=report)
+    _show_results(suite, measures, [result], plot_path, json_path)
+
+
+def _show_results(
+    suite: str,
+    measures: ModuleType,
+    results: list[dict[str, Any]],
+    plot_path: str | None,
+    json_path: str | None,
+) -> None:
+    """Write and draw what was measured, and print it."""
+    if json_path is not None and json_path != "-":
+        Path(json_path).write_text(json.dumps(results[0], indent=2) + "\n")
     if plot_path is not None:
-        measures.plot(result, plot_path)
+        measures.plot(results if suite == "long" else results[0], plot_path)
     if json_path == "-":
-        print(json.dumps(result))
-        return
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(result, indent=2) + "\n")
-    print_parts([measures.format_table(result)], piped_width=140)
+        print(json.dumps(results[0]))
+    else:
+        print_parts([measures.format_table(result) for result in results], piped_width=140)
 
 
 def _long_arguments(**lists: str | None) -> dict[str, Any]:
@@ -163,15 +188,15 @@ def _long_arguments(**lists: str | None) -> dict[str, Any]:
     return arguments
 
 
-def _load_result(path: str) -> dict[str, Any]:
-    """Return what `bench --suite gpu --json` wrote."""
+def _load_result(path: str, suite: str) -> dict[str, Any]:
+    """Return what a suite wrote with --json."""
     try:
         result: Any = json.loads(Path(path).read_text())
-        if result["suite"] == "gpu" and "goals" in result:
+        if result["suite"] == suite and ("goals" if suite == "gpu" else "tasks") in result:
             return dict(result)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OSError):
         pass
-    message = f"expected what --suite gpu wrote with --json, got {path!r}"
+    message = f"expected what --suite {suite} wrote with --json, got {path!r}"
     raise typer.BadParameter(message, param_hint="--from")
 
 

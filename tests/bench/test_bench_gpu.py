@@ -755,7 +755,7 @@ def test_the_options_of_the_command_line(monkeypatch, tmp_path, result):
         (["--suite", "gpu", "--dry", "--device", "foo"], "'foo'"),
         (["--suite", "gpu", "--from", "text"], "expected what --suite gpu wrote"),
         (["--suite", "gpu", "--from", "other.json"], "expected what --suite gpu wrote"),
-        (["--suite", "cpu", "--from", "other.json"], "expected --suite gpu"),
+        (["--suite", "cpu", "--from", "other.json"], "expected --suite gpu or long"),
     ],
     ids=" ".join,
 )

@@ -1,8 +1,10 @@
-"""The long suite: texts, caches filled by one call, predictions at positions, tables."""
+"""The long suite: texts, caches filled by one call, predictions at positions, tables, charts."""
 
+import copy
 import io
 import json
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -360,6 +362,63 @@ def test_what_is_cut_short_is_kept(model, tokenizer, tmp_path):
     console.print(long.format_table(found))
     assert "3 texts, 16 tokens each" in console.file.getvalue()
     assert "INCOMPLETE" in console.file.getvalue()
+
+
+def test_chart(result, tmp_path, monkeypatch):
+    """Of all results of a model one panel, and its points with their errors, by position."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    figures: list[Any] = []
+    save = figure.savefig
+    monkeypatch.setattr(
+        figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
+    )
+    further = copy.deepcopy(result)
+    for row in further["predictions"]:
+        row["position"] += 1000
+    other = {**result, "settings": {**result["settings"], "model": "other $1"}}
+    long.plot([further, result, other], tmp_path / "kl.png")
+    assert (tmp_path / "kl.png").read_bytes()[1:4] == b"PNG"
+    tiny, same = figures[0].axes
+    assert [axes.get_title(loc="left") for axes in (tiny, same)] == ["tiny", "other $1"]
+    assert len(tiny.containers) == len(same.containers) == len(MEASURED)
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    place = legend.index("fp8_e4m3")
+    rows = [
+        row
+        for row in (*result["predictions"], *further["predictions"])
+        if (row["cache"], row["kind"]) == ("e4m3", "all")
+    ]
+    line, _, (bars,) = tiny.containers[place]
+    assert line.get_xdata().tolist() == [row["position"] for row in rows]
+    assert line.get_ydata().tolist() == [1e3 * row["kl"] for row in rows]
+    for row, (low, high) in zip(rows, bars.get_segments(), strict=True):
+        assert high[1] - low[1] == pytest.approx(2e3 * row["kl_error"])
+
+
+def test_a_chart_of_files(result, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    command = command_line.runner(monkeypatch, capsys)
+    files = [tmp_path / "one.json", tmp_path / "other.json"]
+    for file in files:
+        file.write_text(json.dumps(result))
+    picture = tmp_path / "kl.png"
+    named = [part for file in files for part in ("--from", str(file))]
+    code, out, err = command("bench", "--suite", "long", *named, "--plot", str(picture))
+    assert code == 0, err
+    assert out.count(f"KL at {POSITIONS[-1]}") == 2
+    assert picture.stat().st_size > 1000
+    code, _, err = command("bench", "--suite", "long", *named, "--json", "-")
+    assert code == 2
+    assert "expected one file, got 2" in err
+    files[0].write_text(json.dumps({**result, "suite": "gpu"}))
+    code, _, err = command("bench", "--suite", "long", "--from", str(files[0]))
+    assert code == 2
+    assert "expected what --suite long wrote" in err
+
+
+def test_nothing_to_draw(result, tmp_path):
+    with pytest.raises(ConfigError, match="plot: expected scores of texts, got none"):
+        long.plot([{**result, "predictions": []}], tmp_path / "kl.png")
 
 
 def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
