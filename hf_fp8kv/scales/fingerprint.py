@@ -27,9 +27,11 @@ _SAMPLE = 4096
 _DIGITS = 16
 _STALE = (
     "static scales (%s) were made for other weights than %s has now: the attention of %s differs. "
-    "What its K and V have grown to since saturates. Calibrate again (hf_fp8kv.calibrate), or use "
-    "dynamic scales (scales=None); scales.made_for(model) tells at any time"
+    "%s. Calibrate again (hf_fp8kv.calibrate), or use dynamic scales (scales=None); "
+    "scales.made_for(model) tells at any time"
 )
+_HARM = "What its K and V have grown to since saturates"
+_HARM_OF_PLANS = "Nothing saturates, but their plan and centers may suit it no longer"
 
 
 def fingerprint_weights(model: torch.nn.Module) -> dict[int, str]:
@@ -69,7 +71,8 @@ def warn_if_stale(model: torch.nn.Module, scales: object) -> None:
     if other:
         layers = f"layer{'s' if len(other) > 1 else ''} {format_list(other)}"
         origin = getattr(scales, "origin", "")
-        warn_once(logger, _STALE % (origin, type(model).__name__, layers))
+        harm = _HARM_OF_PLANS if getattr(scales, "is_dynamic", False) else _HARM
+        warn_once(logger, _STALE % (origin, type(model).__name__, layers, harm))
 
 
 def _is_split(model: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.cache.stored_rounding import StoredRounding
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import dynamic_scale, round_to_format, search_scale
@@ -89,6 +90,18 @@ def test_a_file_gives_the_tokens_of_what_was_saved(tmp_path: Path, is_dynamic: b
             assert_same(again.layers[index].keys.dense(), cache.layers[index].keys.dense())
             assert_same(again.layers[index].values.dense(), cache.layers[index].values.dense())
     assert all(torch.equal(tokens, found[0]) for tokens in found[1:])
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+def test_training_rounds_as_the_pages_do(is_dynamic: bool) -> None:
+    scales = planned_scales(is_dynamic=is_dynamic)
+    options = FP8PagedCache(config(), scales=scales, prefill="stored").options
+    k, v = states(19)
+    for index, layer in scales.layers.items():
+        found = StoredRounding(options, index, k, v).round(k, v)
+        for side, x, rounded in zip("kv", (k, v), found, strict=True):
+            expected = stored(x, layer, side)
+            torch.testing.assert_close(rounded, expected, rtol=0, atol=1e-5)
 
 
 def test_dynamic_plans_without_centers_are_those_by_hand() -> None:
