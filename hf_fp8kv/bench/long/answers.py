@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ...cache.cache import FP8PagedCache
 from ...calibration.divergence import UNQUANTISED, compute_logits
 from .caches import Row
 from .fill import Prefix
@@ -91,8 +92,13 @@ def _ask_all(
 
 
 def _copy(cache: Any) -> Any:
-    """Return a cache that a question may write to; of ours a fork, which copies no pages."""
-    return cache.fork() if hasattr(cache, "fork") else copy.deepcopy(cache)
+    """Return a cache that a question may write to, without copying what is stored."""
+    if isinstance(cache, FP8PagedCache):
+        return cache.fork()
+    twin = copy.copy(cache)
+    # The growing layers of transformers replace their tensors, and write into none.
+    twin.layers = [copy.copy(layer) for layer in cache.layers]
+    return twin
 
 
 def _answer(model: PreTrainedModel, question: Question, cache: Any) -> list[bool]:
