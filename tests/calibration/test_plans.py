@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
+from hf_fp8kv.cache.queries import Queries
 from hf_fp8kv.calibration import measure, scoring
-from hf_fp8kv.formats import LayerPlan
+from hf_fp8kv.calibration.choose import Trial
+from hf_fp8kv.calibration.plans import Candidate, _pick
+from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
+from hf_fp8kv.formats.codec import dynamic_scale, round_to_format
 from hf_fp8kv.formats.rotation import rotate
+from hf_fp8kv.scales import LayerScales
+from tests.cache.test_plans import stored
 from tests.calibration.test_calibrate import QUIET, seen, texts
 from tests.helpers.tiny_models import tiny
 
@@ -109,6 +115,61 @@ def test_dynamic_scales_are_left_to_the_cache(biased: Any, dynamic: KVScales) ->
     biased.set_attn_implementation("sdpa")
     assert cache.plan == dynamic.plan
     assert torch.equal(cache.layers[0].k_center[0], center)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("plan", ["int8 rotated centered", "fp8_e2m5 rotated", "fp8_e4m3"])
+def test_a_cost_is_that_of_what_is_read_back(plan: str, side: str, dynamic: bool) -> None:
+    """In the model's own basis, whatever basis it is stored in."""
+    chance = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 2, 16, generator=chance) + 2
+    q = torch.randn(4, 9, 16, generator=chance)
+    queries = Queries.from_states(q, x, torch.arange(31, 40), 0.25, None)
+    center = torch.randn(2, 16, generator=chance) if "centered" in plan else None
+    how = SidePlan.parse(plan)
+    first = 0.01 + torch.rand(2, 1, generator=chance) / 100
+    candidate = Candidate(how, Trial(side, first, first, center, "head", how.rotated))
+    costs = candidate.measure(x, queries, dynamic=dynamic)
+    layer = LayerScales(
+        None if dynamic else first / FORMATS[how.format].scale_from_e4m3 * 2**0.25,
+        None if dynamic else first, center, plan=LayerPlan(how, SidePlan("int8")),
+    )  # fmt: skip
+    back = smallest(x, layer) if dynamic else stored(x.transpose(0, 1)[None], layer, "k")[0]
+    error = (back if dynamic else back.transpose(0, 1)) - x
+    weigh = queries.cost_of_keys if side == "k" else queries.cost_of_values
+    # Of static scales the second that is tried.
+    torch.testing.assert_close(
+        costs[0 if dynamic else 1], weigh(error, "head").sum().double(), rtol=1e-3, atol=0
+    )
+
+
+def smallest(x: torch.Tensor, layer: LayerScales) -> torch.Tensor:
+    """What is read back of K with the smallest dynamic scales."""
+    plan, center = layer.plan.k, 0.0 if layer.k_center is None else layer.k_center
+    y = rotate(x - center) if plan.rotated else x - center
+    scale = dynamic_scale(y, FORMATS[plan.format]).float()[..., None]
+    y = round_to_format(y / scale, FORMATS[plan.format]) * scale
+    return (rotate(y) if plan.rotated else y) + center
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "best"),
+    [
+        ([9.0, 4.0, 2.0], [9.0, 4.0, 2.0], 2),
+        ([9.0, 4.0, 2.0], [9.0, 4.0, 8.5], 1),  # what helps near and hardly far is not trusted
+        ([9.0, 8.5, 8.2], [9.0, 1.0, 1.0], 0),
+        ([9.0, 4.0, 2.0], None, 2),
+        ([0.0, 0.0, 0.0], None, 0),
+        (None, None, 0),
+    ],
+)
+def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
+    costs = [None if x is None else torch.tensor(x)[:, None] for x in (near, far)]
+    if near is not None and far is not None:
+        # The scale that is best near is the one that counts far.
+        costs = [torch.cat([costs[0], 2 * costs[0]], 1), torch.cat([costs[1], 0 * costs[1]], 1)]
+    assert _pick([0, 1, 2], *costs) == best
 
 
 def test_outliers_that_turn_are_not_rotated() -> None:
