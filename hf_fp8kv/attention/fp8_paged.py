@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from .. import ops
 from ..cache.first_write import show_queries
 from ..cache.paged_tensor import PagedKV, pages_of
+from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
@@ -30,6 +31,10 @@ Tensor = torch.Tensor
 _DENSE_WARNING = (
     "{} asks for something that attention over pages does not support (attention weights, dropout "
     "or a sparse choice of keys): it runs on dense copies of K and V, which is correct but slower"
+)
+_NO_GRADIENT = (
+    "expected inference, got a training step through stored pages, which have no gradient; call "
+    "model.eval(), or train without the cache (use_cache=False)"
 )
 # Arguments that change what attention computes, and that only the model's own eager code knows.
 _MODEL_ARGUMENTS = ("indices", "block_indices", "sinks")
@@ -108,10 +113,12 @@ def fp8_paged_attention(
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
-            return _stored_attention(module, query, key, spec), None
+            if query.requires_grad and module.training:
+                raise ConfigError(_NO_GRADIENT)
+            return _stored_attention(query, key, spec), None
         warn_once(logger, _DENSE_WARNING.format(type(module).__name__))
     elif (rounding := getattr(module, ROUNDING, None)) is not None:
-        key, value = rounding.round(key, value)
+        return _rounded_attention(module, query, key, value, spec, dropout, kwargs, rounding)
     elif not torch.compiler.is_compiling():
         show_queries(query, key, spec.scaling)
     return _dense_attention(module, query, key, value, spec, dropout, kwargs)
@@ -129,14 +136,35 @@ def _belong_together(key: PagedKV, value: PagedKV) -> bool:
     return sides and key.k_codes is value.k_codes and key.stop == value.stop
 
 
-def _stored_attention(
-    module: torch.nn.Module, query: Tensor, key: PagedKV, spec: AttentionSpec
-) -> Tensor:
-    if query.requires_grad and module.training:
-        raise ConfigError(
-            "expected inference, got a training step through stored pages, which have no gradient; "
-            "call model.eval(), or train without the cache (use_cache=False)"
-        )
+def _rounded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spec: AttentionSpec,
+    dropout: float,
+    kwargs: dict[str, Any],
+    rounding: StoredRounding,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend over pages to K and V of a whole text, with the gradient of dense attention.
+
+    The result is what a cache's pages give, to the bit: from dense K and V it would differ in the
+    last one, and so would what the next layer stores, where that decides between two codes.
+    """
+    stored = rounding.store(key, value)
+    if dropout or _asks_dense(kwargs):
+        key, value = rounding.read(stored, key, value)
+        return _dense_attention(module, query, key, value, spec, dropout, kwargs)
+    attended = _stored_attention(query, stored[0], spec)
+    inputs = (query, key, value, spec.sinks, spec.bias, spec.mask)
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in inputs):
+        return attended, None
+    key, value = rounding.read(stored, key, value)
+    dense, _ = _dense_attention(module, query, key, value, spec, dropout, kwargs)
+    return straight_through(dense, attended.to(dense.dtype)), None
+
+
+def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
     is_plain = spec.mask is None and spec.bias is None and spec.sinks is None
     if not is_plain or spec.window != key.window:
         spec = _fit_to_pages(spec, query, key)

@@ -1,7 +1,7 @@
-"""Stored rounding: K and V of a whole text as a cache would give them back, with gradients.
+"""Stored rounding: K and V of a whole text in pages, as a cache would store them, and gradients.
 
-For training: no cache keeps anything. The numbers come from the same operations as a cache's, so
-every format, scale and backend is what it is there.
+For training: the pages go with the call. The numbers come from the same operations as a cache's,
+so every format, scale and backend is what it is there.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import LayerPlan
 from ..utils.tensors import without_grad
 from .options import CacheOptions
+from .paged_tensor import PagedKV, make_handle
 
 Tensor = torch.Tensor
 
@@ -35,22 +35,47 @@ class StoredRounding:
         # A model without memory gets some later.
         self._scales = scales if key.is_meta else _move(scales, key.device)
 
-    def round(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V as they are read back; gradients pass as if nothing had been rounded.
+    def store(self, key: Tensor, value: Tensor) -> tuple[PagedKV, PagedKV]:
+        """Write whole texts to pages of their own, and return the handles that a cache would.
 
         Args:
-            key: `[B, Hkv, T, Dk]`, of any floating dtype, which stays.
+            key: `[B, Hkv, T, Dk]`, of any floating dtype.
             value: `[B, Hkv, T, Dv]`.
         """
         if any(x is not None and x.device != key.device for x in self._scales):
             self._scales = _move(self._scales, key.device)
-        options = self._options
+        (k_scale, v_scale, k_center), plan = self._scales, self._plan
+        batch, _, tokens, _ = key.shape
+        backend = ops.choose_backend(self._options.backend, key.device)
+        columns = -(-tokens // self._options.page_size)
         with torch.no_grad():
-            states = without_grad(key), without_grad(value)
-            rounded = store_and_read(*states, options, self._plan, self._scales)
+            key, value = without_grad(key), without_grad(value)
+            pool = self._options.new_pool(plan)
+            pool.allocate(key, value, batch * columns)
+            if k_center is not None:
+                k_center = k_center.expand(batch, -1, -1).contiguous()
+            table = torch.arange(batch * columns, dtype=torch.int32, device=key.device)
+            lengths = torch.full((batch,), tokens, dtype=torch.int32, device=key.device)
+            pages = pool.record(plan, table.view(batch, columns), k_scale, v_scale, k_center)
+            ops.write(pages, key, value, lengths, backend)
+            span = (0, tokens, 0, False, backend)
+            k = make_handle(pages, lengths, None, "k", key.dtype, *span)
+            v = make_handle(pages, lengths, None, "v", value.dtype, *span)
+        return k, v
+
+    def read(
+        self, stored: tuple[PagedKV, PagedKV], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return K and V as they are read back; gradients pass as if nothing had been rounded.
+
+        Args:
+            stored: what `store` returned for them.
+            key: `[B, Hkv, T, Dk]`; its dtype stays.
+            value: `[B, Hkv, T, Dv]`.
+        """
         k, v = (
-            x if side.is_auto else _StraightThrough.apply(x, numbers)  # type: ignore[no-untyped-call]
-            for x, numbers, side in zip((key, value), rounded, self._plan, strict=True)
+            x if side.is_auto else straight_through(x, handle.dense())
+            for x, handle, side in zip((key, value), stored, self._plan, strict=True)
         )
         return k, v
 
@@ -71,39 +96,9 @@ def check_stored(options: CacheOptions) -> None:
         )
 
 
-def store_and_read(
-    key: Tensor,
-    value: Tensor,
-    options: CacheOptions,
-    plan: LayerPlan,
-    scales: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Tensor]:
-    """Write whole texts to pages, and return what is read from them.
-
-    Args:
-        key: `[B, Hkv, T, Dk]`, without a gradient.
-        value: `[B, Hkv, T, Dv]`.
-        options: page size and backend.
-        plan: how the layer is stored.
-        scales: as `CacheOptions.layer_scales` returns them, on the device of the keys.
-    """
-    batch, _, tokens, _ = key.shape
-    device, (k_scale, v_scale, k_center) = key.device, scales
-    backend = ops.choose_backend(options.backend, device)
-    columns = -(-tokens // options.page_size)
-    pool = options.new_pool(plan)
-    pool.allocate(key, value, batch * columns)
-    if k_center is not None:
-        k_center = k_center.expand(batch, -1, -1).contiguous()
-    table = torch.arange(batch * columns, dtype=torch.int32, device=device).view(batch, columns)
-    lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    pages = pool.record(plan, table, k_scale, v_scale, k_center)
-    ops.write(pages, key, value, lengths, backend)
-    k, v = (
-        ops.gather(pages, lengths, side, 0, tokens, states.dtype, False, backend)
-        for side, states in (("k", key), ("v", value))
-    )
-    return k, v
+def straight_through(states: Tensor, numbers: Tensor) -> Tensor:
+    """Return `numbers`, with the gradient of `states`, whose shape and dtype they have."""
+    return _StraightThrough.apply(states, numbers)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _move(scales: Any, device: torch.device) -> tuple[Tensor | None, ...]:

@@ -102,14 +102,14 @@ Recorded = dict[Any, list[Tensor]]
 def rounded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """K and V of each layer as a pass over whole texts reads them, in the order of the layers."""
     found: Recorded = {}
-    round_states = StoredRounding.round
+    read = StoredRounding.read
 
-    def record(rounding: Any, *states: Tensor) -> Any:
-        both = round_states(rounding, *states)
+    def record(rounding: Any, *states: Any) -> Any:
+        both = read(rounding, *states)
         found[rounding] = [x.detach() for x in both]
         return both
 
-    monkeypatch.setattr(StoredRounding, "round", record)
+    monkeypatch.setattr(StoredRounding, "read", record)
     return found
 
 
@@ -189,7 +189,8 @@ def test_the_rounding_is_that_of_the_reference(name: str, scaled: str, dtype: to
     options = FP8PagedCache(prefill="stored", dtype=name, scales=scales, page_size=PAGE).options
     generator = torch.Generator().manual_seed(2)
     key, value = (torch.randn(2, 2, TOKENS, 16, generator=generator).to(dtype) for _ in range(2))
-    found = StoredRounding(options, 1, key, value).round(key, value)
+    rounding = StoredRounding(options, 1, key, value)
+    found = rounding.read(rounding.store(key, value), key, value)
     static = options.layer_scales(1, 2, 16, 16)
     for side, states, rounded in zip("kv", (key, value), found, strict=True):
         center = static[2].expand(2, -1, -1) if side == "k" and scales else None
