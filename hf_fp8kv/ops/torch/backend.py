@@ -115,7 +115,8 @@ def attend(
         out = out * pages.v.static_scale[:, None, None]
     if pages.v.rotated:
         out = rotate(out)
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, tokens, q_heads, v_dim).to(query.dtype)
+    out = out.permute(0, 3, 1, 2, 4).contiguous()
+    return out.view(batch, tokens, q_heads, v_dim).to(query.dtype)
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
