@@ -8,8 +8,9 @@ from typing import Any
 
 from ..modeling.model_support import config_field, uses_interface
 
-# They do not tell the attention function about their window.
-WINDOW_UNSAID = frozenset({"doge", "phimoe", "qwen2_moe", "paligemma", "blt"})
+# They do not tell the attention function about their window. (Moshi's mask has none either: only a
+# cache hides tokens, after the first call.)
+WINDOW_UNSAID = frozenset({"doge", "phimoe", "qwen2_moe", "paligemma", "blt", "moshi"})
 # They index the mask by query, or join it with another.
 INDEXES_MASK = frozenset({"qwen4_exp", "qwen4_exp_text", "t5gemma2", "t5gemma2_decoder"})
 # Their decoder's modules say is_causal=False, and rely on the mask.

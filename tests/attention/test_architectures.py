@@ -108,6 +108,17 @@ def test_a_variant_answers_as_with_dynamic_cache(name):
         assert compare(want, got).status == "equal"
 
 
+@pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
+def test_a_prompt_that_is_read_from_pages(name):
+    """Prompts longer than the window, of models that say little of it."""
+    from hf_fp8kv import FP8PagedCache
+
+    model, inputs = build(name, attn_implementation="fp8_paged")
+    want = answer(model, inputs, DynamicCache(config=model.config))
+    cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
+    assert compare(want, answer(model, inputs, cache)).status == "equal"
+
+
 class _Forgetful(DynamicCache):
     """In a decoding step, the keys and values of the token before are zero."""
 

@@ -209,72 +209,6 @@ def test_the_rounding_is_that_of_the_reference(name: str, scaled: str, dtype: to
         assert not torch.equal(rounded, states)
 
 
-def test_gradients_are_those_of_constant_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding adds numbers; with these held fixed the loss is smooth, and has finite differences.
-
-    Some of K and V saturate: there, too, a gradient passes as if they did not.
-    """
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    enable(model, training="stored", scales=static_scales(center=True))
-    round_states, noises = StoredRounding.round, {}
-
-    def record(rounding: Any, *states: Tensor) -> Any:
-        rounded = round_states(rounding, *states)
-        noises[rounding] = [(r - x).detach() for r, x in zip(rounded, states, strict=True)]
-        return rounded
-
-    def add_noise(rounding: Any, *states: Tensor) -> Any:
-        return [x + noise.to(x) for x, noise in zip(states, noises[rounding], strict=True)]
-
-    def loss() -> Tensor:
-        return -teach(model)[:, 7].mean()
-
-    monkeypatch.setattr(StoredRounding, "round", record)
-    model.train()
-    loss().backward()
-    assert max(noise[0].abs().max() for noise in noises.values()) > 0.5  # saturated
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    model.zero_grad()
-    monkeypatch.setattr(StoredRounding, "round", add_noise)
-    loss().backward()
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-3, atol=1e-5, msg=name)
-    weights = dict(model.double().named_parameters())
-    for part in ("k_proj", "v_proj", "q_proj", "embed"):
-        changed = {name: weight for name, weight in weights.items() if part in name}
-        length = sum(found[name].square().sum().item() for name in changed) ** 0.5
-        ends = []
-        for sign in (1e-3, -1e-3):
-            with torch.no_grad():
-                for name, weight in changed.items():
-                    weight += sign / length * found[name]
-                ends.append(loss().item())
-                for name, weight in changed.items():
-                    weight -= sign / length * found[name]
-        assert length == pytest.approx((ends[0] - ends[1]) / 2e-3, rel=1e-2), part
-        assert length > 1e-2, part
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    enable(model, training="stored", dtype="fp8_e4m3")
-    model.train()
-    grads = []
-    for checkpointed in (False, True):
-        if checkpointed:
-            # Its name in transformers 6, and that of before.
-            name = "activation_checkpointing_enable"
-            start = getattr(model, name, None) or model.gradient_checkpointing_enable
-            start({"use_reentrant": reentrant})
-        model.zero_grad()
-        found = teach(model, use_cache=None)  # as trainers that leave the config's use_cache=True
-        found[:, 7].mean().backward()
-        grads.append([weight.grad for weight in model.parameters()])
-    for plain, again in zip(*grads, strict=True):
-        torch.testing.assert_close(again, plain)
-
-
 @torch.no_grad()
 def test_packed_texts() -> None:
     model, _ = tiny("sliding_and_full", attn_implementation="fp8_paged")
@@ -310,24 +244,6 @@ def test_layers_that_share_keys_and_layers_of_other_kinds(name: str) -> None:
     expected = model(**inputs, past_key_values=cache).logits
     mask = inputs["attention_mask"]
     assert_near(*(log_probs(logits, mask) for logits in (found, expected, unrounded)))
-
-
-# torch's own way to trace a function with a gradient of its own.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_compiled_step() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
-    enable(model, training="stored", scales=static_scales(center=True), backend="torch")
-    model.train()
-    grads = []
-    for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        model.zero_grad()
-        logits = run(texts()[0], use_cache=False).logits
-        logits.log_softmax(-1)[..., 7].mean().backward()
-        grads.append([logits, *(weight.grad for weight in model.parameters())])
-    unrounded = disable(model)(texts()[0], use_cache=False).logits
-    assert_near(grads[1][0], grads[0][0], unrounded)
-    for plain, compiled in zip(*grads, strict=True):
-        torch.testing.assert_close(compiled, plain, rtol=0.05, atol=0.05 * plain.abs().max().item())
 
 
 def rounding_modules(model: torch.nn.Module) -> int:
