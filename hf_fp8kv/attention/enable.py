@@ -14,6 +14,7 @@ from ..modeling.model_support import refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.fingerprint import warn_if_stale
 from .fp8_paged import NAME
+from .full_rows import install_full_rows, remove_full_rows
 from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
 from .training import prepare_rounding
 
@@ -71,7 +72,9 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
         base.set_attn_implementation(NAME)
     vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
     vars(base)[_SAVED] = before
-    install_rounding(roundings)
+    if roundings:
+        install_rounding(roundings)
+        install_full_rows(base)
     return model
 
 
@@ -82,6 +85,7 @@ def disable(model: _Model) -> _Model:
     if before is not None:
         del vars(base)[_HOOK]
         remove_rounding(base)
+        remove_full_rows(base)
         if base._can_set_attn_implementation():
             set_implementations(base, before)
     return model

@@ -126,12 +126,23 @@ def share_of_moved_numbers(cache: FP8PagedCache, rounded: Recorded) -> float:
     return moved / numbers
 
 
+def products_agree(tokens: int) -> bool:
+    """Whether this CPU multiplies a matrix by 16 rows as by that many, to the bit."""
+    generator = torch.Generator().manual_seed(4)
+    agree = True
+    for size in (32, 64):
+        states, weight = (torch.randn(n, size, generator=generator) for n in (tokens, 64))
+        few, many = (torch.nn.functional.linear(states[:n], weight) for n in (16, tokens))
+        agree = agree and torch.equal(few, many[:16])
+    return agree
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_one_pass_equals_the_rollout_for_every_chunking(case: str, rounded: Recorded) -> None:
-    """To 1e-5, unless the model has put a number on the other side of a tie.
+    """To 1e-5, where the CPU lets it.
 
-    In other shapes it rounds its own float32 products differently, by 1e-7. Where that decides
-    between two codes, one number in thousands is another, and the probabilities move a little.
+    If it rounds products in calls of other sizes differently, by 1e-7, and that decides between two
+    codes, one number in thousands is another, and the probabilities move a little.
     """
     name, keywords = CASES[case]
     model, _ = tiny(name, attn_implementation="fp8_paged")
@@ -140,14 +151,36 @@ def test_one_pass_equals_the_rollout_for_every_chunking(case: str, rounded: Reco
     model.train()
     found = teach(model)
     model.eval()
+    is_exact = products_agree(2 * TOKENS)
     for chunk in CHUNKS:
         rolled, cache = roll_out(model, chunk, **keywords)
         difference = (found - rolled).abs().max().item()
         moved = share_of_moved_numbers(cache, rounded)
         assert moved < 2e-3, chunk
-        assert difference < (1e-2 if moved else 1e-5), chunk
+        assert difference < (1e-2 if moved and not is_exact else 1e-5), chunk
     assert (unrounded - found).abs().max() > 2e-3  # rounding shows
     assert torch.equal(teach(disable(model)), unrounded)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_a_deep_model_that_reads_one_text(chunk: int) -> None:
+    """Token by token, where products of few rows would round in another way than those of many."""
+    tokens = 4 * 16 + 1
+    if not products_agree(tokens):
+        pytest.skip("this CPU rounds products of other sizes differently")
+    model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=16)
+    ids = torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(6))
+    enable(model, training="stored", dtype="fp8")
+    found = model.train()(ids, use_cache=False).logits.log_softmax(-1)
+    assert found.requires_grad
+    model.eval()
+    cache = FP8PagedCache(model.config, dtype="fp8", prefill="stored")
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split(chunk, 1)]
+    assert (torch.cat(parts, 1).log_softmax(-1) - found).abs().max() < 1e-5
+    assert (model(ids[:, :-1]).logits.log_softmax(-1) - found[:, :-1]).abs().max() < 1e-5
+    assert (disable(model)(ids).logits.log_softmax(-1) - found).abs().max() > 1e-2
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.modules())
 
 
 def assert_near(found: Tensor, expected: Tensor, other: Tensor) -> None:
