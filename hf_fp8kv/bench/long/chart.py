@@ -65,7 +65,7 @@ def _collect_lines(results: Sequence[Mapping[str, Any]]) -> dict[str, _Lines]:
 
 
 def _format_axes(axes: Any, model: str, positions: Sequence[int]) -> None:
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     axes.set_title(model, loc="left", parse_math=False)
     axes.set_xlabel("position in the text, tokens")
@@ -74,4 +74,5 @@ def _format_axes(axes: Any, model: str, positions: Sequence[int]) -> None:
     axes.set_xticks(positions, [f"{position:,}" for position in positions])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:g}"))
     axes.grid(visible=True, alpha=0.3)
