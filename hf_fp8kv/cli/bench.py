@@ -53,6 +53,12 @@ def bench(
     kinds: Annotated[
         str | None, typer.Option(help="long: of text, such as code,chat; or none.")
     ] = None,
+    scored: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="long: how many tokens of a text before a position: 64.", show_default=False
+        ),
+    ] = None,
     tasks: Annotated[
         str | None, typer.Option(help="long: such as 'single needle,variables'; or none.")
     ] = None,
@@ -142,7 +148,8 @@ def bench(
             arguments |= _long_arguments(
                 positions=positions, kinds=kinds, tasks=tasks, caches=caches
             )
-            arguments |= {} if answers is None else {"answers": answers}
+            counts = {"answers": answers, "scored": scored}
+            arguments |= {name: count for name, count in counts.items() if count is not None}
             arguments["save"] = saved
         if texts is not None:
             arguments["texts"] = texts
