@@ -427,13 +427,14 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     options = (
         "--suite", "long", "--model", folder, "--device", "cpu", "--texts", "1",
         "--positions", "100,200", "--kinds", "tool JSON", "--tasks", "none",
-        "--caches", "int8, hqq-int4",
+        "--caches", "int8, hqq-int4", "--scored", "32",
     )  # fmt: skip
     monkeypatch.setattr(caches, "_is_installed", lambda module: False)
     code, out, err = command("bench", *options, "--json", str(path))
     assert code == 0, err
     found = json.loads(path.read_text())
     assert found["settings"]["positions"] == [100, 200]
+    assert found["settings"]["scored"] == 32
     assert found["settings"]["texts"] == ["tool JSON"]
     assert found["settings"]["tasks"] == found["tasks"] == []
     assert {row["kl_error"] for row in found["predictions"]} == {None}
