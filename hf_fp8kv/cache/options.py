@@ -69,7 +69,7 @@ class CacheOptions:
             "center_keys": center_keys, "rotate_keys": rotate_keys, "rotate_values": rotate_values,
         }  # fmt: skip
         for name, flag in flags.items():
-            if flag not in (None, True, False):
+            if not (flag is None or isinstance(flag, bool)):
                 raise ConfigError(f"{name}: expected None, True or False, got {flag!r}")
         dtypes = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         if isinstance(scales, KVScales) and scales.plan is not None:

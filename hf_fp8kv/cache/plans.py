@@ -13,6 +13,7 @@ from ..formats import AUTO, DEFAULT_DTYPE, LayerPlan, SidePlan
 
 # Formats without the range that outliers need: it is rotation that makes them precise.
 NARROW = ("fp8_e2m5", "int8")
+_HOW = "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes one of text"
 
 
 def side_plans(
@@ -60,13 +61,16 @@ def check_plan(
         layers = dict(plan)
     else:
         raise ConfigError(
-            f"plan: expected a LayerPlan, or one for each layer's number, got {plan!r}"
+            f"plan: expected a LayerPlan, or one for each layer's number, got {plan!r}; {_HOW}"
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
             raise ConfigError(f"plan: expected layers' numbers from 0, got {index!r}")
         if not isinstance(layer, LayerPlan):
-            raise ConfigError(f"plan: expected a LayerPlan for layer {index}, got {layer!r}")
+            raise ConfigError(
+                f"plan: expected a LayerPlan for layer {index}, got {layer!r}; {_HOW}"
+            )
+        layer.check()
         if layer.v.centered:
             raise ConfigError(
                 f"plan: expected V without a center, which only K can have, got {layer} for layer "

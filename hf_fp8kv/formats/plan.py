@@ -27,6 +27,12 @@ class SidePlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", parse_dtype(self.format, "format"))
+        for name in (_ROTATED, _CENTERED):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{name}: expected True or False, got {getattr(self, name)!r}; "
+                    "SidePlan.parse('int8 rotated') makes a plan of text"
+                )
         if self.is_auto and (self.rotated or self.centered):
             raise ConfigError(
                 "format 'auto' expected neither rotation nor a center, since it stores numbers as "
@@ -49,7 +55,7 @@ class SidePlan:
         Raises:
             ConfigError: an unknown format or word.
         """
-        name, *marks = text.split() or [""]
+        name, *marks = (isinstance(text, str) and text.split()) or [""]
         if not name or set(marks) - {_ROTATED, _CENTERED}:
             raise ConfigError(
                 f"plan: expected a format, then {_ROTATED!r} or {_CENTERED!r} or both or neither, "
@@ -68,6 +74,15 @@ class LayerPlan(NamedTuple):
     def parse(cls, k: str, v: str) -> "LayerPlan":
         """Return the plan from both sides' `str`; raise ConfigError for others."""
         return cls(SidePlan.parse(k), SidePlan.parse(v))
+
+    def check(self) -> None:
+        """Raise ConfigError for sides that are no `SidePlan`, such as their `str`."""
+        for name, side in zip("kv", self, strict=True):
+            if not isinstance(side, SidePlan):
+                raise ConfigError(
+                    f"plan: expected a SidePlan for {name}, got {side!r}; "
+                    "LayerPlan.parse('fp8_e2m5 rotated', 'int8') makes a plan of text"
+                )
 
     def __str__(self) -> str:
         return f"K {self.k}, V {self.v}"

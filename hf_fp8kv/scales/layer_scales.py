@@ -72,6 +72,7 @@ class LayerScales:
             raise ScaleError(
                 f"scales ({self.source}): expected a LayerPlan, got {self.plan!r}; make one"
             )
+        self.plan.check()
         if self.plan.v.centered or self.plan.k.centered != (self.k_center is not None):
             got = "no center" if self.k_center is None else "a center of K"
             raise ScaleError(

@@ -20,7 +20,7 @@ from hf_fp8kv import (
 from hf_fp8kv.attention.fp8_paged import ROUNDING
 from hf_fp8kv.attention.switching import eval_mode
 from hf_fp8kv.cache.stored_rounding import StoredRounding
-from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import decode
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.modeling.exact_states import NOTE
@@ -326,6 +326,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a mode": ("gqa", {"training": "exact"}, "training: expected None or 'stored'"),
     "exact": ("gqa", {"prefill": "exact"}, "expected prefill='stored', got 'exact'"),
     "centers": ("gqa", {"center_keys": True}, "expected centers that the scales carry"),
+    "a plan": (
+        "gqa",
+        {"plan": LayerPlan.parse("int8 centered", "int8")},
+        "got a plan with centered keys",
+    ),
     "a pair": ("cross_attention", {}, "which is an encoder-decoder"),
     "own code": ("alibi", {}, "attention code of its own"),
     "latent": ("latent", {}, r"got layers \[0, 1\] of DeepseekV3ForCausalLM"),

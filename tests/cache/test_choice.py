@@ -192,8 +192,11 @@ def test_a_reset_chooses_again() -> None:
         ({"plan": {0: SAFE}}, "got none for layer 1"),
         ({"plan": {-1: SAFE}}, "numbers from 0"),
         ({"plan": {0: "int8"}}, "LayerPlan for layer 0"),
+        ({"plan": LayerPlan("int8", "int8")}, "expected a SidePlan for k, got 'int8'"),
+        ({"plan": {0: SAFE, 1: LayerPlan(SAFE.k, None)}}, "expected a SidePlan for v, got None"),
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, "only K can have"),
         ({"rotate_keys": 1.5}, "None, True or False"),
+        ({"rotate_keys": torch.ones(2)}, "None, True or False"),
         ({"rotate_keys": True, "key_dtype": "auto"}, "'auto'"),
         ({"rotate_values": True, "dtype": "auto"}, "'auto'"),
     ],
@@ -204,7 +207,12 @@ def test_what_cannot_work_is_refused(keywords: dict[str, Any], message: str) -> 
         FP8PagedCache(causal_config("llama"), **keywords)
 
 
-@pytest.mark.parametrize("text", ["", "int9", "int8 turned", "auto rotated"])
-def test_a_plan_that_cannot_be_read(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "int9", "int8 turned", "auto rotated", None])
+def test_a_plan_that_cannot_be_read(text: Any) -> None:
     with pytest.raises(ConfigError):
         SidePlan.parse(text)
+
+
+def test_a_mark_that_is_no_flag() -> None:
+    with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
+        SidePlan("int8", "rotated")
