@@ -54,7 +54,9 @@ def _fill_up(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] 
 
 
 def _cut_off(module: torch.nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-    shape: torch.Size | None = vars(args[0]).get(_SHAPE) if args else None
+    if not args or torch.compiler.is_compiling():
+        return None
+    shape: torch.Size | None = vars(args[0]).get(_SHAPE)
     if shape is None:
         return None
     return output[: shape.numel()].view(*shape, output.shape[-1])

@@ -48,6 +48,15 @@ def test_other_numbers_are_left_alone() -> None:
     assert not module._forward_pre_hooks
 
 
+def test_compiled_code_is_left_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 5))
+    states = torch.ones(2, 8)
+    expected = model(states)
+    install_full_rows(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(states), expected)
+
+
 def test_copies_can_be_undone() -> None:
     model = torch.nn.Sequential(Recorder(8, 5))
     install_full_rows(model)
