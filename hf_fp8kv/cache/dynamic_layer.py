@@ -210,7 +210,8 @@ class FP8PagedLayer(PagedLayerBase):
     def replace(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store these tokens instead of all that are stored: at most as many, encoded again.
 
-        The first of the stored ones are kept as they are, without encoding them again.
+        The first of the stored ones are kept as they are, without encoding them again. Plan and
+        center stay, too: they are those of the first call.
 
         Raises:
             ConfigError: more tokens, or of another kind, or a layer with a window.
@@ -232,8 +233,15 @@ class FP8PagedLayer(PagedLayerBase):
             self.crop_member(length - tokens)
             return
         self.group.prepare(0, tokens, key.shape[0])
+        center = self.k_center
         self.crop_member(length)
-        self.update(key, value)
+        self.group.prepare(0, tokens, key.shape[0])
+        self.k_center = center
+        self.pool.grow(self.group.table.allocator.capacity)
+        lengths = self.group.lengths_on(self.device, tokens)
+        pages = self._pages(self.group.table_on(self.device))
+        ops.write(pages, without_grad(key), without_grad(value), lengths, self.backend)
+        self.group.lengths[self.member] = tokens
 
     def select_rows(self, sequences: torch.Tensor) -> None:
         """Select sequences `[B']` of what this layer alone holds: the center."""
