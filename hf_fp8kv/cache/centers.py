@@ -9,7 +9,8 @@ functions do not. Under these the last tokens are taken as they are, unless `tex
 """
 
 import threading
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -20,7 +21,8 @@ from .turns import Turns
 _TOKENS = 32
 
 
-class _Told(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Told:
     """Which tokens of a call centers are made of.
 
     Attributes:
@@ -34,6 +36,11 @@ class _Told(NamedTuple):
     present: torch.Tensor
     columns: torch.Tensor
     frozen: torch.Tensor | None
+
+    @cached_property
+    def longest(self) -> tuple[int, torch.Tensor]:
+        """The sequence with the most tokens, and these, `[n]`, int64: once for all layers."""
+        return _longest(self.present)
 
 
 class FirstTokens:
@@ -115,13 +122,10 @@ class FirstTokens:
         """
         told, mask = self.told, self.text_mask
         if told is not None and tuple(told.present.shape) == (batch, tokens):
-            present = told.present
-        elif mask is not None and mask.ndim == 2 and len(mask) == batch and mask.shape[1] >= tokens:
-            present = mask[:, :tokens].bool()
-        else:
-            return 0, None
-        row = int(present.sum(1).argmax())
-        return row, present[row].nonzero()[:, 0]
+            return told.longest
+        if mask is not None and mask.ndim == 2 and len(mask) == batch and mask.shape[1] >= tokens:
+            return _longest(mask[:, :tokens].bool())
+        return 0, None
 
     def complete(
         self, center: torch.Tensor, key: torch.Tensor, turns: Turns | None
@@ -154,6 +158,11 @@ def answer(mask: torch.Tensor | None, start: int | torch.Tensor, tokens: int) ->
     if asker is not None:
         _asking.first_tokens = None
         asker.take(mask, start, tokens)
+
+
+def _longest(present: torch.Tensor) -> tuple[int, torch.Tensor]:
+    row = int(present.sum(1).argmax())  # it waits for a GPU, and so does the next line
+    return row, present[row].nonzero()[:, 0]
 
 
 def _last(columns: torch.Tensor) -> torch.Tensor:

@@ -41,11 +41,12 @@ def choose_plan(
     scaling: float,
     window: int | None,
     turns: Turns | None,
+    columns: Tensor | None = None,
 ) -> LayerPlan | None:
     """Return the plan of least cost for a layer, or None where its queries say nothing of it.
 
     Args:
-        query: `[Hq, T, Dk]`, of the tokens of one sequence, without padding.
+        query: `[Hq, T, Dk]`, of one sequence.
         key: `[Hkv, T, Dk]`.
         value: `[Hkv, T, Dv]`.
         center: `[Hkv, Dk]`, float32, of the plans with one.
@@ -53,11 +54,16 @@ def choose_plan(
         scaling: of the logits.
         window: tokens that a query sees; None: all.
         turns: how K moves with the position; None: it does not, or it is not known.
+        columns: `[n]`, int64, rising: which of the T tokens are no padding; None: all.
     """
-    tokens = _sample(key.shape[1], window).to(key.device)
-    k, v = (x[:, tokens].transpose(0, 1).float() for x in (key, value))
+    count = key.shape[1] if columns is None else len(columns)
+    if count < FEWEST_TOKENS:
+        return None
+    tokens = _sample(count, window).to(key.device)
     asked = torch.linspace(len(tokens) // 4, len(tokens) - 1, _QUERIES).long().unique()
     asked = asked.to(key.device)
+    tokens = tokens if columns is None else columns.to(key.device)[tokens]
+    k, v = (x[:, tokens].transpose(0, 1).float() for x in (key, value))
     queries = Queries.from_states(query[:, tokens[asked]], k, asked, scaling, None)
     if queries is None:
         return None

@@ -5,6 +5,7 @@ what else looks at the pages, or the next layer, stores it without them, in the 
 """
 
 import threading
+import weakref
 
 from torch import Tensor
 
@@ -55,17 +56,13 @@ class FirstWrite(PendingWrite):
         if query.shape[2] != key.shape[2] or query.device != key.device:
             return
         row, columns = layer.first_tokens.find_longest(*key.shape[::2])
-        states = [
-            x[row] if columns is None else x[row][:, columns.to(x.device)]
-            for x in (query, key, self.value)
-        ]
         center = (
             key.new_zeros(key.shape[1], key.shape[3]) if self._center is None else self._center[row]
         )
         chosen = choose_plan(
-            states[0].detach(), states[1], states[2], center,
+            query[row].detach(), key[row], self.value[row], center,
             (layer.options.k_plans, layer.options.v_plans), scaling, layer.group.window,
-            layer.turns,
+            layer.turns, columns,
         )  # fmt: skip
         if chosen is not None:
             layer.storage = chosen
@@ -83,13 +80,14 @@ class FirstWrite(PendingWrite):
         del self.given, self.key, self.value
 
 
-# `write`: that of this thread which waits for its queries.
+# `write`: that of this thread which waits for its queries; weak, since an attention that never
+# comes must not keep a cache alive.
 _waiting = threading.local()
 
 
 def wait_for_queries(write: FirstWrite) -> None:
     """Have the attention that is next to get these keys in this thread show its queries."""
-    _waiting.write = write
+    _waiting.write = weakref.ref(write)
 
 
 def show_queries(query: Tensor, key: Tensor, scaling: float) -> None:
@@ -97,7 +95,8 @@ def show_queries(query: Tensor, key: Tensor, scaling: float) -> None:
 
     `key` is what the attention was given: another tensor than was stored says nothing.
     """
-    write: FirstWrite | None = getattr(_waiting, "write", None)
+    waiting: weakref.ref[FirstWrite] | None = getattr(_waiting, "write", None)
+    write = None if waiting is None else waiting()
     if write is not None and not write.is_done and key is write.given:
         _waiting.write = None
         write.show(query, scaling)

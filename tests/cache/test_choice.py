@@ -1,5 +1,7 @@
 """How a layer is stored, chosen by its first call: what is taken, what is refused, what is kept."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -139,6 +141,45 @@ def test_a_choice_is_that_of_the_longest_text_in_a_padded_batch() -> None:
         model(ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
     assert batch.plan == alone.plan
     assert any(plan != SAFE for plan in alone.plan.values())
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 31])
+@torch.no_grad()
+def test_padding_is_not_measured(tokens: int) -> None:
+    """A prompt that comes in chunks may begin with nothing but padding."""
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    ids = torch.randint(4, 90, (2, 40), generator=torch.Generator().manual_seed(3))
+    mask = torch.zeros_like(ids)
+    mask[:, 40 - tokens :] = 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = FP8PagedCache(model.config)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    assert set(cache.plan.values()) == {SAFE}
+
+
+@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa"])
+def test_a_dropped_cache_is_freed(attention: str) -> None:
+    cache = run(attention=attention)
+    pools = [weakref.ref(layer.pool) for layer in cache.paged_layers]
+    del cache
+    gc.collect()
+    assert not any(pool() for pool in pools)
+
+
+def test_tokens_that_replace_others_keep_the_plan() -> None:
+    """As when a press drops tokens after the first call."""
+    cache = run(tokens=80)
+    layer = next(layer for layer in cache.paged_layers if layer.storage != SAFE)
+    plan, center = layer.storage, layer.k_center
+    assert layer.keys is not None
+    assert layer.values is not None
+    kept = [x.dense()[:, :, ::2] for x in (layer.keys, layer.values)]
+    layer.keys, layer.values = kept
+    assert layer.get_seq_length() == kept[0].shape[2]
+    assert layer.storage == plan
+    assert layer.k_center is center
+    for dense, stored in zip(kept, (layer.keys, layer.values), strict=True):
+        torch.testing.assert_close(stored.dense(), dense, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(
