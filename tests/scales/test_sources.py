@@ -912,7 +912,7 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "expected k_scale and v_scale"),
     "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "got model.norm"),
     "other-layers": (own(pair(), layers=[0, 1]), "expected the layers of its metadata"),
-    "later-version": (own(pair(), version=2), "update hf_fp8kv"),
+    "later-version": (own(pair(), version=3), "update hf_fp8kv"),
     "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
         lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "{"}),
