@@ -1,5 +1,6 @@
 """Turns: how RoPE turns keys with their position, as far as a model's config says."""
 
+import inspect
 import math
 import sys
 from dataclasses import dataclass
@@ -122,8 +123,11 @@ def _find_mla(config: Any) -> tuple[int, int] | None:
 def _turns_neighbors(config: Any) -> bool:
     """Return whether a model's code turns channels 2i and 2i + 1 together, as far as it says."""
     name = type(config).__module__.replace("configuration_", "modeling_")
-    rotate_half = getattr(sys.modules.get(name), "rotate_half", None)
+    module = sys.modules.get(name)
+    rotate_half = getattr(module, "rotate_half", None)
     if rotate_half is None:
-        return False
+        # Llama 4 and DeepSeek V2 turn complex numbers.
+        turn: Any = getattr(module, "apply_rotary_emb", None)
+        return turn is not None and "freqs_cis" in inspect.signature(turn).parameters
     turned: list[float] = rotate_half(torch.arange(4.0)).tolist()
     return turned == [-1.0, 0.0, -3.0, 2.0]

@@ -13,12 +13,12 @@ from tests.helpers.tiny_models import build, causal_config
 pytestmark = pytest.mark.text
 
 DISTANCE = 37
-# By how keys turn: halves, neighbors, a part of the head, one base for each type of layer, the
-# latents of MLA, and layers without RoPE.
+# By how keys turn: halves, neighbors (also as complex numbers), a part of the head, one base for
+# each type of layer, the latents of MLA, and layers without RoPE.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
     "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
-    "smollm3": {"no_rope_layers": [1, 0]},
+    "smollm3": {"no_rope_layers": [1, 0]}, "llama4_text": {},
 }  # fmt: skip
 
 
@@ -37,6 +37,13 @@ def test_keys_turn_as_the_config_says(name: str) -> None:
         if near.turns is not None:
             keys = near.turns.turn(keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_complex_numbers_are_neighbors() -> None:
+    model, _ = build("deepseek_v2")  # which takes no notice of position_ids
+    turns = Turns.of(model.config, 0)
+    assert turns is not None
+    assert turns.neighbors
 
 
 def test_layers_without_rope_do_not_turn() -> None:
