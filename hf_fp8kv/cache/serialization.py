@@ -21,10 +21,10 @@ from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
+from ..utils.files import CACHE_FORMAT
 from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
 
-FORMAT = "hf_fp8kv.cache"
 # Files of version 1 have one format for all layers, and no plans.
 VERSION, _READABLE = 2, ("1", "2")
 
@@ -169,7 +169,7 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> Path:
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     os.close(handle)
     try:
-        header = {"format": FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}
+        header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": json.dumps(meta)}
         save_file(contiguous, partial, metadata=header)
         os.replace(partial, target)
     except BaseException:
@@ -220,9 +220,9 @@ def load(path: str | os.PathLike[str], device: str | torch.device | None) -> Cac
     try:
         with safe_open(source, framework="pt", device=str(device or "cpu")) as file:
             header = file.metadata() or {}
-            if header.get("format") != FORMAT or header.get("version") not in _READABLE:
+            if header.get("format") != CACHE_FORMAT or header.get("version") not in _READABLE:
                 raise ConfigError(
-                    f"{source}: expected a cache saved by this library ({FORMAT}, version "
+                    f"{source}: expected a cache saved by this library ({CACHE_FORMAT}, version "
                     f"{VERSION}), got format {header.get('format')!r}, version "
                     f"{header.get('version')!r}"
                 )

@@ -119,6 +119,13 @@ def bench(
         if given and suite not in ("gpu", "long"):
             message = f"expected --suite gpu or long with it, got {suite!r}"
             raise typer.BadParameter(message, param_hint=option)
+    only_long = {
+        "--positions": positions, "--kinds": kinds, "--scored": scored, "--tasks": tasks,
+        "--answers": answers, "--caches": caches, "--thorough": thorough or None,
+    }  # fmt: skip
+    for option, value in only_long.items():
+        if value is not None and suite != "long":
+            raise typer.BadParameter(f"requires --suite long, got {suite}", param_hint=option)
     module, function = _SUITES[suite]
     measures = importlib.import_module(module)
     if shown:

@@ -106,13 +106,12 @@ def inspect(
 
 def _is_cache(path: str) -> bool:
     """Return whether this is a file of `FP8PagedCache.save`."""
-    from ..cache.serialization import FORMAT
-    from ..utils.files import read_header
+    from ..utils.files import CACHE_FORMAT, read_header
 
     if not Path(path).is_file():
         return False
     with suppress(ScaleError):  # whoever reads scales says what is wrong with the file
-        return read_header(Path(path))[1].get("format") == FORMAT
+        return read_header(Path(path))[1].get("format") == CACHE_FORMAT
     return False
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ..errors import ScaleError
-from ..utils.files import PICKLES, read_header, read_json, read_weight_map
+from ..utils.files import CACHE_FORMAT, PICKLES, read_header, read_json, read_weight_map
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.config import (
     HF_QUANT_CONFIG,
@@ -52,7 +52,14 @@ def read_file(path: Path, request: Request) -> ScaleData:
     if path.suffix == ".json":
         files = read_weight_map(path)
     else:
-        files = dict.fromkeys(read_header(path)[0], path.name)
+        names, facts = read_header(path)
+        if facts.get("format") == CACHE_FORMAT:
+            raise ScaleError(
+                f"{path}: expected scales, got a cache that FP8PagedCache.save wrote; "
+                "FP8PagedCache.load reads it, and plan=FP8PagedCache.load(...).plan stores layers "
+                "as it does"
+            )
+        files = dict.fromkeys(names, path.name)
     return read_tensors(_open_checkpoint(LocalFolder(path.parent)), files, request)
 
 

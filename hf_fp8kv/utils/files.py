@@ -13,6 +13,8 @@ from .text import format_value
 
 # Suffixes of files that are not opened: reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
+# What the metadata of a file of `FP8PagedCache.save` says as its format.
+CACHE_FORMAT = "hf_fp8kv.cache"
 
 
 @contextmanager

@@ -756,6 +756,8 @@ def test_the_options_of_the_command_line(monkeypatch, tmp_path, result):
         (["--suite", "gpu", "--from", "text"], "expected what --suite gpu wrote"),
         (["--suite", "gpu", "--from", "other.json"], "expected what --suite gpu wrote"),
         (["--suite", "cpu", "--from", "other.json"], "expected --suite gpu or long"),
+        (["--suite", "cpu", "--positions", "1024"], "requires --suite long, got cpu"),
+        (["--suite", "quality", "--thorough"], "requires --suite long, got quality"),
     ],
     ids=" ".join,
 )

@@ -66,6 +66,12 @@ def test_each_layer_is_stored_as_its_plan_says(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_a_saved_cache_is_not_taken_for_scales(tmp_path: Path) -> None:
+    path = FP8PagedCache(config()).save(tmp_path / "cache.safetensors")
+    with pytest.raises(ScaleError, match="expected scales, got a cache that"):
+        FP8PagedCache(config(), scales=path)
+
+
 def answer(model: Any, prompt: torch.Tensor, cache: FP8PagedCache) -> torch.Tensor:
     return model.generate(prompt, past_key_values=cache, max_new_tokens=12, do_sample=False)
 
