@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -443,3 +444,25 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     code, _, err = command("bench", "--suite", "long", "--positions", "1k")
     assert code == 2
     assert "expected numbers of tokens" in err
+
+
+def test_the_tables_of_the_docs_are_those_of_the_runs():
+    docs = Path(__file__).parents[2] / "docs"
+    names = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b")
+    files = [docs / "benchmarks" / f"2026-11-23-long-{name}.json" for name in names]
+    results = [json.loads(path.read_text()) for path in files]
+    titles = {row["cache"]: row["title"] for result in results for row in result["caches"]}
+    text = (docs / "accuracy.md").read_text()
+    for cache, title in titles.items():
+        kl, top1 = [], []
+        for result in results:
+            rows = {r["position"]: r for r in result["predictions"]
+                    if (r["cache"], r["kind"]) == (cache, "all")}  # fmt: skip
+            for position in result["settings"]["positions"]:
+                row = rows.get(position)
+                kl.append(
+                    f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}" if row else "refused"
+                )
+                top1.append(f"{100 * row['top1']:.1f} %" if row else "refused")
+        assert f"\n| {title} | {' | '.join(kl)} |\n" in text
+        assert f"\n| {title} | {' | '.join(top1)} |\n" in text
