@@ -53,7 +53,8 @@ def choose_plan(
         plans: those of K and of V; the first of each is the safe one.
         scaling: of the logits.
         window: tokens that a query sees; None: all.
-        turns: how K moves with the position; None: it does not, or it is not known.
+        turns: how K moves with the position; None: that is not known, and so K is not rotated,
+            unless the safe plan is.
         columns: `[n]`, int64, rising: which of the T tokens are no padding; None: all.
     """
     count = key.shape[1] if columns is None else len(columns)
@@ -69,6 +70,9 @@ def choose_plan(
         return None
     if turns is not None:
         queries, k = _turn(queries, k, turns)
+    else:
+        safe = plans[0][0]
+        plans = [plan for plan in plans[0] if safe.rotated or not plan.rotated], plans[1]
     k_costs = weigh_plans(Queries.cost_of_keys, queries, k, center, plans[0])
     v_costs = weigh_plans(Queries.cost_of_values, queries, v, None, plans[1])
     costs = torch.stack(k_costs + v_costs).tolist()  # at once: it waits for a GPU

@@ -36,7 +36,7 @@ class PagedLayerBase(CacheLayerMixin):
         k_center: `[B, Hkv, Dk]`, float32, or None.
         whole_heads: KV heads of the whole model, of which a part may be here; None: not known.
         query_heads: query heads of this process; 0: not known.
-        turns: how K turns with the position; None: it does not, or it is not known.
+        turns: how K turns with the position; None: that is not known.
         assigned: what was assigned to `keys` or `values`, until the other one is.
     """
 
@@ -236,11 +236,11 @@ class PagedLayerBase(CacheLayerMixin):
     def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
         """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
         if not self.is_initialized:
-            return LayerSnapshot(self.index, group, length)
+            return LayerSnapshot(self.index, group, length, turns=self.turns)
         attributes = vars(self)
         setup = {name: attributes[name] for name in _SETUP}
         return LayerSnapshot(
-            self.index, group, length, self.pool, self.k_center, setup, self.storage
+            self.index, group, length, self.pool, self.k_center, setup, self.storage, self.turns
         )
 
     @abstractmethod

@@ -169,16 +169,16 @@ class PagedLayers:
         self._link_groups()
         stock = iter(snapshot.stock_layers)
         layers: list[Any] = [
-            next(stock)
-            if state is None
-            else self.new_layer(state.index, state.group.window, state.pool if shares else None)
-            for state in snapshot.layers
-        ]
-        if shares or copies:
-            # Not before all exist: a preallocated layer takes pages in every group, and the layers
-            # of a group say that it takes no more than it needs.
-            for layer, state in zip(layers, snapshot.layers, strict=True):
-                if state is not None:
+            next(stock) if x is None
+            else self.new_layer(x.index, x.group.window, x.pool if shares else None)
+            for x in snapshot.layers
+        ]  # fmt: skip
+        # Not before all exist: a preallocated layer takes pages in every group, and the layers of a
+        # group say that it takes no more than it needs.
+        for layer, state in zip(layers, snapshot.layers, strict=True):
+            if state is not None:
+                layer.turns = layer.turns or state.turns
+                if shares or copies:
                     layer.restore(state)
         if copies:
             self._set_lengths([state.length for state in snapshot.layers if state is not None])

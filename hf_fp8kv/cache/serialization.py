@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..scales import KVScales, LayerScales
 from ..utils.files import CACHE_FORMAT
 from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
+from .turns import Turns
 
 # Files of version 1 have one format for all layers, and no plans.
 VERSION, _READABLE = 2, ("1", "2")
@@ -56,6 +58,8 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
             continue
         g, pool = snapshot.groups.index(layer.group), layer.pool
         facts: Facts = {"kind": "paged", "group": g, "index": layer.index}
+        if layer.turns is not None:
+            facts["turns"] = asdict(layer.turns)
         if pool is not None:
             assert layer.storage is not None
             facts |= {
@@ -100,9 +104,9 @@ def unpack(
         if layer["kind"] == "stock":
             layers.append(None)
             continue
-        group = groups[layer["group"]]
+        group, turns = groups[layer["group"]], _read_turns(layer)
         if "length" not in layer:
-            layers.append(LayerSnapshot(layer["index"], group, 0))
+            layers.append(LayerSnapshot(layer["index"], group, 0, turns=turns))
             continue
         prefix = f"layers.{i}."
         names = [name for name in tensors if name.startswith(prefix)]
@@ -111,9 +115,21 @@ def unpack(
         storage = LayerPlan.parse(*layer["plan"]) if "plan" in layer else None
         pool = _unpack_pool(layer, held, group.table.allocator.capacity, options, storage)
         layers.append(
-            LayerSnapshot(layer["index"], group, layer["length"], pool, center, storage=storage)
+            LayerSnapshot(
+                layer["index"], group, layer["length"], pool, center, storage=storage, turns=turns
+            )
         )
     return CacheSnapshot(options, groups, layers, stock_layers, facts["open_ended"], budget)
+
+
+def _read_turns(layer: Facts) -> Turns | None:
+    """Return how a layer's keys turn; what was saved before that was known does not say it."""
+    if "turns" not in layer:
+        return None
+    facts = dict(layer["turns"])
+    if facts["mla"] is not None:
+        facts["mla"] = tuple(facts["mla"])
+    return Turns(**facts)
 
 
 def _unpack_pool(

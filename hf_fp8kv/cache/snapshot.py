@@ -14,6 +14,7 @@ from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from .options import CacheOptions
+from .turns import Turns
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class LayerSnapshot:
         k_center: `[B, Hkv, Dk]`, float32, or None.
         setup: what `PagedLayerBase._prepare_scales` looked up, by name; None: to be looked up.
         storage: how its numbers are stored; None: as the options say.
+        turns: how its keys turn, which is read from the config; None: not known.
     """
 
     index: int
@@ -37,6 +39,7 @@ class LayerSnapshot:
     k_center: torch.Tensor | None = None
     setup: dict[str, Any] | None = None
     storage: LayerPlan | None = None
+    turns: Turns | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,22 +47,22 @@ class Turns:
 
     @classmethod
     def of(cls, config: Any, index: int) -> "Turns | None":
-        """Return the turns of layer `index`; None without RoPE, or without a config."""
+        """Return the turns of layer `index`; None: they are not known, without a config."""
         if config is None:
             return None
         kinds = config_field(config, "layer_types") or ()
         kind = kinds[index] if index < len(kinds) else None
         has_rope = config_field(config, "no_rope_layers")
         if has_rope and index < len(has_rope) and not has_rope[index]:
-            return None
+            return STILL
         if kind == "full_attention" and config.model_type in _ROPE_WITH_WINDOW:
-            return None
+            return STILL
         rope = config_field(config, "rope_parameters") or {}
         if kind is not None and isinstance(rope.get(kind), dict):
             rope = rope[kind]
         theta = rope.get("rope_theta", config_field(config, "rope_theta"))
         if not theta:
-            return None
+            return STILL
         most = config_field(config, "max_position_embeddings")
         part = float(rope.get("partial_rotary_factor", 1.0))
         keeps_pairs = rope.get("rope_type") == "proportional"
@@ -113,6 +113,10 @@ class Turns:
         pair = torch.arange(pairs, dtype=torch.float32)
         speeds = self.base ** -(pair / max(pairs, 1))
         return speeds.where(pair < int(pairs * self.moving), 0.0)
+
+
+# Keys of a layer without RoPE.
+STILL = Turns(1.0, share=0.0, positions=0)
 
 
 def _find_mla(config: Any) -> tuple[int, int] | None:

@@ -1,7 +1,10 @@
 """How a layer is stored, chosen by its first call: what is taken, what is refused, what is kept."""
 
+import copy
 import gc
+import pickle
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +13,12 @@ import torch
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.cache.choice import choose_plan, weigh_plans
 from hf_fp8kv.cache.queries import Queries
-from hf_fp8kv.cache.turns import Turns
+from hf_fp8kv.cache.turns import STILL, Turns
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode
 from hf_fp8kv.formats.rotation import rotate
+from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import causal_config, tiny
 
 pytestmark = pytest.mark.text
@@ -40,7 +44,7 @@ def states(outlier: float = 1.0, bias: float = 0.0) -> tuple[torch.Tensor, ...]:
 
 def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keywords: Any) -> LayerPlan | None:
     center = k[:, -32:].mean(1)
-    options: dict[str, Any] = {"scaling": DIM**-0.5, "window": None, "turns": None, **keywords}
+    options: dict[str, Any] = {"scaling": DIM**-0.5, "window": None, "turns": STILL, **keywords}
     return choose_plan(q, k, v, center, PLANS, **options)
 
 
@@ -73,6 +77,44 @@ def test_a_bias_that_turns_away_is_not_trusted() -> None:
     turned = choose(q, k, v, turns=fast)
     assert turned is not None
     assert turned.k != choose(q, k, v).k  # type: ignore[union-attr]
+
+
+def test_keys_are_not_rotated_where_it_is_not_known_how_they_turn() -> None:
+    known, unknown = choose(*states()), choose(*states(), turns=None)
+    assert known is not None
+    assert unknown is not None
+    assert known.k.rotated
+    assert not unknown.k.rotated
+    assert unknown.v == known.v
+    # What a user asked for by name is rotated everywhere.
+    by_name = FP8PagedCache(dtype="int8").options
+    q, k, v = states()
+    both = by_name.k_plans, by_name.v_plans
+    plan = choose_plan(q, k, v, k[:, -32:].mean(1), both, DIM**-0.5, None, None)
+    assert plan is not None
+    assert plan.k.rotated
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+@pytest.mark.parametrize("way", ["file", "pickle"])
+@torch.no_grad()
+def test_a_cache_that_was_saved_chooses_as_before(way: str, is_empty: bool, tmp_path: Path) -> None:
+    """It has no config, and yet keys are tried at other positions."""
+    model, _ = tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0)
+    ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(3))
+    expected = FP8PagedCache(model.config, page_size=8)
+    cache = copy.deepcopy(expected) if is_empty else expected
+    model(ids, past_key_values=expected)
+    if way == "file":
+        again = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
+    else:
+        again = pickle.loads(pickle.dumps(cache))
+    again.reset()
+    model(ids, past_key_values=again)
+    assert again.plan == expected.plan
+    for layer, other in zip(again.paged_layers, expected.paged_layers, strict=True):
+        assert layer.turns == other.turns
+        assert_same(layer.keys.dense(), other.keys.dense())
 
 
 def test_too_few_tokens_and_other_numbers_say_nothing() -> None:

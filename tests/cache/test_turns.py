@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.cache.turns import Turns
+from hf_fp8kv.cache.turns import STILL, Turns
 from tests.helpers.tiny_models import build, causal_config
 
 pytestmark = pytest.mark.text
@@ -34,8 +34,8 @@ def test_keys_turn_as_the_config_says(name: str) -> None:
         model(ids, position_ids=at, past_key_values=caches[-1])
     for near, far in zip(*(cache.paged_layers for cache in caches), strict=True):
         keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
-        if near.turns is not None:
-            keys = near.turns.turn(keys, DISTANCE)
+        assert near.turns is not None
+        keys = near.turns.turn(keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -47,12 +47,11 @@ def test_complex_numbers_are_neighbors() -> None:
 
 
 def test_layers_without_rope_do_not_turn() -> None:
-    assert Turns.of(causal_config("gpt2"), 0) is None
-    assert Turns.of(None, 0) is None
+    assert Turns.of(causal_config("gpt2"), 0) == STILL
     smollm3 = causal_config("smollm3", no_rope_layers=[1, 0])
-    assert [Turns.of(smollm3, index) is None for index in (0, 1)] == [False, True]
+    assert [Turns.of(smollm3, index) == STILL for index in (0, 1)] == [False, True]
     cohere2 = causal_config("cohere2")
-    found = [Turns.of(cohere2, index) is None for index in range(len(cohere2.layer_types))]
+    found = [Turns.of(cohere2, index) == STILL for index in range(len(cohere2.layer_types))]
     assert found == [kind == "full_attention" for kind in cohere2.layer_types]
 
 

@@ -114,11 +114,11 @@ def test_other_caches_and_no_cache_are_as_without_this_package(pair, monkeypatch
 
 def test_a_cache_that_was_made_before_the_package_was_loaded(pair, monkeypatch):
     original, declared = pair
-    expected = run(original, FP8PagedCache(original.config))
+    expected = run(original, FP8PagedCache(original.config, dtype="fp8"))
     take_condition_away(monkeypatch)
     with monkeypatch.context() as absent:
         absent.delitem(module.sys.modules, "compressed_tensors.modeling.kvcache")
-        caches = FP8PagedCache(), FP8PagedCache(declared.config)
+        caches = [FP8PagedCache(config, dtype="fp8") for config in (None, declared.config)]
     for cache in caches:
         take_condition_away(monkeypatch)
         assert_same(run(declared, cache), expected)
