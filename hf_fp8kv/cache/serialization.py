@@ -240,7 +240,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device | None) -> Cac
                 raise ConfigError(
                     f"{source}: expected a cache saved by this library ({CACHE_FORMAT}, version "
                     f"{VERSION}), got format {header.get('format')!r}, version "
-                    f"{header.get('version')!r}"
+                    f"{header.get('version')!r}; pass a file that FP8PagedCache.save wrote"
                 )
             meta = json.loads(header["meta"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
