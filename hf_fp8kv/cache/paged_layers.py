@@ -67,11 +67,12 @@ class PagedLayers:
     # -- making layers -----------------------------------------------------------------------
 
     def new_layer(
-        self, index: int, window: int | None, pool: PagePool | None = None
-    ) -> PagedLayerBase:
+        self, index: int, window: int | None, pool: PagePool | None = None,
+        turns: Turns | None = None,
+    ) -> PagedLayerBase:  # fmt: skip
         """Add a paged layer to the group of its window, and return it.
 
-        `pool` holds the pages of a fork; None: the layer has its own.
+        `pool` holds the pages of a fork; None: the layer has its own. `turns`: None: the config's.
         """
         if window not in self.groups:
             self.groups[window] = self._new_group(window)
@@ -87,7 +88,7 @@ class PagedLayers:
             )
         else:
             layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
-        layer.turns = Turns.of(self.config, index)
+        layer.turns = turns or Turns.of(self.config, index)
         if self.config is not None:
             layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
         self.layers.append(layer)
@@ -170,15 +171,14 @@ class PagedLayers:
         stock = iter(snapshot.stock_layers)
         layers: list[Any] = [
             next(stock) if x is None
-            else self.new_layer(x.index, x.group.window, x.pool if shares else None)
+            else self.new_layer(x.index, x.group.window, x.pool if shares else None, x.turns)
             for x in snapshot.layers
         ]  # fmt: skip
-        # Not before all exist: a preallocated layer takes pages in every group, and the layers of a
-        # group say that it takes no more than it needs.
-        for layer, state in zip(layers, snapshot.layers, strict=True):
-            if state is not None:
-                layer.turns = layer.turns or state.turns
-                if shares or copies:
+        if shares or copies:
+            # Not before all exist: a preallocated layer takes pages in every group, and the layers
+            # of a group say that it takes no more than it needs.
+            for layer, state in zip(layers, snapshot.layers, strict=True):
+                if state is not None:
                     layer.restore(state)
         if copies:
             self._set_lengths([state.length for state in snapshot.layers if state is not None])

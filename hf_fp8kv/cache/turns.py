@@ -1,9 +1,11 @@
 """Turns: how RoPE turns keys with their position, as far as a model's config says."""
 
+import functools
 import inspect
 import math
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -128,6 +130,11 @@ def _turns_neighbors(config: Any) -> bool:
     """Return whether a model's code turns channels 2i and 2i + 1 together, as far as it says."""
     name = type(config).__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name)
+    return module is not None and _code_turns_neighbors(module)
+
+
+@functools.cache
+def _code_turns_neighbors(module: ModuleType) -> bool:
     rotate_half = getattr(module, "rotate_half", None)
     if rotate_half is None:
         # Llama 4 and DeepSeek V2 turn complex numbers.
