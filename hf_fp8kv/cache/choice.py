@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..formats import FORMATS, LayerPlan, SidePlan
-from ..formats.codec import dynamic_scale, round_to_format
+from ..formats import FORMATS, Format, LayerPlan, SidePlan
+from ..formats.codec import dynamic_scale, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity
 from .queries import Queries
@@ -102,25 +102,22 @@ def weigh_plans(
     seen = {False: (queries, x, center)}
     if any(plan.rotated for plan in plans):
         # Nothing is rotated back: rotated queries make the same of it, as does a sum of squares.
-        turned = Queries(rotate(queries.q), queries.weights)
-        seen[True] = turned, rotate(x), None if center is None else rotate(center)
+        seen[True] = queries.rotate(), rotate(x), None if center is None else rotate(center)
     found = []
     for plan in plans:
         asked, y, middle = seen[plan.rotated]
         if plan.centered and middle is not None:
             y = y - middle
-        found.append(cost(asked, rounding_error(y, plan.format), "head").sum())
+        found.append(cost(asked, dynamic_error(y, FORMATS[plan.format]), "head").sum())
     return found
 
 
-def rounding_error(x: Tensor, format: str) -> Tensor:
+def dynamic_error(x: Tensor, fmt: Format) -> Tensor:
     """Return what `x`, `[..., D]`, float32, changes by where it is stored with dynamic scales.
 
     With the smallest scales: to search better ones would gain about the same in each format.
     """
-    fmt = FORMATS[format]
-    scale = dynamic_scale(x, fmt).float()[..., None]
-    return round_to_format(x / scale, fmt) * scale - x
+    return rounding_error(x, dynamic_scale(x, fmt).float()[..., None], fmt)
 
 
 def _cheapest(plans: Sequence[SidePlan], costs: Sequence[float]) -> SidePlan:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..formats.rotation import rotate
 from ..ops.visibility import first_visible
 from ..scales.layer_scales import Granularity
 
@@ -39,6 +40,10 @@ class Queries:
         if window is not None:
             hidden |= tokens < first_visible(positions[:, None], window)
         return cls(q, logits.masked_fill(hidden, -torch.inf).softmax(-1))
+
+    def rotate(self) -> "Queries":
+        """Return the queries of rotated keys, whose products with them are the same."""
+        return Queries(rotate(self.q), self.weights)
 
     def weigh_keys(self) -> torch.Tensor:
         """Return what the square of an error of each number of K costs: `[N, Hkv, Dk]`.

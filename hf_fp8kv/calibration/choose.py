@@ -26,7 +26,7 @@ import torch
 
 from ..cache.queries import Queries
 from ..formats import Format, LayerPlan
-from ..formats.codec import SEARCH_STEPS, round_to_format
+from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..formats.rotation import rotate
 from ..scales.layer_scales import Granularity, LayerScales
 from .observe import TensorDict, merge_ranges
@@ -80,7 +80,7 @@ class Trial:
         """Return queries of what is scaled: their products with errors are the same."""
         if queries is None or not self.rotated or self.side == "v":
             return queries
-        return Queries(rotate(queries.q), queries.weights)
+        return queries.rotate()
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
@@ -204,7 +204,7 @@ def measure_costs(
         room.append(torch.stack([_squared_error(thin, larger, axes, fmt) for larger in octaves]))
         if queries is not None:
             weigh = queries.cost_of_keys if trial.side == "k" else queries.cost_of_values
-            of_scale = weigh(scaling_error(x, scale, fmt), trial.granularity)
+            of_scale = weigh(rounding_error(x, scale, fmt), trial.granularity)
             tensor = trial.granularity == "tensor"
             cost.append(of_scale.sum(0, keepdim=True) if tensor else of_scale)
     rooms = torch.stack(room, 1)
@@ -217,20 +217,15 @@ def measure_key_cost(
 ) -> torch.Tensor:
     """Return the cost of storing K `[N, Hkv, D]` of a text with these scales, float64, `[]`."""
     x = k.float() if scales.k_center is None else k.float() - scales.k_center.to(k.device)
-    error = scaling_error(x, (scales.static[0] * fmt.scale_from_e4m3).to(k.device), fmt)
+    error = rounding_error(x, (scales.static[0] * fmt.scale_from_e4m3).to(k.device), fmt)
     cost = error.square() if queries is None else queries.cost_of_keys(error, "head")
     return cost.sum(dtype=torch.float64).cpu()
-
-
-def scaling_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Return what `x` changes by where it is stored with a scale in the unit of the format."""
-    return round_to_format(x / scale, fmt) * scale - x
 
 
 def _squared_error(
     x: torch.Tensor, scale: torch.Tensor, axes: tuple[int, ...], fmt: Format
 ) -> torch.Tensor:
-    squares = scaling_error(x, scale, fmt).square().sum(0, dtype=torch.float64)
+    squares = rounding_error(x, scale, fmt).square().sum(0, dtype=torch.float64)
     return squares.sum(axes, keepdim=True) if axes else squares
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.choice import rounding_error
+from ..cache.choice import dynamic_error
 from ..cache.plans import side_plans
 from ..cache.queries import Queries
 from ..formats import DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS
+from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..scales.layer_scales import LayerScales
-from .choose import CalibrationOptions, Trial, find_centers, make_trial, pick_scale, scaling_error
+from .choose import CalibrationOptions, Trial, find_centers, make_trial, pick_scale
 from .observe import Batch, TensorDict, add_tensors
 from .pairs import Partners
 from .stages import Asked, observe_queries, sample_near, sum_costs
@@ -39,7 +39,7 @@ class Candidate:
     @property
     def fmt(self) -> Format:
         """The format that scales are made for; of numbers as they are, that of the unit."""
-        return FORMATS[STATIC_DTYPE if self.plan.is_auto else self.plan.format]
+        return _unit_format(self.plan)
 
     def measure(self, x: torch.Tensor, queries: Queries | None, *, dynamic: bool) -> torch.Tensor:
         """Return what errors of K or V, `x` `[N, Hkv, D]`, cost: float64, `[scales tried]`."""
@@ -47,11 +47,11 @@ class Candidate:
             return torch.zeros(1 if dynamic else len(_STEPS), dtype=torch.float64)
         x, queries = self.trial.transform(x), self.trial.transform_queries(queries)
         if dynamic:
-            errors = [rounding_error(x, self.plan.format)]
+            errors = [dynamic_error(x, self.fmt)]
         else:
             first = self.trial.first.to(x.device)
             scales = (first * 2.0 ** (step / SEARCH_STEPS) for step in _STEPS)
-            errors = [scaling_error(x, scale, self.fmt) for scale in scales]
+            errors = [rounding_error(x, scale, self.fmt) for scale in scales]
         if queries is None:
             costs = [error.square() for error in errors]
         else:
@@ -61,6 +61,10 @@ class Candidate:
 
 
 Sides = Mapping[str, Sequence[Candidate]]
+
+
+def _unit_format(plan: SidePlan) -> Format:
+    return FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
 
 
 def safe_plan(options: CalibrationOptions) -> LayerPlan:
@@ -109,14 +113,13 @@ def list_candidates(
     candidates: dict[str, list[Candidate]] = {"k": [], "v": []}
     for side, of_side in plans.items():
         for plan in of_side:
-            fmt = FORMATS[STATIC_DTYPE if plan.is_auto else plan.format]
             # A token's own scale needs no range. Rotated channels are alike, and so have one scale
             # for a head; where it is not known which channels turn together, so do the others.
             kind = "head" if options.granularity == "token" else options.granularity
             unknown = side == "k" and partners.k is None
             if kind == "channel" and (plan.rotated or unknown):
                 kind = "head"
-            chosen = replace(options, granularity=kind, fmt=fmt)
+            chosen = replace(options, granularity=kind, fmt=_unit_format(plan))
             for center in centers if plan.centered else [None]:
                 trial = make_trial(side, covered, chosen, center, plan.rotated)
                 candidates[side].append(Candidate(plan, trial))

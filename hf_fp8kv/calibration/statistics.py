@@ -7,7 +7,7 @@ import torch
 
 from ..errors import ConfigError
 from ..formats import AUTO, DISTINCT, FORMATS, Format, LayerPlan, SidePlan
-from ..formats.codec import dynamic_scale, round_to_format, search_scale
+from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
 from ..formats.rotation import rotate
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
@@ -125,7 +125,7 @@ def _largest(fmt: Format) -> float:
 
 def _squared_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return the squared error of `x` under a scale in the unit of `fmt`, float64."""
-    return (round_to_format(x / scale, fmt) * scale - x).square().sum(dtype=torch.float64)
+    return rounding_error(x, scale, fmt).square().sum(dtype=torch.float64)
 
 
 def _summarize(row: list[float], amax: tuple[float, ...], formats: list[Format]) -> SideStatistics:

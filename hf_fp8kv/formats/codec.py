@@ -144,6 +144,11 @@ def round_to_format(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     return _round_to_step(x.clamp(-fmt.max, fmt.max), fmt)
 
 
+def rounding_error(x: torch.Tensor, scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Return what finite float32 `x` changes by where it is stored with `scale`, of its format."""
+    return round_to_format(x / scale, fmt) * scale - x
+
+
 def _round_to_step(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Return `x`, float32, with each number rounded to the format's step in its binade."""
     drop = 23 - fmt.mantissa_bits
