@@ -103,6 +103,9 @@ class AttentionSpec(NamedTuple):
         bounds: `[B, 2]`, int32: of a mask that is the same for all query tokens, the position of
             the first visible token and one past that of the last hidden one, as `mask_bounds` gives
             them; None: a backend that needs them finds them. Wrong ones give wrong results.
+        latent: K holds latents and V the positions (RoPE) of the same tokens, of one KV head. Both
+            are keys: a query is `[latent, positions]`, `[B, Hq, T, Dk + Dv]`. The values are the
+            latents, and so is the result: `[B, T, Hq, Dk]`. K has no center then.
     """
 
     scaling: float
@@ -113,3 +116,4 @@ class AttentionSpec(NamedTuple):
     mask: Tensor | None = None
     bias: Tensor | None = None
     bounds: Tensor | None = None
+    latent: bool = False

@@ -175,6 +175,8 @@ def attend(
     batch, q_heads, tokens, _ = query.shape
     k = gather(pages, lengths, "k", start, stop, torch.float32, ragged=True)
     v = gather(pages, lengths, "v", start, stop, torch.float32, ragged=True)
+    if spec.latent:
+        k, v = torch.cat([k, v], -1), k
     groups = q_heads // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     logits = query.float() @ k.transpose(2, 3) * spec.scaling

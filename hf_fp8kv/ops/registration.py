@@ -101,7 +101,8 @@ def attend(
         backend: a key of `BACKENDS`.
 
     Returns:
-        `[B, T, Hq, Dv]`, of the query's dtype. A query that sees nothing gives zero.
+        `[B, T, Hq, Dv]`, of the query's dtype; of latents (`spec.latent`), see `AttentionSpec`. A
+        query that sees nothing gives zero.
     """
     if direct.is_unobserved(query):
         return direct.attend(query, pages, lengths, start, stop, spec, plan, backend)
@@ -298,9 +299,10 @@ def _attend_shape(
     backend: str,
     *leaves: Leaf,
 ) -> Tensor:
-    _spec, pages = unflatten_spec(leaves)
+    spec, pages = unflatten_spec(leaves)
     batch, heads, tokens, _dim = query.shape
-    return query.new_empty((batch, tokens, heads, pages.v.head_dim))
+    dim = (pages.k if spec.latent else pages.v).head_dim
+    return query.new_empty((batch, tokens, heads, dim))
 
 
 def _write_and_attend_shape(

@@ -60,9 +60,18 @@ class Case:
     mask: str = ""  # "bool", "float" or "bias": complete ones
     dtype: torch.dtype = torch.float32
     from_zero: bool = False  # `start` is 0 though there is a window, as in a static layer
+    latent: bool = False  # K holds latents, which are values too, and V their positions
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def q_dim(self) -> int:
+        return self.k_dim + self.v_dim if self.latent else self.k_dim
+
+    @property
+    def out_dim(self) -> int:
+        return self.k_dim if self.latent else self.v_dim
 
     @property
     def start(self) -> int:
@@ -158,6 +167,7 @@ def arguments(case: Case, pages: Pages) -> dict[str, Any]:
         "causal": case.causal and case.mask != "bool",
         "window": case.window,
         "softcap": case.softcap,
+        "latent": case.latent,
     }
     if case.sinks:
         found["sinks"] = torch.randn(case.q_heads).to(case.dtype)
@@ -209,7 +219,7 @@ def bound(case: Case) -> float:
     four times covers it. A result in 16 bits is rounded once more.
     """
     result = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}[case.dtype]
-    return 4 * 2.0**-24 * math.sqrt(case.k_dim + case.stop) + result
+    return 4 * 2.0**-24 * math.sqrt(case.q_dim + case.stop) + result
 
 
 _FORMATS = [
@@ -292,7 +302,33 @@ _ROTATED = [
     Case("rotated, 16 bits", rotated=True, k_dim=256, v_dim=256, dtype=torch.float16, padding=5,
          heads=1, q_heads=3),
 ]  # fmt: skip
-CASES = [*_FORMATS, *_SHAPES, *_EXTRAS, *_ROTATED]
+# Latents of one KV head; the positions' scales are never those of the latents.
+LATENTS = [
+    dataclasses.replace(case, latent=True, heads=1)
+    for case in (
+        Case("latent, positions as they are", value=AUTO, k_dim=64, v_dim=16, q_heads=16),
+        Case("latent, e3m4, 32 heads", key="fp8_e3m4", value=AUTO, k_dim=128, v_dim=64,
+             q_heads=32, lengths=(199, 33)),
+        Case("latent, static", dynamic=False, k_dim=48, v_dim=8, lengths=(70,), tokens=3),
+        Case("latent, both of 8 bits", value="fp8_e5m2", k_dim=64, v_dim=32, lengths=(63, 64)),
+        Case("latent, rotated", key="fp8_e2m5", value="int8", rotated=True, k_dim=64, v_dim=16,
+             lengths=(65,), tokens=17),
+        Case("latent, rotated, static", key="int8", value=AUTO, rotated=True, dynamic=False,
+             k_dim=96, v_dim=16, lengths=(300, 199), page_size=64),
+        Case("latent, auto", key=AUTO, value=AUTO, k_dim=40, v_dim=24, lengths=(15, 16, 17)),
+        Case("latent, auto bf16", key=AUTO, value=AUTO, k_dim=64, v_dim=32, dtype=torch.bfloat16),
+        Case("latent, window", value=AUTO, k_dim=64, v_dim=16, window=20, lengths=(199, 190)),
+        Case("latent, sinks, softcap", value=AUTO, k_dim=64, v_dim=16, sinks=True, softcap=3.0,
+             lengths=(70,), tokens=3, q_heads=16),
+        Case("latent, padding", value=AUTO, k_dim=64, v_dim=16, padding=21, lengths=(199, 199)),
+        Case("latent, bool mask", value=AUTO, k_dim=64, v_dim=16, mask="bool", tokens=3,
+             lengths=(199, 199)),
+        Case("latent, bias", value=AUTO, k_dim=64, v_dim=16, mask="bias", tokens=3, lengths=(70,)),
+        Case("latent, long", value=AUTO, k_dim=512, v_dim=64, lengths=(1300,), page_size=64,
+             q_heads=16, dtype=torch.bfloat16),
+    )
+]  # fmt: skip
+CASES = [*_FORMATS, *_SHAPES, *_EXTRAS, *_ROTATED, *LATENTS]
 # The first position in sight is the last slot of a page, the first, or the second, in a sequence
 # and in one that is a page longer; what is before it is NaN.
 EDGES = [
@@ -306,7 +342,7 @@ EDGES = [
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
     pages = fill(poisoned(case), case)
-    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.k_dim).to(case.dtype)
+    query = torch.randn(len(case.lengths), case.q_heads, case.tokens, case.q_dim).to(case.dtype)
     return pages, query, arguments(case, pages)
 
 
@@ -317,7 +353,7 @@ def test_attention_equals_the_reference(case, backend):
     expected = attend(case, pages, query.float(), "reference", **kwargs)
     found = attend(case, pages, query, backend, **kwargs)
     assert found.dtype == case.dtype
-    assert found.shape == (len(case.lengths), case.tokens, case.q_heads, case.v_dim)
+    assert found.shape == (len(case.lengths), case.tokens, case.q_heads, case.out_dim)
     assert expected.isfinite().all()
     worst = errors(found, expected).max().item()
     assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
@@ -337,6 +373,28 @@ def test_auto_is_plain_attention(backend):
     )
     found = attend(case, pages, query, backend, **kwargs)
     assert errors(found, expected.transpose(1, 2)).max() <= bound(case)
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_latents_are_keys_and_values(backend):
+    """Expanded by a projection for each head, as a model does; K is [latent, positions]."""
+    case = Case("latent, auto", key=AUTO, value=AUTO, lengths=(133,), tokens=5, heads=1,
+                k_dim=64, v_dim=16, latent=True)  # fmt: skip
+    pages, query, kwargs = prepare(case)
+    latent, positions = (
+        reference.gather(pages, torch.tensor([133]), side, 0, 133, torch.float32, ragged=False)
+        for side in "kv"
+    )
+    to_key, to_value = torch.randn(6, 24, 64).double(), torch.randn(6, 40, 64).double()
+    query = torch.cat([torch.randn(1, 6, 5, 24), query[..., 64:]], -1).double()
+    expanded = torch.cat([latent.double() @ to_key.mT, positions.double().expand(1, 6, -1, -1)], -1)
+    mask = torch.ones(5, 133, dtype=torch.bool).tril(128)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, expanded, latent.double() @ to_value.mT, mask, scale=kwargs["scaling"]
+    )
+    absorbed = torch.cat([query[..., :24] @ to_key, query[..., 24:]], -1).float()
+    found = attend(case, pages, absorbed, backend, **kwargs).double().transpose(1, 2)
+    assert errors(found @ to_value.mT, expected).max() <= 8 * bound(case)
 
 
 def at_the_edge(case: Case) -> tuple[Pages, Tensor, dict[str, Any], Tensor]:
@@ -424,6 +482,30 @@ def test_a_fault_is_far_above_the_bound(fault, tokens, backend):
     pages, kwargs = with_fault(fault, case, pages, kwargs)
     worst = errors(attend(case, pages, query, backend, **kwargs), expected).max().item()
     assert worst > FAR * bound(case), f"{worst:.2e} is not far above {bound(case):.2e}"
+
+
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_faults_of_latents_are_far_above_the_bound(tokens, backend):
+    case = Case("latent", dynamic=False, lengths=(1037,), tokens=tokens, page_size=64, heads=1,
+                k_dim=64, v_dim=64, q_heads=16, sinks=True, latent=True)  # fmt: skip
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    swapped = torch.cat([query[..., 64:], query[..., :64]], -1)
+    v = pages.v._replace(static_scale=2 * pages.v.static_scale)
+    wrong = {
+        "latents and positions swapped": (pages, swapped),
+        "the positions' scale doubled": (pages._replace(v=v), query),
+        "no positions": (pages, torch.cat([query[..., :64], 0 * query[..., 64:]], -1)),
+    }
+    for fault in FAULTS:
+        faulty, changed = with_fault(fault, case, map_pages(torch.clone, pages), kwargs)
+        # The scale that matters to the result is the latents'.
+        worst = errors(attend(case, faulty, query, backend, **changed), expected).max().item()
+        assert worst > FAR * bound(case), fault
+    for fault, (faulty, asked) in wrong.items():
+        worst = errors(attend(case, faulty, asked, backend, **kwargs), expected).max().item()
+        assert worst > FAR * bound(case), fault
 
 
 def with_holes(case: Case, pages: Pages, kwargs: dict[str, Any]) -> dict[str, Any]:

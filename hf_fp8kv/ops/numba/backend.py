@@ -158,6 +158,8 @@ def attend(
     """Return softmax attention, as `reference.attend` up to rounding."""
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
+    if spec.latent:
+        return torch_backend.attend(query, pages, lengths, start, stop, spec, _read_latents)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
     k, v = pages.k, pages.v
     batch, q_heads, tokens, k_dim = query.shape
@@ -177,7 +179,7 @@ def attend(
         splits = max(1, min((stop - start) // SPLIT, -(-UNITS * threads // units)))
     work = np.empty((units * splits, rows * (2 + v_dim)), np.float32)
 
-    scaling, causal, window, softcap, sinks, mask, bias, bounds = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, _ = spec
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
     more: Tensor | None = None
     if mask is not None and mask.is_floating_point():
@@ -202,3 +204,25 @@ def attend(
     _run(attention.attend, threads, call, work)
     attention.finish(call, work)
     return out
+
+
+def _read_latents(
+    pages: Pages, lengths: Tensor, first: int, last: int
+) -> tuple[Tensor, None, Tensor, None]:
+    """Return latents and positions of some pages as `torch.backend` reads them, with scales.
+
+    All query heads share them, so most of the time goes to products, which torch's library does.
+    """
+    span = (first * pages.page_size, last * pages.page_size, torch.float32)
+    k, v = (_without_factors(side) for side in (pages.k, pages.v))
+    plain = pages._replace(k=k, v=v)
+    both = [gather(plain, lengths, side, *span, ragged=False).squeeze(1) for side in "kv"]
+    return both[0], None, both[1].transpose(1, 2), None
+
+
+def _without_factors(side: StoredSide) -> StoredSide:
+    """Return a side without static scales and rotation, which are applied to the query."""
+    scale = side.static_scale
+    return side._replace(
+        static_scale=None if scale is None else torch.ones_like(scale), rotated=False
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..pages import AttentionSpec, Pages
+from ..torch import backend as torch_backend
 from . import decode, extend
 from . import plan as planning
 from . import write as writing
@@ -77,12 +78,16 @@ def attend(
     None: made here. `new` are keys and values of these tokens, to be stored before.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
+    if spec.latent:
+        if new is not None:
+            write(pages, *new, lengths, stop)
+        return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if q_heads // heads * tokens > DECODE_ROWS:
         if new is not None:
             write(pages, *new, lengths, stop)
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = (query, pages, lengths, start, stop, spec, plan, new)
-    scaling, causal, window, softcap, sinks, mask, bias, bounds = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, _ = spec
     # Other masks and biases are rare here, and have more strides that change from step to step.
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)
