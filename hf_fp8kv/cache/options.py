@@ -1,6 +1,6 @@
 """Options: what a user chose, checked once, and shared by all layers of a cache."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from ..errors import ConfigError, ScaleError
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan, parse_dtype
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
-from ..scales.validation import check_ranks
+from ..scales.validation import KEEP_OUT, check_ranks
 from .plans import NARROW, check_plan, side_plans
 
 Prefill = Literal["exact", "stored"]
@@ -70,7 +70,10 @@ class CacheOptions:
         }  # fmt: skip
         for name, flag in flags.items():
             if not (flag is None or isinstance(flag, bool)):
-                raise ConfigError(f"{name}: expected None, True or False, got {flag!r}")
+                raise ConfigError(
+                    f"{name}: expected None, True or False, got {flag!r}; leave it out for what "
+                    "suits the model"
+                )
         dtypes = {"dtype": dtype, "key_dtype": key_dtype, "value_dtype": value_dtype}
         if isinstance(scales, KVScales) and scales.plan is not None:
             plan = _plan_of(scales, {"plan": plan, **dtypes, **flags})
@@ -131,18 +134,25 @@ class CacheOptions:
 
     def _check(self) -> None:
         if self.prefill not in ("exact", "stored"):
-            raise ConfigError(f"prefill: expected 'exact' or 'stored', got {self.prefill!r}")
+            raise ConfigError(
+                f"prefill: expected 'exact' or 'stored', got {self.prefill!r}; leave it out, "
+                "unless a first call, too, is to read what is stored"
+            )
         size = self.page_size
         _check_positive(size, "page_size")
         if size & (size - 1) or not 8 <= size <= 1024:
             raise ConfigError(
-                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}"
+                f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}; leave it "
+                "out for 64"
             )
         for name in ("max_cache_len", "max_pages"):
             if getattr(self, name) is not None:
                 _check_positive(getattr(self, name), name)
         if not isinstance(self.backend, str):
-            raise ConfigError(f"backend: expected a name, got {self.backend!r}")
+            raise ConfigError(
+                f"backend: expected a name, such as 'torch', got {self.backend!r}; leave it out "
+                "for the fastest one that runs here"
+            )
         ops.choose_backend(self.backend, _DEVICE_OF_BACKEND.get(self.backend, torch.device("cpu")))
         check_ranks(self.tp_rank, self.tp_size)
 
@@ -186,12 +196,12 @@ class CacheOptions:
                 if isinstance(self.scales, KVScales):
                     raise ScaleError(
                         f"scales ({self.scales.origin}): expected a plan for every paged layer, "
-                        f"got none for layer {index}; use the scales of this very model, or keep "
-                        "the layer out with skip_layers"
+                        f"got none for layer {index}; use the scales of this very model, or "
+                        f"{KEEP_OUT}"
                     )
                 raise ConfigError(
                     f"plan: expected one for every paged layer, got none for layer {index}; add "
-                    "it, or keep the layer out with skip_layers"
+                    f"it, or {KEEP_OUT}"
                 )
             return self.plan[index]
         k, v = self.uniform_plan
@@ -201,6 +211,30 @@ class CacheOptions:
             )
             k = replace(k, centered=has_center and self.center_keys is not False)
         return LayerPlan(k, v)
+
+    def check_layers(self, paged: Collection[int], count: int) -> None:
+        """Raise unless scales have all `paged` layers, and a plan none past the model's `count`.
+
+        Raises:
+            ScaleError: scales of another model. ConfigError: a plan by hand of another model.
+        """
+        more = sorted(index for index in self.plan or () if index >= count)
+        if isinstance(self.scales, KVScales):
+            if missing := sorted(set(paged).difference(self.scales.layers)):
+                raise ScaleError(
+                    f"scales ({self.scales.origin}): expected scales for every paged layer, got "
+                    f"none for layers {missing}; use the scales of this very model, or {KEEP_OUT}"
+                )
+            if more:
+                raise ScaleError(
+                    f"scales ({self.scales.origin}): expected a plan for {count} layers, which the "
+                    f"model has, got one for layers {more}, too; use the scales of this very model"
+                )
+        elif more:
+            raise ConfigError(
+                f"plan: expected layers from 0 to {count - 1}, which the model has, got {more}, "
+                "too; leave these out, or take the plan of a cache for this very model"
+            )
 
     def new_pool(self, plan: LayerPlan) -> PagePool:
         """Return a pool without pages for a layer that is stored so."""
@@ -254,4 +288,7 @@ _DEVICE_OF_BACKEND = {"triton": torch.device("cuda")}
 
 def _check_positive(value: object, argument: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{argument}: expected a whole number above 0, got {value!r}")
+        raise ConfigError(
+            f"{argument}: expected a whole number above 0, got {value!r}; leave it out for the "
+            "default"
+        )

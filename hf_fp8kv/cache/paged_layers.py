@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..errors import ConfigError, ScaleError
+from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import build_stock_layers, find_layers
 from ..modeling.tensor_parallel import check_divides, kv_heads, query_heads
@@ -25,7 +25,6 @@ from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..paging.preallocated_group import PreallocatedGroup
 from ..paging.shared_lengths import SharedLengths
-from ..scales import KVScales
 from .centers import FirstTokens
 from .dynamic_layer import FP8PagedLayer
 from .layer import PagedLayerBase
@@ -113,7 +112,7 @@ class PagedLayers:
         if config is None:
             if skip_layers:
                 raise ConfigError(
-                    "skip_layers expected a config to look the layers up in, got None"
+                    "skip_layers expected a config to look the layers up in, got None; pass one"
                 )
             if self.options.is_preallocated:
                 raise ConfigError(
@@ -133,7 +132,7 @@ class PagedLayers:
                 layers[index] = StaticLayer(room)
         if self.options.is_preallocated:
             _match_widths(layers)
-        self._check_scales()
+        self.options.check_layers([layer.index for layer in self.layers], len(layers))
         return layers
 
     def snapshot(self, layers: list[Any], *, open_ended: bool) -> CacheSnapshot:
@@ -191,17 +190,6 @@ class PagedLayers:
         siblings = [weakref.ref(group) for group in self.groups.values()]
         for group in self.groups.values():
             group.siblings = siblings
-
-    def _check_scales(self) -> None:
-        scales = self.options.scales
-        if isinstance(scales, KVScales):
-            missing = [layer.index for layer in self.layers if layer.index not in scales.layers]
-            if missing:
-                raise ScaleError(
-                    f"scales ({scales.origin}): expected scales for every paged layer, got none "
-                    f"for layers {missing}; use the scales of this very model, or keep these "
-                    "layers out with skip_layers"
-                )
 
     # -- all layers at once ------------------------------------------------------------------
 

@@ -65,7 +65,10 @@ def check_plan(
         )
     for index, layer in layers.items():
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise ConfigError(f"plan: expected layers' numbers from 0, got {index!r}")
+            raise ConfigError(
+                f"plan: expected layers' numbers from 0, got {index!r}; name layers as `plan` of a "
+                "cache does"
+            )
         if not isinstance(layer, LayerPlan):
             raise ConfigError(
                 f"plan: expected a LayerPlan for layer {index}, got {layer!r}; {_HOW}"
@@ -74,6 +77,6 @@ def check_plan(
         if layer.v.centered:
             raise ConfigError(
                 f"plan: expected V without a center, which only K can have, got {layer} for layer "
-                f"{index}"
+                f"{index}; leave 'centered' out of V's plan"
             )
     return plan if isinstance(plan, LayerPlan) else layers

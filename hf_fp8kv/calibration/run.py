@@ -228,11 +228,15 @@ def _options(
     elif plan is not None:
         given = check_plan(plan, {"dtype": dtype})
         chosen = dict.fromkeys(sorted(layers), given) if isinstance(given, LayerPlan) else given
-        if missing := sorted(set(layers) - set(chosen)):
-            raise ConfigError(
-                f"plan: expected one for every paged layer, got none for layers "
-                f"{format_list(missing)}; add them"
-            )
+        for wrong, found, repair in (
+            (set(layers) - set(chosen), "none for layers", "add them"),
+            (set(chosen) - set(layers), "some for others", "leave these out"),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"plan: expected one for every paged layer, got {found} "
+                    f"{format_list(sorted(wrong))}; {repair}"
+                )
         if not center and any(of_layer.k.centered for of_layer in chosen.values()):
             raise ConfigError(
                 "center: expected True for a plan with centers, got False; leave it out"

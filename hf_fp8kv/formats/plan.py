@@ -59,7 +59,7 @@ class SidePlan:
         if not name or set(marks) - {_ROTATED, _CENTERED}:
             raise ConfigError(
                 f"plan: expected a format, then {_ROTATED!r} or {_CENTERED!r} or both or neither, "
-                f"got {text!r}"
+                f"got {text!r}; write it as in SidePlan.parse('fp8_e2m5 rotated centered')"
             )
         return cls(name, _ROTATED in marks, _CENTERED in marks)
 

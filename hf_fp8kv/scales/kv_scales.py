@@ -25,7 +25,7 @@ from .reduce import reduce_scales
 from .report import CalibrationReport
 from .request import Request
 from .save import upload_files, write_files
-from .validation import check_constant, check_ranks, scalar
+from .validation import KEEP_OUT, check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class KVScales(ScaleData):
         if index not in self.layers:
             raise ScaleError(
                 f"scales ({self.origin}): expected layer {index}, got layers "
-                f"{format_list(self.layers)}; use this model's scales, or pass skip_layers"
+                f"{format_list(self.layers)}; use this model's scales, or {KEEP_OUT}"
             )
         of = f"of layer {index}"
         return self.layers[index].spread(of, num_kv_heads, k_head_dim, v_head_dim, tp_rank, tp_size)

@@ -8,6 +8,8 @@ from ..utils.text import format_value
 
 # Outside of these the reciprocal, or the largest code times the scale, may leave fp32.
 _LOWEST, _HIGHEST = MIN_SCALE, 1 / MIN_SCALE
+# What else to do about a layer that plan or scales do not have.
+KEEP_OUT = "keep the layer out with skip_layers (of a cache; serving has every layer in pages)"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -69,6 +69,7 @@ class ServingConfig:
         Raises:
             ConfigError, ScaleError: a layer that plan or scales do not have, or not like this.
         """
+        self.options.check_layers(range(count), count)
         layers = []
         for index in range(count):
             scales = self.options.layer_scales(index, heads, dim, dim)

