@@ -71,16 +71,19 @@ class Trial:
     granularity: Granularity
     rotated: bool = False  # after that, before scaling
 
-    def transform(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is scaled of `x`, `[N, Hkv, D]`: float32, centered and rotated."""
-        x = x.float() if self.center is None else x.float() - self.center.to(x.device)
-        return rotate(x) if self.rotated else x
+    def transform(
+        self, x: torch.Tensor, queries: Queries | None
+    ) -> tuple[torch.Tensor, Queries | None]:
+        """Return what is scaled of `x`, `[N, Hkv, D]`, and queries for errors of that."""
+        if queries is not None and self.rotated and self.side == "k":
+            queries = queries.rotate()
+        return transform(x, self.center, rotated=self.rotated), queries
 
-    def transform_queries(self, queries: Queries | None) -> Queries | None:
-        """Return queries of what is scaled: their products with errors are the same."""
-        if queries is None or not self.rotated or self.side == "v":
-            return queries
-        return queries.rotate()
+
+def transform(x: torch.Tensor, center: torch.Tensor | None, *, rotated: bool) -> torch.Tensor:
+    """Return `x`, `[N, Hkv, D]`, minus a center `[Hkv, D]`, and rotated then: float32."""
+    x = x.float() if center is None else x.float() - center.to(x.device)
+    return rotate(x) if rotated else x
 
 
 def weigh_keys(k: torch.Tensor, queries: Queries | None) -> TensorDict:
@@ -194,7 +197,7 @@ def measure_costs(
     `cost`, `[SEARCH_STEPS, ...]`, float64, is of the scales of an octave; zeros without queries.
     `room`, `[1 + octaves, SEARCH_STEPS, ...]`, is the squared error of these, and of larger ones.
     """
-    x, queries = trial.transform(x), trial.transform_queries(queries)
+    x, queries = trial.transform(x, queries)
     first, axes = trial.first.to(x.device), _AXES[trial.granularity]
     thin = x[:: -(-len(x) // _ROOM_TOKENS)]
     cost, room = [], []
@@ -216,7 +219,7 @@ def measure_key_cost(
     scales: LayerScales, k: torch.Tensor, queries: Queries | None, fmt: Format
 ) -> torch.Tensor:
     """Return the cost of storing K `[N, Hkv, D]` of a text with these scales, float64, `[]`."""
-    x = k.float() if scales.k_center is None else k.float() - scales.k_center.to(k.device)
+    x = transform(k, scales.k_center, rotated=False)
     error = rounding_error(x, (scales.static[0] * fmt.scale_from_e4m3).to(k.device), fmt)
     cost = error.square() if queries is None else queries.cost_of_keys(error, "head")
     return cost.sum(dtype=torch.float64).cpu()

@@ -45,7 +45,7 @@ class Candidate:
         """Return what errors of K or V, `x` `[N, Hkv, D]`, cost: float64, `[scales tried]`."""
         if self.plan.is_auto:
             return torch.zeros(1 if dynamic else len(_STEPS), dtype=torch.float64)
-        x, queries = self.trial.transform(x), self.trial.transform_queries(queries)
+        x, queries = self.trial.transform(x, queries)
         if dynamic:
             errors = [dynamic_error(x, self.fmt)]
         else:

@@ -8,9 +8,9 @@ import torch
 from ..errors import ConfigError
 from ..formats import AUTO, DISTINCT, FORMATS, Format, LayerPlan, SidePlan
 from ..formats.codec import dynamic_scale, round_to_format, rounding_error, search_scale
-from ..formats.rotation import rotate
 from ..scales.layer_scales import LayerScales
 from ..scales.report import DYNAMIC, LayerStatistics, SideStatistics
+from .choose import transform
 from .observe import Batch, TensorDict, add_tensors, observe
 from .state import Job
 
@@ -91,10 +91,10 @@ def _count(
     `fmt` is what the layer is stored in, unless it has a plan.
     """
     spread = _one_sided(scales, side).spread("here", x.shape[1], x.shape[2], x.shape[2])
-    center, plan = spread.k_center, None if spread.plan is None else spread.plan.k
-    stored = x if center is None else x - center.to(x.device)
+    plan = None if spread.plan is None else spread.plan.k
+    stored = transform(x, spread.k_center, rotated=plan is not None and plan.rotated)
     if plan is not None and not plan.is_auto:
-        fmt, stored = FORMATS[plan.format], rotate(stored) if plan.rotated else stored
+        fmt = FORMATS[plan.format]
     choose = search_scale if side == "k" else dynamic_scale
     scale = None if spread.k is None else spread.k.to(x.device)
     if scale is None:
