@@ -139,6 +139,43 @@ def test_auto_is_dynamic_cache_bit_for_bit(page_size: int) -> None:
         assert_same(layer.values, twin.values.dense())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("room", [None, 40], ids=["", "preallocated"])
+def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | None) -> None:
+    """Attention over pages adds in another order, which 16 bits show: what it reads is the same."""
+    stock, inputs = tiny("gqa", attn_implementation="sdpa")
+    model, _ = tiny("gqa", attn_implementation="fp8_paged")
+    expected = DynamicCache(config=stock.config)
+    cache = new_cache(model, dtype="auto", max_cache_len=room)
+    given: dict[int, list[torch.Tensor]] = {}
+
+    def update(k: torch.Tensor, v: torch.Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
+        given.setdefault(index, []).append(torch.stack([k, v]))
+        return type(cache).update(cache, k, v, index, *args, **kwargs)
+
+    cache.update = update
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    assert not mask.all(), "no padding"
+    for step in range(20):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        call = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        with torch.no_grad():
+            right = stock.to(dtype)(**call, past_key_values=expected).logits
+            said = model.to(dtype)(**call, past_key_values=cache).logits
+        if not step:
+            assert_same(said, right, "the first call")
+        ids = right[:, -1:].argmax(-1)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    for index, layer in enumerate(cache.layers):
+        both = torch.cat(given[index], -2)
+        for side, stored, right in zip("KV", (layer.keys, layer.values), both, strict=True):
+            assert_same(stored.dense()[:, :, : right.shape[2]], right, f"layer {index}, {side}")
+    # In the first layer K and V are of the tokens alone.
+    first = expected.layers[0]
+    for stored, right in zip(torch.cat(given[0], -2), (first.keys, first.values), strict=True):
+        assert_same(stored, right, "layer 0, as DynamicCache")
+
+
 @pytest.mark.parametrize("name", ["gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e3m4"])
 class TestStored:
