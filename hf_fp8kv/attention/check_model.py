@@ -13,12 +13,13 @@ from ..cache.layer import PagedLayerBase
 from ..cache.paged_tensor import PagedKV
 from ..errors import ConfigError, Fp8KVError
 from ..modeling.exact_states import rounding_note
-from ..modeling.model_support import config_field, refusal
+from ..modeling.model_support import caches_latents, refusal
+from .latent import find_projections, kept_as_is, passes_latents
 from .switching import eval_mode, watched_attention
 
 logger = logging.getLogger(__name__)
 
-FUSED, DENSE, STOCK, REFUSED = "fused", "dense", "stock", "refused"
+FUSED, LATENT, DENSE, STOCK, REFUSED = "fused", "fused, latent", "dense", "stock", "refused"
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,10 @@ class LayerReport:
     Attributes:
         index: the layer.
         kind: the layer's class in the cache.
-        path: "fused": attention reads the stored bytes; "dense": it gets dense K and V made from
-            them; "stock": transformers' own layer, in the model's dtype; "refused": not at all.
-        why: a sentence, for every path but "fused".
+        path: "fused": attention reads the stored bytes; "fused, latent": it reads stored latents,
+            which the model would expand; "dense": it gets dense K and V made from them; "stock":
+            transformers' own layer, in the model's dtype; "refused": not at all.
+        why: a sentence, for every path that is not fused.
     """
 
     index: int
@@ -68,7 +70,7 @@ class ModelReport:
         if self.refused:
             return REFUSED
         paths = self.counts
-        return next((path for path in (DENSE, FUSED, STOCK) if path in paths), STOCK)
+        return next((path for path in (DENSE, FUSED, LATENT, STOCK) if path in paths), STOCK)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as numbers and strings, for JSON."""
@@ -119,7 +121,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
     except Fp8KVError as error:
         return ModelReport(name, (), str(error))
     interface = model._can_set_attn_implementation()
-    paged: dict[int, bool] | None = None
+    paged: dict[int, str] | None = None
     if probe and interface and not model.config.is_encoder_decoder:
         paged = _probe(model, cache)
     layers = tuple(
@@ -130,7 +132,7 @@ def check_model(model: PreTrainedModel, *, probe: bool = True) -> ModelReport:
 
 
 def _report(
-    index: int, layer: Any, interface: bool, paged: dict[int, bool] | None, config: Any
+    index: int, layer: Any, interface: bool, paged: dict[int, str] | None, config: Any
 ) -> LayerReport:
     kind = type(layer).__name__
     if kind == "DummyLayer":
@@ -146,31 +148,31 @@ def _report(
         )
         return LayerReport(index, kind, DENSE, why)
     if paged is None:
-        latent = config_field(config.get_text_config(decoder=True), "kv_lora_rank") is not None
-        why = "the model expands the cached values before attention (MLA)"
-        return LayerReport(index, kind, DENSE, why) if latent else LayerReport(index, kind, FUSED)
+        is_latent = caches_latents(config.get_text_config(decoder=True))
+        return LayerReport(index, kind, LATENT if is_latent else FUSED)
     if index not in paged:
         why = "the model does not call the attention function it is set to use"
         return LayerReport(index, kind, DENSE, why)
-    if paged[index]:
-        return LayerReport(index, kind, FUSED)
-    return LayerReport(
-        index, kind, DENSE, "the model changes keys or values between the cache and attention"
-    )
+    why = "the model changes keys or values between the cache and attention"
+    return LayerReport(index, kind, paged[index], why if paged[index] == DENSE else "")
 
 
-def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, bool] | None:
-    """Run two tokens, then one; return for each layer whether attention was given `PagedKV`."""
-    paged: dict[int, bool] = {}
+def _probe(model: PreTrainedModel, cache: FP8PagedCache) -> dict[int, str] | None:
+    """Run two tokens, then one; return for each layer what attention was given."""
+    paged: dict[int, str] = {}
 
     def record(module: Any, query: Any, key: Any, value: Any, kwargs: dict[str, Any]) -> None:
         both = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+        path = FUSED if both else DENSE
+        if both and passes_latents(module):
+            path = DENSE if find_projections(module, key) is None else LATENT
         index = module.layer_idx
-        paged[index] = paged.get(index, True) and both
+        paged[index] = DENSE if paged.get(index) == DENSE else path
 
     try:
         ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
-        with torch.no_grad(), eval_mode(model), watched_attention(model, record):
+        watched = watched_attention(model, record)
+        with torch.no_grad(), eval_mode(model), kept_as_is(model), watched:
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             paged.clear()
             model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)

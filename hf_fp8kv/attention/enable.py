@@ -13,6 +13,7 @@ from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.fingerprint import warn_if_stale
+from . import latent
 from .fp8_paged import NAME
 from .full_rows import install_full_rows, remove_full_rows
 from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
@@ -70,6 +71,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     before = get_implementations(base)
     if base._can_set_attn_implementation():
         base.set_attn_implementation(NAME)
+        latent.install_all(base)
     vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
     vars(base)[_SAVED] = before
     if roundings:
@@ -86,6 +88,7 @@ def disable(model: _Model) -> _Model:
         del vars(base)[_HOOK]
         remove_rounding(base)
         remove_full_rows(base)
+        latent.remove_all(base)
         if base._can_set_attn_implementation():
             set_implementations(base, before)
     return model

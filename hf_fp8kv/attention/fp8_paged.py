@@ -12,12 +12,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .. import ops
 from ..cache.first_write import show_queries
-from ..cache.paged_tensor import PagedKV, pages_of
+from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
+from . import latent
 from .compact import is_compact, unpack
 from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, keep_chosen_keys
 
@@ -110,7 +111,10 @@ def fp8_paged_attention(
     )
     if kwargs.get("cache") is not None:
         return _engine_attention(module, query, key, value, spec, kwargs), None
+    latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
+        if latent.passes_latents(module):
+            return _latent_attention(module, query, key, value, spec, dropout, kwargs)
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
             if query.requires_grad and module.training:
@@ -162,6 +166,33 @@ def _rounded_attention(
     key, value = rounding.read(stored, key, value)
     dense, _ = _dense_attention(module, query, key, value, spec, dropout, kwargs)
     return straight_through(dense, attended.to(dense.dtype)), None
+
+
+def _latent_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: PagedKV,
+    value: PagedKV,
+    spec: AttentionSpec,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to stored latents and their positions, or to what they are expanded to."""
+    indices = kwargs.get("indices")
+    others = {name: x for name, x in kwargs.items() if name != "indices"}
+    tokens, length = query.shape[2], key.shape[2]
+    # What is stored has no gradient, but what is expanded has that of its weights.
+    needs_dense = dropout or query.requires_grad or key.k_center is not None or _asks_dense(others)
+    projections = None if needs_dense else latent.find_projections(module, key)
+    if projections is None or not projections.pays(tokens, length):
+        return _dense_attention(module, query, key, value, spec, dropout, kwargs)
+    if indices is not None:
+        span = (query, key, spec.window or key.window, spec.causal, key.start)
+        mask = complete_mask(spec.mask, *span, key.lengths if key.ragged else None)
+        spec = spec._replace(mask=keep_chosen_keys(mask, indices, query, key))
+    spec = spec._replace(latent=True)
+    attended = _stored_attention(projections.absorb(query), key, spec)
+    return projections.expand(attended), None
 
 
 def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tensor:
@@ -217,6 +248,7 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
         mask=mask,
         bias=None if bias is None else without_grad(bias),
         bounds=bounds,
+        latent=spec.latent,
     )
 
 
@@ -285,9 +317,10 @@ def _dense_attention(
     if isinstance(key, PagedKV):
         window, start = window or key.window, key.start
         filled = key.lengths if key.ragged else None
-        key = key.dense()
-    if isinstance(value, PagedKV):
-        value = value.dense()
+    is_latent = isinstance(key, PagedKV) and latent.passes_latents(module)
+    key, value = densify(key), densify(value)
+    if is_latent:
+        key, value = latent.expand(module, key, value)
     mask = complete_mask(spec.mask, query, key, window, spec.causal, start, filled)
     indices = kwargs.pop("indices", None)
     if indices is not None:

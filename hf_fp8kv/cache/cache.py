@@ -16,7 +16,7 @@ from ..errors import ConfigError, Fp8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
 from ..modeling.layer_specs import read_config
-from ..modeling.model_support import refuse_config
+from ..modeling.model_support import caches_latents, refuse_config
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
@@ -113,14 +113,14 @@ class FP8PagedCache(DynamicCache):
             )
         if config is not None:
             refuse_config(config)
+        decoder = None if config is None else config.get_text_config(decoder=True)
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
             scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,
             rotate_keys=rotate_keys, rotate_values=rotate_values, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
-            backend=backend, tp_rank=tp_rank, tp_size=tp_size,
+            backend=backend, tp_rank=tp_rank, tp_size=tp_size, latent=caches_latents(decoder),
         )  # fmt: skip
-        decoder = None if config is None else config.get_text_config(decoder=True)
         self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
         self.layers = self._paged.layers_for(skip_layers)
         if config and options.scales is None and (declared := declared_kv_scales(config)):

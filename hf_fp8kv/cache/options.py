@@ -58,9 +58,14 @@ class CacheOptions:
         rotate_keys: bool | None = None,
         rotate_values: bool | None = None,
         plan: object = None,
+        latent: bool = False,
         **fields: Any,
     ) -> "CacheOptions":
         """Return the checked options; `fields` are the others, as the user said them.
+
+        `latent`: whether K are latents, and V their positions (MLA). These are a ninth of the
+        numbers, and tell keys apart: they keep 16 bits unless a format is asked for. All heads read
+        the latents, as keys and as values: they have no center.
 
         Raises:
             ConfigError: an argument cannot work. BackendError: the backend cannot run here.
@@ -85,9 +90,11 @@ class CacheOptions:
             both = STATIC_DTYPE
         key_format = both if key_dtype is None else parse_dtype(key_dtype, "key_dtype")
         value_format = both if value_dtype is None else parse_dtype(value_dtype, "value_dtype")
+        if latent and value_dtype is None:
+            value_format = AUTO
         # prefill="stored" promises that the way a text is cut into calls changes nothing, and in
         # the preallocated form a plan is a part of compiled code.
-        may_center = scales is None and fields["prefill"] == "exact"
+        may_center = scales is None and fields["prefill"] == "exact" and not latent
         measures = may_center and fields["max_cache_len"] is None and by_hand is None
         centers: tuple[bool, ...] = (bool(center_keys),)
         if center_keys is None and may_center and key_format != AUTO:

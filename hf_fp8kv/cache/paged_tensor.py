@@ -42,6 +42,7 @@ class PagedKV(torch.Tensor):
     """
 
     k_codes: torch.Tensor
+    k_center: torch.Tensor | None
     lengths: torch.Tensor
     plan: torch.Tensor | None
     new_key: torch.Tensor | None

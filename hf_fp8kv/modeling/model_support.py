@@ -2,12 +2,16 @@
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
+
+# The method of an attention module that expands cached latents to K and V of each head.
+EXPAND = "expand_kv"
 
 
 def config_field(config: Any, name: str) -> Any:
@@ -41,6 +45,22 @@ def uses_interface(config_class: type) -> bool:
     """Whether models of this config look their attention up in transformers' registry."""
     model = model_class(config_class)
     return model is None or bool(model._can_set_attn_implementation())
+
+
+def caches_latents(config: Any) -> bool:
+    """Whether models of this config cache latents, which their attention expands (MLA).
+
+    Their code says so: the method is new in transformers 5, and a config with a latent does not
+    tell whether a model of another repository caches it, or what it is expanded to.
+    """
+    if config is None or config_field(config, "kv_lora_rank") is None:
+        return False
+    config_class: type = type(config)
+    model = model_class(config_class)
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    module = sys.modules.get(name if model is None else model.__module__)
+    names = [] if module is None else list(vars(module).values())
+    return any(isinstance(kind, type) and hasattr(kind, EXPAND) for kind in names)
 
 
 def refusal(kind: type[Any]) -> str:

@@ -521,7 +521,8 @@ def test_enable_an_encoder_decoder() -> None:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("gqa", "fused"), ("sliding_and_full", "fused"), ("sinks", "fused"), ("latent", "dense"),
+        ("gqa", "fused"), ("sliding_and_full", "fused"), ("sinks", "fused"),
+        ("latent", "fused, latent"),
         ("kv_sharing", "fused"), ("hybrid", "fused"), ("alibi", "dense"),
         ("cross_attention", "fused"),
     ],

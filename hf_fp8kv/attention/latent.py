@@ -1,0 +1,212 @@
+"""Latent attention (MLA): queries and results are projected, not the history.
+
+A model of this kind caches a latent `c` for each token, `[R]`, and a key part with its position,
+`[P]`, both shared by all heads, and expands the whole history at each step: K = [W_K c, position],
+V = W_V c. But q · (W_K c) = (W_K' q) · c, and the sum of p_j W_V c_j is W_V times that of p_j c_j
+(DeepSeek-V2, arXiv 2405.04434, section 2.1). So `ops.attend` reads the latents as they are stored,
+as keys and as values, and W_K, W_V are applied to what is new only.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.paged_tensor import PagedKV
+from ..modeling.model_support import EXPAND
+
+# The attribute of an attention module that leaves stored latents to "fp8_paged".
+_INSTALLED = "_hf_fp8kv_latent"
+# That of the weights of a projection that are not at hand, and what they were found for.
+_ABSORBED = "_hf_fp8kv_absorbed"
+# What the algebra needs to know of a module.
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_PROJECTION = "kv_b_proj"
+# Relative RMS up to which a module's own expansion is the one above, in its dtype.
+_CLOSE = 0.02
+
+
+class Projections:
+    """W_K and W_V of an attention module, for each head.
+
+    Attributes:
+        key: `[H, N, R]`: latents to keys without their positions.
+        value: `[H, V, R]`: latents to values.
+    """
+
+    def __init__(self, weight: Tensor, key_dim: int, value_dim: int) -> None:
+        """Take `weight`, `[H * (N + V), R]`, apart; nothing is copied."""
+        both = weight.view(-1, key_dim + value_dim, weight.shape[1])
+        self.key, self.value = both.split([key_dim, value_dim], 1)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Return queries of latents, `[B, H, T, R + P]`, for those of keys, `[B, H, T, N + P]`."""
+        dim = self.key.shape[1]
+        absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :dim], self.key)
+        return torch.cat([absorbed, query[..., dim:]], -1)
+
+    def expand(self, attended: Tensor) -> Tensor:
+        """Return `[B, T, H, V]` for sums of latents, `[B, T, H, R]`."""
+        return torch.einsum("bthr,hvr->bthv", attended, self.value)
+
+    def pays(self, tokens: int, length: int) -> bool:
+        """Return whether `tokens` queries over a history of `length` take fewer products so.
+
+        Of each head, expanded and absorbed: `length * R * (N + V) + tokens * length * (N + V)`, and
+        `tokens * R * (N + V) + tokens * length * 2 * R`. (Positions are the same in both.)
+        """
+        rank: int = self.key.shape[2]
+        both: int = self.key.shape[1] + self.value.shape[1]
+        absorbed = tokens * rank * both + tokens * length * 2 * rank
+        return absorbed < length * rank * both + tokens * length * both
+
+
+def install(module: Any, like: Tensor | None = None) -> None:
+    """Let a module that expands latents leave stored ones to "fp8_paged", if it can; on itself.
+
+    `like`: a tensor of the dtype and on the device of its latents; None: as its weights are, and
+    where that does not tell, nothing is done.
+    """
+    if not hasattr(type(module), EXPAND) or torch.compiler.is_compiling():
+        return
+    if _INSTALLED in vars(module):
+        return
+    weight = _plain_weight(getattr(module, _PROJECTION, None))
+    like = weight if like is None else like
+    if like is None or like.is_meta:
+        return
+    vars(module)[_INSTALLED] = True
+    if EXPAND not in vars(module) and _expands_as_here(module, like):
+        vars(module)[EXPAND] = MethodType(_pass_stored, module)
+
+
+def install_all(model: torch.nn.Module) -> None:
+    """Do so for every module of a model."""
+    for module in model.modules():
+        install(module)
+
+
+@contextmanager
+def kept_as_is(model: torch.nn.Module) -> Iterator[None]:
+    """Remove from a model what is installed meanwhile."""
+    before = {module for module in model.modules() if _INSTALLED in vars(module)}
+    try:
+        yield
+    finally:
+        for module in set(model.modules()) - before:
+            remove(module)
+
+
+def remove(module: torch.nn.Module) -> None:
+    """Let a module expand latents as its class does."""
+    if vars(module).pop(_INSTALLED, False):
+        for name in (EXPAND, _ABSORBED):
+            vars(module).pop(name, None)
+
+
+def remove_all(model: torch.nn.Module) -> None:
+    """Do so for every module of a model."""
+    for module in model.modules():
+        remove(module)
+
+
+def passes_latents(module: torch.nn.Module) -> bool:
+    """Return whether what this module gives its attention are stored latents, if it is a handle."""
+    return EXPAND in vars(module)
+
+
+def _pass_stored(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return stored latents as they are, in place of a module's own expansion; expand others."""
+    stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
+    if stored and module.config._attn_implementation.startswith("fp8_paged"):
+        return latent, positions
+    return expand(module, latent, positions)
+
+
+def expand(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return K `[B, H, n, N + P]` and V `[B, H, n, V]`, as the module's class expands latents."""
+    both: tuple[Tensor, Tensor] = getattr(type(module), EXPAND)(module, latent, positions)
+    return both
+
+
+def find_projections(module: Any, like: Tensor) -> Projections | None:
+    """Return the projections of a module for latents like this; None: it has to expand them."""
+    projection = getattr(module, _PROJECTION)
+    weight = _plain_weight(projection)
+    if weight is None:
+        weight = _weight_by_identity(module, projection, like)
+    if weight is None or weight.dtype != like.dtype or weight.device != like.device:
+        return None
+    return Projections(weight, module.qk_nope_head_dim, module.v_head_dim)
+
+
+def _plain_weight(projection: Any) -> Tensor | None:
+    """Return the weight of a linear module that does nothing but multiply by it; None: another."""
+    if type(projection) is not torch.nn.Linear or getattr(projection, "bias", None) is not None:
+        return None
+    hooks = projection._forward_hooks or projection._forward_pre_hooks
+    weight: Tensor = projection.weight
+    # accelerate's hooks are a `forward` of the instance.
+    if hooks or "forward" in vars(projection) or type(weight) not in (torch.nn.Parameter, Tensor):
+        return None
+    return weight.detach()
+
+
+def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | None:
+    """Return the weight that a projection multiplies by, as its own forward shows it.
+
+    Of quantized weights, adapters, parts of a tensor-parallel one. It is kept until any of its
+    tensors changes. None where it adds something too, or its forward changes from call to call.
+    """
+    known: tuple[Any, Tensor | None] | None = vars(module).get(_ABSORBED)
+    if torch.compiler.is_compiling():
+        return None if known is None else known[1]
+    signature = _signature(projection, like)
+    if known is None or known[0] != signature:
+        weight = None
+        if not projection.training:
+            with torch.no_grad():
+                unit = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
+                if not projection(torch.zeros_like(unit[:1])).any():
+                    weight = projection(unit).T.contiguous()
+        known = vars(module)[_ABSORBED] = signature, weight
+    return known[1]
+
+
+def _signature(projection: Any, like: Tensor) -> tuple[Any, ...]:
+    """Return what a projection's product depends on: its tensors, and PEFT's adapters."""
+    tensors = [*projection.parameters(), *projection.buffers()]
+    adapters = [
+        str(getattr(part, name, None))
+        for part in projection.modules()
+        for name in ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    ]
+    places = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+    return like.dtype, like.device, projection.training, *places, *adapters
+
+
+def _expands_as_here(module: Any, like: Tensor) -> bool:
+    """Return whether the module's class expands latents as this file says: tried on two tokens."""
+    if not all(isinstance(getattr(module, name, None), int) for name in _SIZES):
+        return False
+    if not isinstance(getattr(module, _PROJECTION, None), torch.nn.Module):
+        return False
+    rank, positions = module.kv_lora_rank, module.qk_rope_head_dim
+    with torch.no_grad():
+        projections = find_projections(module, like)
+        if projections is None:
+            return False
+        # Not random: the state of the generator is the user's.
+        numbers = torch.arange(2 * (rank + positions), device=like.device).cos().to(like.dtype)
+        latent, position = numbers.view(1, 1, 2, -1).split([rank, positions], -1)
+        key, value = expand(module, latent, position)
+        same_key = torch.einsum("abtr,hnr->ahtn", latent, projections.key)
+        same_value = torch.einsum("abtr,hvr->ahtv", latent, projections.value)
+        same_key = torch.cat([same_key, position.expand(-1, same_key.shape[1], -1, -1)], -1)
+        return all(
+            a.shape == b.shape and float((a - b).float().norm()) <= _CLOSE * float(b.float().norm())
+            for a, b in ((key, same_key), (value, same_value))
+        )
