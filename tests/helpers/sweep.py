@@ -262,6 +262,7 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        from hf_fp8kv.attention.latent import passes_latents
         from hf_fp8kv.cache.paged_tensor import PagedKV
 
         inner = ALL_ATTENTION_FUNCTIONS[NAME]
@@ -276,8 +277,10 @@ class Watch:
         ) -> Any:
             if query.shape[2] == 1:
                 sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
-                paged = isinstance(key, PagedKV) and isinstance(value, PagedKV) and not sparse
-                self.seen["fused" if paged else "dense"] += 1
+                paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
+                latent = passes_latents(module)
+                fused = "fused, latent" if latent else "fused"
+                self.seen[fused if paged and (latent or not sparse) else "dense"] += 1
             return inner(module, query, key, value, *args, **kwargs)
 
         AttentionInterface.register(NAME, counting)
@@ -287,8 +290,8 @@ class Watch:
             AttentionInterface.register(NAME, inner)
 
     def path(self) -> str:
-        """ "fused", "dense", "fused, dense" or, if the attention was never called, "own"."""
-        return ", ".join(kind for kind in ("fused", "dense") if self.seen[kind]) or "own"
+        """ "fused", "fused, latent", "dense", or several; if it was never called, "own"."""
+        return ", ".join(sorted(self.seen, reverse=True)) or "own"
 
 
 def under_fp8_paged(
