@@ -33,6 +33,7 @@ from .contenders import (
 )
 from .cpu_memory import measure_bytes, measure_processes
 from .hot_loops import make_loops
+from .latent import measure_latents
 from .reporting import build_table, format_number, format_target
 
 if TYPE_CHECKING:
@@ -53,13 +54,16 @@ def run_cpu_suite(
     pairs: int = 9,
     backend: str = "auto",
     memory_tokens: int | None = 8192,
+    latent_context: Sequence[int] = (4096, 16384, 32768),
+    latent_heads: Sequence[int] = (16, 128),
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Measure decode steps, updates, copies and memory, and return rows for JSON.
 
     Each contender runs once in each of the `pairs` turns, with so many tokens stored (`context`,
     ascending). `heads` are query heads, key/value heads and head size. Processes of their own store
-    `memory_tokens`, to see how they grow; None: skip. `progress` is called with what is next.
+    `memory_tokens`, to see how they grow; None: skip. `latent_context` and `latent_heads` are those
+    of the section on latents (latent.py). `progress` is called with what is next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
@@ -82,6 +86,7 @@ def run_cpu_suite(
         rows += _update_rows(context, heads, backend, pairs)
         rows += _copy_rows(max(context), heads, backend, pairs)
         rows += _host_rows(backend, pairs)
+        rows += measure_latents(latent_context, latent_heads, backend, pairs, report)
     rows += measure_bytes(heads, backend)
     if memory_tokens:
         report("memory of processes")
@@ -89,7 +94,8 @@ def run_cpu_suite(
     return {
         **describe_run("cpu"),
         "settings": {"context": list(context), "heads": list(heads), "pairs": pairs,
-                     "backend": backend, "batch": 1},
+                     "backend": backend, "batch": 1, "latent_context": list(latent_context),
+                     "latent_heads": list(latent_heads)},
         "rows": rows,
     }  # fmt: skip
 

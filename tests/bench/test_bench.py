@@ -10,10 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from hf_fp8kv.bench import contenders, cpu, cpu_memory
+from hf_fp8kv.bench import contenders, cpu, cpu_memory, latent
 from hf_fp8kv.formats import DISTINCT
 
-SMALL = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
+SMALL = {
+    "context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch",
+    "latent_context": (200,), "latent_heads": (4,),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +50,27 @@ def test_every_pair_is_measured_at_every_context(result):
                 assert (cache, other, context) in found
 
 
+def test_latents_are_compared_with_expanding_and_with_torch(result):
+    rows = [row for row in result["rows"] if row["measure"] == "latent, 4 heads"]
+    found = {(row["cache"], row["against"]) for row in rows}
+    names = {*latent.PAGED, latent.ABSORBED, latent.DYNAMIC}
+    assert found == {(name, None) for name in names} | {
+        (name, other) for name in latent.PAGED for other in (latent.ABSORBED, latent.DYNAMIC)
+    }
+
+
+def test_a_wrong_step_over_latents_is_not_timed(monkeypatch):
+    right = latent.fp8_paged_attention
+
+    def wrong(*args, **kwargs):
+        out, weights = right(*args, **kwargs)
+        return out * 1.2, weights
+
+    monkeypatch.setattr(latent, "fp8_paged_attention", wrong)
+    with pytest.raises(RuntimeError, match="expected absorbed attention"):
+        latent.make_steps(latent.make_module(4), 4, 70, "torch")
+
+
 def test_rows_are_alike(result):
     keys = {"measure", "cache", "context", "against", "value", "unit", "low", "high", "target"}
     for row in result["rows"]:
@@ -56,7 +80,7 @@ def test_rows_are_alike(result):
     measures = {row["measure"] for row in result["rows"]}
     assert measures == {
         "decode step", "ratio", "cost per token", "update", "deepcopy", "reorder 4 beams",
-        "host, per layer", "bytes per token",
+        "host, per layer", "bytes per token", "latent, 4 heads",
     }  # fmt: skip
 
 
@@ -141,7 +165,7 @@ def test_a_process_that_fails_says_why(monkeypatch):
 
 @pytest.mark.slow
 def test_the_speed_that_is_promised():
-    result = cpu.run_cpu_suite(context=(1024, 16384), pairs=9, memory_tokens=None)
+    result = cpu.run_cpu_suite(context=(1024, 16384), memory_tokens=None, latent_context=())
     for row in result["rows"]:
         if row["target"] is not None:
             assert row["value"] <= row["target"], row

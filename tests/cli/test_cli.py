@@ -274,7 +274,10 @@ def test_bench_refuses_a_path_that_cannot_be_written_before_it_measures(run, mea
 
 
 def test_bench_takes_what_the_real_suite_gives(run, monkeypatch):
-    small = {"context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch"}
+    small = {
+        "context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch",
+        "latent_context": (),
+    }  # fmt: skip
     real = cpu.run_cpu_suite
     monkeypatch.setattr(
         cpu, "run_cpu_suite", lambda **more: real(**small, memory_tokens=None, **more)

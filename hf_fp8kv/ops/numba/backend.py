@@ -159,7 +159,7 @@ def attend(
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if spec.latent:
-        return torch_backend.attend(query, pages, lengths, start, stop, spec, _read_latents)
+        return torch_backend.attend(query, pages, lengths, start, stop, spec, _decode_keys)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
     k, v = pages.k, pages.v
     batch, q_heads, tokens, k_dim = query.shape
@@ -206,23 +206,12 @@ def attend(
     return out
 
 
-def _read_latents(
-    pages: Pages, lengths: Tensor, first: int, last: int
-) -> tuple[Tensor, None, Tensor, None]:
-    """Return latents and positions of some pages as `torch.backend` reads them, with scales.
+def _decode_keys(pages: Pages, lengths: Tensor, first: int, last: int) -> Tensor:
+    """Return the latents of some pages as `torch.backend.DecodeKeys` says.
 
-    All query heads share them, so most of the time goes to products, which torch's library does.
+    All query heads share them: most of the time goes to the products, which torch's library does.
     """
-    span = (first * pages.page_size, last * pages.page_size, torch.float32)
-    k, v = (_without_factors(side) for side in (pages.k, pages.v))
-    plain = pages._replace(k=k, v=v)
-    both = [gather(plain, lengths, side, *span, ragged=False).squeeze(1) for side in "kv"]
-    return both[0], None, both[1].transpose(1, 2), None
-
-
-def _without_factors(side: StoredSide) -> StoredSide:
-    """Return a side without static scales and rotation, which are applied to the query."""
-    scale = side.static_scale
-    return side._replace(
-        static_scale=None if scale is None else torch.ones_like(scale), rotated=False
-    )
+    k, span = pages.k, (first * pages.page_size, last * pages.page_size)
+    nothing = torch.ones(pages.heads, k.head_dim)
+    pages = pages._replace(k=k._replace(static_scale=nothing, rotated=False))
+    return gather(pages, lengths, "k", *span, torch.float32, ragged=False)
