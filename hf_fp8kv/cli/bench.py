@@ -19,6 +19,7 @@ _SUITES = {
     "quality": ("hf_fp8kv.bench.quality", "run_quality_suite"),
     "accuracy": ("hf_fp8kv.bench.accuracy", "run_accuracy_suite"),
     "long": ("hf_fp8kv.bench.long", "run_long_suite"),
+    "latent": ("hf_fp8kv.bench.latent_accuracy", "run_latent_suite"),
     "serve": ("hf_fp8kv.bench.serve", "run_serve_suite"),
     "capacity": ("hf_fp8kv.bench.capacity", "run_capacity_suite"),
     "memory": ("hf_fp8kv.bench.memory", "run_memory_suite"),
@@ -32,7 +33,8 @@ def bench(
             help="cpu, gpu: speed and memory. host: what the processor does for a step on a GPU; "
             "needs none. quality: a model's predictions. accuracy: the same "
             "by format, kind of scales and center (minutes). long: the same and answers at long "
-            "context, beside other caches (a quarter of an hour). capacity: how many tokens fit. "
+            "context, beside other caches (a quarter of an hour). latent: predictions of random "
+            "MLA models by format. capacity: how many tokens fit. "
             "memory: bytes of models with sliding windows. serve: the server under load.",
             autocompletion=complete_from(lambda: _SUITES),
         ),
