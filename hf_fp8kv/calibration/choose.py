@@ -50,7 +50,8 @@ _LEAST_WEIGHT = 1e-6
 class CalibrationOptions:
     """What a user chose of the scales to make, see `calibrate`.
 
-    `plan`: how each layer is to be stored; "measured": what costs least; None: in `fmt`.
+    `plan`: how each layer is to be stored; "measured": what costs least; None: in `fmt`. `latent`:
+    layers hold latents and positions (MLA): no centers, and positions keep 16 bits in a plan.
     """
 
     granularity: Granularity
@@ -58,6 +59,7 @@ class CalibrationOptions:
     margin: float
     center: bool
     plan: Mapping[int, LayerPlan] | Literal["measured"] | None = None
+    latent: bool = False
 
 
 @dataclass(frozen=True)

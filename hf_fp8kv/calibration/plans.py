@@ -14,7 +14,7 @@ import torch
 from ..cache.choice import dynamic_error
 from ..cache.plans import side_plans
 from ..cache.queries import Queries
-from ..formats import DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
+from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
 from ..formats.codec import SEARCH_STEPS, rounding_error
 from ..scales.layer_scales import LayerScales
 from .choose import CalibrationOptions, Trial, find_centers, make_trial, pick_scale
@@ -70,7 +70,7 @@ def _unit_format(plan: SidePlan) -> Format:
 def safe_plan(options: CalibrationOptions) -> LayerPlan:
     """Return what is stored where nothing else is known to be better, without centers."""
     side = SidePlan(DEFAULT_DTYPE if options.granularity == "token" else STATIC_DTYPE)
-    return LayerPlan(side, side)
+    return LayerPlan(side, SidePlan(AUTO) if options.latent else side)
 
 
 def list_candidates(
@@ -103,7 +103,8 @@ def list_candidates(
         may_center = (False, True) if options.center else (False,)
         safe = safe_plan(options)
         plans = {"k": (safe.k,), "v": (safe.v,)}
-        for side, centered in (("k", may_center), ("v", (False,))):
+        sides = {"k": may_center} if options.latent else {"k": may_center, "v": (False,)}
+        for side, centered in sides.items():
             more = side_plans(None, None, centered, measures=True)
             if options.granularity != "token":
                 more += tuple(SidePlan(DEFAULT_DTYPE, True, center) for center in centered)

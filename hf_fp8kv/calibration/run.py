@@ -17,6 +17,7 @@ from ..cache.cache import FP8PagedCache
 from ..cache.plans import check_plan
 from ..errors import ConfigError
 from ..formats import AUTO, FORMATS, STATIC_DTYPE, LayerPlan, parse_dtype
+from ..modeling.model_support import caches_latents
 from ..scales.fingerprint import fingerprint_weights, warn_if_stale
 from ..scales.kv_scales import KVScales, resolve
 from ..scales.layer_scales import Granularity, LayerScales
@@ -99,6 +100,8 @@ def calibrate(
     """
     layers = paged_layers(model)
     options = _options(granularity, center, dtype, margin, plan, layers)
+    if caches_latents(model.config.get_text_config(decoder=True)):
+        options = replace(options, latent=True, center=False)
     check_count("batch_size", batch_size)
     beyond = Beyond(find_reach(model, max_length, max_position))
     corpus = _read_corpus(

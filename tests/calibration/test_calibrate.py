@@ -413,6 +413,16 @@ def test_other_architectures(name, granularity):
     assert scales.report.quality[1].kl < 0.2
 
 
+@pytest.mark.parametrize("keywords", [{}, {"plan": "measured"}, {"granularity": "token"}])
+def test_positions_of_latents_keep_16_bits_and_latents_have_no_center(keywords):
+    model, _ = tiny("deepseek_v3")
+    scales = calibrate(model, texts(), **keywords, **QUIET)
+    cache = FP8PagedCache(model.config, scales=scales)
+    assert not scales.centered
+    assert {str(plan.v) for plan in cache.plan.values()} == {"auto"}
+    assert not any(plan.k.is_auto or plan.k.centered for plan in cache.plan.values())
+
+
 def test_layers_that_are_not_attention_need_no_scales():
     model = tiny("qwen3_next")[0]
     scales = calibrate(model, texts(), **QUIET)
