@@ -41,8 +41,8 @@ class FP8PagedCache(DynamicCache):
     out = model.generate(**inputs, past_key_values=FP8PagedCache(model.config))
     ```
 
-    Full, sliding and chunked attention layers are paged; every other kind of layer (linear,
-    convolution, hybrid, indexed, dummy, a model's own) is transformers' own, in its own dtype.
+    Full, sliding, chunked and indexed attention layers are paged; other kinds of layers (linear,
+    convolution, hybrid, dummy, a model's own) are transformers' own, in their dtype.
 
     Args:
         config: the model's config; None: layers are added as the model asks, all full attention.
@@ -382,14 +382,14 @@ class FP8PagedCache(DynamicCache):
         """Return what the cache takes, in bytes (but for `tokens` and `plans`).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
-        scales, centers), `tables` (block tables and lengths), `other` (transformers' own layers),
+        scales, centers), `tables` (block tables and lengths), `other` (stock layers, indexers),
         `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
         this cache), `tokens` (tokens held, over all sequences), and `plans` (how many layers are
         stored how). Forks share pages: each reports all of them under `pages`.
         """
         sizes = self._paged.memory_footprint()
         used = sizes.pop("used")
-        sizes["other"] = sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
+        sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
         tokens = self._paged.batch * self.host_length()
         held = {"total": sizes.total(), "used": used, "tokens": tokens}
         return {**sizes, **held, "plans": count_plans(self.plan)}

@@ -194,6 +194,10 @@ class FP8PagedLayer(PagedLayerBase):
     def crop_member(self, tokens: int) -> None:
         """Remove the last `tokens` tokens of this layer."""
         self.group.crop(tokens, [self.member])
+        self.drop_removed()
+
+    def drop_removed(self) -> None:
+        """Drop what belongs to tokens that were removed."""
         if not self.get_seq_length():
             self.k_center = None
 

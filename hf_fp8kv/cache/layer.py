@@ -225,6 +225,9 @@ class PagedLayerBase(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of this layer."""
 
+    def drop_removed(self) -> None:
+        """Drop what belongs to tokens that were removed."""
+
     @abstractmethod
     def select_rows(self, sequences: torch.Tensor) -> None:
         """Select sequences `[B']` of what this layer alone holds."""

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from ..errors import ConfigError
 from ..modeling.exact_states import pass_exact_states
-from ..modeling.layer_specs import build_stock_layers, find_layers
+from ..modeling.layer_specs import build_stock_layers, find_layers, shares_keys
 from ..modeling.tensor_parallel import check_divides, kv_heads, query_heads
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
@@ -27,14 +27,16 @@ from ..paging.preallocated_group import PreallocatedGroup
 from ..paging.shared_lengths import SharedLengths
 from .centers import FirstTokens
 from .dynamic_layer import FP8PagedLayer
+from .indexed import INDEXED, FP8PagedIndexedLayer, FP8PagedPreallocatedIndexedLayer
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .preallocated_layer import FP8PagedPreallocatedLayer
 from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
-# Exactly these kinds are replaced by paged layers: a subclass keeps more than K and V.
-_REPLACED = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+# Exactly these kinds are replaced by paged layers: another subclass keeps more than K and V.
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_REPLACED = (*_PLAIN, *INDEXED)
 
 
 class PagedLayers:
@@ -67,7 +69,7 @@ class PagedLayers:
 
     def new_layer(
         self, index: int, window: int | None, pool: PagePool | None = None,
-        turns: Turns | None = None,
+        turns: Turns | None = None, *, indexed: bool = False,
     ) -> PagedLayerBase:  # fmt: skip
         """Add a paged layer to the group of its window, and return it.
 
@@ -82,11 +84,13 @@ class PagedLayers:
             heads = kv_heads(self.config, index)
         layer: PagedLayerBase
         if isinstance(group, PreallocatedGroup):
-            layer = FP8PagedPreallocatedLayer(
+            fixed = FP8PagedPreallocatedIndexedLayer if indexed else FP8PagedPreallocatedLayer
+            layer = fixed(
                 index, self.options, group, self.first_tokens, self.lengths, heads, self.config
             )
         else:
-            layer = FP8PagedLayer(index, self.options, group, self.first_tokens, heads, pool)
+            growing = FP8PagedIndexedLayer if indexed else FP8PagedLayer
+            layer = growing(index, self.options, group, self.first_tokens, heads, pool)
         layer.turns = turns or Turns.of(self.config, index)
         if self.config is not None:
             layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
@@ -125,8 +129,10 @@ class PagedLayers:
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         skipped = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            if index not in skipped and type(layer) in _REPLACED:
-                layers[index] = self.new_layer(index, window)
+            is_ours = type(layer) in _REPLACED and not shares_keys(config, index)
+            if is_ours and index not in skipped:
+                indexed = isinstance(layer, INDEXED)
+                layers[index] = self.new_layer(index, window, indexed=indexed)
             elif type(layer) is StaticSlidingWindowLayer and (room := self.options.max_cache_len):
                 # Masks are made once for all layers with a window: in the paged ones' width.
                 layers[index] = StaticLayer(room)
@@ -170,7 +176,10 @@ class PagedLayers:
         stock = iter(snapshot.stock_layers)
         layers: list[Any] = [
             next(stock) if x is None
-            else self.new_layer(x.index, x.group.window, x.pool if shares else None, x.turns)
+            else self.new_layer(
+                x.index, x.group.window, x.pool if shares else None, x.turns,
+                indexed=x.indexer is not None,
+            )
             for x in snapshot.layers
         ]  # fmt: skip
         if shares or copies:
@@ -284,6 +293,8 @@ class PagedLayers:
 
     def undo_step(self, index: int, tokens: int) -> None:
         """Remove what layers before `index` stored in a step of `tokens`; the dynamic form only."""
+        for layer in self.layers:
+            layer.drop_removed()
         if self.options.is_preallocated or self._written[0] >= index or self._written[1] != tokens:
             return
         self._written = (len(self.layers), 0)
@@ -346,8 +357,8 @@ class PagedLayers:
                 group.shrink()
 
     def memory_footprint(self) -> Counter[str]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
-        sizes = Counter(pages=0, scales=0, tables=0, used=0)
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `other`."""
+        sizes = Counter(pages=0, scales=0, tables=0, used=0, other=0)
         for layer in self.layers:
             sizes.update(layer.memory_footprint())
         for group in self.groups.values():
@@ -368,8 +379,7 @@ class PagedLayers:
         for layer in self.layers:
             assert isinstance(layer, FP8PagedLayer)
             layer.pool = layer.group.pools[layer.member]  # another one after an undone passage
-            if not layer.get_seq_length():
-                layer.k_center = None
+            layer.drop_removed()
             if layer.pool.is_allocated and not layer.group.table.allocator.held:
                 layer.release_memory()
         for group in self.groups.values():

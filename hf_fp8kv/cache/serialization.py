@@ -60,6 +60,9 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
         facts: Facts = {"kind": "paged", "group": g, "index": layer.index}
         if layer.turns is not None:
             facts["turns"] = asdict(layer.turns)
+        if layer.indexer is not None:
+            facts["indexer"] = list(layer.indexer)
+            tensors |= {f"layers.{i}.{name}": held for name, held in layer.indexer.items()}
         if pool is not None:
             assert layer.storage is not None
             facts |= {
@@ -105,20 +108,23 @@ def unpack(
             layers.append(None)
             continue
         group, turns = groups[layer["group"]], _read_turns(layer)
-        if "length" not in layer:
-            layers.append(LayerSnapshot(layer["index"], group, 0, turns=turns))
-            continue
         prefix = f"layers.{i}."
         names = [name for name in tensors if name.startswith(prefix)]
         held = {name.removeprefix(prefix): tensors.pop(name) for name in names}
+        indexer = None
+        if "indexer" in layer:
+            indexer = {name: held.pop(name) for name in layer["indexer"]}
+        if "length" not in layer:
+            index = layer["index"]
+            layers.append(LayerSnapshot(index, group, 0, turns=turns, indexer=indexer))
+            continue
         center = held.pop("k_center", None)
         storage = LayerPlan.parse(*layer["plan"]) if "plan" in layer else None
         pool = _unpack_pool(layer, held, group.table.allocator.capacity, options, storage)
-        layers.append(
-            LayerSnapshot(
-                layer["index"], group, layer["length"], pool, center, storage=storage, turns=turns
-            )
-        )
+        index, length = layer["index"], layer["length"]
+        state = LayerSnapshot(index, group, length, pool, center, storage=storage, turns=turns)
+        state.indexer = indexer
+        layers.append(state)
     return CacheSnapshot(options, groups, layers, stock_layers, facts["open_ended"], budget)
 
 

@@ -30,6 +30,7 @@ class LayerSnapshot:
         setup: what `PagedLayerBase._prepare_scales` looked up, by name; None: to be looked up.
         storage: how its numbers are stored; None: as the options say.
         turns: how its keys turn, which is read from the config; None: not known.
+        indexer: the tensors of its indexer, by name; None: it has none.
     """
 
     index: int
@@ -40,6 +41,7 @@ class LayerSnapshot:
     setup: dict[str, Any] | None = None
     storage: LayerPlan | None = None
     turns: Turns | None = None
+    indexer: dict[str, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

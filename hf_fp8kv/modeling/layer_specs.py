@@ -22,6 +22,12 @@ def build_stock_layers(
     return list(StaticCache(config=config, max_cache_len=max_cache_len).layers), windows
 
 
+def shares_keys(config: PreTrainedConfig, index: int) -> bool:
+    """Return whether a layer attends to another's K and V, and stores keys of an indexer only."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    return modes is not None and modes[index] == "reuse_but_indexer"
+
+
 def find_layers(
     skip_layers: Collection[int | str], config: PreTrainedConfig, layers: list[Any]
 ) -> set[int]:

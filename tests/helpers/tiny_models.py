@@ -26,7 +26,10 @@ from transformers import (
     PreTrainedModel,
     VisionEncoderDecoderConfig,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 NEW_TOKENS = 8
 PROMPT_TOKENS = 13
@@ -119,7 +122,8 @@ SIZES: Options = {
 LATENT: Options = {
     "num_key_value_heads": 4,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    # So many that few scores are 0: which of equal ones are chosen depends on their number.
+    "index_n_heads": 16,
     "index_topk": 8,
 }
 # Encoders of images and sound behind a text model; their output fits the text model's width.
@@ -196,6 +200,12 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "ffn_config": {"ffn_hidden_size": 32},
     },
     "dots1": {"n_shared_experts": 1, "routed_scaling_factor": 1.0},
+    "dots3_note_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+        "head_dim": 16,
+        "per_layer_config": {i: {"kv_lora_rank": 24, "head_dim": 16} for i in (1, 3)},
+    },
     "falcon": dict(_NO_HEAD_DIM),
     "falcon_h1": {"mamba_d_ssm": 128, **_MAMBA2},
     "gemma3n_text": {
@@ -209,6 +219,15 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_kv_shared_layers": 2,
+    },
+    "glm5_next": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "qk_rope_head_dim": 0,
+        "qk_nope_head_dim": 16,
+        "index_kpool": 2,
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "gptj": {"rotary_dim": 8, **_NO_HEAD_DIM},
@@ -228,6 +247,14 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "head_dim": 8,
         "zero_expert_num": 2,
         "moe_topk": 2,
+    },
+    # Some have no positions, and some attend to another's keys, with or without an own indexer.
+    "mistral_large4": {
+        "num_hidden_layers": 5,
+        "no_rope_layers": [1, 0, 1, 0, 1],
+        "kv_source_layers": [0, 1, 0, 1, 4],
+        "indexer_types": ["full", "full", "full", "shared", "full"],
+        "layer_types": ["indexed_attention"] * 5,
     },
     "qwen4_exp_text": {
         "ple_embed_dim": 32,
@@ -273,6 +300,8 @@ CAUSAL_EXTRAS: dict[str, Options] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
+# Types of text that transformers lists among those that take images, too.
+TEXT_AMONG_IMAGES = ("glm5_next", "mistral4", "mistral_large4")
 SEQ2SEQ_EXTRAS: dict[str, Options] = {
     "bart": {},
     "bigbird_pegasus": {"attention_type": "original_full"},
@@ -320,8 +349,9 @@ AUDIO_FRAMES = {"whisper": 128, "speech_to_text": 48}
 
 def type_names(kind: str | None = None) -> list[str]:
     """All names that `build` takes, of one kind ("causal", "seq2seq", "vision") or of all."""
+    others = set(TEXT_AMONG_IMAGES).intersection(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     names = {
-        "causal": sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        "causal": sorted(others.union(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)),
         "seq2seq": sorted(f"seq2seq/{name}" for name in (*SEQ2SEQ_EXTRAS, *NESTED)),
         "vision": [f"vision/{name}" for name in VISION],
     }
@@ -387,7 +417,8 @@ def build(
     elif kind == "vision":
         model, inputs = _build_vision(short, seed, config, attn)
     else:
-        model = AutoModelForCausalLM.from_config(causal_config(short, **config), **attn)
+        kind = AutoModelForImageTextToText if short in TEXT_AMONG_IMAGES else AutoModelForCausalLM
+        model = kind.from_config(causal_config(short, **config), **attn)
         inputs = prompt(seed)
     model = model.eval()
     rescale(model, seed)

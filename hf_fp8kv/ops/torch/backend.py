@@ -152,7 +152,8 @@ def _prepare_query(query: Tensor, stored: StoredSide) -> Tensor:
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
     """Return `x`, `[B, Hq, T, D]`, as `[B, Hkv, G * T, D]`."""
-    return x.reshape(x.shape[0], heads, -1, x.shape[3])
+    batch, q_heads, tokens, dim = x.shape
+    return x.reshape(batch, heads, q_heads // heads * tokens, dim)
 
 
 def _read(
@@ -189,7 +190,7 @@ def _read(
         return decode(codes, FORMATS[stored.format])
 
     k = numbers(pages.k) if keys is None else keys
-    v = numbers(pages.v).view(batch * heads, count, -1, size)
+    v = numbers(pages.v).view(batch * heads, count, pages.v.head_dim, size)
     return k.view(batch * heads, count * size, -1), k_scales, v.transpose(1, 2).flatten(2), v_scales
 
 

@@ -1,0 +1,231 @@
+"""Paged layers of sparse attention, whose indexer chooses the keys that each query attends to.
+
+K and V are in pages. The indexer's own keys, one small vector per token, are not: transformers' own
+layer keeps them in the model's dtype, and each of these layers has one that holds nothing else.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
+
+from ..errors import ConfigError
+from ..paging.layer_group import LayerGroup
+from .dynamic_layer import FP8PagedLayer
+from .layer import PagedLayerBase
+from .preallocated_layer import FP8PagedPreallocatedLayer
+from .snapshot import LayerSnapshot
+
+# What is replaced by paged layers, unless it holds keys of an indexer only.
+INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
+
+
+class _IndexedLayer(PagedLayerBase):
+    """What both forms share.
+
+    Attributes:
+        indexer: transformers' own layer, without K and V.
+    """
+
+    indexer: Any
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store keys of new tokens for the indexer, `[B, T, D]`; return those of all tokens."""
+        held = None if torch.compiler.is_compiling() else self.indexer_keys
+        if held is not None and held.device != indexer_key_states.device:
+            self._move_indexer(indexer_key_states.device)
+        keys: Tensor = self.indexer.update_indexer(indexer_key_states)
+        return keys
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """The indexer's keys, `[B, N, D]`; None before the first token."""
+        keys: Tensor | None = self.indexer.indexer_keys
+        return keys
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether the indexer has stored keys."""
+        return bool(self.indexer.is_indexer_initialized)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions that an indexer stored, `[dims, B, N]`, or None."""
+        positions: Tensor | None = getattr(self.indexer, "indexer_position_ids", None)
+        return positions
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        self.indexer.indexer_position_ids = positions
+
+    def _held(self) -> dict[str, Tensor]:
+        """Return the indexer's tensors by name."""
+        held = {
+            "indexer_keys": self.indexer_keys,
+            "indexer_position_ids": self.indexer_position_ids,
+        }
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def _move_indexer(self, device: torch.device) -> None:
+        """Move what the indexer holds to `device`, to new addresses."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name, tensor in self._held().items():
+                setattr(self.indexer, name, tensor.to(device))
+        self.indexer.indexer_device = device
+
+    def offload(self) -> None:
+        """Move the bytes to the CPU's memory."""
+        super().offload()
+        self._move_indexer(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Move the bytes back to the layer's device."""
+        super().prefetch()
+        if self.is_initialized:
+            self._move_indexer(self.device)
+
+    def snapshot(self, group: LayerGroup, length: int) -> LayerSnapshot:
+        """Return what the layer holds, `length` tokens; `group` is a fork of its group."""
+        snapshot = super().snapshot(group, length)
+        # Not views: a file or a pickle would have all that they are part of.
+        snapshot.indexer = {
+            name: tensor[:, :length].clone() if name == "indexer_keys" else tensor.clone()
+            for name, tensor in self._held().items()
+        }
+        return snapshot
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `other`: the indexer's."""
+        other = sum(tensor.nbytes for tensor in self._held().values())
+        return {**super().memory_footprint(), "other": other}
+
+
+class FP8PagedIndexedLayer(_IndexedLayer, FP8PagedLayer):
+    """A layer with an indexer whose pages are taken as tokens come."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.indexer = DynamicIndexedLayer()
+
+    def drop_removed(self) -> None:
+        """Drop what belongs to tokens that were removed."""
+        super().drop_removed()
+        length = self.get_seq_length()
+        if not length:
+            self.indexer = DynamicIndexedLayer()
+        if (keys := self.indexer_keys) is not None:
+            self.indexer.indexer_keys = keys[:, :length]
+        if (positions := self.indexer_position_ids) is not None:
+            self.indexer_position_ids = positions[..., :length]
+
+    def select_rows(self, sequences: Tensor) -> None:
+        """Select sequences `[B']` of what this layer alone holds."""
+        super().select_rows(sequences)
+        if (keys := self.indexer_keys) is not None:
+            self.indexer.indexer_keys = keys[sequences.to(keys.device)]
+        if (positions := self.indexer_position_ids) is not None:
+            self.indexer_position_ids = positions[:, sequences.to(positions.device)]
+
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take what a layer held; for a layer over the same pool."""
+        super().restore(snapshot)
+        held = snapshot.indexer or {}
+        if "indexer_keys" in held:
+            self.indexer.lazy_initialization_indexer(held["indexer_keys"])
+        for name, tensor in held.items():
+            setattr(self.indexer, name, tensor)
+
+    def replace(self, key: Tensor, value: Tensor) -> None:
+        """Store these tokens instead of all that are stored; as many, or the first of them.
+
+        Raises:
+            ConfigError: a choice of the tokens, which the indexer would not follow, or what
+                `FP8PagedLayer.replace` refuses.
+        """
+        stored, tokens = self.stored(), key.shape[2]
+        if stored is not None and tokens < self.get_seq_length():
+            first = stored[0].dense()[:, :, :tokens]
+            if not torch.equal(first, key):
+                raise ConfigError(
+                    f"expected all keys and values of {self}, or the first of them, got {tokens} "
+                    "others; its indexer has keys of all tokens: name the layer in skip_layers, or "
+                    "use crop"
+                )
+        super().replace(key, value)
+
+
+class FP8PagedPreallocatedIndexedLayer(_IndexedLayer, FP8PagedPreallocatedLayer):
+    """A layer with an indexer and room for `max_cache_len` tokens, at fixed addresses."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.indexer = StaticIndexedLayer(self.max_cache_len)
+        self._has_no_indexer_keys = True
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store keys of new tokens for the indexer, `[B, T, D]`; return as many as masks have."""
+        if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
+            self._allocate(indexer_key_states)
+        is_first, self._has_no_indexer_keys = self._has_no_indexer_keys, False
+        keys = super().update_indexer(indexer_key_states)
+        # As `get_mask_sizes` says, which may be asked before or after `update`.
+        if is_first and self.options.prefill == "exact" and self._attends_pages():
+            return keys[:, : indexer_key_states.shape[1]]
+        return keys
+
+    def _allocate(self, like: Tensor) -> None:
+        # Written in place later, in inference mode and outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.indexer.lazy_initialization_indexer(like)
+
+    def _move_indexer(self, device: torch.device) -> None:
+        super()._move_indexer(device)
+        self._keep_addresses()
+
+    def _keep_addresses(self) -> None:
+        """Put what is written in place on the device of the keys; tell torch.compile it stays."""
+        keys, count = self.indexer.indexer_keys, self.indexer.indexer_cumulative_length
+        if keys is not None:
+            self.indexer.indexer_cumulative_length = count = count.to(keys.device)
+            torch._dynamo.mark_static_address(keys)
+            torch._dynamo.mark_static_address(count)
+
+    def note_length(self, length: int) -> None:
+        """Follow a length that was set, not advanced by a step."""
+        super().note_length(length)
+        self.drop_removed(length)
+
+    def drop_removed(self, length: int | None = None) -> None:
+        """Drop what belongs to tokens that were removed; `length`: those that stay, if known."""
+        length = self.host_length() if length is None else length
+        self._has_no_indexer_keys = not length
+        if (keys := self.indexer_keys) is not None:
+            keys[:, length:] = 0
+            self.indexer.indexer_cumulative_length.fill_(length)
+        if (positions := self.indexer_position_ids) is not None:
+            self.indexer_position_ids = positions[..., :length] if length else None
+
+    def select_rows(self, sequences: Tensor) -> None:
+        """Select sequences `[B']` of what this layer alone holds, in place if they are as many."""
+        super().select_rows(sequences)
+        if (keys := self.indexer_keys) is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                selected = keys[sequences.to(keys.device)]
+                if len(selected) == len(keys):
+                    keys.copy_(selected)
+                else:
+                    self.indexer.indexer_keys = selected
+                    self._keep_addresses()
+        if (positions := self.indexer_position_ids) is not None:
+            self.indexer_position_ids = positions[:, sequences.to(positions.device)]
+
+    def restore(self, snapshot: LayerSnapshot) -> None:
+        """Take a copy of what a layer held; each sequence gets pages of its own."""
+        super().restore(snapshot)
+        held = dict(snapshot.indexer or {})
+        if (keys := held.pop("indexer_keys", None)) is not None:
+            self._allocate(keys)
+            self.indexer.indexer_keys[:, : keys.shape[1]] = keys
+        for name, tensor in held.items():
+            setattr(self.indexer, name, tensor)

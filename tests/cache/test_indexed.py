@@ -1,0 +1,190 @@
+"""Layers of sparse attention: K and V in pages, and an indexer that follows all that they do."""
+
+import pickle
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicIndexedLayer
+
+from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.errors import ConfigError, OutOfPagesError
+from tests.helpers.tiny_models import build, type_names
+
+pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
+
+# Of a prompt of 21 tokens each query attends to 8.
+TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
+FORMS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
+MODELS = {}
+
+
+@pytest.fixture
+def model(request):
+    """A model whose layers have indexers of their own."""
+    name = getattr(request, "param", TYPES[0])
+    if name not in type_names():
+        pytest.skip(f"this version of transformers has no {name}")
+    if name not in MODELS:
+        MODELS[name] = build(name, attn_implementation="fp8_paged")[0]
+    return MODELS[name]
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return FORMS[request.param]
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(4, 90, (2, 21), generator=torch.Generator().manual_seed(5))
+
+
+def read(model, ids, **form):
+    """A cache that has read a text in two calls, and the one that follows them has to read."""
+    cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **form)
+    with torch.no_grad():
+        model(ids[:, :12], past_key_values=cache)
+        model(ids[:, 12:], past_key_values=cache)
+    return cache
+
+
+def check_goes_on(model, cache, ids):
+    """The cache holds `ids`: three more tokens are read as in one call without a cache."""
+    more = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
+    with torch.no_grad():
+        want = model(torch.cat([ids, more], 1), use_cache=False).logits[:, -3:]
+        got = [model(more[:, :1], past_key_values=cache).logits]
+        got.append(model(more[:, 1:], past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(got, 1), want, atol=1e-4, rtol=1e-4)
+
+
+every_model = pytest.mark.parametrize("model", TYPES, indirect=True)
+
+
+@every_model
+def test_the_layers_are_paged(model, form, ids):
+    cache = read(model, ids, **form)
+    assert cache.paged_layers
+    assert all(layer.indexer_keys is not None for layer in cache.paged_layers)
+    check_goes_on(model, cache, ids)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 21])
+def test_crop(model, form, ids, tokens):
+    cache = read(model, ids, **form)
+    cache.crop(-tokens)
+    if tokens == ids.shape[1]:
+        with torch.no_grad():
+            model(ids[:, :9], past_key_values=cache)
+        check_goes_on(model, cache, ids[:, :9])
+    else:
+        check_goes_on(model, cache, ids[:, :-tokens])
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [1, 1], [1], [0, 0, 1, 1]])
+def test_select(model, form, ids, rows):
+    cache = read(model, ids, **form)
+    if len(rows) == 2:
+        cache.reorder_cache(torch.tensor(rows))
+    elif len(rows) == 1:
+        cache.batch_select_indices(torch.tensor(rows))
+    else:
+        cache.batch_repeat_interleave(2)
+    check_goes_on(model, cache, ids[rows])
+
+
+@every_model
+def test_beams(model, form, ids):
+    cache = read(model, ids, **form)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    check_goes_on(model, cache, ids[[1, 1]])
+
+
+@every_model
+def test_reset(model, form, ids):
+    cache = read(model, ids, **form)
+    cache.reset()
+    with torch.no_grad():
+        model(ids[:, 3:14], past_key_values=cache)
+    check_goes_on(model, cache, ids[:, 3:14])
+
+
+@every_model
+def test_fork_pickle_and_file(model, form, ids, tmp_path):
+    cache = read(model, ids, **form)
+    copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
+    if not any(cache.is_linear):  # those have no file format
+        cache.save(tmp_path / "cache")
+        copies.append(FP8PagedCache.load(tmp_path / "cache"))
+    with torch.no_grad():  # what the copies must not see
+        model(ids[:, :4], past_key_values=cache)
+    for copy in copies:
+        check_goes_on(model, copy, ids)
+    empty = FP8PagedCache(model.config, dtype="auto", **form).fork()
+    with torch.no_grad():
+        model(ids, past_key_values=empty)
+    check_goes_on(model, empty, ids)
+
+
+def test_offload(model, form, ids):
+    cache = read(model, ids, **form)
+    for layer in cache.paged_layers:
+        layer.offload()
+        layer.prefetch()
+    cache.paged_layers[-1].offload()
+    check_goes_on(model, cache, ids)
+
+
+def test_memory_footprint(model, form, ids):
+    cache = read(model, ids, **form)
+    held = sum(layer.indexer_keys.nbytes for layer in cache.paged_layers)
+    assert cache.memory_footprint()["other"] == held > 0
+
+
+def test_a_step_that_does_not_fit_is_undone(ids):
+    model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
+    cache = read(model, ids, max_pages=8)
+    update, failing = cache.paged_layers[1].update, True
+
+    def fail(*args):
+        if failing:
+            raise OutOfPagesError.of_tokens(0, 0, 2)
+        return update(*args)
+
+    cache.paged_layers[1].update = fail
+    with torch.no_grad(), pytest.raises(OutOfPagesError):
+        model(ids[:, :2], past_key_values=cache)
+    failing = False
+    assert cache.paged_layers[0].indexer_keys.shape[1] == ids.shape[1]
+    check_goes_on(model, cache, ids)
+
+
+def test_a_choice_of_tokens_is_refused(ids):
+    model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
+    cache = read(model, ids)
+    layer = cache.paged_layers[0]
+    key, value = layer.keys.dense(), layer.values.dense()
+    layer.keys = key[:, :, 1:]
+    with pytest.raises(ConfigError, match="its indexer has keys of all tokens"):
+        layer.values = value[:, :, 1:]
+    check_goes_on(model, cache, ids)
+
+
+def test_layers_by_name_stay_as_they_are(ids):
+    model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
+    cache = FP8PagedCache(model.config, dtype="auto", skip_layers=["indexed_attention"])
+    assert all(type(layer) is DynamicIndexedLayer for layer in cache.layers)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    check_goes_on(model, cache, ids)
+
+
+@pytest.mark.skipif("mistral_large4" not in type_names(), reason="a newer transformers has it")
+def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
+    model = build("mistral_large4", attn_implementation="fp8_paged")[0]
+    cache = read(model, ids, **form)
+    kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
+    assert [kind.endswith("IndexedLayer") for kind in kinds] == [True, True, True, False, True]
+    assert len(cache.paged_layers) == 3
+    assert cache.layers[1].stored()[1].shape[3] == 0  # it has no positions
+    check_goes_on(model, cache, ids)
