@@ -11,6 +11,7 @@ from .attention.check_model import ModelReport, check_model
 from .attention.enable import disable, enable
 from .attention.fp8_paged import register
 from .cache.cache import FP8PagedCache
+from .cache.ds_mla import from_ds_mla, to_ds_mla
 from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
@@ -33,8 +34,10 @@ __all__ = [
     "check_model",
     "disable",
     "enable",
+    "from_ds_mla",
     "register",
     "tensor_parallel",
+    "to_ds_mla",
 ]
 
 register()
