@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import Cache, DynamicCache
 
+from ..attention.fp8_paged import fp8_paged_attention
+from ..cache.cache import FP8PagedCache
 from ..utils.environment import describe_run
 from .contenders import (
     DYNAMIC,
@@ -24,6 +26,7 @@ from .contenders import (
     QUANTIZED,
     Heads,
     Step,
+    attend_step,
     fill,
     make_paged,
     make_row,
@@ -32,7 +35,7 @@ from .contenders import (
     take_turns,
 )
 from .cpu_memory import measure_bytes, measure_processes
-from .hot_loops import make_loops
+from .hot_loops import AttentionLayer, make_config, make_loops
 from .latent import measure_latents
 from .reporting import build_table, format_number, format_target
 
@@ -45,6 +48,12 @@ TARGETS = {DYNAMIC: 0.35, QUANTIZED: 0.10}
 _ROTATED = ("FP8PagedCache e2m5", "FP8PagedCache int8")
 _ROTATED_TARGET = 1.05
 _BEAMS = 4
+# First calls: their tokens, the default, which decides how to store them, and its safe plan.
+_FIRST_TOKENS = (512, 2048)
+_CHOOSES, _SAFE = "FP8PagedCache default", "FP8PagedCache e3m4, K centered"
+_FIRST: dict[str, dict[str, Any]] = {
+    _CHOOSES: {}, _SAFE: {"dtype": "fp8_e3m4", "center_keys": True},
+}  # fmt: skip
 
 
 def run_cpu_suite(
@@ -82,6 +91,8 @@ def run_cpu_suite(
             rows += _rotated_rows(steps, tokens, pairs)
             del steps
         rows += _growth_rows({tokens: taken[E4M3] for tokens, taken in seconds.items()})
+        report("first calls")
+        rows += _first_call_rows(heads, backend, pairs)
         report("updates, copies and the host's time")
         rows += _update_rows(context, heads, backend, pairs)
         rows += _copy_rows(max(context), heads, backend, pairs)
@@ -161,6 +172,30 @@ def _growth_rows(seconds: dict[int, list[float]]) -> list[dict[str, Any]]:
                  context=tokens, against=f"{shortest} tokens")
         for tokens, taken in seconds.items() if tokens != shortest
     ]  # fmt: skip
+
+
+def _first_call_rows(heads: Heads, backend: str, turns: int) -> list[dict[str, Any]]:
+    """Return rows of a layer's first call: storing its tokens, and attention among them."""
+    rows = []
+    module, config = AttentionLayer(heads[0] // heads[1]), make_config(heads)
+    config.max_position_embeddings = 2**17  # the default tries keys at positions up to that
+    for tokens in _FIRST_TOKENS:
+        query = random_states(heads[0], tokens, heads[2])
+        key, value = (random_states(heads[1], tokens, heads[2]) for _ in range(2))
+
+        def call(options: Mapping[str, Any], *new: torch.Tensor) -> None:
+            cache = FP8PagedCache(config, backend=backend, **options)
+            attend_step(module, *new, cache, fp8_paged_attention)
+
+        steps: dict[str, Step] = {
+            name: functools.partial(call, options, query, key, value)
+            for name, options in _FIRST.items()
+        }
+        seconds = take_turns(steps, turns)
+        rows += _time_rows("first call", seconds, tokens)
+        ratios = [a / b for a, b in zip(seconds[_CHOOSES], seconds[_SAFE], strict=True)]
+        rows.append(make_row("ratio", _CHOOSES, ratios, "×", context=tokens, against=_SAFE))
+    return rows
 
 
 def _update_rows(

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from hf_fp8kv.bench import contenders, cpu, cpu_memory, latent
+from hf_fp8kv.cache import first_write
 from hf_fp8kv.formats import DISTINCT
 
 SMALL = {
@@ -20,8 +21,23 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def result() -> dict[str, object]:
-    return cpu.run_cpu_suite(**SMALL, memory_tokens=None)
+def chosen() -> list[torch.Size]:
+    """The queries of every choice that was made."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def result(chosen) -> dict[str, object]:
+    choose = first_write.choose_plan
+
+    def count(query, *args):
+        chosen.append(query.shape)
+        return choose(query, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_write, "choose_plan", count)
+        patch.setattr(cpu, "_FIRST_TOKENS", (48, 64))
+        return cpu.run_cpu_suite(**SMALL, memory_tokens=None)
 
 
 def test_it_is_json(result):
@@ -79,8 +95,8 @@ def test_rows_are_alike(result):
         assert row["low"] is None or row["low"] <= row["value"] <= row["high"]
     measures = {row["measure"] for row in result["rows"]}
     assert measures == {
-        "decode step", "ratio", "cost per token", "update", "deepcopy", "reorder 4 beams",
-        "host, per layer", "bytes per token", "latent, 4 heads",
+        "decode step", "ratio", "cost per token", "first call", "update", "deepcopy",
+        "reorder 4 beams", "host, per layer", "bytes per token", "latent, 4 heads",
     }  # fmt: skip
 
 
@@ -106,6 +122,17 @@ def test_rotated_formats_are_held_against_e3m4(result):
     for name in names:
         cache = contenders.make_paged((4, 2, 16), "auto", name)
         assert all(side.rotated for plan in cache.plan.values() for side in plan)
+
+
+def test_first_calls_with_a_choice_are_held_against_those_without(result, chosen):
+    rows = [row for row in result["rows"] if row["measure"] == "first call"]
+    default, safe = "FP8PagedCache default", "FP8PagedCache e3m4, K centered"
+    expected = [(name, tokens) for tokens in (48, 64) for name in (default, safe)]
+    assert [(row["cache"], row["context"]) for row in rows] == expected
+    against = [row for row in result["rows"] if row["against"] == safe]
+    assert [(row["cache"], row["context"]) for row in against] == [(default, 48), (default, 64)]
+    # In each turn, the one before the first among them, one of the two decides.
+    assert chosen == [(4, 48, 16)] * 3 + [(4, 64, 16)] * 3
 
 
 def test_the_table(result):
