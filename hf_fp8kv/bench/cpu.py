@@ -183,13 +183,13 @@ def _first_call_rows(heads: Heads, backend: str, turns: int) -> list[dict[str, A
         query = random_states(heads[0], tokens, heads[2])
         key, value = (random_states(heads[1], tokens, heads[2]) for _ in range(2))
 
-        def call(options: Mapping[str, Any], *new: torch.Tensor) -> None:
-            cache = FP8PagedCache(config, backend=backend, **options)
-            attend_step(module, *new, cache, fp8_paged_attention)
+        attend = functools.partial(attend_step, module, query, key, value)
+
+        def call(options: Mapping[str, Any], attend: Callable[..., object] = attend) -> None:
+            attend(FP8PagedCache(config, backend=backend, **options), fp8_paged_attention)
 
         steps: dict[str, Step] = {
-            name: functools.partial(call, options, query, key, value)
-            for name, options in _FIRST.items()
+            name: functools.partial(call, options) for name, options in _FIRST.items()
         }
         seconds = take_turns(steps, turns)
         rows += _time_rows("first call", seconds, tokens)

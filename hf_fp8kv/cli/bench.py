@@ -73,6 +73,19 @@ def bench(
     caches: Annotated[
         str | None, typer.Option(help="long: which, such as default,int8,q8_0.")
     ] = None,
+    outliers: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            help="long: plant keys so many times as large in some channels, such as 50; the model "
+            "computes the same, but K is harder to store.",
+            show_default=False,
+        ),
+    ] = None,
+    outlier_heads: Annotated[
+        int | None,
+        typer.Option(min=1, help="long: --outliers in every n-th head only.", show_default=False),
+    ] = None,
     thorough: Annotated[
         bool, typer.Option("--thorough", help="long: more of all, up to 8192 tokens (hours).")
     ] = False,
@@ -123,7 +136,8 @@ def bench(
             raise typer.BadParameter(message, param_hint=option)
     only_long = {
         "--positions": positions, "--kinds": kinds, "--scored": scored, "--tasks": tasks,
-        "--answers": answers, "--caches": caches, "--thorough": thorough or None,
+        "--answers": answers, "--caches": caches, "--outliers": outliers,
+        "--outlier-heads": outlier_heads, "--thorough": thorough or None,
     }  # fmt: skip
     for option, value in only_long.items():
         if value is not None and suite != "long":
@@ -157,8 +171,9 @@ def bench(
             arguments |= _long_arguments(
                 positions=positions, kinds=kinds, tasks=tasks, caches=caches
             )
-            counts = {"answers": answers, "scored": scored}
-            arguments |= {name: count for name, count in counts.items() if count is not None}
+            numbers = {"answers": answers, "scored": scored, "outliers": outliers,
+                       "outlier_heads": outlier_heads}  # fmt: skip
+            arguments |= {name: value for name, value in numbers.items() if value is not None}
             arguments["save"] = saved
         if texts is not None:
             arguments["texts"] = texts

@@ -271,6 +271,13 @@ def test_rows_of_the_result(result):
     assert result["complete"] is True
     assert [row["cache"] for row in result["caches"]] == list(MEASURED)
     assert {row["missing"] for row in result["caches"]} == {None}
+    layers = {row["cache"]: sum(row["plans"].values()) for row in result["caches"]}
+    stored = 2 * TEXTS * len(KINDS) * len(POSITIONS)
+    assert layers == {name: 0 if name in ("bf16", "q8_0", "stock-fp8") else stored
+                      for name in MEASURED}  # fmt: skip
+    rotated = {row["cache"]: row["k_rotated"] for row in result["caches"]}
+    assert rotated["default"] + rotated["int8"] > 0
+    assert rotated["e4m3"] == 0
     found = {(r["cache"], r["position"], r["kind"]): r for r in result["predictions"]}
     kinds = ("all", *KINDS)
     assert set(found) == {(c, p, k) for c in MEASURED for p in POSITIONS for k in kinds}
@@ -315,6 +322,8 @@ def test_tables(result):
     found = {(r["cache"], r["position"], r["kind"]): r for r in result["predictions"]}
     for cache in result["caches"]:
         assert cache["title"] in shown
+        if layers := sum(cache["plans"].values()):
+            assert f"{cache['k_rotated']} of {layers}" in shown
         row = found[cache["cache"], POSITIONS[0], "all"]
         assert f"{row['top1']:.1%}" in shown
     row = found["e4m3", POSITIONS[-1], "prose"]
@@ -428,7 +437,7 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     options = (
         "--suite", "long", "--model", folder, "--device", "cpu", "--texts", "1",
         "--positions", "100,200", "--kinds", "tool JSON", "--tasks", "none",
-        "--caches", "int8, hqq-int4", "--scored", "32",
+        "--caches", "int8, hqq-int4", "--scored", "32", "--outliers", "50", "--outlier-heads", "2",
     )  # fmt: skip
     monkeypatch.setattr(caches, "_is_installed", lambda module: False)
     code, out, err = command("bench", *options, "--json", str(path))
@@ -436,6 +445,8 @@ def test_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     found = json.loads(path.read_text())
     assert found["settings"]["positions"] == [100, 200]
     assert found["settings"]["scored"] == 32
+    assert (found["settings"]["outliers"], found["settings"]["outlier_heads"]) == (50, 2)
+    assert "outliers x50 in K of 1 in 2 heads" in " ".join(out.split())
     assert found["settings"]["texts"] == ["tool JSON"]
     assert found["settings"]["tasks"] == found["tasks"] == []
     assert {row["kl_error"] for row in found["predictions"]} == {None}

@@ -114,6 +114,11 @@ ROWS: dict[str, Row] = {
     "e3m4": Row("fp8_e3m4, K centered", _paged(dtype="fp8_e3m4", center_keys=True)),
     "e4m3": Row("fp8_e4m3", _paged(dtype="fp8_e4m3")),
     "e2m5": Row("fp8_e2m5", _paged(dtype="fp8_e2m5"), asks=True),
+    # Where K has outliers that turn with the position, this is what the choice has to avoid.
+    "e2m5-rotated": Row(
+        "fp8_e2m5, K rotated and centered, V rotated",
+        _paged(dtype="fp8_e2m5", center_keys=True, rotate_keys=True, rotate_values=True),
+    ),
     "int8": Row("int8", _paged(dtype="int8"), asks=True),
     "e4m3-1.0": Row("fp8_e4m3, scale 1.0", _paged(dtype="fp8_e4m3", scales=1.0), _constant(8)),
     "bf16": Row("K and V in bfloat16", _rounded(round_to_bfloat16), _constant(16)),

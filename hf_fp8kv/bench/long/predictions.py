@@ -1,11 +1,13 @@
 """Predictions at positions of long texts, under each cache against the unquantised one."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from ...cache.cache import FP8PagedCache
 from ...calibration.divergence import (
     UNQUANTISED,
     Scores,
@@ -13,6 +15,7 @@ from ...calibration.divergence import (
     compute_scores,
     log_probabilities,
 )
+from ...formats import LayerPlan
 from ..reporting import summarize_texts
 from .caches import Row
 from .fill import Prefix
@@ -31,6 +34,7 @@ def score_text(
     positions: Sequence[int],
     scored: int,
     on_call: Callable[[str, int], None] | None = None,
+    plans: Mapping[str, Counter[LayerPlan]] | None = None,
 ) -> TextScores:
     """Score a text before each of the positions, under each cache.
 
@@ -44,6 +48,7 @@ def score_text(
         positions: in tokens, each above `scored`.
         scored: tokens.
         on_call: called with a cache's name and the tokens that the model has read for it.
+        plans: where to count how each cache of this package has stored its layers.
     """
     prefix = Prefix(model, ids[:, : max(positions) - scored])
     if on_call is not None:
@@ -59,6 +64,8 @@ def score_text(
             log_p = log_probabilities(logits)
             expected = log_p if expected is None else expected
             scores[position, name] = compute_scores(expected, log_p, known)
+            if plans is not None and isinstance(cache, FP8PagedCache):
+                plans[name].update(cache.plan.values())
             if on_call is not None:
                 on_call(name, scored + (start if row.asks else 0))
     return scores

@@ -36,13 +36,19 @@ def _format_positions(result: dict[str, Any]) -> "RenderableType":
                 f"{cache['bits']:g}",
                 *(_format_kl(cell) for cell in cells),
                 *(f"{cell['top1']:.1%}" for cell in cells if cell),
+                _format_rotated(cache),
             )
         )
     tokens = next(iter(found.values()))["tokens"]
+    factor = settings.get("outliers")
+    planted = f", outliers x{factor:g} in K" if factor else ""
+    if planted and settings["outlier_heads"] > 1:
+        planted += f" of 1 in {settings['outlier_heads']} heads"
     return build_table(
-        {"cache": "left", "bits": "right", **dict.fromkeys(measures, "right")},
+        {"cache": "left", "bits": "right", **dict.fromkeys((*measures, "K rotated"), "right")},
         rows,
-        title=f"{settings['model']}, {settings['dtype']}: KL from the unquantised cache, 1e-3",
+        title=f"{settings['model']}, {settings['dtype']}{planted}: KL from the unquantised cache, "
+        "1e-3",
         caption=f"{tokens // settings['scored']} texts, {settings['scored']} tokens each before "
         f"the position, ± the standard error over texts; {_describe_run(result)}",
     )
@@ -92,6 +98,12 @@ def _format_tasks(result: dict[str, Any]) -> "Iterator[RenderableType]":
             "that the unquantised cache has right)",
             caption=_describe_run(result),
         )
+
+
+def _format_rotated(cache: dict[str, Any]) -> str:
+    """Return in how many layers, over all texts, a cache rotated K. Older files do not know."""
+    layers = sum(cache.get("plans", {}).values())
+    return f"{cache['k_rotated']} of {layers}" if layers else ""
 
 
 def _describe_run(result: dict[str, Any]) -> str:

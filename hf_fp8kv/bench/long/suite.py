@@ -1,6 +1,7 @@
 """Long suite: what caches do to whole models at long context."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...attention.switching import paged_attention
 from ...errors import ConfigError
+from ...formats import LayerPlan
 from ...utils.environment import describe_run
 from ...utils.files import write_all
 from ..quality import describe_settings
@@ -19,6 +21,7 @@ from . import predictions
 from .answers import count_tokens as count_task_tokens
 from .answers import run_task
 from .caches import ROWS, Row, choose_rows
+from .outliers import planted_outliers
 from .predictions import TextScores
 from .tasks import TASKS, Haystack, write_haystacks
 from .texts import KINDS, read_texts
@@ -40,6 +43,8 @@ def run_long_suite(
     tasks: Sequence[str] = tuple(TASKS),
     answers: int = 10,
     caches: Sequence[str] = tuple(ROWS),
+    outliers: float | None = None,
+    outlier_heads: int = 1,
     save: Path | None = None,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
@@ -61,6 +66,8 @@ def run_long_suite(
         tasks: some of `TASKS`, or none.
         answers: at least so many of each task, at each position.
         caches: some of `ROWS`. Those that cannot be measured here are named in the result.
+        outliers: how much larger K is made in a few channels, see `outliers.py`; None: it is not.
+        outlier_heads: n: in every n-th head.
         save: a file that the result is written to whenever there is more of it.
         progress: called with what is measured next, and the share that is done.
 
@@ -69,7 +76,9 @@ def run_long_suite(
 
         * `complete`: whether all was measured that was asked for; False only in the file;
         * `caches`: each with `cache`, `title`, `bits` (of a number of a bf16 model, its share of
-          the scales included) and `missing` (why it was not measured, or None);
+          the scales included), `missing` (why it was not measured, or None), and how it stored the
+          layers of the texts so far: `plans` (how many, by plan) and `k_rotated` (how many with K
+          rotated);
         * `predictions`: each with `cache`, `position`, `kind` ("all": over all texts) and the
           fields of `summarize_texts`;
         * `tasks`: each with `task`, `position` and the fields of `run_task`.
@@ -96,11 +105,13 @@ def run_long_suite(
             "texts_of_a_kind": texts,
             "tasks": list(tasks),
             "answers": answers,
+            "outliers": outliers,
+            "outlier_heads": outlier_heads,
             "positions": list(positions),
             "chat_template": bool(tokenizer.chat_template),
         },
         "complete": False,
-        "caches": _describe_caches(model, caches, missing),
+        "caches": _describe_caches(model, caches, missing, {}),
         "predictions": [],
         "tasks": [],
     }
@@ -114,8 +125,9 @@ def run_long_suite(
     def on_call(what: str, cache: str, tokens: int) -> None:
         report(f"{what}, {cache}", tokens)
 
+    plans: dict[str, Counter[LayerPlan]] = {name: Counter() for name in rows}
     keep()
-    with paged_attention(model):
+    with planted_outliers(model, outliers, outlier_heads), paged_attention(model):
         by_kind: dict[str, list[TextScores]] = {kind: [] for kind in kinds}
         # One text of each kind, then the next: what is cut short has all kinds.
         for number in range(texts):
@@ -125,8 +137,10 @@ def run_long_suite(
                         model, of_kind[number].to(model.device), rows, positions=positions,
                         scored=scored,
                         on_call=partial(on_call, f"{kind}, text {number + 1} of {texts}"),
+                        plans=plans,
                     )
                 )  # fmt: skip
+                result["caches"] = _describe_caches(model, caches, missing, plans)
                 result["predictions"] = predictions.summarize_predictions(
                     by_kind, list(rows), positions
                 )
@@ -142,7 +156,10 @@ def run_long_suite(
 
 
 def _describe_caches(
-    model: PreTrainedModel, caches: Sequence[str], missing: Mapping[str, str]
+    model: PreTrainedModel,
+    caches: Sequence[str],
+    missing: Mapping[str, str],
+    plans: Mapping[str, Counter[LayerPlan]],
 ) -> list[dict[str, Any]]:
     config = model.config.get_text_config(decoder=True)
     head_size = (
@@ -154,6 +171,8 @@ def _describe_caches(
             "title": ROWS[cache].title,
             "bits": ROWS[cache].bits(head_size),
             "missing": missing.get(cache),
+            "plans": {str(plan): n for plan, n in plans.get(cache, Counter()).most_common()},
+            "k_rotated": sum(n for plan, n in plans.get(cache, {}).items() if plan.k.rotated),
         }
         for cache in caches
     ]
