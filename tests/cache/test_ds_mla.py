@@ -67,9 +67,10 @@ def test_codes_come_back_bit_for_bit(keywords):
 def test_pages_in_blocks(monkeypatch):
     expected = to_ds_mla(filled(dtype="fp8")[0])
     monkeypatch.setattr(ops, "reads_blocks", lambda backend, device: True)
-    cache, _ = filled(dtype="fp8", backend="torch")
+    torch_pages = {"dtype": "fp8", "backend": "torch"}
+    cache, _ = filled(**torch_pages)
     assert cache.layers[0].pool.addresses is not None
-    for found in (to_ds_mla(cache), to_ds_mla(from_ds_mla(expected, CONFIG, dtype="fp8"))):
+    for found in (to_ds_mla(cache), to_ds_mla(from_ds_mla(expected, CONFIG, **torch_pages))):
         for layer, rows in expected.items():
             assert_same(found[layer], rows)
 
