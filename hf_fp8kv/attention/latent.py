@@ -18,8 +18,8 @@ from torch import Tensor
 from ..cache.paged_tensor import PagedKV
 from ..modeling.model_support import EXPAND
 
-# The attribute of an attention module that leaves stored latents to "fp8_paged".
-_INSTALLED = "_hf_fp8kv_latent"
+# An attribute of attention modules: whether they leave stored latents to "fp8_paged".
+_PASSES = "_hf_fp8kv_latent"
 # That of the weights of a projection that are not at hand, and what they were found for.
 _ABSORBED = "_hf_fp8kv_absorbed"
 # What the algebra needs to know of a module.
@@ -77,14 +77,16 @@ def install(module: Any, like: Tensor | None = None) -> None:
     """
     if not hasattr(type(module), EXPAND) or torch.compiler.is_compiling():
         return
-    if _INSTALLED in vars(module):
+    if _PASSES in vars(module) or EXPAND in vars(module):
         return
     weight = _plain_weight(getattr(module, _PROJECTION, None))
     like = weight if like is None else like
     if like is None or like.is_meta:
         return
-    vars(module)[_INSTALLED] = True
-    if EXPAND not in vars(module) and _expands_as_here(module, like):
+    passes = _expands_as_here(module, like)
+    if passes is not None:
+        vars(module)[_PASSES] = passes
+    if passes:
         vars(module)[EXPAND] = MethodType(_pass_stored, module)
 
 
@@ -97,7 +99,7 @@ def install_all(model: torch.nn.Module) -> None:
 @contextmanager
 def kept_as_is(model: torch.nn.Module) -> Iterator[None]:
     """Remove from a model what is installed meanwhile."""
-    before = {module for module in model.modules() if _INSTALLED in vars(module)}
+    before = {module for module in model.modules() if _PASSES in vars(module)}
     try:
         yield
     finally:
@@ -107,7 +109,7 @@ def kept_as_is(model: torch.nn.Module) -> Iterator[None]:
 
 def remove(module: torch.nn.Module) -> None:
     """Let a module expand latents as its class does."""
-    if vars(module).pop(_INSTALLED, False):
+    if vars(module).pop(_PASSES, False):
         for name in (EXPAND, _ABSORBED):
             vars(module).pop(name, None)
 
@@ -120,7 +122,7 @@ def remove_all(model: torch.nn.Module) -> None:
 
 def passes_latents(module: torch.nn.Module) -> bool:
     """Return whether what this module gives its attention are stored latents, if it is a handle."""
-    return EXPAND in vars(module)
+    return bool(vars(module).get(_PASSES))
 
 
 def _pass_stored(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,8 +195,11 @@ def _signature(projection: Any, like: Tensor) -> tuple[Any, ...]:
     return like.dtype, like.device, projection.training, *places, *adapters
 
 
-def _expands_as_here(module: Any, like: Tensor) -> bool:
-    """Return whether the module's class expands latents as this file says: tried on two tokens."""
+def _expands_as_here(module: Any, like: Tensor) -> bool | None:
+    """Return whether the module's class expands latents as this file says: tried on two tokens.
+
+    None: that is not known yet, as in training, or while the dtypes differ (autocast).
+    """
     if not all(isinstance(getattr(module, name, None), int) for name in _SIZES):
         return False
     if not isinstance(getattr(module, _PROJECTION, None), torch.nn.Module):
@@ -203,7 +208,7 @@ def _expands_as_here(module: Any, like: Tensor) -> bool:
     with torch.no_grad():
         projections = find_projections(module, like)
         if projections is None:
-            return False
+            return None
         # Not random: the state of the generator is the user's.
         numbers = torch.arange(2 * (rank + positions), device=like.device).cos().to(like.dtype)
         latent, position = numbers.view(1, 1, 2, -1).split([rank, positions], -1)
