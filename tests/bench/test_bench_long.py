@@ -477,3 +477,20 @@ def test_the_tables_of_the_docs_are_those_of_the_runs():
                 top1.append(f"{100 * row['top1']:.1f} %" if row else "refused")
         assert f"\n| {title} | {' | '.join(kl)} |\n" in text
         assert f"\n| {title} | {' | '.join(top1)} |\n" in text
+
+
+def test_the_table_of_outliers_is_that_of_the_runs():
+    docs = Path(__file__).parents[2] / "docs"
+    files = [docs / "benchmarks" / f"2026-11-23-outliers-{every}.json" for every in (1, 2)]
+    results = [json.loads(path.read_text()) for path in files]
+    assert [result["settings"]["outlier_heads"] for result in results] == [1, 2]
+    text = (docs / "accuracy.md").read_text()
+    for number, cache in enumerate(results[0]["caches"]):
+        cells = []
+        for result in results:
+            (row,) = (r for r in result["predictions"]
+                      if (r["cache"], r["kind"]) == (cache["cache"], "all"))  # fmt: skip
+            plans = result["caches"][number]
+            cells.append(f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}")
+            cells.append(f"{plans['k_rotated']} of {sum(plans['plans'].values())}")
+        assert f"\n| {cache['title']} | {' | '.join(cells)} |\n" in text
