@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.choice import dynamic_error
 from ..cache.plans import side_plans
 from ..cache.queries import Queries
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, Format, LayerPlan, SidePlan
-from ..formats.codec import SEARCH_STEPS, rounding_error
+from ..formats.codec import SEARCH_STEPS, dynamic_scale, rounding_error, search_scale
 from ..scales.layer_scales import LayerScales
 from .choose import CalibrationOptions, Trial, find_centers, make_trial, pick_scale
 from .observe import Batch, TensorDict, add_tensors
@@ -47,11 +46,12 @@ class Candidate:
             return torch.zeros(1 if dynamic else len(_STEPS), dtype=torch.float64)
         x, queries = self.trial.transform(x, queries)
         if dynamic:
-            errors = [dynamic_error(x, self.fmt)]
+            choose = search_scale if self.trial.side == "k" else dynamic_scale
+            scales = [choose(x, self.fmt).float()[..., None]]
         else:
             first = self.trial.first.to(x.device)
-            scales = (first * 2.0 ** (step / SEARCH_STEPS) for step in _STEPS)
-            errors = [rounding_error(x, scale, self.fmt) for scale in scales]
+            scales = [first * 2.0 ** (step / SEARCH_STEPS) for step in _STEPS]
+        errors = [rounding_error(x, scale, self.fmt) for scale in scales]
         if queries is None:
             costs = [error.square() for error in errors]
         else:
