@@ -29,7 +29,7 @@ class Variant:
         dtype: of the query, or of new keys and values.
         extras: "window", "softcap", "sinks", "mask", "bias", "center", "rotated"; "complete": a
             mask that says for each query token what it sees; "new": the tokens are stored first;
-            "k" or "v" for gather.
+            "latent": K holds latents, of one head, and V their positions; "k" or "v" for gather.
         main: whether it is among those that must be fast.
     """
 
@@ -57,6 +57,11 @@ class Variant:
         parts += ["" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.")]
         parts = [part.removeprefix("fp8_") for part in parts if part]
         return " ".join([self.operation, *parts, *self.extras])
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return 1 if "latent" in self.extras else HEADS
 
     @property
     def bytes_per_token(self) -> int:
@@ -135,8 +140,10 @@ def call_variant(variant: Variant) -> None:
     elif variant.operation == "write":
         kernels.write(pages, *_new_tokens(variant), lengths)
     else:
-        q_heads = HEADS * variant.groups
-        query = torch.zeros(BATCH, variant.tokens, q_heads, variant.dims[0], dtype=variant.dtype)
+        latent = "latent" in variant.extras
+        q_heads = variant.heads * variant.groups
+        q_dim = sum(variant.dims) if latent else variant.dims[0]
+        query = torch.zeros(BATCH, variant.tokens, q_heads, q_dim, dtype=variant.dtype)
         extras: dict[str, Any] = {
             "window": 512,
             "softcap": 30.0,
@@ -149,14 +156,14 @@ def call_variant(variant: Variant) -> None:
         if complete:
             seen = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
             chosen["mask"] = seen
-        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, **chosen)
+        spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **chosen)
         new = {"new": _new_tokens(variant)} if "new" in variant.extras else {}
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec, **new)
 
 
 def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
     """Return keys and values as a projection gives them: the heads of a token beside each other."""
-    shape = (BATCH, variant.tokens, HEADS)
+    shape = (BATCH, variant.tokens, variant.heads)
     return tuple(
         torch.zeros(*shape, dim, dtype=variant.dtype).transpose(1, 2) for dim in variant.dims
     )
@@ -168,16 +175,16 @@ def _pages(variant: Variant) -> Pages:
 
     def side(name: str, dim: int, shape: tuple[int, int]) -> StoredSide:
         dtype = variant.dtype if name == AUTO else torch.uint8
-        codes = torch.zeros((2, HEADS, *shape), dtype=dtype)
-        static = torch.ones(HEADS, dim) if name != AUTO and variant.static else None
+        codes = torch.zeros((2, variant.heads, *shape), dtype=dtype)
+        static = torch.ones(variant.heads, dim) if name != AUTO and variant.static else None
         return StoredSide(codes, static, None, name, dim, "rotated" in variant.extras)
 
     k = side(variant.k, dim_k, (variant.page, dim_k))
     v = side(variant.v, dim_v, (dim_v, variant.page))
     if "center" in variant.extras:
-        k = k._replace(center=torch.zeros(BATCH, HEADS, dim_k))
+        k = k._replace(center=torch.zeros(BATCH, variant.heads, dim_k))
     scales = None
     if k.is_dynamic or v.is_dynamic:
-        scales = torch.ones(2, HEADS, variant.page, 2, dtype=torch.bfloat16)
+        scales = torch.ones(2, variant.heads, variant.page, 2, dtype=torch.bfloat16)
     addresses = torch.zeros(2, dtype=torch.int64) if "blocks" in variant.extras else None
     return Pages(k, v, scales, torch.zeros((BATCH, count), dtype=torch.int32), addresses)

@@ -11,7 +11,7 @@ from ...formats.rotation import rotation_factor
 from ..blocks import layout_of
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
-from . import attention
+from . import softmax
 from .codec import Codec, codec_for
 from .rotation import block_of
 from .target import Target, next_power_of_2, target_of
@@ -51,7 +51,8 @@ class AttentionTensors(NamedTuple):
     """What attention reads; in a kernel, pointers.
 
     Attributes:
-        query: `[B, Hq, T, Dk]`, floating, its last axis without gaps.
+        query: `[B, Hq, T, Dk]`, of latents `[B, Hq, T, Dk + Dv]`, floating, its last axis without
+            gaps.
         k, v, token_scales: the pages.
         table: `[B, M]`, int32: the pages of each sequence.
         lengths: `[B]`, int32: stored tokens.
@@ -81,13 +82,15 @@ class Factors(NamedTuple):
             and rotation, of which kernels only make the sums.
         scaling: of products of queries and keys.
         softcap: 0: none.
-        v: of the output: the same factors of V.
+        v_scaling: of products of queries and V's codes, where these are keys.
+        out: of the output: the factors of the values' codec and rotation.
     """
 
     k_scaling: float
     scaling: float
     softcap: float
-    v: float
+    v_scaling: float
+    out: float
 
 
 # Compared by identity, since a launch looks its kernel up by its constants: `shape_of` and
@@ -96,7 +99,8 @@ class Factors(NamedTuple):
 class Shape:
     """Sizes that kernels are compiled for; widths are dims padded to what a dot product takes.
 
-    Blocks are those of `rotation.block_of`.
+    Blocks are those of `rotation.block_of`. What begins with `out` is of the values, and so of the
+    result: of V, or of K where that holds latents.
     """
 
     heads: int  # KV heads
@@ -108,6 +112,9 @@ class Shape:
     page_size: int
     k_block: int
     v_block: int
+    out_dim: int
+    out_width: int
+    out_block: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +126,7 @@ class Features:
         mask: NO_MASK, COMPACT, COMPLETE or ADDITIVE.
         centered: the center's share of the logits is added.
         k_dynamic, v_dynamic: whether a token's K, and V, has a scale of its own.
+        latent: K holds latents, which are values too, and V their positions.
         precision: of products of float32, as `tl.dot` calls it.
     """
 
@@ -129,6 +137,7 @@ class Features:
     centered: bool
     k_dynamic: bool
     v_dynamic: bool
+    latent: bool
     precision: str
 
 
@@ -161,6 +170,11 @@ class AttentionArgs:
     target: Target
 
     @property
+    def values(self) -> SidePointers:
+        """The side that the values are."""
+        return self.tensors.k if self.features.latent else self.tensors.v
+
+    @property
     def tokens(self) -> int:
         """Query tokens."""
         return self.tensors.query.shape[2]
@@ -179,10 +193,12 @@ class AttentionArgs:
             width=max(widths),
             rows=self.rows,
             exact=tl.float32 in (self.k_codec.operand, self.v_codec.operand),
-            wide=any(side.codes.element_size() > 1 for side in (tensors.k, tensors.v)),
-            biased=tensors.bias is not None or self.features.mask == attention.ADDITIVE.value,
-            complete=self.features.mask == attention.COMPLETE.value,
+            # Positions beside a latent are few.
+            wide=any(side.codes.element_size() > 1 for side in (tensors.k, self.values)),
+            biased=tensors.bias is not None or self.features.mask == softmax.ADDITIVE.value,
+            complete=self.features.mask == softmax.COMPLETE.value,
             rotated=max(shape.k_block, shape.v_block) > 1,
+            latent=self.features.latent,
         )
 
     @property
@@ -223,11 +239,11 @@ def _broadcast(extra: torch.Tensor | None) -> tuple[torch.Tensor | None, tuple[i
 
 
 def _mask_kind(mask: torch.Tensor | None) -> int:
-    kind = attention.NO_MASK
+    kind = softmax.NO_MASK
     if mask is not None and mask.is_floating_point():
-        kind = attention.ADDITIVE
+        kind = softmax.ADDITIVE
     elif mask is not None:
-        kind = attention.COMPACT if mask.shape[1:3] == (1, 1) else attention.COMPLETE
+        kind = softmax.COMPACT if mask.shape[1:3] == (1, 1) else softmax.COMPLETE
     return int(kind.value)
 
 
@@ -254,33 +270,36 @@ def prepare(
     kind = _mask_kind(spec.mask)
     mask, mask_strides = _broadcast(spec.mask)
     bounds = None
-    if mask is not None and kind == attention.COMPACT.value:
+    if mask is not None and kind == softmax.COMPACT.value:
         bounds = spec.bounds
         if bounds is None:
             bounds = mask_bounds(mask[:, 0, 0] != 0, start)
         mask_strides = (mask_strides[0], bounds.stride(0) if len(bounds) > 1 else 0, 0)
     bias, bias_strides = _broadcast(spec.bias)
     k_dim, v_dim = pages.k.head_dim, pages.v.head_dim
+    values, values_codec = (pages.k, k_codec) if spec.latent else (pages.v, v_codec)
+    k_block, v_block, out_block = block_of(pages.k), block_of(pages.v), block_of(values)
     shape = shape_of(
         pages.heads, query.shape[1] // pages.heads, k_dim, v_dim, _pad(k_dim), _pad(v_dim),
-        pages.page_size, block_of(pages.k), block_of(pages.v),
+        pages.page_size, k_block, v_block, values.head_dim, _pad(values.head_dim), out_block,
     )  # fmt: skip
     # Of float32 operands: as exact as float32 on tensor cores, in three products. Their parts of
     # large heads do not fit into shared memory.
     precise = "tf32x3" if target.is_nvidia and max(shape.k_width, shape.v_width) <= 256 else "ieee"
     features = features_of(
         spec.causal, spec.window > 0, spec.softcap != 0, kind, centered, pages.k.is_dynamic,
-        pages.v.is_dynamic, precise,
+        pages.v.is_dynamic, spec.latent, precise,
     )  # fmt: skip
     return AttentionArgs(
         tensors=AttentionTensors(
             query, k, v, scales, pages.table, lengths, mask, bounds, bias, spec.sinks
         ),
         factors=Factors(
-            spec.scaling * k_codec.factor * rotation_factor(shape.k_block),
+            spec.scaling * k_codec.factor * rotation_factor(k_block),
             spec.scaling,
             spec.softcap,
-            v_codec.factor * rotation_factor(shape.v_block),
+            spec.scaling * v_codec.factor * rotation_factor(v_block),
+            values_codec.factor * rotation_factor(out_block),
         ),
         start=start,
         stop=stop,

@@ -10,51 +10,33 @@ softmax. What makes it fast is where scales are applied:
     dynamic K      into a column of logits
     dynamic V      into a column of weights
 
-so that a code only ever becomes the number it encodes. Logits are in powers of two, since `exp2` is
-the GPU's exponential. The query is scaled by a power of two per row to just under float16's largest
-number, weights to just under 2^14: neither underflows where the result could show it.
+so that a code only ever becomes the number it encodes. The query is scaled by a power of two per
+row to just under float16's largest number: it does not underflow where the result could show it.
+What happens between the two products is in softmax.py; latents, which are both, in latent.py.
 """
 
 import triton
 import triton.language as tl
 
 from .codec import decode_for_dot
+from .latent import attend_latents, join_chunks, split_chunks
 from .places import find_place, load_codes, load_scales
 from .rotation import mix
-
-# What a mask is (`Features.mask`).
-NO_MASK = tl.constexpr(0)
-COMPACT = tl.constexpr(1)  # [B, 1, 1, N] uint8: which tokens are padding; and `bounds`
-COMPLETE = tl.constexpr(2)  # [B, 1, T, N] uint8
-ADDITIVE = tl.constexpr(3)  # [1 | B, 1 | Hq, 1 | T, N] floating
-
-LOG2E = tl.constexpr(1.4426950408889634)
-# Weights are up to 2 to this power: float16 then holds those down to 2^-38 of the largest.
-HEADROOM = tl.constexpr(14.0)
-# A vector V of zeros has the smallest scale there is. Below this one a scale does not lower the
-# reference that weights are relative to, or their sum could overflow.
-LEAST_SCALE = tl.constexpr(2.0**-40)
-# Up to so many rows weights are summed over a tile's tokens once, after the last tile: a sum over
-# warps costs three barriers.
-SUMMED_LATE = tl.constexpr(16)
-
-
-@triton.jit
-def of_rows(x, SWAPPED: tl.constexpr):
-    """Return `x`, `[ROWS]`, so that it broadcasts over a block of rows and something else."""
-    return x[None, :] if SWAPPED else x[:, None]
-
-
-@triton.jit
-def of_others(x, SWAPPED: tl.constexpr):
-    """Return `x`, `[TILE]` or `[v_width]`, so that it broadcasts over a block with rows."""
-    return x[:, None] if SWAPPED else x[None, :]
-
-
-@triton.jit
-def last_before_window(q_position, window):
-    """Return the last position that is too old for a query's sliding window."""
-    return q_position - window
+from .softmax import (
+    ADDITIVE,
+    COMPACT,
+    COMPLETE,
+    HEADROOM,
+    LOG2E,
+    NO_MASK,
+    SUMMED_LATE,
+    change_logits,
+    find_visible,
+    last_before_window,
+    of_others,
+    of_rows,
+    weigh,
+)
 
 
 @triton.jit
@@ -63,16 +45,16 @@ def attend_rows(
     start, window, query_strides, table_b, mask_strides, bias_strides,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Return the attention of some query rows over positions `low` to `high - 1`, unfinished.
 
-    That is acc `[ROWS, v_width]`, the sum of weights times codes of V; m_i `[ROWS]`, the power of
-    two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32. SWAPPED:
-    products have their operands, and acc its axes, the other way round. `head`, `t` and `exists`,
-    `[ROWS]`, are the query head and token of each row, and whether it is one: rows past the last
-    stand for an existing head and token too. `first_t` and `last_t` are the least and the greatest
-    `t` that exist.
+    That is acc `[ROWS, out_width]`, the sum of weights times codes of values; m_i `[ROWS]`, the
+    power of two that weights are relative to; and l_i `[ROWS]`, the sum of weights; all float32.
+    SWAPPED: products have their operands, and acc its axes, the other way round. CHUNKS: see
+    latent.py. `head`, `t` and `exists`, `[ROWS]`, are the query head and token of each row, and
+    whether it is one: rows past the last stand for an existing head and token too. `first_t` and
+    `last_t` are the least and the greatest `t` that exist.
     """
     q_position = length - tokens + t
     first_q = length - tokens + first_t
@@ -118,14 +100,31 @@ def attend_rows(
     after = tl.minimum(main_end * PER_TILE, last)
     masked = before + last - after
 
+    query_ptrs = tensors.query + _row_offset(query_strides, b, head, t)
     q, factor, offset = _load_query(
-        tensors, factors, b, h, head, t, exists, query_strides, SHAPE, FEATURES, K_CODEC
-    )
+        query_ptrs, tensors.k, factors.k_scaling, factors.scaling, b, h, exists, SHAPE.heads,
+        SHAPE.k_dim, SHAPE.k_width, SHAPE.k_block, FEATURES.centered, K_CODEC,
+    )  # fmt: skip
     if not FEATURES.softcapped and bias_ptr is None and FEATURES.mask != ADDITIVE:
         factor *= LOG2E
         offset *= LOG2E
-    V_WIDTH: tl.constexpr = SHAPE.v_width
-    acc = tl.zeros([V_WIDTH, ROWS] if SWAPPED else [ROWS, V_WIDTH], tl.float32)
+    if FEATURES.latent:
+        positions, v_factor, _ = _load_query(
+            query_ptrs + SHAPE.k_dim, tensors.v, factors.v_scaling, factors.scaling, b, h, exists,
+            SHAPE.heads, SHAPE.v_dim, SHAPE.v_width, SHAPE.v_block, False, V_CODEC,
+        )  # fmt: skip
+        if not FEATURES.softcapped and bias_ptr is None and FEATURES.mask != ADDITIVE:
+            v_factor *= LOG2E
+        if CHUNKS > 1:
+            q = split_chunks(q, CHUNKS)
+        query = (q, factor, positions, v_factor)
+    else:
+        query = (q, factor, offset, None)
+    WIDTH: tl.constexpr = SHAPE.out_width
+    if CHUNKS > 1:
+        acc = tl.zeros([CHUNKS, ROWS, WIDTH // CHUNKS], tl.float32)
+    else:
+        acc = tl.zeros([WIDTH, ROWS] if SWAPPED else [ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     # Of few rows weights are summed over tokens once, after the last tile.
     if ROWS > SUMMED_LATE:
@@ -151,9 +150,9 @@ def attend_rows(
         later = tl.minimum(j + LEAD, main_end - 1)
         page = tl.load(table_ptr + later * TILE // SHAPE.page_size)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, q, factor, offset, j, place, table_ptr, h, q_position,
-            exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, factors.softcap,
-            SHAPE, FEATURES, K_CODEC, V_CODEC, TILE, SWAPPED, MASKED=False,
+            acc, m_i, l_i, query, j, place, table_ptr, h, q_position, exists, begin, end, start,
+            window, tensors, mask_ptr, bias_ptr, factors.softcap, SHAPE, FEATURES, K_CODEC,
+            V_CODEC, TILE, SWAPPED, CHUNKS, MASKED=False,
         )  # fmt: skip
     if ROWS <= SUMMED_LATE:
         l_i = tl.sum(l_i, 0 if SWAPPED else 1)
@@ -162,10 +161,12 @@ def attend_rows(
         page = tl.maximum(tl.load(table_ptr + j * MASKED_TILE // SHAPE.page_size), 0)
         place = find_place(tensors.k, page)
         acc, m_i, l_i = _attend_tile(
-            acc, m_i, l_i, q, factor, offset, j, place, table_ptr, h, q_position,
-            exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, factors.softcap,
-            SHAPE, FEATURES, K_CODEC, V_CODEC, MASKED_TILE, SWAPPED, MASKED=True,
+            acc, m_i, l_i, query, j, place, table_ptr, h, q_position, exists, begin, end, start,
+            window, tensors, mask_ptr, bias_ptr, factors.softcap, SHAPE, FEATURES, K_CODEC,
+            V_CODEC, MASKED_TILE, SWAPPED, CHUNKS, MASKED=True,
         )  # fmt: skip
+    if CHUNKS > 1:
+        acc = join_chunks(acc)
     return acc, m_i, l_i
 
 
@@ -178,80 +179,96 @@ def _row_offset(strides, b, head, t):
 
 @triton.jit
 def _load_query(
-    tensors, factors, b, h, head, t, exists, strides,
-    SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr,
+    ptrs, side, code_scaling, scaling, b, h, exists, HEADS: tl.constexpr, DIM: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTERED: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
-    """Return the query rows as the dot product takes them, what logits lack, and q c."""
-    d = tl.arange(0, SHAPE.k_width)
-    real = exists[:, None] & (d < SHAPE.k_dim)[None, :]
-    offsets = _row_offset(strides, b, head, t)[:, None] + d[None, :]
-    q = tl.load(tensors.query + offsets, mask=real, other=0.0).to(tl.float32)
+    """Return the query rows as the product with codes takes them, what logits lack, and q c.
+
+    Args:
+        ptrs: `[ROWS]`, where each row begins.
+        side: what the codes are of; DIM, WIDTH, BLOCK and CODEC are its own.
+        code_scaling, scaling: of products with codes, and with keys; see `Factors`.
+    """
+    d = tl.arange(0, WIDTH)
+    real = exists[:, None] & (d < DIM)[None, :]
+    q = tl.load(ptrs[:, None] + d[None, :], mask=real, other=0.0).to(tl.float32)
     offset = tl.zeros([q.shape[0]], tl.float32)
-    if FEATURES.centered:
-        center_ptr = tensors.k.center + (b * SHAPE.heads + h).to(tl.int64) * SHAPE.k_dim
-        center = tl.load(center_ptr + d, mask=d < SHAPE.k_dim, other=0.0)
-        offset = tl.sum(q * center[None, :], 1) * factors.scaling
-    q = mix(q, SHAPE.k_block)
-    if tensors.k.static_scale is not None:
-        scale_ptr = tensors.k.static_scale + h * SHAPE.k_dim
-        q *= tl.load(scale_ptr + d, mask=d < SHAPE.k_dim, other=0.0)[None, :]
+    if CENTERED:
+        center_ptr = side.center + (b * HEADS + h).to(tl.int64) * DIM
+        center = tl.load(center_ptr + d, mask=d < DIM, other=0.0)
+        offset = tl.sum(q * center[None, :], 1) * scaling
+    q = mix(q, BLOCK)
+    if side.static_scale is not None:
+        scale_ptr = side.static_scale + h * DIM
+        q *= tl.load(scale_ptr + d, mask=d < DIM, other=0.0)[None, :]
     # A power of two that brings the largest of a row to between 2^13 and 2^14.
     exponent = (tl.max(tl.abs(q), 1).to(tl.int32, bitcast=True) >> 23) & 0xFF
     up = tl.minimum(tl.maximum(267 - exponent, 1), 253)
     raised = q * (up << 23).to(tl.float32, bitcast=True)[:, None]
-    factor = ((254 - up) << 23).to(tl.float32, bitcast=True) * factors.k_scaling
-    return raised.to(K_CODEC.operand), factor, offset
+    factor = ((254 - up) << 23).to(tl.float32, bitcast=True) * code_scaling
+    return raised.to(CODEC.operand), factor, offset
 
 
 @triton.jit
 def _attend_tile(
-    acc, m_i, l_i, q, factor, offset, j, page, table_ptr, h, q_position,
-    exists, begin, end, start, window, tensors, mask_ptr, bias_ptr, softcap,
-    SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
-    TILE: tl.constexpr, SWAPPED: tl.constexpr, MASKED: tl.constexpr,
+    acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start, window,
+    tensors, mask_ptr, bias_ptr, softcap, SHAPE: tl.constexpr, FEATURES: tl.constexpr,
+    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, TILE: tl.constexpr, SWAPPED: tl.constexpr,
+    CHUNKS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return acc, m_i and l_i with tile `j` taken in. MASKED: some row does not see all of it."""
+    if FEATURES.latent:
+        acc, m_i, l_i = attend_latents(
+            acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start,
+            window, tensors, mask_ptr, bias_ptr, softcap, SHAPE, FEATURES, K_CODEC, V_CODEC, TILE,
+            SWAPPED, CHUNKS, MASKED,
+        )  # fmt: skip
+    else:
+        acc, m_i, l_i = _attend_keys(
+            acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start,
+            window, tensors, mask_ptr, bias_ptr, softcap, SHAPE, FEATURES, K_CODEC, V_CODEC, TILE,
+            SWAPPED, MASKED,
+        )  # fmt: skip
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _attend_keys(
+    acc, m_i, l_i, query, j, page, table_ptr, h, q_position, exists, begin, end, start, window,
+    tensors, mask_ptr, bias_ptr, softcap, SHAPE: tl.constexpr, FEATURES: tl.constexpr,
+    K_CODEC: tl.constexpr, V_CODEC: tl.constexpr, TILE: tl.constexpr, SWAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Do what `_attend_tile` does, of keys and values."""
     ROW_AXIS: tl.constexpr = 1 if SWAPPED else 0
     position = j * TILE + tl.arange(0, TILE)
     k_codes, v_codes, word_ptrs = load_codes(
         tensors, j, position, page, table_ptr, h, end, SHAPE, TILE
     )
+    q, factor, offset, _ = query
     k = decode_for_dot(k_codes, K_CODEC)
     if SWAPPED:
         x = tl.dot(k, tl.trans(q), input_precision=FEATURES.precision)
     else:
         x = tl.dot(q, tl.trans(k), input_precision=FEATURES.precision)
+    k_scale, v_scale = None, None
     if FEATURES.k_dynamic or FEATURES.v_dynamic:
         k_scale, v_scale = load_scales(word_ptrs)
     if FEATURES.k_dynamic:
         x *= of_others(k_scale, SWAPPED)
-    x = _apply_scales_and_softcap(
-        x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES, SWAPPED
-    )
+    x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
+    x = change_logits(x, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES, SWAPPED)
+    seen = None
     if MASKED:
-        visible = _find_visible(
+        visible = find_visible(
             position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES, SWAPPED
         )
         x = tl.where(visible, x, float("-inf"))
         # Tokens that some row sees.
         seen = tl.max(visible.to(tl.int32), ROW_AXIS) != 0
-
-    if FEATURES.v_dynamic:
-        if MASKED:
-            # What no row sees must not count even if it is NaN.
-            v_scale = tl.where(seen, v_scale, 0.0)
-        # log2 to within 0.09, by its bits: exponent, and the mantissa as a straight line. It only
-        # sets the reference that weights are relative to.
-        bits = tl.maximum(v_scale, LEAST_SCALE).to(tl.int32, bitcast=True)
-        log2_scale = bits.to(tl.float32) * 2.0**-23 - 127.0
-        m_new = tl.maximum(m_i, tl.max(x + of_others(log2_scale, SWAPPED), 1 - ROW_AXIS))
-    else:
-        m_new = tl.maximum(m_i, tl.max(x, 1 - ROW_AXIS))
-    weights, alpha, l_i = _online_softmax(x, m_i, l_i, m_new, SWAPPED)
-    if FEATURES.v_dynamic:
-        weights *= of_others(v_scale, SWAPPED)
+    weights, alpha, m_i, l_i = weigh(x, m_i, l_i, v_scale, seen, FEATURES.v_dynamic, SWAPPED)
     if MASKED:
-        v_codes = tl.where(seen[None, :], v_codes, tl.zeros_like(v_codes))
+        v_codes = tl.where(tl.expand_dims(seen, 0), v_codes, tl.zeros_like(v_codes))
     v = decode_for_dot(v_codes, V_CODEC)
     acc = acc * of_rows(alpha, SWAPPED)
     weights = weights.to(V_CODEC.operand)
@@ -259,78 +276,18 @@ def _attend_tile(
         acc = tl.dot(v, weights, acc, input_precision=FEATURES.precision)
     else:
         acc = tl.dot(weights, tl.trans(v), acc, input_precision=FEATURES.precision)
-    return acc, m_new, l_i
+    return acc, m_i, l_i
 
 
 @triton.jit
-def _apply_scales_and_softcap(
-    x, factor, offset, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):  # fmt: skip
-    """Return products of q and k as logits in powers of two, with softcap, bias and mask."""
-    x = x * of_rows(factor, SWAPPED) + of_rows(offset, SWAPPED)
-    if FEATURES.softcapped:
-        # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
-        x = softcap - 2 * softcap / (tl.exp2(x * (2 * LOG2E / softcap)) + 1)
-    column = of_others(position - start, SWAPPED)
-    within = of_others((position >= start) & (position < end), SWAPPED)
-    if bias_ptr is not None:
-        x += _load_added(of_rows(bias_ptr, SWAPPED) + column, within)
-    if FEATURES.mask == ADDITIVE:
-        x += _load_added(of_rows(mask_ptr, SWAPPED) + column, within)
-    if FEATURES.softcapped or bias_ptr is not None or FEATURES.mask == ADDITIVE:
-        x *= LOG2E
-    return x
-
-
-@triton.jit
-def _load_added(ptrs, within):
-    """Return what is added to logits.
-
-    The lowest number of bfloat16 stays one in powers of two, so that a row of it is a plain mean.
-    """
-    x = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
-    return tl.where(x == float("-inf"), x, tl.maximum(x, -2e38))
-
-
-@triton.jit
-def _find_visible(
-    position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES: tl.constexpr,
-    SWAPPED: tl.constexpr,
-):  # fmt: skip
-    """Return whether each row sees each token of a tile: `[ROWS, TILE]`, or swapped."""
-    seen = (position >= begin) & (position < end)
-    if FEATURES.mask == COMPACT:
-        seen &= tl.load(mask_ptr + (position - start), mask=seen, other=0) != 0
-    visible = of_others(seen, SWAPPED) & of_rows(exists, SWAPPED)
-    if FEATURES.causal:
-        visible &= of_others(position, SWAPPED) <= of_rows(q_position, SWAPPED)
-    if FEATURES.windowed:
-        too_old = last_before_window(q_position, window)
-        visible &= of_others(position, SWAPPED) > of_rows(too_old, SWAPPED)
-    if FEATURES.mask == COMPLETE:
-        mask_ptrs = of_rows(mask_ptr, SWAPPED) + of_others(position - start, SWAPPED)
-        visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
-    return visible
-
-
-@triton.jit
-def _online_softmax(x, m_i, l_i, m_new, SWAPPED: tl.constexpr):
-    """Return a tile's weights relative to `m_new`, what older sums fade by, and the new l_i."""
-    # A row that has seen nothing yet: -inf - -inf would be NaN.
-    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
-    weights = tl.exp2(x - of_rows(m_finite - HEADROOM, SWAPPED))
-    alpha = tl.exp2(m_i - m_finite)
-    if len(l_i.shape) > 1:
-        l_i = l_i * of_rows(alpha, SWAPPED) + weights
-    else:
-        l_i = l_i * alpha + tl.sum(weights, 0 if SWAPPED else 1)
-    return weights, alpha, l_i
+def scale_of_values(tensors, FEATURES: tl.constexpr):
+    """Return a pointer to the static scales of the values, or None."""
+    return tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
 
 
 @triton.jit
 def finish(
-    acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE: tl.constexpr,
+    acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, SHAPE: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the output rows, shaped like `acc`: with sinks, divided, scaled and rotated back."""
@@ -342,10 +299,10 @@ def finish(
         l_i = l_i * alpha + tl.exp2(sink - m_finite + HEADROOM)
         acc *= of_rows(alpha, SWAPPED)
     # A row that sees nothing has the sum 0, and gives zeros.
-    out = acc * of_rows(v_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
-    if v_static_scale_ptr is not None:
-        dv = tl.arange(0, SHAPE.v_width)
-        scale_ptr = v_static_scale_ptr + h * SHAPE.v_dim
-        scale = tl.load(scale_ptr + dv, mask=dv < SHAPE.v_dim, other=0.0)
+    out = acc * of_rows(out_factor / tl.where(l_i == 0, 1.0, l_i), SWAPPED)
+    if static_scale_ptr is not None:
+        d = tl.arange(0, SHAPE.out_width)
+        scale_ptr = static_scale_ptr + h * SHAPE.out_dim
+        scale = tl.load(scale_ptr + d, mask=d < SHAPE.out_dim, other=0.0)
         out *= of_others(scale, SWAPPED)
-    return mix(out, SHAPE.v_block, SWAPPED)
+    return mix(out, SHAPE.out_block, SWAPPED)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ..pages import AttentionSpec, Pages
-from ..torch import backend as torch_backend
 from . import decode, extend
 from . import plan as planning
 from . import write as writing
@@ -78,26 +77,28 @@ def attend(
     None: made here. `new` are keys and values of these tokens, to be stored before.
     """
     heads, (_, q_heads, tokens, _) = pages.heads, query.shape
-    if spec.latent:
-        if new is not None:
-            write(pages, *new, lengths, stop)
-        return torch_backend.attend(query, pages, lengths, start, stop, spec)
-    if q_heads // heads * tokens > DECODE_ROWS:
+    # Latents have many heads: it is tokens that say which kernel it is.
+    many = tokens > SINGLE_TOKENS if spec.latent else q_heads // heads * tokens > DECODE_ROWS
+    if many:
         if new is not None:
             write(pages, *new, lengths, stop)
         return extend.attend(query, pages, lengths, start, stop, spec)
     args = (query, pages, lengths, start, stop, spec, plan, new)
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, _ = spec
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
     # Other masks and biases are rare here, and have more strides that change from step to step.
     if bias is not None or not (mask is None or _is_compact(mask)):
         return decode.attend(*args)
     key, value = (None, None) if new is None else new
     table, partial, planned = pages.table, None, None
     if plan is not None:
-        partial, planned = _describe_plan(plan, query, heads, pages.v.head_dim)
+        dim = (pages.k if latent else pages.v).head_dim
+        partial, planned = _describe_plan(plan, query, heads, dim)
     attended: torch.Tensor = run_or_replay(
         decode.attend, (*args, partial),
-        layout=(_strided(query), scaling, causal, window, softcap, _strided(key), _strided(value)),
+        layout=(
+            _strided(query), scaling, causal, window, softcap, latent, _strided(key),
+            _strided(value),
+        ),
         tensors=(query, lengths, key, value, sinks, mask, bounds),
         numbers=(
             start, stop, 0, table.shape[1], table.stride(0),

@@ -13,9 +13,10 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
-from .attention import attend_rows, finish, of_others, of_rows
+from .attention import attend_rows, finish, scale_of_values
 from .encoder import encoder_for
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
+from .softmax import of_others, of_rows
 from .target import cdiv, compiled_size, launch
 from .tuning import (
     DECODE_ROWS,
@@ -57,12 +58,12 @@ def attend(
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
     partial: Partial | None = None,
 ) -> torch.Tensor:
-    """Return what `backend.attend` does, of at most DECODE_ROWS query rows.
+    """Return what `backend.attend` does, of at most DECODE_ROWS query rows, or of latents.
 
     `partial` is what `make_partial` returns for the plan; None: made here.
     """
     args = prepare(query, pages, lengths, start, stop, spec)
-    assert args.rows <= DECODE_ROWS
+    assert args.rows <= DECODE_ROWS or spec.latent
     config = decode_config(args.target, args.workload)
     tokens = None
     if new is not None and _stores(args, config):
@@ -81,7 +82,8 @@ def _stores(args: AttentionArgs, config: LaunchConfig) -> bool:
     There is one block of rows, since another one would read what this one stores.
     """
     few = args.tokens <= SINGLE_TOKENS and args.rows <= min(config.rows, FEW_ROWS)
-    few = few and args.workload.width <= 256  # of larger ones registers are short
+    # Of larger ones registers are short.
+    few = few and args.workload.width <= 256 and not args.features.latent
     return few and reads_own_stores(args.target, config.warps)
 
 
@@ -104,14 +106,14 @@ def split_kv_decode(
     new: NewTokens | None = None,
     partial: Partial | None = None,
 ) -> torch.Tensor:
-    """Return the attention `[B, T, Hq, Dv]` of a call whose sequences are split.
+    """Return the attention `[B, T, Hq, out_dim]` of a call whose sequences are split.
 
     A `plan` is made for the call's KV heads times its blocks of `config.rows`; None: made here.
     `new` are tokens to store before; `partial` is what `make_partial` returns for the plan.
     """
     query, shape = args.tensors.query, args.shape
     batch, q_heads, tokens, _ = query.shape
-    heads, dim, device = shape.heads, shape.v_dim, query.device
+    heads, dim, device = shape.heads, shape.out_dim, query.device
     blocks = cdiv(args.rows, config.rows)
     if plan is None:
         partial, programs = None, programs_of(args, config)
@@ -131,7 +133,7 @@ def split_kv_decode(
     if is_split and not last:
         launch(
             _combine, (args.rows, heads, batch), plan, sums, stats, args.tensors.sinks,
-            args.tensors.v.static_scale, out, tokens, splits, args.factors.v, SHAPE=shape,
+            args.values.static_scale, out, tokens, splits, args.factors.out, SHAPE=shape,
             MERGED=MOST_MERGED, num_warps=1,
         )  # fmt: skip
     return out
@@ -149,13 +151,11 @@ def _arguments(
         args.window, args.tensors.table.shape[1], args.factors, args.query_strides, *args.strides,
     )  # fmt: skip
     merged = max(
-        1, min(MERGED_NUMBERS * config.warps // (config.rows * args.shape.v_width), MOST_MERGED)
+        1, min(MERGED_NUMBERS * config.warps // (config.rows * args.shape.out_width), MOST_MERGED)
     )
     constants = {
-        **args.constants, "K_ENCODER": None, "V_ENCODER": None, "ROWS": config.rows,
-        "TILE": config.tile, "MASKED_TILE": config.masked_tile, "STAGES": config.stages,
-        "SWAPPED": config.swapped, "LAST": config.combine == "last", "MERGED": merged,
-        **config.options(),
+        **args.constants, **config.constants(), "K_ENCODER": None, "V_ENCODER": None,
+        "LAST": config.combine == "last", "MERGED": merged,
     }  # fmt: skip
     if new is not None:
         # What is stored has the same bytes as in a launch of its own: see encoder.py.
@@ -170,8 +170,8 @@ def programs_of(args: AttentionArgs, config: LaunchConfig) -> int:
 
     Of a kernel with few rows that is what plans are made for; others are compiled and asked.
     """
-    exact = args.workload.exact
-    if config.rows <= FEW_ROWS and not exact and args.workload.width <= 256:
+    asked = args.workload.exact or args.workload.width > 256 or args.workload.latent
+    if config.rows <= FEW_ROWS and not asked:
         return expected_programs(args.target, config.rows)
     device = args.tensors.query.device
     key = (device, args.shape, args.features, args.k_codec, args.v_codec, config)
@@ -203,8 +203,8 @@ def _decode(
     table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
     K_ENCODER: tl.constexpr, V_ENCODER: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    MASKED_TILE: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr, LAST: tl.constexpr,
-    MERGED: tl.constexpr,
+    MASKED_TILE: tl.constexpr, STAGES: tl.constexpr, SWAPPED: tl.constexpr,
+    CHUNKS: tl.constexpr, LAST: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in one split, and the partial sums of the others.
 
@@ -217,8 +217,8 @@ def _decode(
             one block of rows then.
         key_strides, value_strides: of batch, head, token and channel.
         plan_ptr: `[max_parts + B + ceil(B * H / 4), 4]`, int32, see plan.py.
-        out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
-        partial_ptr: `[max_parts, Hkv, rows, Dv]`, float32, the sums in each slot.
+        out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
+        partial_ptr: `[max_parts, Hkv, rows, out_dim]`, float32, the sums in each slot.
         stats_ptr: `[max_parts, Hkv, rows, 2]`, float32, their m_i and l_i.
         start, stop, window: as in `ops.attend`; batch, tokens: B and T; columns: of the table.
         factors: floats, see `Factors`.
@@ -252,19 +252,20 @@ def _decode(
         first_row // SHAPE.groups, (end_row - 1) // SHAPE.groups, start, window, query_strides,
         table_b, (mask_b, mask_h, mask_t), (bias_b, bias_h, bias_t),
         SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE, STAGES, SWAPPED,
+        CHUNKS,
     )  # fmt: skip
-    dv = tl.arange(0, SHAPE.v_width)
-    real = of_rows(exists, SWAPPED) & of_others(dv < SHAPE.v_dim, SWAPPED)
+    d = tl.arange(0, SHAPE.out_width)
+    real = of_rows(exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
     if slot < 0:
-        out = finish(
-            acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE, SWAPPED
-        )
-        offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
-        out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(dv, SWAPPED)
+        scale = scale_of_values(tensors, FEATURES)
+        out = finish(acc, m_i, l_i, tensors.sinks, scale, h, head, factors.out, SHAPE, SWAPPED)
+        place = (b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head
+        offset = place.to(tl.int64) * SHAPE.out_dim
+        out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)
     else:
         saved = ((slot * SHAPE.heads + h) * count + row).to(tl.int64)
-        sum_ptrs = partial_ptr + of_rows(saved * SHAPE.v_dim, SWAPPED) + of_others(dv, SWAPPED)
+        sum_ptrs = partial_ptr + of_rows(saved * SHAPE.out_dim, SWAPPED) + of_others(d, SWAPPED)
         tl.store(sum_ptrs, acc, mask=real)
         tl.store(stats_ptr + saved * 2, m_i, mask=exists)
         tl.store(stats_ptr + saved * 2 + 1, l_i, mask=exists)
@@ -280,10 +281,11 @@ def _decode(
             if done == num_splits - 1:
                 tl.debug_barrier()
                 for some in range(0, ROWS, MERGED_ROWS):
+                    scale = scale_of_values(tensors, FEATURES)
                     _merge_splits(
-                        plan_ptr, partial_ptr, stats_ptr, tensors.sinks, tensors.v.static_scale,
-                        out_ptr, b, h, first_row + some, tokens, max_parts, factors.v, SHAPE,
-                        MERGED_ROWS, MERGED, STAGES,
+                        plan_ptr, partial_ptr, stats_ptr, tensors.sinks, scale, out_ptr, b, h,
+                        first_row + some, tokens, max_parts, factors.out, SHAPE, MERGED_ROWS,
+                        MERGED, STAGES,
                     )  # fmt: skip
                 tl.store(counter_ptr, 0)
 
@@ -324,8 +326,8 @@ def _store_new(
 
 @triton.jit(do_not_specialize=["tokens", "max_parts"])
 def _combine(
-    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, tokens, max_parts,
-    v_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
+    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, static_scale_ptr, out_ptr, tokens, max_parts,
+    out_factor, SHAPE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of sequences in several splits.
 
@@ -333,22 +335,23 @@ def _combine(
 
     Args:
         plan_ptr, partial_ptr, stats_ptr, out_ptr, tokens: as in `_decode`.
-        sinks_ptr, v_static_scale_ptr: `[Hq]`, floating, and `[Hkv, Dv]`, float32, or None.
-        v_factor: `Factors.v`.
+        sinks_ptr: `[Hq]`, floating, or None.
+        static_scale_ptr: of the values, `[Hkv, out_dim]`, float32, or None.
+        out_factor: `Factors.out`.
     """
     b = tl.program_id(2)
     if tl.load(plan_ptr + (max_parts + b) * 4 + 1) > 1:
         _merge_splits(
-            plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b,
-            tl.program_id(1), tl.program_id(0), tokens, max_parts, v_factor, SHAPE, 1, MERGED,
+            plan_ptr, partial_ptr, stats_ptr, sinks_ptr, static_scale_ptr, out_ptr, b,
+            tl.program_id(1), tl.program_id(0), tokens, max_parts, out_factor, SHAPE, 1, MERGED,
             STAGES=1,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge_splits(
-    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, v_static_scale_ptr, out_ptr, b, h, first_row,
-    tokens, max_parts, v_factor, SHAPE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
+    plan_ptr, partial_ptr, stats_ptr, sinks_ptr, static_scale_ptr, out_ptr, b, h, first_row,
+    tokens, max_parts, out_factor, SHAPE: tl.constexpr, ROWS: tl.constexpr, MERGED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of ROWS query rows, MERGED at a time, and store the result."""
@@ -359,10 +362,10 @@ def _merge_splits(
     rows = first_row + tl.arange(0, ROWS)
     exists = rows < count
     row = tl.minimum(rows, count - 1)
-    V_WIDTH: tl.constexpr = SHAPE.v_width
-    dv = tl.arange(0, V_WIDTH)
-    real = exists[:, None] & (dv < SHAPE.v_dim)[None, :]
-    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    WIDTH: tl.constexpr = SHAPE.out_width
+    d = tl.arange(0, WIDTH)
+    real = exists[:, None] & (d < SHAPE.out_dim)[None, :]
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     # Loaded ahead: what is added up does not tell where to load next.
@@ -376,7 +379,7 @@ def _merge_splits(
         )
         split_l = tl.load(stats_ptr + saved * 2 + 1, mask=inside, other=0.0, cache_modifier=".cg")
         split_acc = tl.load(
-            partial_ptr + (saved * SHAPE.v_dim)[:, :, None] + dv[None, None, :],
+            partial_ptr + (saved * SHAPE.out_dim)[:, :, None] + d[None, None, :],
             mask=inside[:, :, None] & real[None, :, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(split_m, 0))
@@ -388,9 +391,9 @@ def _merge_splits(
         m_i = m_new
     head = h * SHAPE.groups + row % SHAPE.groups
     out = finish(
-        acc, m_i, l_i, sinks_ptr, v_static_scale_ptr, h, head, v_factor, SHAPE, SWAPPED=False
+        acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, SHAPE, SWAPPED=False
     )
     token = b * tokens + row // SHAPE.groups
-    offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
-    out_ptrs = out_ptr + offset[:, None] + dv[None, :]
+    offset = (token * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out_dim
+    out_ptrs = out_ptr + offset[:, None] + d[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)

@@ -11,8 +11,9 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import prepare
-from .attention import attend_rows, finish, of_others, of_rows
+from .attention import attend_rows, finish, scale_of_values
 from .decode import split_kv_decode
+from .softmax import of_others, of_rows
 from .target import cdiv, launch
 from .tuning import extend_config
 
@@ -35,12 +36,10 @@ def attend(
     programs = args.shape.heads * batch * cdiv(args.rows, config.rows)
     if programs < args.target.processors and stop > SPLIT_FROM:
         return split_kv_decode(args, config, None)
-    out = query.new_empty((batch, tokens, q_heads, args.shape.v_dim))
+    out = query.new_empty((batch, tokens, q_heads, args.shape.out_dim))
     launch(
         _extend, (programs,), args.tensors, out, batch, tokens, start, stop, args.window,
-        args.factors, args.query_strides, *args.strides, **args.constants, ROWS=config.rows,
-        TILE=config.tile, MASKED_TILE=config.masked_tile, STAGES=config.stages,
-        SWAPPED=config.swapped, **config.options(),
+        args.factors, args.query_strides, *args.strides, **args.constants, **config.constants(),
     )  # fmt: skip
     return out
 
@@ -56,7 +55,7 @@ def _extend(
     table_b, mask_b, mask_h, mask_t, bias_b, bias_h, bias_t,
     SHAPE: tl.constexpr, FEATURES: tl.constexpr, K_CODEC: tl.constexpr, V_CODEC: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, MASKED_TILE: tl.constexpr, STAGES: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    SWAPPED: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of all query rows.
 
@@ -64,7 +63,7 @@ def _extend(
     query rows, the last first.
 
     Args:
-        out_ptr: `[B, T, Hq, Dv]`, of the query's dtype.
+        out_ptr: `[B, T, Hq, out_dim]`, of the query's dtype.
 
     The others are those of `_decode`.
     """
@@ -85,13 +84,14 @@ def _extend(
         tensors, factors, b, h, head, t, exists, length, tokens, 0, tl.minimum(length, stop),
         first_t, last_t, start, window, query_strides, table_b, (mask_b, mask_h, mask_t),
         (bias_b, bias_h, bias_t), SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE,
-        STAGES, SWAPPED,
+        STAGES, SWAPPED, CHUNKS,
     )  # fmt: skip
     out = finish(
-        acc, m_i, l_i, tensors.sinks, tensors.v.static_scale, h, head, factors.v, SHAPE, SWAPPED
-    )
-    dv = tl.arange(0, SHAPE.v_width)
-    offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.v_dim
-    real = of_rows(exists, SWAPPED) & of_others(dv < SHAPE.v_dim, SWAPPED)
-    out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(dv, SWAPPED)
+        acc, m_i, l_i, tensors.sinks, scale_of_values(tensors, FEATURES), h, head, factors.out,
+        SHAPE, SWAPPED,
+    )  # fmt: skip
+    d = tl.arange(0, SHAPE.out_width)
+    offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out_dim
+    real = of_rows(exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
+    out_ptrs = out_ptr + of_rows(offset, SWAPPED) + of_others(d, SWAPPED)
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=real)

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import last_before_window
+from .softmax import last_before_window
 from .target import cdiv, launch, next_power_of_2, target_of
 from .tuning import PlanConfig, expected_programs, plan_config
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from .target import Target
+from .target import Target, next_power_of_2
 
 _Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
 _Entry = TypeVar("_Entry")
@@ -31,6 +31,7 @@ class LaunchConfig:
         swapped: whether products are of codes and rows, instead of rows and codes.
         combine: who merges the splits of a sequence: "kernel", a second launch, or "last",
             the program that is done last.
+        chunks: of latents, in how many parts their channels are: see latent.py.
     """
 
     rows: int
@@ -41,10 +42,15 @@ class LaunchConfig:
     masked_tile: int = 16
     swapped: bool = False
     combine: str = "last"
+    chunks: int = 1
 
-    def options(self) -> dict[str, int]:
-        """Return what Triton is told about the launch."""
-        options = {"num_warps": self.warps, "num_stages": self.stages}
+    def constants(self) -> dict[str, int]:
+        """Return constexpr parameters of kernels, and what Triton is told about the launch."""
+        options = {
+            "ROWS": self.rows, "TILE": self.tile, "MASKED_TILE": self.masked_tile,
+            "STAGES": self.stages, "SWAPPED": self.swapped, "CHUNKS": self.chunks,
+            "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
@@ -170,6 +176,7 @@ class Workload(NamedTuple):
         biased: whether something is added to logits.
         complete: whether a mask says for each query what it sees: then all tiles are masked ones.
         rotated: whether the query or the output is rotated.
+        latent: whether what is read are latents.
     """
 
     width: int
@@ -179,6 +186,7 @@ class Workload(NamedTuple):
     biased: bool
     complete: bool = False
     rotated: bool = False
+    latent: bool = False
 
 
 def _has_room(target: Target, width: int, widest: int) -> bool:
@@ -192,7 +200,9 @@ def _has_room(target: Target, width: int, widest: int) -> bool:
 
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
-    width, rows, exact, wide, biased, complete, _ = workload
+    if workload.latent:
+        return _latent_config(target, workload, most_rows=64)
+    width, rows, exact, wide, biased, complete, _, _ = workload
     few = min((most for most in (*_DECODE_TAKES[target.vendor], 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
@@ -231,6 +241,8 @@ def reads_own_stores(target: Target, warps: int) -> bool:
 
 def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the extend kernel."""
+    if workload.latent:
+        return _latent_config(target, workload, most_rows=64)
     if workload.exact:
         table = _EXTEND_FLOAT32
     elif not target.is_nvidia:
@@ -250,6 +262,23 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
         config = replace(config, registers=_MANY_REGISTERS)
     if not reads_own_stores(target, warps):
         config = replace(config, combine="kernel")
+    return _apply_overrides(config)
+
+
+def _latent_config(target: Target, workload: Workload, most_rows: int) -> LaunchConfig:
+    """Return the launch parameters of either kernel, for latents."""
+    rows = min(64, max(16, next_power_of_2(workload.rows)))
+    rows = min(rows, 16)
+    chunks = 4 if workload.width >= 64 else 1
+    config = LaunchConfig(
+        rows,
+        32,
+        4,
+        2,
+        masked_tile=16,
+        chunks=chunks,
+        combine="last" if reads_own_stores(target, 4) else "kernel",
+    )
     return _apply_overrides(config)
 
 

@@ -1,0 +1,132 @@
+"""Online softmax over tiles of tokens: visibility, what is added to logits, weights.
+
+Logits are in powers of two, since `exp2` is the GPU's exponential. Weights are scaled to just under
+2^14: they do not underflow in float16 where the result could show it.
+"""
+
+import triton
+import triton.language as tl
+
+# What a mask is (`Features.mask`).
+NO_MASK = tl.constexpr(0)
+COMPACT = tl.constexpr(1)  # [B, 1, 1, N] uint8: which tokens are padding; and `bounds`
+COMPLETE = tl.constexpr(2)  # [B, 1, T, N] uint8
+ADDITIVE = tl.constexpr(3)  # [1 | B, 1 | Hq, 1 | T, N] floating
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Weights are up to 2 to this power: float16 then holds those down to 2^-38 of the largest.
+HEADROOM = tl.constexpr(14.0)
+# A vector V of zeros has the smallest scale there is. Below this one a scale does not lower the
+# reference that weights are relative to, or their sum could overflow.
+LEAST_SCALE = tl.constexpr(2.0**-40)
+# Up to so many rows weights are summed over a tile's tokens once, after the last tile: a sum over
+# warps costs three barriers.
+SUMMED_LATE = tl.constexpr(16)
+
+
+@triton.jit
+def of_rows(x, SWAPPED: tl.constexpr):
+    """Return `x`, `[ROWS]`, so that it broadcasts over a block of rows and something else."""
+    return x[None, :] if SWAPPED else x[:, None]
+
+
+@triton.jit
+def of_others(x, SWAPPED: tl.constexpr):
+    """Return `x`, `[TILE]` or `[out_width]`, so that it broadcasts over a block with rows."""
+    return x[:, None] if SWAPPED else x[None, :]
+
+
+@triton.jit
+def last_before_window(q_position, window):
+    """Return the last position that is too old for a query's sliding window."""
+    return q_position - window
+
+
+@triton.jit
+def change_logits(
+    x, softcap, mask_ptr, bias_ptr, position, end, start, FEATURES: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return logits in powers of two, with softcap, bias and mask."""
+    if FEATURES.softcapped:
+        # softcap * tanh(x / softcap), with tanh(y) = 1 - 2 / (exp(2 y) + 1)
+        x = softcap - 2 * softcap / (tl.exp2(x * (2 * LOG2E / softcap)) + 1)
+    column = of_others(position - start, SWAPPED)
+    within = of_others((position >= start) & (position < end), SWAPPED)
+    if bias_ptr is not None:
+        x += _load_added(of_rows(bias_ptr, SWAPPED) + column, within)
+    if FEATURES.mask == ADDITIVE:
+        x += _load_added(of_rows(mask_ptr, SWAPPED) + column, within)
+    if FEATURES.softcapped or bias_ptr is not None or FEATURES.mask == ADDITIVE:
+        x *= LOG2E
+    return x
+
+
+@triton.jit
+def _load_added(ptrs, within):
+    """Return what is added to logits.
+
+    The lowest number of bfloat16 stays one in powers of two, so that a row of it is a plain mean.
+    """
+    x = tl.load(ptrs, mask=within, other=0.0).to(tl.float32)
+    return tl.where(x == float("-inf"), x, tl.maximum(x, -2e38))
+
+
+@triton.jit
+def find_visible(
+    position, q_position, exists, begin, end, start, window, mask_ptr, FEATURES: tl.constexpr,
+    SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return whether each row sees each token of a tile: `[ROWS, TILE]`, or swapped."""
+    seen = (position >= begin) & (position < end)
+    if FEATURES.mask == COMPACT:
+        seen &= tl.load(mask_ptr + (position - start), mask=seen, other=0) != 0
+    visible = of_others(seen, SWAPPED) & of_rows(exists, SWAPPED)
+    if FEATURES.causal:
+        visible &= of_others(position, SWAPPED) <= of_rows(q_position, SWAPPED)
+    if FEATURES.windowed:
+        too_old = last_before_window(q_position, window)
+        visible &= of_others(position, SWAPPED) > of_rows(too_old, SWAPPED)
+    if FEATURES.mask == COMPLETE:
+        mask_ptrs = of_rows(mask_ptr, SWAPPED) + of_others(position - start, SWAPPED)
+        visible &= tl.load(mask_ptrs, mask=visible, other=0) != 0
+    return visible
+
+
+@triton.jit
+def weigh(x, m_i, l_i, v_scale, seen, DYNAMIC: tl.constexpr, SWAPPED: tl.constexpr):
+    """Return a tile's weights, what older sums fade by, and the new m_i and l_i.
+
+    With DYNAMIC scales of V, `v_scale`, `[TILE]`, weights are multiplied by them. `seen`: which
+    tokens some row sees; None: all.
+    """
+    ROW_AXIS: tl.constexpr = 1 if SWAPPED else 0
+    if DYNAMIC:
+        if seen is not None:
+            # What no row sees must not count even if it is NaN.
+            v_scale = tl.where(seen, v_scale, 0.0)
+        # log2 to within 0.09, by its bits: exponent, and the mantissa as a straight line. It only
+        # sets the reference that weights are relative to.
+        bits = tl.maximum(v_scale, LEAST_SCALE).to(tl.int32, bitcast=True)
+        log2_scale = bits.to(tl.float32) * 2.0**-23 - 127.0
+        m_new = tl.maximum(m_i, tl.max(x + of_others(log2_scale, SWAPPED), 1 - ROW_AXIS))
+    else:
+        m_new = tl.maximum(m_i, tl.max(x, 1 - ROW_AXIS))
+    weights, alpha, l_i = _online_softmax(x, m_i, l_i, m_new, SWAPPED)
+    if DYNAMIC:
+        weights *= of_others(v_scale, SWAPPED)
+    return weights, alpha, m_new, l_i
+
+
+@triton.jit
+def _online_softmax(x, m_i, l_i, m_new, SWAPPED: tl.constexpr):
+    """Return a tile's weights relative to `m_new`, what older sums fade by, and the new l_i."""
+    # A row that has seen nothing yet: -inf - -inf would be NaN.
+    m_finite = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weights = tl.exp2(x - of_rows(m_finite - HEADROOM, SWAPPED))
+    alpha = tl.exp2(m_i - m_finite)
+    if len(l_i.shape) > 1:
+        l_i = l_i * of_rows(alpha, SWAPPED) + weights
+    else:
+        l_i = l_i * alpha + tl.sum(weights, 0 if SWAPPED else 1)
+    return weights, alpha, l_i
