@@ -45,7 +45,7 @@ def find_violations(
     lanes = 32 if target.is_nvidia else 64
     if assembly.wide_bytes * lanes < bytes_per_warp:
         yield f"{assembly.wide_bytes * lanes} of {bytes_per_warp:.0f} bytes in 16-byte loads"
-    if assembly.byte_loads:
+    if assembly.byte_loads and not variant.has_few_codes_of_v:
         yield f"{assembly.byte_loads} loads of single bytes from shared memory"
     if not assembly.conversions and any(
         name in FORMATS and _needs_conversion(target, FORMATS[name])

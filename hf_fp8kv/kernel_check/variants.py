@@ -64,6 +64,11 @@ class Variant:
         return 1 if "latent" in self.extras else HEADS
 
     @property
+    def has_few_codes_of_v(self) -> bool:
+        """Whether V holds positions beside latents in 8 bits: too few for 16-byte loads."""
+        return "latent" in self.extras and self.v != AUTO
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's K and V of one head, without scales."""
         width = (self.dtype.itemsize if name == AUTO else 1 for name in (self.k, self.v))
@@ -110,10 +115,25 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         {**e2m5, "extras": ("rotated", "center")},
     ]  # fmt: skip
     gathers: list[dict[str, Any]] = [{}, static, *own, blocks, rotated]
+    # As models with compressed attention have them: positions in 16 bits, of 16 to 128 heads.
+    latent: dict[str, Any] = {"dims": (512, 64), "groups": 16, "v": AUTO}
+    latents: list[dict[str, Any]] = [
+        *({**latent, "k": name, "extras": ("latent",)} for name in ("fp8_e4m3", "fp8_e3m4", AUTO)),
+        {**latent, "k": "int8", "static": True, "extras": ("latent",)},
+        {**latent, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
+        {**latent, "groups": 128, "extras": ("latent",)},
+        {**latent, "groups": 128, "k": "fp8_e3m4", "extras": ("latent", "blocks")},
+    ]  # fmt: skip
+    more_latents: list[dict[str, Any]] = [
+        {**latent, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
+        {**latent, "extras": ("latent", "complete"), "tokens": 2},
+        {**latent, "extras": ("latent", "bias", "softcap")},
+        {**latent, "dims": (256, 64), "page": 16, "extras": ("latent",)},
+    ]  # fmt: skip
     variants = [
         *(Variant("decode", **main, main=True) for main in mains),
-        *(Variant("decode", **other) for other in others),
-        *(Variant("extend", **extend, tokens=1024) for extend in extends),
+        *(Variant("decode", **other) for other in (*others, *latents, *more_latents)),
+        *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
         # Too few programs to fill a GPU: split as for decoding.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),

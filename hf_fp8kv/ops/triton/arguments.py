@@ -12,7 +12,7 @@ from ..blocks import layout_of
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import softmax
-from .codec import Codec, codec_for
+from .codec import MOVED, Codec, codec_for
 from .rotation import block_of
 from .target import Target, next_power_of_2, target_of
 from .tuning import Workload
@@ -199,6 +199,7 @@ class AttentionArgs:
             complete=self.features.mask == softmax.COMPLETE.value,
             rotated=max(shape.k_block, shape.v_block) > 1,
             latent=self.features.latent,
+            moved=self.k_codec.how >= MOVED.value,
         )
 
     @property

@@ -18,7 +18,7 @@ What happens between the two products is in softmax.py; latents, which are both,
 import triton
 import triton.language as tl
 
-from .codec import decode_for_dot
+from .codec import decode_for_dot, keep
 from .latent import attend_latents, join_chunks, split_chunks
 from .places import find_place, load_codes, load_scales
 from .rotation import mix
@@ -115,6 +115,9 @@ def attend_rows(
         )  # fmt: skip
         if not FEATURES.softcapped and bias_ptr is None and FEATURES.mask != ADDITIVE:
             v_factor *= LOG2E
+        # Else their layout would be made for what rotation computes with.
+        q = keep(q, K_CODEC)
+        positions = keep(positions, V_CODEC)
         if CHUNKS > 1:
             q = split_chunks(q, CHUNKS)
         query = (q, factor, positions, v_factor)

@@ -45,6 +45,7 @@ class Codec:
         nan: -1: there is nothing to do for NaN; 0x7F: all seven lower bits set are NaN; 0x80: that
             one code is.
         assembly: what moves four codes, if `how` is MOVED_PACKED.
+        keep: constraints of assembly that keeps 32 bits where they are; "": there is none.
     """
 
     how: int
@@ -54,6 +55,7 @@ class Codec:
     shift: int = 0
     nan: int = -1
     assembly: str = ""
+    keep: str = ""
 
 
 @functools.cache
@@ -69,9 +71,10 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     # What the hardware converts to: float16 on NVIDIA, bfloat16 on AMD.
     operand = tl.bfloat16 if is_cast and not target.is_nvidia else tl.float16
     operand = tl.float32 if exact else operand
+    keep = "=r,0" if target.is_nvidia and not (exact or target.interpreted) else ""
     if is_cast:
         assert fmt.torch_dtype is not None
-        return Codec(CAST.value, operand, cast=_CASTS[fmt.torch_dtype])
+        return Codec(CAST.value, operand, cast=_CASTS[fmt.torch_dtype], keep=keep)
     packed = target.is_nvidia and not target.interpreted
     # float16: bias 15, 10 bits of mantissa.
     shift, factor = 10 - fmt.mantissa_bits, 2.0 ** (15 - fmt.bias)
@@ -82,9 +85,15 @@ def codec_for(name: str, target: Target, stored: tl.dtype, exact: bool, keep_nan
     if keep_nan and fmt.inf_code is None:
         nan = 0x80 if fmt.unsigned_zero else 0x7F
     if not packed:
-        return Codec(MOVED.value, operand, factor, shift=shift, nan=nan)
+        return Codec(MOVED.value, operand, factor, shift=shift, nan=nan, keep=keep)
     return Codec(
-        MOVED_PACKED.value, operand, factor, shift=shift, nan=nan, assembly=packed_move(shift, nan)
+        MOVED_PACKED.value,
+        operand,
+        factor,
+        shift=shift,
+        nan=nan,
+        assembly=packed_move(shift, nan),
+        keep=keep,
     )
 
 
@@ -102,6 +111,20 @@ def decode_for_dot(codes, CODEC: tl.constexpr):
     else:
         tl.static_assert(CODEC.how == MOVED, "unknown way to read a format")
         return _move(codes, CODEC).to(CODEC.operand)
+
+
+@triton.jit
+def keep(x, CODEC: tl.constexpr):
+    """Return `x`, of CODEC.operand, held by the threads that computed it until it is multiplied.
+
+    Triton would move what it was computed of, once for each product, and compute it where that
+    wants it. It moves nothing past assembly that may have effects.
+    """
+    if CODEC.keep != "":
+        x = tl.inline_asm_elementwise(
+            "", CODEC.keep, [x], dtype=CODEC.operand, is_pure=False, pack=2
+        )
+    return x
 
 
 @triton.jit

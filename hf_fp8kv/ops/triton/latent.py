@@ -14,7 +14,7 @@ only holds those, and logits are added up over the warps.
 import triton
 import triton.language as tl
 
-from .codec import decode_for_dot
+from .codec import decode_for_dot, keep
 from .places import load_codes, load_scales
 from .softmax import change_logits, find_visible, of_others, of_rows, weigh
 
@@ -62,8 +62,8 @@ def attend_latents(
         # Tokens that some row sees.
         seen = tl.max(visible.to(tl.int32), 1 if SWAPPED else 0) != 0
         codes = tl.where(tl.expand_dims(seen, 1), codes, tl.zeros_like(codes))
-    latents = decode_for_dot(codes, K_CODEC)
-    positions = decode_for_dot(position_codes, V_CODEC)
+    latents = keep(decode_for_dot(codes, K_CODEC), K_CODEC)
+    positions = keep(decode_for_dot(position_codes, V_CODEC), V_CODEC)
     if CHUNKS > 1:
         latents = split_chunks(latents, CHUNKS)
         products = tl.dot(q, tl.permute(latents, [0, 2, 1]), input_precision=FEATURES.precision)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from .target import Target, next_power_of_2
+from .target import Target
 
 _Table: TypeAlias = Mapping[int, tuple[int, int, int, int | None]]
 _Entry = TypeVar("_Entry")
@@ -177,6 +177,7 @@ class Workload(NamedTuple):
         complete: whether a mask says for each query what it sees: then all tiles are masked ones.
         rotated: whether the query or the output is rotated.
         latent: whether what is read are latents.
+        moved: whether K's codes become numbers by moving bits.
     """
 
     width: int
@@ -187,6 +188,7 @@ class Workload(NamedTuple):
     complete: bool = False
     rotated: bool = False
     latent: bool = False
+    moved: bool = False
 
 
 def _has_room(target: Target, width: int, widest: int) -> bool:
@@ -201,8 +203,8 @@ def _has_room(target: Target, width: int, widest: int) -> bool:
 def decode_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the decode kernel."""
     if workload.latent:
-        return _latent_config(target, workload, most_rows=64)
-    width, rows, exact, wide, biased, complete, _, _ = workload
+        return _latent_config(target, workload)
+    width, rows, exact, wide, biased, complete, *_ = workload
     few = min((most for most in (*_DECODE_TAKES[target.vendor], 32) if rows <= most), default=64)
     # What more rows need in shared memory exceeds the 99 KB of some GPUs.
     rows = min(few, 16 if exact and width > 64 else 32 if width > 256 else DECODE_ROWS)
@@ -242,7 +244,7 @@ def reads_own_stores(target: Target, warps: int) -> bool:
 def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     """Return the launch parameters of the extend kernel."""
     if workload.latent:
-        return _latent_config(target, workload, most_rows=64)
+        return _latent_config(target, workload)
     if workload.exact:
         table = _EXTEND_FLOAT32
     elif not target.is_nvidia:
@@ -265,21 +267,21 @@ def extend_config(target: Target, workload: Workload) -> LaunchConfig:
     return _apply_overrides(config)
 
 
-def _latent_config(target: Target, workload: Workload, most_rows: int) -> LaunchConfig:
-    """Return the launch parameters of either kernel, for latents."""
-    rows = min(64, max(16, next_power_of_2(workload.rows)))
-    rows = min(rows, 16)
-    chunks = 4 if workload.width >= 64 else 1
-    config = LaunchConfig(
-        rows,
-        32,
-        4,
-        2,
-        masked_tile=16,
-        chunks=chunks,
-        combine="last" if reads_own_stores(target, 4) else "kernel",
-    )
-    return _apply_overrides(config)
+def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
+    """Return the launch parameters of either kernel, of latents."""
+    rows, tile, warps, stages = 16, 32, 4, 2
+    if workload.exact or workload.width > 512:
+        tile, warps, stages = 16, 8, 1
+    elif target.is_nvidia and target.shares.shared < 160 << 10:
+        warps = 8  # one program fits
+    if workload.complete or workload.biased:
+        warps = 8  # of four, registers are short
+    # Where codes are converted by an instruction AMD's compiler does so after they are moved.
+    chunks = 4 if workload.moved and not target.is_nvidia and workload.width >= 64 else 1
+    # The merge by the last program would make some spill.
+    last = reads_own_stores(target, warps) and (warps == 8 or target.family == 8)
+    config = LaunchConfig(rows, tile, warps, stages, combine="last" if last else "kernel")
+    return _apply_overrides(replace(config, chunks=chunks))
 
 
 def overrides() -> Mapping[str, Any]:
