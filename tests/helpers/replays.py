@@ -154,7 +154,9 @@ def make_attend(draw: random.Random) -> tuple[Any, ...]:
     """Return arguments of `backend.attend`."""
     batch, tokens = draw.choice([1, 2]), draw.choice([1, 1, 1, 2, 20])
     pages = make_pages(draw, batch)
-    query = view(draw, batch, 4 * pages.heads, tokens, pages.k.head_dim)
+    latent = pages.heads == 1 and pages.k.center is None and draw.choice([False, True])
+    dim = pages.k.head_dim + (pages.v.head_dim if latent else 0)
+    query = view(draw, batch, 4 * pages.heads, tokens, dim)
     start = draw.choice([0, 0, 16, 33])
     stop = start + draw.choice([1, 16, 200, 1001])
     mask = bounds = None
@@ -168,7 +170,7 @@ def make_attend(draw: random.Random) -> tuple[Any, ...]:
         window=draw.choice([0, 0, 24]), softcap=draw.choice([0.0, 0.0, 30.0]),
         sinks=torch.zeros(4 * pages.heads) if draw.choice(_RARELY) else None, mask=mask,
         bias=torch.zeros(1, 1, 1, stop - start) if draw.choice(_RARELY) else None,
-        bounds=bounds,
+        bounds=bounds, latent=latent,
     )  # fmt: skip
     plan = None
     if not draw.choice(_RARELY):
