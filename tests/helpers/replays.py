@@ -253,8 +253,8 @@ def main(count: int, seed: int) -> None:
         for i in range(count):
             name = draw.choice(["write", "attend"])
             with tuning.override(stages=2) if draw.random() < 0.1 else nullcontext():
-                # Few kinds, since the first call of one is recorded, and others that are alike.
-                kind = Draw(draw.randrange(3), draw.randrange(40), draw)
+                # Few kinds, one of latents: the first call is recorded, and others that are alike.
+                kind = Draw(draw.randrange(4, 8), draw.randrange(40), draw)
                 args = (make_write if name == "write" else make_attend)(kind)
                 args = make_step(draw, name, args)
                 operation = getattr(backend, name)
