@@ -147,13 +147,15 @@ def _report(
             "the model has its own attention code and does not use transformers' attention registry"
         )
         return LayerReport(index, kind, DENSE, why)
+    is_latent = caches_latents(config.get_text_config(decoder=True))
     if paged is None:
-        is_latent = caches_latents(config.get_text_config(decoder=True))
         return LayerReport(index, kind, LATENT if is_latent else FUSED)
     if index not in paged:
         why = "the model does not call the attention function it is set to use"
         return LayerReport(index, kind, DENSE, why)
     why = "the model changes keys or values between the cache and attention"
+    if is_latent:
+        why = "the model expands its latents by more than a product with weights (kv_b_proj)"
     return LayerReport(index, kind, paged[index], why if paged[index] == DENSE else "")
 
 

@@ -7,9 +7,10 @@ V = W_V c. But q · (W_K c) = (W_K' q) · c, and the sum of p_j W_V c_j is W_V t
 as keys and as values, and W_K, W_V are applied to what is new only.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,8 +26,12 @@ _ABSORBED = "_hf_fp8kv_absorbed"
 # What the algebra needs to know of a module.
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PROJECTION = "kv_b_proj"
+# What latents come from.
+_NORM = "kv_a_layernorm"
 # Relative RMS up to which a module's own expansion is the one above, in its dtype.
 _CLOSE = 0.02
+# The attributes of PEFT's layers that say what they add.
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
 class Projections:
@@ -72,22 +77,26 @@ class Projections:
 def install(module: Any, like: Tensor | None = None) -> None:
     """Let a module that expands latents leave stored ones to "fp8_paged", if it can; on itself.
 
-    `like`: a tensor of the dtype and on the device of its latents; None: as its weights are, and
-    where that does not tell, nothing is done.
+    `like`: a tensor as its latents are, where its weights do not tell the dtype; None: as its norm.
     """
     if not hasattr(type(module), EXPAND) or torch.compiler.is_compiling():
         return
     if _PASSES in vars(module) or EXPAND in vars(module):
         return
-    weight = _plain_weight(getattr(module, _PROJECTION, None))
-    like = weight if like is None else like
+    projection = getattr(module, _PROJECTION, None)
+    plain = _plain_weight(projection)
+    if plain is not None:
+        like = plain  # under autocast K is not what latents are
+    elif like is None:
+        like = getattr(getattr(module, _NORM, None), "weight", None)
     if like is None or like.is_meta:
         return
     passes = _expands_as_here(module, like)
     if passes is not None:
         vars(module)[_PASSES] = passes
     if passes:
-        vars(module)[EXPAND] = MethodType(_pass_stored, module)
+        # Not a method, which would be pickled as one of the module's class.
+        vars(module)[EXPAND] = partial(_pass_stored, module)
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -166,33 +175,63 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
     """Return the weight that a projection multiplies by, as its own forward shows it.
 
     Of quantized weights, adapters, parts of a tensor-parallel one. It is kept until any of its
-    tensors changes. None where it adds something too, or its forward changes from call to call.
+    tensors changes; compiled code, which cannot tell, asks at each step. None where the forward
+    does more than multiply, or changes from call to call.
     """
-    known: tuple[Any, Tensor | None] | None = vars(module).get(_ABSORBED)
+    known: _Absorbed | None = vars(module).get(_ABSORBED)
+    rank = module.kv_lora_rank
     if torch.compiler.is_compiling():
-        return None if known is None else known[1]
-    signature = _signature(projection, like)
-    if known is None or known[0] != signature:
+        if known is None or known.weight is None:
+            return None
+        with torch.no_grad():
+            unit = torch.eye(rank, dtype=like.dtype, device=like.device)
+            return projection(unit).T.contiguous()  # type: ignore[no-any-return]
+    tensors = [*projection.parameters(), *projection.buffers()]
+    state = _state(projection, tensors, like)
+    if known is None or not known.is_of(state, tensors):
         weight = None
         if not projection.training:
             with torch.no_grad():
-                unit = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
-                if not projection(torch.zeros_like(unit[:1])).any():
-                    weight = projection(unit).T.contiguous()
-        known = vars(module)[_ABSORBED] = signature, weight
-    return known[1]
+                # Numbers of both signs and several sizes, and none.
+                tries = torch.arange(3 * rank).cos().view(3, -1)
+                tries = (tries * torch.tensor([[0.0], [1.0], [8.0]])).to(like)
+                weight = projection(torch.eye(rank).to(like)).T.contiguous()
+                if not all(map(_is_close, projection(tries), tries @ weight.T)):
+                    weight = None
+        known = vars(module)[_ABSORBED] = _Absorbed(state, tensors, weight)
+    return known.weight
 
 
-def _signature(projection: Any, like: Tensor) -> tuple[Any, ...]:
-    """Return what a projection's product depends on: its tensors, and PEFT's adapters."""
-    tensors = [*projection.parameters(), *projection.buffers()]
-    adapters = [
-        str(getattr(part, name, None))
-        for part in projection.modules()
-        for name in ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-    ]
-    places = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
-    return like.dtype, like.device, projection.training, *places, *adapters
+class _Absorbed:
+    """The weight that a projection multiplies by, and what it was found for; copies are empty.
+
+    Attributes:
+        weight: `[H * (N + V), R]`; None: it does more than multiply.
+    """
+
+    def __init__(
+        self, state: object = None, tensors: Iterable[Tensor] = (), weight: Tensor | None = None
+    ) -> None:
+        self._state, self._tensors = state, [weakref.ref(tensor) for tensor in tensors]
+        self.weight = weight
+
+    def is_of(self, state: object, tensors: list[Tensor]) -> bool:
+        """Return whether it was found for these tensors in this state."""
+        if state != self._state or len(tensors) != len(self._tensors):
+            return False
+        return all(ref() is tensor for ref, tensor in zip(self._tensors, tensors, strict=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Absorbed, ()
+
+
+def _state(projection: Any, tensors: list[Tensor], like: Tensor) -> tuple[Any, ...]:
+    """Return what a product depends on: what its tensors hold, hooks, and PEFT's adapters."""
+    parts = list(projection.modules())
+    held = [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+    hooks = [key for x in parts for key in (*x._forward_hooks, *x._forward_pre_hooks)]
+    adapters = [str(getattr(part, name, None)) for part in parts for name in _ADAPTERS]
+    return like.dtype, like.device, projection.training, *held, *hooks, *adapters
 
 
 def _expands_as_here(module: Any, like: Tensor) -> bool | None:
@@ -216,7 +255,10 @@ def _expands_as_here(module: Any, like: Tensor) -> bool | None:
         same_key = torch.einsum("abtr,hnr->ahtn", latent, projections.key)
         same_value = torch.einsum("abtr,hvr->ahtv", latent, projections.value)
         same_key = torch.cat([same_key, position.expand(-1, same_key.shape[1], -1, -1)], -1)
-        return all(
-            a.shape == b.shape and float((a - b).float().norm()) <= _CLOSE * float(b.float().norm())
-            for a, b in ((key, same_key), (value, same_value))
-        )
+        return _is_close(key, same_key) and _is_close(value, same_value)
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two results are the same up to rounding."""
+    gap, size = (float(x.float().norm()) for x in (one - other, other))
+    return gap <= _CLOSE * size

@@ -21,6 +21,70 @@ from .snapshot import LayerSnapshot
 INDEXED = (DynamicIndexedLayer, StaticIndexedLayer)
 
 
+class FixedIndexer(StaticIndexedLayer):
+    """The keys of an indexer at fixed addresses, without K and V.
+
+    It can do what transformers' own layer cannot: remove tokens, and select sequences in place.
+    """
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store keys of new tokens, `[B, T, D]`; return all, with room for more."""
+        if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
+            self.allocate(indexer_key_states)
+        keys: Tensor = super().update_indexer(indexer_key_states)
+        return keys
+
+    def allocate(self, like: Tensor) -> None:
+        """Take room for all tokens, for keys `[B, T, D]` like these."""
+        # Written in place later, in inference mode and outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.lazy_initialization_indexer(like)
+
+    def keep_addresses(self) -> None:
+        """Put what is written in place on the device of the keys; tell torch.compile it stays."""
+        if self.indexer_keys is not None:
+            count = self.indexer_cumulative_length
+            self.indexer_cumulative_length = count.to(self.indexer_keys.device)
+            torch._dynamo.mark_static_address(self.indexer_keys)
+            torch._dynamo.mark_static_address(self.indexer_cumulative_length)
+
+    def trim(self, length: int) -> None:
+        """Remove all but the first `length` tokens."""
+        if self.indexer_keys is not None:
+            self.indexer_keys[:, length:] = 0
+            self.indexer_cumulative_length.fill_(length)
+        if (positions := getattr(self, "indexer_position_ids", None)) is not None:
+            self.indexer_position_ids = positions[..., :length] if length else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens."""
+        if self.indexer_keys is not None:
+            self.trim(max(int(self.indexer_cumulative_length) + tokens_to_remove, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select sequences `[B']`, in place if they are as many."""
+        if (keys := self.indexer_keys) is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                selected = keys[beam_idx.to(keys.device)]
+                if len(selected) == len(keys):
+                    keys.copy_(selected)
+                else:
+                    self.indexer_keys = selected
+                    self.keep_addresses()
+        if (positions := getattr(self, "indexer_position_ids", None)) is not None:
+            self.indexer_position_ids = positions[:, beam_idx.to(positions.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times, side by side."""
+        if self.indexer_keys is not None:
+            self.reorder_cache(torch.arange(len(self.indexer_keys)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the sequences `indices`, in that order."""
+        if self.indexer_keys is not None:
+            self.reorder_cache(torch.arange(len(self.indexer_keys))[torch.as_tensor(indices).cpu()])
+
+
 class _IndexedLayer(PagedLayerBase):
     """What both forms share.
 
@@ -160,13 +224,11 @@ class FP8PagedPreallocatedIndexedLayer(_IndexedLayer, FP8PagedPreallocatedLayer)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.indexer = StaticIndexedLayer(self.max_cache_len)
+        self.indexer = FixedIndexer(self.max_cache_len)
         self._has_no_indexer_keys = True
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store keys of new tokens for the indexer, `[B, T, D]`; return as many as masks have."""
-        if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
-            self._allocate(indexer_key_states)
         is_first, self._has_no_indexer_keys = self._has_no_indexer_keys, False
         keys = super().update_indexer(indexer_key_states)
         # As `get_mask_sizes` says, which may be asked before or after `update`.
@@ -174,22 +236,9 @@ class FP8PagedPreallocatedIndexedLayer(_IndexedLayer, FP8PagedPreallocatedLayer)
             return keys[:, : indexer_key_states.shape[1]]
         return keys
 
-    def _allocate(self, like: Tensor) -> None:
-        # Written in place later, in inference mode and outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            self.indexer.lazy_initialization_indexer(like)
-
     def _move_indexer(self, device: torch.device) -> None:
         super()._move_indexer(device)
-        self._keep_addresses()
-
-    def _keep_addresses(self) -> None:
-        """Put what is written in place on the device of the keys; tell torch.compile it stays."""
-        keys, count = self.indexer.indexer_keys, self.indexer.indexer_cumulative_length
-        if keys is not None:
-            self.indexer.indexer_cumulative_length = count = count.to(keys.device)
-            torch._dynamo.mark_static_address(keys)
-            torch._dynamo.mark_static_address(count)
+        self.indexer.keep_addresses()
 
     def note_length(self, length: int) -> None:
         """Follow a length that was set, not advanced by a step."""
@@ -200,32 +249,19 @@ class FP8PagedPreallocatedIndexedLayer(_IndexedLayer, FP8PagedPreallocatedLayer)
         """Drop what belongs to tokens that were removed; `length`: those that stay, if known."""
         length = self.host_length() if length is None else length
         self._has_no_indexer_keys = not length
-        if (keys := self.indexer_keys) is not None:
-            keys[:, length:] = 0
-            self.indexer.indexer_cumulative_length.fill_(length)
-        if (positions := self.indexer_position_ids) is not None:
-            self.indexer_position_ids = positions[..., :length] if length else None
+        self.indexer.trim(length)
 
     def select_rows(self, sequences: Tensor) -> None:
         """Select sequences `[B']` of what this layer alone holds, in place if they are as many."""
         super().select_rows(sequences)
-        if (keys := self.indexer_keys) is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                selected = keys[sequences.to(keys.device)]
-                if len(selected) == len(keys):
-                    keys.copy_(selected)
-                else:
-                    self.indexer.indexer_keys = selected
-                    self._keep_addresses()
-        if (positions := self.indexer_position_ids) is not None:
-            self.indexer_position_ids = positions[:, sequences.to(positions.device)]
+        self.indexer.reorder_cache(sequences)
 
     def restore(self, snapshot: LayerSnapshot) -> None:
         """Take a copy of what a layer held; each sequence gets pages of its own."""
         super().restore(snapshot)
         held = dict(snapshot.indexer or {})
         if (keys := held.pop("indexer_keys", None)) is not None:
-            self._allocate(keys)
+            self.indexer.allocate(keys)
             self.indexer.indexer_keys[:, : keys.shape[1]] = keys
         for name, tensor in held.items():
             setattr(self.indexer, name, tensor)

@@ -27,7 +27,7 @@ from ..paging.preallocated_group import PreallocatedGroup
 from ..paging.shared_lengths import SharedLengths
 from .centers import FirstTokens
 from .dynamic_layer import FP8PagedLayer
-from .indexed import INDEXED, FP8PagedIndexedLayer, FP8PagedPreallocatedIndexedLayer
+from .indexed import INDEXED, FixedIndexer, FP8PagedIndexedLayer, FP8PagedPreallocatedIndexedLayer
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .preallocated_layer import FP8PagedPreallocatedLayer
@@ -129,11 +129,13 @@ class PagedLayers:
         layers, windows = build_stock_layers(config, self.options.max_cache_len)
         skipped = find_layers(skip_layers, config, layers)
         for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-            is_ours = type(layer) in _REPLACED and not shares_keys(config, index)
-            if is_ours and index not in skipped:
+            room, shares = self.options.max_cache_len, shares_keys(config, index)
+            if index not in skipped and type(layer) in _REPLACED and not shares:
                 indexed = isinstance(layer, INDEXED)
                 layers[index] = self.new_layer(index, window, indexed=indexed)
-            elif type(layer) is StaticSlidingWindowLayer and (room := self.options.max_cache_len):
+            elif shares and room is not None:
+                layers[index] = FixedIndexer(room)
+            elif type(layer) is StaticSlidingWindowLayer and room is not None:
                 # Masks are made once for all layers with a window: in the paged ones' width.
                 layers[index] = StaticLayer(room)
         if self.options.is_preallocated:

@@ -184,7 +184,12 @@ def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
     model = build("mistral_large4", attn_implementation="fp8_paged")[0]
     cache = read(model, ids, **form)
     kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
-    assert [kind.endswith("IndexedLayer") for kind in kinds] == [True, True, True, False, True]
-    assert len(cache.paged_layers) == 3
+    assert [kind == "DummyLayer" for kind in kinds] == [False, False, False, True, False]
+    assert [layer.index for layer in cache.paged_layers] == [0, 1, 4]
     assert cache.layers[1].stored()[1].shape[3] == 0  # it has no positions
-    check_goes_on(model, cache, ids)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([1, 2, 3]))
+    cache.reorder_cache(torch.tensor([2, 1, 1]))
+    cache.crop(-4)
+    check_goes_on(model, cache.fork(), ids[[1, 1, 1], :-4])
+    check_goes_on(model, cache, ids[[1, 1, 1], :-4])
