@@ -260,5 +260,7 @@ def _expands_as_here(module: Any, like: Tensor) -> bool | None:
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
     """Return whether two results are the same up to rounding."""
+    if one.shape != other.shape:
+        return False
     gap, size = (float(x.float().norm()) for x in (one - other, other))
     return gap <= _CLOSE * size

@@ -27,6 +27,8 @@ class FixedIndexer(StaticIndexedLayer):
     It can do what transformers' own layer cannot: remove tokens, and select sequences in place.
     """
 
+    indexer_cumulative_length: Any
+
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Store keys of new tokens, `[B, T, D]`; return all, with room for more."""
         if not torch.compiler.is_compiling() and not self.is_indexer_initialized:
