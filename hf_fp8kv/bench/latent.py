@@ -51,15 +51,20 @@ def measure_latents(
     return rows
 
 
-def make_module(heads: int) -> Any:
-    """Return DeepSeek's attention with so many heads, random, bfloat16, that leaves latents."""
+def make_module(
+    heads: int, rank: int = RANK, positions: int = POSITIONS, layers: int = 1, layer: int = 0
+) -> Any:
+    """Return DeepSeek's attention with so many heads, random, bfloat16, that leaves latents.
+
+    It is number `layer` of a model of `layers`.
+    """
     config = DeepseekV3Config(
-        hidden_size=256, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=RANK,
-        qk_rope_head_dim=POSITIONS, q_lora_rank=64, num_hidden_layers=1,
+        hidden_size=256, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=rank,
+        qk_rope_head_dim=positions, q_lora_rank=64, num_hidden_layers=layers,
     )  # fmt: skip
     config._attn_implementation = NAME
-    module = DeepseekV3Attention(config, 0).to(torch.bfloat16).eval().requires_grad_(False)
-    torch.nn.init.normal_(module.kv_b_proj.weight, std=RANK**-0.5)
+    module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
+    torch.nn.init.normal_(module.kv_b_proj.weight, std=rank**-0.5)
     latent.install(module)
     return module
 

@@ -114,7 +114,7 @@ def _loads_ahead(record: Record, case: Case) -> bool:
 def make_query(record: Record, case: Case) -> torch.Tensor:
     heads = case.heads
     # As a model hands it over: heads and tokens have changed places.
-    query = record.stage.randn(len(case.lengths), case.tokens, heads.query, heads.dim)
+    query = record.stage.randn(len(case.lengths), case.tokens, heads.query, heads.query_dim)
     return query.transpose(1, 2)
 
 

@@ -20,6 +20,9 @@ CASES = ("8 x 32k", "50 x 32k", "64 x 32k", "1 x 256k")
 PADDED = " left padded"
 PAGED, AUTO = "FP8PagedCache compiled", "FP8PagedCache auto compiled"
 FLASH = "DynamicCache flash eager"
+LATENT, STOCK, ABSORBED = "latent", "DynamicCache", "absorbed in torch"
+# The most that a step over latents may take of one that expands them, by query heads; cases of 16k.
+EXPANDED = {16: 1 / 20, 128: 1 / 50}
 # What generate() could run in 16 bits instead; the first two must have been measured.
 STRONG = (FLASH, AUTO, "DynamicCache flash-attn eager", "FP8PagedCache auto eager")
 NEEDED = STRONG[:2]
@@ -100,6 +103,31 @@ def _judge_all(rows: list[Row]) -> Iterator[Goal]:
     failed = _failed(rows, "extend", "e4m3")
     yield _judge("extend e4m3, rate over SDPA flash", ">=", 0.8, flash, failed=failed)
     yield from _judge_generate(rows)
+    yield from _judge_latents(rows)
+
+
+def _judge_latents(rows: list[Row]) -> Iterator[Goal]:
+    failed = _failed(rows, LATENT, *FORMATS)
+    for heads, bound in EXPANDED.items():
+        cases = [f"{heads} heads, {batch} x 16k" for batch in (1, 16)]
+        over, wanted = _over(rows, STOCK), [f"{case}, {name}" for case in cases for name in FORMATS]
+        what = f"latent, {heads} heads, 16k, time over expanding"
+        values = {case: over[case] for case in wanted if case in over}
+        missing = [case for case in wanted if case not in over]
+        yield _judge(what, "<=", bound, values, missing, [x for x in failed if x in cases])
+    what = "latent, time over absorbed bf16 in torch"
+    yield _judge(what, "<=", 1.0, _over(rows, ABSORBED), failed=failed)
+
+
+def _over(rows: list[Row], other: str) -> Values:
+    """Return the time of each format's steps over latents, over that of another contender."""
+    theirs = {row["case"]: row["us"] for row in find_rows(rows, LATENT, name=other)}
+    return {
+        f"{row['case']}, {name}": row["us"] / theirs[row["case"]]
+        for name in FORMATS
+        for row in find_rows(rows, LATENT, name=name)
+        if row["case"] in theirs
+    }
 
 
 def _judge_generate(rows: list[Row]) -> Iterator[Goal]:

@@ -1,6 +1,7 @@
 """Random pages to read, and a check of what a contender makes of them."""
 
 import functools
+import math
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,31 +12,40 @@ import torch
 
 from ...formats import AUTO, FORMATS
 from ...ops import Pages, StoredSide, reference
+from ...ops.blocks import copy_side_by_side
 from .shapes import Case, Heads, Kind
 from .timing import Stage
 
 PAGE_SIZE = 64
 # Of many query tokens, so many of the first and of the last are checked.
 CHECKED = 128
+# Of a KV head's query heads, so many at once: the reference has keys of its own for each.
+CHECKED_HEADS = 16
 
 
 @functools.lru_cache(maxsize=4)
 def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
     """Return a few pages that the reference wrote: normal random numbers."""
-    dtype = torch.bfloat16 if kind.format == AUTO else torch.uint8
     dynamic = kind.format != AUTO and not kind.static
 
-    def side(static: torch.Tensor | None, *shape: int) -> StoredSide:
+    def side(static: torch.Tensor | None, dim: int, fmt: str, *shape: int) -> StoredSide:
+        dtype = torch.bfloat16 if fmt == AUTO else torch.uint8
         codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
-        return StoredSide(codes, static, None, kind.format, heads.dim)
+        return StoredSide(codes, static, None, fmt, dim)
 
     k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
-    k, v = side(k_static, PAGE_SIZE, heads.dim), side(v_static, heads.dim, PAGE_SIZE)
+    v_dim, v_format = heads.dim, kind.format
+    if heads.positions:
+        v_dim, v_format, v_static = heads.positions, AUTO, None
+    k = side(k_static, heads.dim, kind.format, PAGE_SIZE, heads.dim)
+    v = side(v_static, v_dim, v_format, v_dim, PAGE_SIZE)
     slots = (count, heads.kv, PAGE_SIZE, 2)
     scales = torch.empty(slots, dtype=torch.bfloat16, device=device) if dynamic else None
     pages = Pages(k, v, scales, torch.arange(count, dtype=torch.int32, device=device)[None])
-    shape = (1, heads.kv, count * PAGE_SIZE, heads.dim)
-    key, value = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    shape = (1, heads.kv, count * PAGE_SIZE)
+    key, value = (
+        torch.randn(*shape, dim, dtype=torch.bfloat16, device=device) for dim in (heads.dim, v_dim)
+    )
     reference.write(
         pages, key, value, torch.full((1,), key.shape[2], dtype=torch.int32, device=device)
     )
@@ -100,23 +110,32 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error) if bool(error.isfinite()) else float("inf")
 
 
-def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -> float:
+def check(
+    output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case,
+    projection: torch.Tensor | None = None,
+) -> float:  # fmt: skip
     """Return the error of `output` `[B, T, Hq, D]`, against the reference on the same bytes.
 
-    The first, the last, the longest and a random sequence are looked at, each in one KV head: the
-    reference would not fit for all. Elsewhere the numbers must be finite. `query` is
-    `[B, Hq, T, D]`.
+    The first, the last, the longest and a random sequence are looked at, each in one KV head, or in
+    some heads of one with many: the reference would not fit for all. Elsewhere the numbers must be
+    finite. `query` is `[B, Hq, T, D]`. `projection`: `[Hq, V, D]`, what heads of the output were
+    multiplied by after attention.
     """
     if not bool(output.isfinite().all()):
         return float("inf")
     batch, heads = len(case.lengths), case.heads
+    if pages.addresses is not None:
+        pages = copy_side_by_side(pages, 0, pages.table.shape[1])
     longest = max(range(batch), key=lambda b: case.lengths[b])
-    places = {(0, 0), (batch - 1, heads.kv - 1), (longest, heads.kv // 2)}
-    places.add((random.randrange(batch), random.randrange(heads.kv)))
     groups = heads.query // heads.kv
+    count = groups if groups <= CHECKED_HEADS else math.gcd(groups, CHECKED_HEADS)
+    parts = heads.query // count
+    places = {(0, 0), (batch - 1, parts - 1), (longest, parts // 2)}
+    places.add((random.randrange(batch), random.randrange(parts)))
     worst = 0.0
-    for b, h in places:
-        rows, one = slice(h * groups, (h + 1) * groups), _select_head(pages, b, h)
+    for b, part in places:
+        rows = slice(part * count, (part + 1) * count)
+        one = _select_head(pages, b, rows.start // groups)
         for first, last in _split_queries(case.tokens):
             # Queries are the last of what is stored: earlier ones see a shorter text.
             length = case.lengths[b] - case.tokens + last
@@ -128,6 +147,8 @@ def check(output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case) -
             expected = reference.attend(
                 query[b : b + 1, rows, first:last], one, lengths, 0, length, spec
             )
+            if projection is not None:
+                expected = torch.einsum("bthr,hvr->bthv", expected, projection[rows])
             worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
     return worst
 
@@ -153,18 +174,18 @@ def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
 
 
 def check_dense(
-    output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case
-) -> float:
+    output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case,
+    projection: torch.Tensor | None = None,
+) -> float:  # fmt: skip
     """Return the error for dense K and V, `[B, Hkv, N, D]`, of `output` `[B, Hq, T, D]`."""
-    dim = case.heads.dim
     pages = Pages(
-        StoredSide(k, None, None, AUTO, dim),
-        StoredSide(v.transpose(2, 3), None, None, AUTO, dim),
+        StoredSide(k, None, None, AUTO, k.shape[3]),
+        StoredSide(v.transpose(2, 3), None, None, AUTO, v.shape[3]),
         None,
         torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
     )
     stored = replace(case, lengths=(k.shape[2],) * len(k))
-    return check(output.transpose(1, 2), query, pages, stored)
+    return check(output.transpose(1, 2), query, pages, stored, projection)
 
 
 @contextmanager

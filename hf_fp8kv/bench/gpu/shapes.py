@@ -14,9 +14,23 @@ class Heads:
     query: int
     kv: int
     dim: int
+    positions: int = 0  # numbers of a position, 16 bits each, beside a latent (MLA); 0: no latents
 
     def __str__(self) -> str:
         return f"{self.query}/{self.kv} x {self.dim}"
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query."""
+        return self.dim + self.positions
+
+    def bytes_per_token(self, kind: "Kind") -> float:
+        """Return the bytes read for a stored token, with its scales."""
+        if not self.positions:
+            return 2 * self.kv * self.dim * kind.bytes_per_number(self.dim)
+        # The scales of a token are one word, though positions need none.
+        word = 0 if kind.static or kind.format == AUTO else 4
+        return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.positions
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class Case:
     softcap: float = 0.0
     label: str = ""  # in a row; "": batch and length
     padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence; (): none
+    scaling: float = 0.0  # of logits; 0: by the numbers of a query
 
     def __str__(self) -> str:
         return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
@@ -94,13 +109,13 @@ class Case:
     def attention_spec(self) -> AttentionSpec:
         """Return what such a call asks of `ops.attend`."""
         return AttentionSpec(
-            self.heads.dim**-0.5, causal=True, window=self.window, softcap=self.softcap
-        )
+            self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
+            softcap=self.softcap, latent=self.heads.positions > 0,
+        )  # fmt: skip
 
     def moved(self, kind: Kind) -> float:
         """Return the bytes of K and V that are read."""
-        per_token = 2 * self.heads.kv * self.heads.dim
-        return self.read * per_token * kind.bytes_per_number(self.heads.dim)
+        return self.read * self.heads.bytes_per_token(kind)
 
     def describe(self) -> dict[str, int]:
         """Return the fields of a row that say how much a call does."""
@@ -115,7 +130,7 @@ class Case:
             hidden = self.tokens * (self.tokens - 1) // 2
             stored = sum(self.lengths) - sum(self.padding)
             visible = self.tokens * stored - hidden * len(self.lengths)
-        return 4 * self.heads.query * self.heads.dim * visible
+        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * visible
 
 
 def format_tokens(tokens: int) -> str:
@@ -158,6 +173,7 @@ class Sizes(ModelShape):
     writes: tuple[int, ...]  # batches of one new token each
     prefill: int  # tokens
     extend: tuple[tuple[int, int], ...]  # tokens stored before, new tokens; of one sequence
+    latents: tuple[Case, ...]  # of a step, for layers that cache latents
     generate: tuple[tuple[int, int], ...]  # batch, context; the most telling first
     tokens: tuple[int, int]  # new ones that are timed, eagerly and compiled
     warm: tuple[int, int]  # the first ones, which are not: compiling and recording graphs
@@ -176,6 +192,16 @@ def _cases() -> tuple[Case, ...]:
     return (*cases[:8], Case(RAGGED, label="ragged"), *cases[8:])
 
 
+def _latent_cases() -> tuple[Case, ...]:
+    """Return the cases of latents as DeepSeek's models have them, first those of goals."""
+    shapes = ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
+    return tuple(
+        Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
+        for batch, n in shapes
+        for count in (16, 128)
+    )
+
+
 _NAMED = {kind.name: kind for kind in KINDS}
 _LONG = (32768,) * 4
 FULL = Sizes(
@@ -184,6 +210,7 @@ FULL = Sizes(
     compared=4,
     layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
     layer_kinds=(_NAMED["e3m4"], _NAMED["e4m3"], BF16),
+    latents=_latent_cases(),
     others=(
         Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
         # Rows above 16: query heads of a KV head times tokens.
@@ -207,8 +234,8 @@ FULL = Sizes(
     served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
     pages=64,
     seconds={
-        "ceilings": 8, "decode": 70, "layer": 15, "end to end": 85, "others": 22, "write": 8,
-        "extend": 17, "serving": 20, "other kernels": 10,
+        "ceilings": 8, "decode": 63, "layer": 14, "end to end": 76, "latent": 25, "others": 20,
+        "write": 7, "extend": 15, "serving": 18, "other kernels": 9,
     },
 )  # fmt: skip
 
@@ -219,6 +246,7 @@ TINY = replace(
     padded=("2 x 70",),
     compared=1,
     layer=(Case((70,) * 2, _SMALL),),
+    latents=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
     others=(
         Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
         Case((70, 65), _SMALL, tokens=4, label="2 x 70, T 4"),

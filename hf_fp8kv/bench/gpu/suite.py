@@ -14,7 +14,17 @@ import torch
 
 from ...errors import ConfigError
 from ...utils.environment import describe_run
-from . import cached, ceilings, decode, end_to_end, experiments, other_kernels, serving, write
+from . import (
+    cached,
+    ceilings,
+    decode,
+    end_to_end,
+    experiments,
+    latent,
+    other_kernels,
+    serving,
+    write,
+)
 from .record import DeviceLost, Record
 from .results import complete
 from .shapes import FULL, TINY, Sizes
@@ -27,6 +37,7 @@ SECTIONS: dict[str, Section] = {
     "decode": decode.measure,
     "layer": cached.measure_layers,
     "end to end": end_to_end.measure,
+    "latent": latent.measure,
     "others": decode.measure_others,
     "write": write.measure,
     "extend": decode.measure_extend,

@@ -78,6 +78,11 @@ _TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
         "decode, one layer: us, and the share of the read bandwidth that K and V are read at",
     ),
     "layer": (_layer, "one layer of a decode step, write and attention: us, launches"),
+    "latent": (
+        _attention,
+        "latents (MLA), one layer of a decode step, and attention alone (kernel): us, and the share "
+        "of the read bandwidth that what is stored, and in a step the projection, is read at",
+    ),
     "others": (_attention, "decode, other heads and attention: the same"),
     "other kernels": (_attention, "decode, kernels of others: the same"),
     "extend": (_rate, "new tokens over stored ones, one layer: us, TFLOP/s"),
