@@ -586,11 +586,14 @@ def test_kernels_in_a_dry_run(triton_record, monkeypatch):
 
 
 def test_every_launch_parameter_is_a_switch():
-    tried = {key for values in experiments.SWITCHES.values() for value in values for key in value}
+    switches = experiments.LATENT_SWITCHES
+    tried = {key for values in switches.values() for value in values for key in value}
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
-    # Rows follow from the call.
-    assert tried == (fields | {"programs"}) - {"rows"}
-    for values in experiments.SWITCHES.values():
+    assert tried == fields | {"programs"}
+    # Elsewhere rows follow from the call.
+    assert switches.keys() - experiments.SWITCHES.keys() == {"rows", "chunks"}
+    assert set(experiments.LATENT_CASES) < set(map(str, FULL.latents))
+    for values in switches.values():
         for value in values:
             with tuning.override(**value):
                 pass
@@ -600,9 +603,15 @@ def test_experiments(triton_record, monkeypatch):
     record = triton_record
     switches = {"tile": ({"tile": 32}, {"tile": 64}), "combine": ({"combine": "last"},)}
     monkeypatch.setattr(experiments, "SWITCHES", switches)
+    more = {"chunks": ({"chunks": 1}, {"chunks": 2}), "rows": ({"rows": 32},)}
+    monkeypatch.setattr(experiments, "LATENT_SWITCHES", more)
     sizes = replace(TINY, decode=(Case((70,), TINY.heads, label="1 x 70"),))
     experiments.measure(record, sizes, "triton")
-    rows = record.find("experiments")
+    assert not [row for row in record.rows if "failed" in row], record.rows
+    latents = record.find("experiments", case=str(TINY.latents[0]))
+    assert len(latents) == 4
+    assert latents[-1]["parameters"]["rows"] == 32
+    rows = record.find("experiments", case="1 x 70")
     tried = [row["parameters"] for row in rows]
     assert tried[:3] == [{}, {"tile": 32}, {"tile": 64}]
     best = min(rows[:3], key=lambda row: row["us"])["parameters"]

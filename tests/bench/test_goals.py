@@ -36,6 +36,11 @@ def good_rows():
     ):  # fmt: skip
         rows.append(row("end to end", "8 x 32k", name, tokens_per_s=speed, cache_bytes=size))
         rows.append(row("end to end", "1 x 1k", name, tokens_per_s=1.0, cache_bytes=size))
+    for heads in goals.EXPANDED:
+        for batch in (1, 16):
+            times = {"e4m3": 10.0, "e3m4": 10.1, goals.STOCK: 600.0, goals.ABSORBED: 15.0}
+            for name, us in times.items():
+                rows.append(row("latent", f"{heads} heads, {batch} x 16k", name, us=us))
     return rows
 
 
@@ -145,3 +150,32 @@ def test_generate_without_one_of_those_that_count(name):
     assert (found["state"], found["why"]) == ("not measured", f"not measured: {name}")
     rows.append(row("end to end", "8 x 32k", goals.PAGED, failed="out of memory"))
     assert goal(rows, GENERATE)["state"] == "missed"
+
+
+@pytest.mark.parametrize(("heads", "most"), goals.EXPANDED.items())
+def test_a_step_over_latents_beside_one_that_expands_them(heads, most):
+    what, case = f"latent, {heads} heads, 16k, time over expanding", f"{heads} heads, 16 x 16k"
+    assert goal(good_rows(), what)["worst"] == pytest.approx(10.1 / 600)
+    rows = good_rows()
+    [slow] = [r for r in rows if (r["case"], r["name"]) == (case, "e4m3")]
+    slow["us"] = 600 * most * 1.01
+    found = goal(rows, what)
+    assert (found["state"], found["where"], found["cases"]) == ("missed", f"{case}, e4m3", 4)
+    rows.remove(slow)
+    found = goal(rows, what)
+    assert (found["state"], found["why"]) == ("not measured", f"not measured: {case}, e4m3")
+    rows.append(row("latent", case, "e4m3", failed="relative error 1"))
+    assert goal(rows, what)["state"] == "missed"
+    # Other lengths are no goal.
+    rows = [*good_rows(), row("latent", f"{heads} heads, 1 x 4k", "e4m3", us=10.0)]
+    rows.append(row("latent", f"{heads} heads, 1 x 4k", goals.STOCK, us=50.0))
+    assert goal(rows, what)["state"] == "met"
+
+
+def test_a_step_over_latents_beside_torch_s_products_at_any_length():
+    what, case = "latent, time over absorbed bf16 in torch", "16 heads, 1 x 4k"
+    assert goal(good_rows(), what)["worst"] == pytest.approx(10.1 / 15)
+    rows = [*good_rows(), row("latent", case, "e3m4", us=10.0)]
+    rows.append(row("latent", case, goals.ABSORBED, us=9.0))
+    found = goal(rows, what)
+    assert (found["state"], found["where"]) == ("missed", f"{case}, e3m4")

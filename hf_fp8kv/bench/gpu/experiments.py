@@ -33,26 +33,34 @@ SWITCHES: dict[str, tuple[Parameters, ...]] = {
     "merge cost": _each("merge_cost", 0.0, 2.5, 10.0),
     "unit": _each("unit", 64, 128),
 }
+# Of latents first: elsewhere rows follow from the call.
+LATENT_SWITCHES: dict[str, tuple[Parameters, ...]] = {
+    "rows": _each("rows", 16, 32, 64),
+    "chunks": _each("chunks", 1, 2, 4),
+    **SWITCHES,
+}
 CASES: tuple[Case, ...] = tuple(
     Case((1024 * n,) * batch) for batch, n in ((8, 32), (1, 1), (64, 32), (50, 32), (1, 32))
 )
+LATENT_CASES = ("16 heads, 16 x 16k", "128 heads, 1 x 16k")
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each attempt; `kind` and `parameters` say what it was."""
-    cases: Sequence[Case] = CASES
+    latents = [case for case in sizes.latents if record.stage.dry or str(case) in LATENT_CASES]
+    cases: Sequence[Case] = (*CASES[:1], *latents, *CASES[1:])
     kinds: Sequence[Kind] = sorted(KINDS, key=lambda kind: kind.is_rare)
     if record.stage.dry:
-        cases, kinds = sizes.decode[:1], KINDS[:1]
+        cases, kinds = (*sizes.decode[:1], *latents), KINDS[:1]
     for case in cases:
-        for kind in kinds:
+        for kind in sizes.layer_kinds if case.heads.positions and not record.stage.dry else kinds:
             _search(record, sizes, backend, case, kind)
 
 
 def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) -> None:
     best: Parameters = {}
     fastest = _attempt(record, sizes, backend, case, kind, best)
-    for values in SWITCHES.values():
+    for values in (LATENT_SWITCHES if case.heads.positions else SWITCHES).values():
         chosen = best
         for value in values[:2] if record.stage.dry else values:
             tried = {**best, **value}

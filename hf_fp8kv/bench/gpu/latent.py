@@ -17,7 +17,7 @@ from ...attention import latent
 from ...attention.fp8_paged import fp8_paged_attention
 from ...attention.latent import Projections
 from ...cache.cache import FP8PagedCache
-from ...cache.paged_tensor import pages_of
+from ...cache.paged_tensor import PagedKV, pages_of
 from ..latent import make_module
 from . import decode, latent_kernels
 from .cached import count_launches
@@ -32,7 +32,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add rows for each case: steps of our cache, of torch and as a model has them; kernels."""
-    flash_mla = latent_kernels.find_flash_mla(record)
+    flash_mla = latent_kernels.find(record, "flash_mla", "flash_mla")
     for case in sizes.latents:
         for kind in sizes.layer_kinds:
             _measure_paged(record, case, kind, backend)
@@ -61,7 +61,7 @@ class _Layers:
     new: Pair
     case: Case
 
-    def error(self, output: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    def error(self, output: Any, key: Any, value: Any) -> float:
         """Return the error of the last layer's `output`, `[B, 1, H, V]`, for what it attended to.
 
         `key` and `value`: dense latents and positions, or handles of stored ones.
@@ -69,8 +69,8 @@ class _Layers:
         # In float32: queries and results are as exact as the reference.
         exact = _projections(self.modules[-1], torch.float32)
         query = exact.absorb(self.query.float())
-        if hasattr(key, "table"):
-            return check(output, query, pages_of(key), self.case, exact.value)  # type: ignore[arg-type]
+        if isinstance(key, PagedKV):
+            return check(output, query, pages_of(key), self.case, exact.value)
         return check_dense(output.transpose(1, 2), query, key, value, self.case, exact.value)
 
 
@@ -83,7 +83,7 @@ def make_layers(stage: Stage, case: Case, layers: int) -> _Layers:
             for layer in range(layers)
         ]
     query = stage.randn(batch, 1, heads.query, modules[0].qk_head_dim).transpose(1, 2)
-    case = replace(case, label=str(case), scaling=modules[0].scaling)
+    case = replace(case, scaling=modules[0].scaling)
     return _Layers(modules, query, _make_tokens(stage, case, 1), case)
 
 
@@ -117,13 +117,10 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
                 output = step()
         if not latent.passes_latents(layers.modules[-1]):
             raise RuntimeError("expected attention to stored latents, got expanded ones")
-        fields = {"error": layers.error(output, *handles), **case.describe(), "layers": count}
-        timed = stage.time(steps)
-        return {
-            "timed": timed,
-            "moved": moved,
-            "launches": count_launches(stage, steps[-1]),
-        } | fields
+        error, timed = layers.error(output, *handles), stage.time(steps)
+        launches = count_launches(stage, steps[-1])
+        more = {"moved": moved, "launches": launches, **case.describe(), "layers": count}
+        return {"timed": timed, "error": error, **more}
 
     record.measure(LATENT, case, kind.name, work, size=_size(case, moved, count))
 
@@ -141,13 +138,9 @@ def _measure_stock(record: Record, case: Case) -> None:
         steps, handles = _fill(stage, layers, cache, sdpa_attention_forward)
         for step in steps:
             output = step()
-        fields = {"error": layers.error(output, *handles), "batch": len(case.lengths)}
-        return {
-            "timed": stage.time(steps),
-            "moved": moved,
-            "read": tokens,
-            "layers": count,
-        } | fields
+        error, batch = layers.error(output, *handles), len(case.lengths)
+        more = {"error": error, "moved": moved, "batch": batch, "read": tokens, "layers": count}
+        return {"timed": stage.time(steps), **more}
 
     # torch's attention may make copies of both.
     record.measure(LATENT, case, STOCK, work, size=_size(case, moved, count) + 3.0 * expanded)
@@ -189,8 +182,8 @@ def _measure_absorbed(record: Record, case: Case) -> None:
         ]
         output = steps[-1]()
         stored = stores[-1][:, None].split([case.heads.dim, case.heads.positions], -1)
-        fields = {"error": layers.error(output, *stored), **case.describe(), "layers": count}
-        return {"timed": stage.time(steps), "moved": moved} | fields
+        more = {"error": layers.error(output, *stored), **case.describe(), "layers": count}
+        return {"timed": stage.time(steps), "moved": moved, **more}
 
     record.measure(LATENT, case, ABSORBED, work, size=_size(case, moved, count))
 

@@ -45,15 +45,15 @@ class _Stored:
     pools: list[Pair]
 
 
-def find_flash_mla(record: Record) -> Any:
-    """Return the module, or None, and note why."""
-    if importlib.util.find_spec("flash_mla") is None:
-        record.skip("FlashMLA is not installed")
+def find(record: Record, package: str, name: str) -> Any:
+    """Return a module of a package that others made, or None, and note why."""
+    if importlib.util.find_spec(package) is None:
+        record.skip(f"{package} is not installed")
         return None
     try:
-        return importlib.import_module("flash_mla")
+        return importlib.import_module(name)
     except Exception as error:  # it is other people's code
-        record.skip(f"FlashMLA: {type(error).__name__}: {error}")
+        record.skip(f"{name}: {type(error).__name__}: {error}")
         return None
 
 
@@ -64,17 +64,15 @@ def measure_flash_mla(record: Record, flash_mla: Any, case: Case) -> None:
     record.measure(LATENT, case, "flash_mla bf16 kernel", work)
 
 
-def measure_flashinfer(record: Record, case: Case) -> None:
+def measure_flashinfer(record: Record, mla: Any, case: Case) -> None:
     """Add a row for each dtype that FlashInfer's wrapper for MLA takes; it may compile first."""
-    mla = importlib.import_module("flashinfer.mla")
     plan = mla.BatchMLAPagedAttentionWrapper.plan
-    dtypes = [torch.bfloat16]
+    names = {"bf16": torch.bfloat16}
     if "scale_mode" in inspect.signature(plan).parameters:
-        dtypes.append(E4M3)
-    for dtype in dtypes:
+        names["e4m3"] = E4M3
+    for name, dtype in names.items():
         make = functools.partial(_make_flashinfer, mla)
         work = functools.partial(_work, record, case, make, dtype, joined=False)
-        name = "e4m3" if dtype == E4M3 else "bf16"
         record.measure(LATENT, case, f"flashinfer mla {name} kernel", work)
 
 
@@ -108,8 +106,8 @@ def _store(record: Record, case: Case, dtype: torch.dtype, layers: int, joined: 
             latents, positions = latents.contiguous(), positions.contiguous()
         pools.append((latents, positions))
     query = stage.randn(len(lengths), heads.query, heads.query_dim)
-    there = (x.to(stage.device) for x in (order, table, counts, lengths))
-    return _Stored(query, *there, pools)
+    order, table, counts, lengths = (x.to(stage.device) for x in (order, table, counts, lengths))
+    return _Stored(query, order, table, counts, lengths, pools)
 
 
 def _make_flash_mla(flash_mla: Any, case: Case, stored: _Stored) -> Call:

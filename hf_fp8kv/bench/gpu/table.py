@@ -80,7 +80,7 @@ _TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
     "layer": (_layer, "one layer of a decode step, write and attention: us, launches"),
     "latent": (
         _attention,
-        "latents (MLA), one layer of a decode step, and attention alone (kernel): us, and the share "
+        "latents (MLA), a layer of a decode step, and attention alone (kernel): us, and the share "
         "of the read bandwidth that what is stored, and in a step the projection, is read at",
     ),
     "others": (_attention, "decode, other heads and attention: the same"),
