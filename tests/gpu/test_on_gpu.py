@@ -16,7 +16,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.gpu import cached
+from hf_fp8kv.bench.gpu import cached, latent
 from hf_fp8kv.bench.gpu.decode import attend, make_plan_step, make_query
 from hf_fp8kv.bench.gpu.pools import check, pages_for, poison_memory, relative_error
 from hf_fp8kv.bench.gpu.record import TOLERANCE, Record
@@ -95,6 +95,7 @@ MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
     "sliding_and_full": lambda: tiny_there("sliding_and_full"),
     "softcap": lambda: tiny_there("softcap"),
     "sinks": lambda: tiny_there("sinks"),
+    "latent": lambda: tiny_there("latent"),
 }
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
@@ -365,6 +366,65 @@ def test_attention_over_many_pages(kind, case):
     with torch.no_grad(), poison_memory():
         found = attend(query, pages, ends, case, plan, "triton")
     assert check(found, query, pages, case) < TOLERANCE
+
+
+FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
+
+
+def latents(case: Case) -> Case:
+    """Return a case of latents, as small as the interpreter can bear without a GPU."""
+    if ON_GPU:
+        return case
+    heads = Heads(case.heads.query // 8, 1, 32, 16)
+    tokens = min(case.tokens, 20)
+    lengths = tuple(n if n < 200 else 1 + n // 40 + tokens for n in case.lengths)
+    return replace(case, lengths=lengths, heads=heads, tokens=tokens, window=min(case.window, 20))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((20000, 1, 777), FEW, label="16 heads"),
+        Case((63, 64, 65, 128, 129), FEW, label="ends of pages"),
+        Case((33, 64, 5000), MANY, label="128 heads"),
+        Case((5000, 65), FEW, tokens=4, label="several tokens"),
+        Case((3000, 833), FEW, tokens=300, label="many tokens"),
+        Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
+        Case((5000, 4096), FEW, window=1024, label="window"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [E3M4, E4M3, BF16], ids=lambda kind: kind.name)
+def test_attention_to_latents(kind, case):
+    case, here = latents(case), record()
+    pages = pages_for(here.stage, kind, case, 1, 16)[0]
+    query = make_query(here, case)
+    before, plan, ends = make_plan_step(here, case, "triton")
+    before()
+    with torch.no_grad(), poison_memory():
+        found = attend(query, pages, ends, case, plan, "triton")
+    assert check(found, query, pages, case) < TOLERANCE
+
+
+@pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
+@pytest.mark.parametrize("heads", [FEW, MANY], ids=["16 heads", "128 heads"])
+@pytest.mark.parametrize("kind", [E3M4, BF16], ids=lambda kind: kind.name)
+def test_steps_of_a_layer_over_latents(kind, heads, preallocated):
+    """What the benchmark times: a token is stored, and a layer of DeepSeek's attends to all."""
+    case, stage = latents(Case((4097,) * 2, heads)), record().stage
+    length = case.lengths[0]
+    with torch.no_grad(), poison_memory():
+        layers = latent.make_layers(stage, case, 2)
+        cache = FP8PagedCache(
+            layers.modules[0].config, dtype=kind.format, backend="triton",
+            max_cache_len=length + 8 if preallocated else None,
+        )  # fmt: skip
+        steps, handles = latent.fill(stage, layers, cache, fp8_paged_attention)
+        for number in range(3):
+            for step in steps:
+                found = step()
+            layers.case = replace(layers.case, lengths=(length + number,) * 2)
+            assert layers.error(found, *handles) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])

@@ -46,7 +46,7 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
 
 
 @dataclass
-class _Layers:
+class Layers:
     """Layers of a random model, and what each step of any of them is given.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Layers:
         return check_dense(output.transpose(1, 2), query, key, value, self.case, exact.value)
 
 
-def make_layers(stage: Stage, case: Case, layers: int) -> _Layers:
+def make_layers(stage: Stage, case: Case, layers: int) -> Layers:
     """Return so many layers of DeepSeek's attention for the heads of a case."""
     heads, batch = case.heads, len(case.lengths)
     with stage.device:
@@ -84,7 +84,7 @@ def make_layers(stage: Stage, case: Case, layers: int) -> _Layers:
         ]
     query = stage.randn(batch, 1, heads.query, modules[0].qk_head_dim).transpose(1, 2)
     case = replace(case, scaling=modules[0].scaling)
-    return _Layers(modules, query, _make_tokens(stage, case, 1), case)
+    return Layers(modules, query, _make_tokens(stage, case, 1), case)
 
 
 def _make_tokens(stage: Stage, case: Case, tokens: int) -> Pair:
@@ -111,7 +111,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
     def work() -> dict[str, Any]:
         layers = make_layers(stage, case, count)
         cache = FP8PagedCache(layers.modules[0].config, dtype=kind.format, backend=backend)
-        steps, handles = _fill(stage, layers, cache, fp8_paged_attention)
+        steps, handles = fill(stage, layers, cache, fp8_paged_attention)
         with poison_memory():
             for step in steps:
                 output = step()
@@ -135,7 +135,7 @@ def _measure_stock(record: Record, case: Case) -> None:
 
     def work() -> dict[str, Any]:
         layers, cache = make_layers(stage, case, count), DynamicCache()
-        steps, handles = _fill(stage, layers, cache, sdpa_attention_forward)
+        steps, handles = fill(stage, layers, cache, sdpa_attention_forward)
         for step in steps:
             output = step()
         error, batch = layers.error(output, *handles), len(case.lengths)
@@ -146,8 +146,8 @@ def _measure_stock(record: Record, case: Case) -> None:
     record.measure(LATENT, case, STOCK, work, size=_size(case, moved, count) + 3.0 * expanded)
 
 
-def _fill(
-    stage: Stage, layers: _Layers, cache: Cache, attend: Callable[..., Any]
+def fill(
+    stage: Stage, layers: Layers, cache: Cache, attend: Callable[..., Any]
 ) -> tuple[list[Step], list[Any]]:
     """Fill a cache; return a step of each layer, and a list of what the last one attended to."""
     seen: list[Any] = []
