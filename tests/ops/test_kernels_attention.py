@@ -24,6 +24,7 @@ from hf_fp8kv.ops import AttentionSpec, Pages, reference
 from hf_fp8kv.ops.visibility import visible
 from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
+from tests.helpers.blocks import in_blocks
 from tests.ops.test_ops import (
     CASES,
     EDGES,
@@ -639,3 +640,121 @@ def test_more_rows_than_shared_memory_holds(tokens):
     plan.make_plan(table, ends, tokens, 0, 0, 2)
     found = run("decode", case, pages, query, plan=table, **kwargs)
     assert errors(found, expected).max() <= bound(case)
+
+
+# -- latents -------------------------------------------------------------------------------------
+
+# Neither dim is a power of two; one, three and more blocks of query rows.
+_LATENT = {"latent": True, "heads": 1, "k_dim": 96, "v_dim": 24, "page_size": 64, "value": AUTO}
+_LATENT_SPLITS = [
+    Case("16 heads", q_heads=16, lengths=(400, 130, 64), **_LATENT),
+    Case("20 heads, sinks", q_heads=20, lengths=(191, 193), tokens=3, sinks=True, **_LATENT),
+    Case("128 heads, rotated", q_heads=128, lengths=(129,), rotated=True,
+         **{**_LATENT, "key": "fp8_e2m5", "value": "int8"}),
+    Case("window, 17 queries", q_heads=6, lengths=(200,), tokens=17, window=70, **_LATENT),
+    Case("holes", q_heads=16, lengths=(192, 192), tokens=2, mask="bool", **_LATENT),
+    Case("padding, static", q_heads=16, lengths=(255, 128), padding=70, tokens=2, dynamic=False,
+         **{**_LATENT, "key": "fp8_e3m4"}),
+]  # fmt: skip
+_LATENT_CONFIGS = {
+    "as chosen": {},
+    "chunks": {"chunks": 4, "combine": "last"},
+    "swapped": {"swapped": True, "tile": 64, "combine": "kernel"},
+    "many rows": {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32},
+}
+
+
+@pytest.mark.parametrize("config", _LATENT_CONFIGS)
+@pytest.mark.parametrize("case", _LATENT_SPLITS, ids=str)
+def test_latents_in_any_split(case, config):
+    """In pages one after the other, and in blocks; by few programs, and by many."""
+    pages, query, kwargs = prepare(case)
+    blocks = in_blocks(pages, device=DEVICE)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    with tuning.override(**_LATENT_CONFIGS[config]):
+        # By parts of sequences, and by whole ones.
+        for kernel, processors, found in (("decode", 60, blocks), ("extend", 1, pages)):
+            with assuming(dataclasses.replace(target_of(DEVICE), processors=processors)):
+                answer = run(kernel, case, found, query, **kwargs)
+            worst = errors(answer, expected).max().item()
+            assert worst <= bound(case), f"{kernel}, {processors}: {worst:.2e} > {bound(case):.2e}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_latents_at_the_edges_of_pages_and_tiles(tokens, kernel):
+    ends = [n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1)]
+    case = Case("edges", lengths=tuple(ends), tokens=tokens, q_heads=4, **_LATENT)
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    found = run(kernel, case, pages, query, **kwargs)
+    assert errors(found, expected).max() <= bound(case)
+
+
+@pytest.mark.parametrize("target", _READERS)
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_e2m5"])
+def test_every_way_to_read_a_latent(name, target):
+    """With the launch parameters of each target; a NaN that is seen is not hidden."""
+    if not (INTERPRETED or (EXECUTED and target.startswith("sm_"))):
+        pytest.skip("a GPU reads a format in one way")
+    rotated = name == "fp8_e2m5"
+    more = {**_LATENT, "key": name, "rotated": rotated, "dynamic": not rotated}
+    case = Case("", q_heads=16, lengths=(150, 90), dtype=torch.bfloat16, **more)
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query.float(), "reference", **kwargs)
+    factor = 4 if target.startswith("gfx") else 2
+    limit = factor * errors(torch_attention(case, pages, query, kwargs), expected).max().item()
+    with assuming(dataclasses.replace(Target.parse(target), processors=4, interpreted=INTERPRETED)):
+        for kernel in KERNELS:
+            worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
+            assert worst <= limit, f"{kernel}: {worst:.2e} > {limit:.2e}"
+        poison(pages, 1, [30])
+        for kernel in KERNELS:
+            found = run(kernel, case, pages, query, **kwargs)
+            assert found[0].isfinite().all()
+            assert found[1].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_faults_of_latents_are_far_above_the_bound(kernel):
+    case = Case("latent", dynamic=False, lengths=(1037,), page_size=64, heads=1, k_dim=64,
+                v_dim=64, q_heads=16, sinks=True, latent=True)  # fmt: skip
+    pages, query, kwargs = prepare(case)
+    expected = attend(case, pages, query, "reference", **kwargs)
+    v = pages.v._replace(static_scale=2 * pages.v.static_scale)
+    swapped = torch.cat([query[..., 64:], query[..., :64]], -1)
+    faults = ["the last page dropped", "one token lost", "K's scale 1 % off", "a sink forgotten"]
+    cases = {fault: (*with_fault(fault, case, copy(pages), kwargs), query) for fault in faults}
+    cases["the positions' scale doubled"] = (pages._replace(v=v), kwargs, query)
+    cases["latents and positions swapped"] = (pages, kwargs, swapped)
+    for fault, (faulty, changed, asked) in cases.items():
+        worst = errors(run(kernel, case, faulty, asked, **changed), expected).max().item()
+        assert worst > FAR * bound(case), f"{fault}: {worst:.2e} is not far above {bound(case):.2e}"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize("planned", [False, True])
+def test_latents_are_stored_before_they_are_read(planned, tokens):
+    """As a model calls it: by a plan that was made for the layer's one KV head, or without."""
+    case = Case("stored", lengths=(130, 65), tokens=tokens, q_heads=20, **_LATENT)
+    pages, query, kwargs = prepare(case)
+    ends = torch.tensor(case.lengths, dtype=torch.int32)
+    key, value = torch.randn(2, 1, tokens, 96), torch.randn(2, 1, tokens, 24)
+    expected = copy(pages)
+    ops.write(expected, key, value, ends, "reference")
+    answer = attend(case, expected, query, "reference", **kwargs)
+    for row, length in enumerate(case.lengths):
+        poison(pages, row, range(length - tokens, length))
+    pages = map_pages(to_device, pages)
+    table, ends = None, to_device(ends)
+    if planned:
+        rows = ops.plan_rows("triton", DEVICE, 2, 1, rows=case.q_heads)
+        table = torch.empty((rows, 4), dtype=torch.int32, device=DEVICE)
+        ops.make_plan(table, ends, tokens, 0, 0, 1, "triton")
+    spec = AttentionSpec(**kwargs)
+    found = ops.write_and_attend(
+        to_device(query), to_device(key), to_device(value), pages, ends, 0, case.stop, spec,
+        plan=table, backend="triton",
+    )  # fmt: skip
+    assert_same_pool(map_pages(torch.Tensor.cpu, pages), expected)
+    assert errors(found.cpu(), answer).max() <= bound(case)
