@@ -51,9 +51,10 @@ class _Stored:
 def measure(record: Record, sizes: Sizes, _backend: str) -> None:
     """Add rows for each kernel that can be imported, in the cases that goals are about first."""
     found = _contenders(record)
-    mla = latent_kernels.find(record, "flashinfer", "flashinfer.mla")
-    for case in sizes.latents[: sizes.compared] if mla is not None else ():
-        latent_kernels.measure_flashinfer(record, mla, case)
+    if importlib.util.find_spec("flashinfer") is not None:
+        mla = latent_kernels.find(record, "flashinfer", "flashinfer.mla")
+        for case in sizes.latents[: sizes.compared] if mla is not None else ():
+            latent_kernels.measure_flashinfer(record, mla, case)
     others = [case for case in sizes.others if not (case.window or case.softcap)]
     for case in (*sizes.decode, *(case for case in others if case.tokens == 1)):
         for name, (make, dtype, layout, scaled) in found.items():

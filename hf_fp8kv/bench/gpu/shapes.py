@@ -234,7 +234,7 @@ FULL = Sizes(
     served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
     pages=64,
     seconds={
-        "ceilings": 8, "decode": 63, "layer": 14, "end to end": 76, "latent": 25, "others": 20,
+        "ceilings": 8, "decode": 60, "layer": 14, "end to end": 74, "latent": 30, "others": 20,
         "write": 7, "extend": 15, "serving": 18, "other kernels": 9,
     },
 )  # fmt: skip
