@@ -33,6 +33,16 @@ _DENSE_WARNING = (
     "{} asks for something that attention over pages does not support (attention weights, dropout "
     "or a sparse choice of keys): it runs on dense copies of K and V, which is correct but slower"
 )
+_EXPANDS_WARNING = "{} expands all stored latents at each step, which is correct but slower: {}"
+_FOR_GRADIENT = "a gradient is asked for; where none is needed, call the model in torch.no_grad()"
+_FOR_CENTER = (
+    "they have a center, and are values as well, which have none; leave out center_keys=True and "
+    "plans with centers"
+)
+_FOR_PRODUCT = (
+    "kv_b_proj is no product with weights in their dtype; hf_fp8kv.check_model tells, unless this "
+    "is training mode, autocast, or another adapter for each text"
+)
 _NO_GRADIENT = (
     "expected inference, got a training step through stored pages, which have no gradient; call "
     "model.eval(), or train without the cache (use_cache=False)"
@@ -181,9 +191,17 @@ def _latent_attention(
     indices = kwargs.get("indices")
     others = {name: x for name, x in kwargs.items() if name != "indices"}
     tokens, length = query.shape[2], key.shape[2]
+    projections, why = None, ""
     # What is stored has no gradient, but what is expanded has that of its weights.
-    needs_dense = dropout or query.requires_grad or key.k_center is not None or _asks_dense(others)
-    projections = None if needs_dense else latent.find_projections(module, key)
+    if latent.needs_gradient(module, query):
+        why = _FOR_GRADIENT
+    elif key.k_center is not None:
+        why = _FOR_CENTER
+    elif not dropout and not _asks_dense(others):
+        projections, why = latent.find_projections(module, key), _FOR_PRODUCT
+    if projections is None:
+        warning = _EXPANDS_WARNING if why else _DENSE_WARNING
+        warn_once(logger, warning.format(type(module).__name__, why))
     if projections is None or not projections.pays(tokens, length):
         return _dense_attention(module, query, key, value, spec, dropout, kwargs)
     if indices is not None:

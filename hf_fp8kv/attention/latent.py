@@ -148,6 +148,14 @@ def expand(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tens
     return both
 
 
+def needs_gradient(module: Any, query: Tensor) -> bool:
+    """Return whether a gradient is asked for, of queries or of what expands latents."""
+    if not torch.is_grad_enabled():
+        return False
+    weights = getattr(module, _PROJECTION).parameters()
+    return query.requires_grad or any(weight.requires_grad for weight in weights)
+
+
 def find_projections(module: Any, like: Tensor) -> Projections | None:
     """Return the projections of a module for latents like this; None: it has to expand them."""
     projection = getattr(module, _PROJECTION)
@@ -186,6 +194,9 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
         with torch.no_grad():
             unit = torch.eye(rank, dtype=like.dtype, device=like.device)
             return projection(unit).T.contiguous()  # type: ignore[no-any-return]
+    # Such hooks may take arguments of each call, as PEFT's do that choose an adapter for each text.
+    if any(part._forward_pre_hooks_with_kwargs for part in projection.modules()):
+        return None
     tensors = [*projection.parameters(), *projection.buffers()]
     state = _state(projection, tensors, like)
     if known is None or not known.is_of(state, tensors):

@@ -74,7 +74,7 @@ def calibrate(
             and channel ("channel"). "token": none; the cache has one for each token and head, and
             what is made is a plan with its centers (`plan` None is then "measured").
         center: also try to store K minus its mean, and do so where it helps. Only the format
-            "hf_fp8kv" can hold a center.
+            "hf_fp8kv" can hold a center. Latents (MLA) get none, unless a plan by hand says so.
         dtype: the format that scales are chosen for; they can be used for any. None: "fp8_e4m3".
         plan: how each layer is stored, in 8 bits: "measured": in the format, with the rotation and
             the center that cost least; or a plan by hand, of all layers or of each. The scales say

@@ -15,6 +15,7 @@ from hf_fp8kv import FP8PagedCache, check_model, disable, enable, ops
 from hf_fp8kv.attention import latent
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.modeling.model_support import EXPAND
+from hf_fp8kv.utils import warn_once
 from tests.helpers.tiny_models import build, type_names
 
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
@@ -286,6 +287,32 @@ def test_peft(absorbed: list[int]) -> None:
     check_answer(wrapper.get_base_model(), inputs, absorbed)
 
 
+def test_an_adapter_for_each_text(absorbed: list[int]) -> None:
+    """What PEFT does with `adapter_names`: a hook of the call says which, so no weight is right."""
+    model, inputs = build("deepseek_v3")
+    replace_all(model, Adapted)
+    factors = torch.tensor([1.0, -4.0]).view(2, 1, 1, 1)
+
+    class Chosen(Adapted):
+        def forward(self, x: torch.Tensor, factors: Any = 1.0) -> torch.Tensor:
+            return self.base_layer(x) + self.up(self.down(x)) * factors
+
+    def choose(module: Any, args: Any, kwargs: Any) -> Any:
+        return args, {**kwargs, "factors": factors}
+
+    for module in attentions(model):
+        module.kv_b_proj.__class__ = Chosen
+    check_answer(model, inputs, absorbed)
+    hooks = [
+        module.kv_b_proj.register_forward_pre_hook(choose, with_kwargs=True)
+        for module in attentions(model)
+    ]
+    check_answer(model, inputs, absorbed, reads_latents=False)
+    for hook in hooks:
+        hook.remove()
+    check_answer(model, inputs, absorbed)
+
+
 @pytest.mark.parametrize("change", [None, Adapted])
 def test_copies_of_a_model(change: Any, absorbed: list[int]) -> None:
     model, inputs = build("deepseek_v3")
@@ -343,6 +370,52 @@ def test_gradient(absorbed: list[int]) -> None:
             torch.testing.assert_close(got, expected)
     answer(model, inputs, paged(model))
     assert absorbed
+
+
+def test_gradient_of_the_projection_alone(absorbed: list[int]) -> None:
+    """As of adapters of `kv_b_proj` only: queries of the first layer have none."""
+    model, inputs = build("deepseek_v3", num_hidden_layers=1)
+    model.requires_grad_(False)
+    weight = attentions(model)[0].kv_b_proj.weight.requires_grad_()
+
+    def gradient(cache: Any) -> torch.Tensor:
+        weight.grad = None
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+        model(torch.tensor([[5], [9]]), past_key_values=cache).logits.square().sum().backward()
+        return weight.grad
+
+    want = gradient(DynamicCache(config=model.config))
+    model.set_attn_implementation("fp8_paged")
+    torch.testing.assert_close(gradient(paged(model)), want)
+    assert not absorbed
+
+
+def test_why_latents_are_expanded_is_said(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
+    step = torch.tensor([[5], [9]])
+
+    def reasons(**options: Any) -> str:
+        monkeypatch.setattr(warn_once, "_WARNED", set())
+        caplog.clear()
+        cache = paged(model, **options)
+        with torch.no_grad():
+            model(**inputs, past_key_values=cache)
+            model(step, past_key_values=cache)
+        return caplog.text
+
+    assert "latents" not in reasons()
+    assert "they have a center" in reasons(key_dtype="fp8", center_keys=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "latents" not in reasons()
+    replace_all(model, biased)
+    assert "no product with weights" in reasons()
+    model.requires_grad_()
+    cache = paged(model)
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    model(step, past_key_values=cache)
+    assert "a gradient is asked for" in caplog.text
 
 
 RANK, POSITIONS, HEAD = 16, 8, 8
