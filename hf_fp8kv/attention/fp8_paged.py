@@ -123,7 +123,7 @@ def fp8_paged_attention(
         return _engine_attention(module, query, key, value, spec, kwargs), None
     latent.install(module, key)
     if isinstance(key, PagedKV) and isinstance(value, PagedKV):
-        if latent.passes_latents(module):
+        if latent.passes_latents(module, key, value):
             return _latent_attention(module, query, key, value, spec, dropout, kwargs)
         needs_dense = dropout or (not _DENSE_ARGUMENTS.isdisjoint(kwargs) and _asks_dense(kwargs))
         if not needs_dense and _belong_together(key, value):
@@ -335,7 +335,7 @@ def _dense_attention(
     if isinstance(key, PagedKV):
         window, start = window or key.window, key.start
         filled = key.lengths if key.ragged else None
-    is_latent = isinstance(key, PagedKV) and latent.passes_latents(module)
+    is_latent = isinstance(key, PagedKV) and latent.passes_latents(module, key, value)
     key, value = densify(key), densify(value)
     if is_latent:
         key, value = latent.expand(module, key, value)

@@ -129,9 +129,15 @@ def remove_all(model: torch.nn.Module) -> None:
         remove(module)
 
 
-def passes_latents(module: torch.nn.Module) -> bool:
-    """Return whether what this module gives its attention are stored latents, if it is a handle."""
-    return bool(vars(module).get(_PASSES))
+def passes_latents(module: Any, key: Tensor, value: Tensor) -> bool:
+    """Return whether these stored keys and values are latents and positions, left as they are.
+
+    Sparse attention of older versions of transformers stores what latents were expanded to.
+    """
+    if not vars(module).get(_PASSES) or key.shape[1] != 1:
+        return False
+    widths = key.shape[-1], value.shape[-1]
+    return widths == (module.kv_lora_rank, module.qk_rope_head_dim)
 
 
 def _pass_stored(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

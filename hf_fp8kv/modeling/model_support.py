@@ -59,8 +59,22 @@ def caches_latents(config: Any) -> bool:
     model = model_class(config_class)
     name = config_class.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name if model is None else model.__module__)
-    names = [] if module is None else list(vars(module).values())
-    return any(isinstance(kind, type) and hasattr(kind, EXPAND) for kind in names)
+    kinds = [] if module is None else list(vars(module).values())
+    return any(map(_expands_what_is_cached, kinds))
+
+
+def _expands_what_is_cached(kind: Any) -> bool:
+    """Whether attention modules of this class expand what the cache returns.
+
+    Sparse attention of older versions expands first, and caches that.
+    """
+    if not (isinstance(kind, type) and hasattr(kind, EXPAND)):
+        return False
+    try:
+        source = inspect.getsource(kind.forward)  # type: ignore[attr-defined]
+    except (OSError, TypeError, AttributeError):
+        return True
+    return source.find(".update(") < source.find(f".{EXPAND}(")
 
 
 def refusal(kind: type[Any]) -> str:

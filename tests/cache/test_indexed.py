@@ -112,6 +112,8 @@ def test_reset(model, form, ids):
 @every_model
 def test_fork_pickle_and_file(model, form, ids, tmp_path):
     cache = read(model, ids, **form)
+    if hasattr(cache, "position_ids"):
+        pytest.skip("an older version of transformers keeps positions as an attribute of the cache")
     copies = [cache.fork(), pickle.loads(pickle.dumps(cache))]
     if not any(cache.is_linear):  # those have no file format
         cache.save(tmp_path / "cache")
@@ -172,7 +174,7 @@ def test_a_choice_of_tokens_is_refused(ids):
 
 def test_layers_by_name_stay_as_they_are(ids):
     model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
-    cache = FP8PagedCache(model.config, dtype="auto", skip_layers=["indexed_attention"])
+    cache = FP8PagedCache(model.config, dtype="auto", skip_layers=model.config.layer_types[:1])
     assert all(type(layer) is DynamicIndexedLayer for layer in cache.layers)
     with torch.no_grad():
         model(ids, past_key_values=cache)

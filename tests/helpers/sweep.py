@@ -278,7 +278,7 @@ class Watch:
             if query.shape[2] == 1:
                 sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
                 paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
-                latent = passes_latents(module)
+                latent = paged and passes_latents(module, key, value)
                 fused = "fused, latent" if latent else "fused"
                 self.seen[fused if paged and (latent or not sparse) else "dense"] += 1
             return inner(module, query, key, value, *args, **kwargs)
@@ -440,9 +440,11 @@ def markdown(rows: list[Row], command: str) -> str:
         "|---|---|---|---|---|---|---|---|",
         *(_line(row) for row in rows if row.runs),
         "",
-        "fused: attention reads the pages. dense: K and V are expanded first. refused: the model "
-        "does not use transformers' attention registry, so use its own attention, which reads "
-        "the same pages. not switched: `set_attn_implementation` leaves such a model as it is, and "
+        "fused: attention reads the pages. fused, latent: the pages hold latents (MLA), which "
+        "attention reads as keys and values as they are. dense: K and V are expanded first. "
+        "refused: the model does not use transformers' attention registry, so use its own "
+        "attention, which reads the same pages. "
+        "not switched: `set_attn_implementation` leaves such a model as it is, and "
         '`from_pretrained(..., attn_implementation="fp8_paged")` was tried instead.',
         "",
         "## Not run under DynamicCache here",

@@ -221,8 +221,6 @@ CAUSAL_EXTRAS: dict[str, Options] = {
         "num_kv_shared_layers": 2,
     },
     "glm5_next": {
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "indexed_attention"] * 2,
         "linear_head_dim": 16,
         "linear_num_heads": 4,
         "qk_rope_head_dim": 0,
