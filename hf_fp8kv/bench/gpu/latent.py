@@ -119,7 +119,7 @@ def _measure_paged(record: Record, case: Case, kind: Kind, backend: str) -> None
         with poison_memory():
             for step in steps:
                 output = step()
-        if not latent.passes_latents(layers.modules[-1]):
+        if not latent.passes_latents(layers.modules[-1], *handles):
             raise RuntimeError("expected attention to stored latents, got expanded ones")
         error, timed = layers.error(output, *handles), stage.time(steps)
         launches = count_launches(stage, steps[-1])
