@@ -37,6 +37,8 @@ _BLOCK = 128
 def to_ds_mla(cache: FP8PagedCache) -> dict[int, Tensor]:
     """Return the tokens of each layer of latents: uint8 `[B, T, R + R / 32 + 2 * P]`.
 
+    That is all that the layout has: not the keys of an indexer, nor the states of other layers.
+
     Latents stored as `fp8_e4m3` with dynamic scales, not rotated, keep their codes, and a block's
     scale is the token's. Others are rounded to E4M3 here, with the smallest scale of each block.
 
@@ -68,11 +70,13 @@ def from_ds_mla(
         cache_keywords: of `FP8PagedCache`.
 
     Raises:
-        ConfigError: tokens of other layers or sizes.
+        ConfigError: tokens of other layers or sizes, or a model with layers that hold more than
+            latents, which the cache would be without.
     """
     cache = FP8PagedCache(config, **cache_keywords)
     decoder = config.get_text_config(decoder=True)
     layers = {layer.index: layer for layer in cache.paged_layers}
+    _refuse_other_layers(cache)
     _check(tokens, layers, decoder)
     dtype = model_dtype or getattr(config, "dtype", None) or torch.bfloat16
     with torch.no_grad():
@@ -84,6 +88,23 @@ def from_ds_mla(
             if _keeps_codes(layers[index]):
                 _restore_codes(layers[index], codes, scales)
     return cache
+
+
+def _refuse_other_layers(cache: FP8PagedCache) -> None:
+    """Raise ConfigError for a cache whose layers hold what the layout has not."""
+    others = {
+        index: type(layer).__name__
+        for index, layer in enumerate(cache.layers)
+        if not isinstance(layer, PagedLayerBase)
+        or hasattr(layer, "indexer")
+        or layer.sliding_window is not None
+    }
+    if others:
+        raise ConfigError(
+            "from_ds_mla expected a model whose layers hold latents of all tokens and nothing else "
+            f"(no indexer, window, linear or skipped layers), got {others}; FP8PagedCache.save and "
+            "load keep any cache"
+        )
 
 
 def _find_layers(cache: FP8PagedCache) -> dict[int, PagedLayerBase]:

@@ -6,6 +6,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 
 from hf_fp8kv import ConfigError, FP8PagedCache, from_ds_mla, ops, to_ds_mla
 from tests.helpers.assertions import assert_same
+from tests.helpers.tiny_models import build, type_names
 
 CONFIG = DeepseekV3Config(num_hidden_layers=2, kv_lora_rank=256, qk_rope_head_dim=24)
 RANK, POSITIONS, WIDTH = 256, 24, 256 + 8 + 48
@@ -135,3 +136,22 @@ def test_what_cannot_be_read(change, message):
 def test_another_config():
     with pytest.raises(ConfigError, match="kv_lora_rank=None"):
         from_ds_mla(to_ds_mla(filled()[0]), LlamaConfig(num_hidden_layers=2))
+
+
+@pytest.mark.parametrize(
+    ("family", "keywords"),
+    [
+        ("deepseek_v32", {}),
+        ("deepseek_v32", {"max_cache_len": 40}),
+        ("kimi_linear", {}),
+        ("dots3_note_text", {}),
+        ("deepseek_v3", {"skip_layers": [0]}),
+    ],
+)
+def test_models_with_more_than_latents(family, keywords):
+    """What the layout lacks would be missing in the cache, and answers would be others."""
+    if family not in type_names():
+        pytest.skip(f"this version of transformers has no {family}")
+    config = build(family, kv_lora_rank=128)[0].config
+    with pytest.raises(ConfigError, match="latents of all tokens and nothing else"):
+        from_ds_mla({}, config, **keywords)
