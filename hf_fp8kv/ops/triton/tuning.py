@@ -272,14 +272,13 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
     rows, tile, warps, stages = 16, 32, 4, 2
     if workload.exact or workload.width > 512:
         tile, warps, stages = 16, 8, 1
-    elif target.is_nvidia and target.shares.shared < 160 << 10:
-        warps = 8  # one program fits
-    if workload.complete or workload.biased:
-        warps = 8  # of four, registers are short
+    elif target.is_nvidia and (target.family != 9 or workload.complete or workload.biased):
+        # Of 100 KB one program fits; elsewhere registers of four warps are short.
+        warps = 8
     # Where codes are converted by an instruction AMD's compiler does so after they are moved.
     chunks = 4 if workload.moved and not target.is_nvidia and workload.width >= 64 else 1
-    # The merge by the last program would make some spill.
-    last = reads_own_stores(target, warps) and (warps == 8 or target.family == 8)
+    # With four warps the merge by the last program spills.
+    last = target.is_nvidia and warps == 8
     config = LaunchConfig(rows, tile, warps, stages, combine="last" if last else "kernel")
     return _apply_overrides(replace(config, chunks=chunks))
 
