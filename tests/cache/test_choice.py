@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.cache import choice
 from hf_fp8kv.cache.choice import choose_plan, weigh_plans
 from hf_fp8kv.cache.queries import Queries
 from hf_fp8kv.cache.turns import STILL, Turns
@@ -115,6 +116,25 @@ def test_a_cache_that_was_saved_chooses_as_before(way: str, is_empty: bool, tmp_
     for layer, other in zip(again.paged_layers, expected.paged_layers, strict=True):
         assert layer.turns == other.turns
         assert_same(layer.keys.dense(), other.keys.dense())
+
+
+@pytest.mark.parametrize(("share", "is_taken"), [(0.45, True), (0.55, False)])
+def test_another_plan_has_to_cost_less_than_half(
+    share: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of K and of V; relative to the first plan, not to the next best one."""
+    costs = torch.tensor([8.0, 9.0, 7.9, 8.5, 8.0 * share, 7.8])
+
+    def weigh(cost: Any, queries: Any, x: Any, center: Any, plans: Any) -> list[torch.Tensor]:
+        return list(costs[: len(plans)] if center is not None else costs[[0, 4]])
+
+    monkeypatch.setattr(choice, "weigh_plans", weigh)
+    q, k, v = states()
+    plans = PLANS[0], PLANS[1][:2]
+    plan = choose_plan(q, k, v, k[:, -32:].mean(1), plans, DIM**-0.5, None, STILL)
+    assert len(plans[0]) == len(costs)
+    better = LayerPlan(plans[0][4], plans[1][1])
+    assert plan == (better if is_taken else SAFE)
 
 
 def test_too_few_tokens_and_other_numbers_say_nothing() -> None:
