@@ -2,8 +2,9 @@
 
 No model of this kind is small, so this one is random, of DeepSeek V3's code, head sizes and rank,
 with what makes real ones hard to store: singular values that fall off, channels of the latent that
-are larger than others, and positions (RoPE) larger than latents. What other software stores is
-imitated: numbers are rounded before they go to transformers' own cache.
+are larger than others, and positions (RoPE) larger than latents. Every cache gets what a model in
+bfloat16 gives it. What other software stores is imitated: numbers are rounded before they go to
+transformers' own cache.
 """
 
 from collections.abc import Callable
@@ -63,7 +64,16 @@ class RoundedCache(DynamicCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store rounded latents and positions; return all that are stored."""
-        return super().update(*self._rounded(key_states, value_states), *args, **kwargs)
+        rounded = self._rounded(*_round_to_bf16(key_states, value_states))
+        return super().update(*rounded, *args, **kwargs)
+
+
+class _PagedBf16(FP8PagedCache):
+    """This package's cache, of latents and positions that are bfloat16 numbers."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store them; return all that are stored."""
+        return super().update(*_round_to_bf16(key_states, value_states), *args, **kwargs)
 
 
 def _to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
@@ -168,12 +178,10 @@ def _report_call(report: Callable[[str, int], None], model: str, cache: str, tok
 def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
     config: Any = model.config
     return {
-        DEFAULT: partial(FP8PagedCache, config),
+        DEFAULT: partial(_PagedBf16, config),
         **{name: partial(RoundedCache, config, rounded) for name, (_, rounded) in IMITATED.items()},
         **{
-            f"latents {k}, positions {v}": partial(
-                FP8PagedCache, config, plan=LayerPlan.parse(k, v)
-            )
+            f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))
             for k, v in PLANS
         },
     }
