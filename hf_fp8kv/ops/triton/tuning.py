@@ -276,7 +276,11 @@ def _latent_config(target: Target, workload: Workload) -> LaunchConfig:
         # Of 100 KB one program fits; elsewhere registers of four warps are short.
         warps = 8
     # Where codes are converted by an instruction AMD's compiler does so after they are moved.
-    chunks = 4 if workload.moved and not target.is_nvidia and workload.width >= 64 else 1
+    in_chunks = workload.moved and not target.is_nvidia
+    if target.arch == 80 and workload.rotated and warps == 8 and stages > 1:
+        # With the sums of rotation, whole rows of the query would be too many registers.
+        warps, in_chunks = 4, True
+    chunks = 4 if in_chunks and workload.width >= 64 else 1
     # With four warps the merge by the last program spills.
     last = target.is_nvidia and warps == 8
     config = LaunchConfig(rows, tile, warps, stages, combine="last" if last else "kernel")
