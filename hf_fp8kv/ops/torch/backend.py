@@ -22,6 +22,8 @@ __all__ = ["attend", "gather", "write"]
 
 # Tokens of one chunk.
 CHUNK = 512
+# Of few query rows over latents, which are wide: threads then meet less often.
+LATENT_CHUNK, FEW_ROWS = 2048, 256
 
 
 # What decodes the keys of logical pages `first` to `last - 1`: `[B * Hkv, n * S, Dk]`, float32,
@@ -76,7 +78,7 @@ def attend(
     out = q.new_zeros((batch * heads, rows, v_dim))
 
     query_position = lengths[:, None] - tokens + torch.arange(tokens, device=lengths.device)
-    step = max(CHUNK // size, 1)
+    step = max((LATENT_CHUNK if spec.latent and rows <= FEW_ROWS else CHUNK) // size, 1)
     for first in range(low // size, -(-high // size), step):
         last = min(first + step, -(-high // size))
         position = torch.arange(first * size, last * size, device=lengths.device)
