@@ -283,12 +283,6 @@ def _attend_keys(
 
 
 @triton.jit
-def scale_of_values(tensors, FEATURES: tl.constexpr):
-    """Return a pointer to the static scales of the values, or None."""
-    return tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
-
-
-@triton.jit
 def finish(
     acc, m_i, l_i, sinks_ptr, static_scale_ptr, h, head, out_factor, SHAPE: tl.constexpr,
     SWAPPED: tl.constexpr,

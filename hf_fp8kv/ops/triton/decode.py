@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import AttentionArgs, prepare
-from .attention import attend_rows, finish, scale_of_values
+from .attention import attend_rows, finish
 from .encoder import encoder_for
 from .plan import Partial, make_partial, make_plan, max_parts, plan_rows
 from .softmax import of_others, of_rows
@@ -257,7 +257,7 @@ def _decode(
     d = tl.arange(0, SHAPE.out_width)
     real = of_rows(exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
     if slot < 0:
-        scale = scale_of_values(tensors, FEATURES)
+        scale = tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
         out = finish(acc, m_i, l_i, tensors.sinks, scale, h, head, factors.out, SHAPE, SWAPPED)
         place = (b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head
         offset = place.to(tl.int64) * SHAPE.out_dim
@@ -281,7 +281,7 @@ def _decode(
             if done == num_splits - 1:
                 tl.debug_barrier()
                 for some in range(0, ROWS, MERGED_ROWS):
-                    scale = scale_of_values(tensors, FEATURES)
+                    scale = tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
                     _merge_splits(
                         plan_ptr, partial_ptr, stats_ptr, tensors.sinks, scale, out_ptr, b, h,
                         first_row + some, tokens, max_parts, factors.out, SHAPE, MERGED_ROWS,

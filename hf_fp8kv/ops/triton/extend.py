@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..pages import AttentionSpec, Pages
 from .arguments import prepare
-from .attention import attend_rows, finish, scale_of_values
+from .attention import attend_rows, finish
 from .decode import split_kv_decode
 from .softmax import of_others, of_rows
 from .target import cdiv, launch
@@ -86,10 +86,8 @@ def _extend(
         (bias_b, bias_h, bias_t), SHAPE, FEATURES, K_CODEC, V_CODEC, ROWS, TILE, MASKED_TILE,
         STAGES, SWAPPED, CHUNKS,
     )  # fmt: skip
-    out = finish(
-        acc, m_i, l_i, tensors.sinks, scale_of_values(tensors, FEATURES), h, head, factors.out,
-        SHAPE, SWAPPED,
-    )  # fmt: skip
+    scale = tensors.k.static_scale if FEATURES.latent else tensors.v.static_scale
+    out = finish(acc, m_i, l_i, tensors.sinks, scale, h, head, factors.out, SHAPE, SWAPPED)
     d = tl.arange(0, SHAPE.out_width)
     offset = ((b * tokens + t) * (SHAPE.heads * SHAPE.groups) + head).to(tl.int64) * SHAPE.out_dim
     real = of_rows(exists, SWAPPED) & of_others(d < SHAPE.out_dim, SWAPPED)
