@@ -159,7 +159,7 @@ def attend(
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
     if spec.latent:
-        return torch_backend.attend(query, pages, lengths, start, stop, spec, _decode_keys)
+        return torch_backend.attend_decoded(query, pages, lengths, start, stop, spec, _decode_keys)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
     k, v = pages.k, pages.v
     batch, q_heads, tokens, k_dim = query.shape

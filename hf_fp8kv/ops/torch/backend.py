@@ -32,18 +32,22 @@ DecodeKeys = Callable[[Pages, Tensor, int, int], Tensor]
 
 
 def attend(
+    query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
+) -> Tensor:
+    """Return softmax attention, as `reference.attend` up to rounding."""
+    return attend_decoded(query, pages, lengths, start, stop, spec, None)
+
+
+def attend_decoded(
     query: Tensor,
     pages: Pages,
     lengths: Tensor,
     start: int,
     stop: int,
     spec: AttentionSpec,
-    decode_keys: DecodeKeys | None = None,
+    decode_keys: DecodeKeys | None,
 ) -> Tensor:
-    """Return softmax attention, as `reference.attend` up to rounding.
-
-    `decode_keys`: a faster way than that of this file.
-    """
+    """Return what `attend` does; `decode_keys` is a faster way than that of this file, or None."""
     batch, q_heads, tokens, _ = query.shape
     heads, size = pages.heads, pages.page_size
     values = pages.k if spec.latent else pages.v
