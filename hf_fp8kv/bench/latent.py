@@ -17,7 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from ..attention import latent
 from ..attention.fp8_paged import NAME, fp8_paged_attention
 from ..cache.cache import FP8PagedCache
-from .contenders import DYNAMIC, Step, make_row, take_turns
+from .contenders import DYNAMIC, Step, make_row, random_states, take_turns
 
 ABSORBED = "cat + absorbed, bf16"
 PAGED = {f"FP8PagedCache {name}": f"fp8_{name}" for name in ("e4m3", "e3m4")}
@@ -95,9 +95,9 @@ def _measure(
 
 def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, Step]:
     """Return a decode step of each cache with `tokens` stored, checked against the stock one."""
-    query = _random(heads, 1, module.qk_head_dim)
-    new = _random(1, 1, RANK), _random(1, 1, POSITIONS)
-    stored = _random(1, tokens, RANK), _random(1, tokens, POSITIONS)
+    query = random_states(heads, 1, module.qk_head_dim)
+    new = random_states(1, 1, RANK), random_states(1, 1, POSITIONS)
+    stored = random_states(1, tokens, RANK), random_states(1, tokens, POSITIONS)
 
     def step(cache: Cache, attend: Callable[..., Any]) -> torch.Tensor:
         states = module.expand_kv(*cache.update(*new, 0))
@@ -140,7 +140,3 @@ def _check(name: str, found: Any, expected: Any) -> None:
     error = float((found.float() - expected.float()).norm() / expected.float().norm())
     if not error < _TOLERANCE:
         raise RuntimeError(f"{name}: expected absorbed attention, got {error:.1e} relative error")
-
-
-def _random(heads: int, tokens: int, dim: int) -> torch.Tensor:
-    return torch.randn(1, heads, tokens, dim, dtype=torch.bfloat16)

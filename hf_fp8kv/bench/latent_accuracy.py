@@ -20,7 +20,7 @@ from ..attention.switching import paged_attention
 from ..cache.cache import FP8PagedCache
 from ..calibration.divergence import UNQUANTISED, Scores, compare_caches
 from ..formats import FORMATS, LayerPlan
-from ..formats.codec import decode, encode
+from ..formats.codec import round_to_format
 from ..utils.environment import describe_run
 from .reporting import build_table, report_percents, summarize_texts
 
@@ -78,7 +78,7 @@ class _PagedBf16(FP8PagedCache):
 
 def _to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
     scale = amax.clamp(min=1e-30) / _E4M3.max
-    return decode(encode(x / scale, _E4M3), _E4M3) * scale
+    return round_to_format(x / scale, _E4M3) * scale
 
 
 def _amax(*parts: Tensor) -> Tensor:

@@ -503,22 +503,21 @@ def _swap_parts(step: Step, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(latent.Projections, "absorb", lambda *args: absorb(*args).roll(POSITIONS, -1))
 
 
-def _lose_a_page(step: Step, patch: pytest.MonkeyPatch) -> None:
+def _lose(tokens: int, patch: pytest.MonkeyPatch) -> None:
     attend = ops.attend
     patch.setattr(
         ops,
         "attend",
-        lambda q, pages, lengths, *args, **kw: attend(q, pages, lengths - 8, *args, **kw),
+        lambda q, pages, lengths, *args, **kw: attend(q, pages, lengths - tokens, *args, **kw),
     )
+
+
+def _lose_a_page(step: Step, patch: pytest.MonkeyPatch) -> None:
+    _lose(8, patch)
 
 
 def _lose_a_token(step: Step, patch: pytest.MonkeyPatch) -> None:
-    attend = ops.attend
-    patch.setattr(
-        ops,
-        "attend",
-        lambda q, pages, lengths, *args, **kw: attend(q, pages, lengths - 1, *args, **kw),
-    )
+    _lose(1, patch)
 
 
 def _double_scale_of_positions(step: Step, patch: pytest.MonkeyPatch) -> None:

@@ -335,6 +335,18 @@ def test_many_repeats_give_the_same_bits(kind, combine):
             assert torch.equal(again, first), f"repeat {number}, the same plan once more"
 
 
+def _check_attention(kind, case):
+    """Attend by a plan over random pages, in poisoned memory, and compare with the reference."""
+    here = record()
+    pages = pages_for(here.stage, kind, case, 1, 16)[0]
+    query = make_query(here, case)
+    before, plan, ends = make_plan_step(here, case, "triton")
+    before()
+    with torch.no_grad(), poison_memory():
+        found = attend(query, pages, ends, case, plan, "triton")
+    assert check(found, query, pages, case) < TOLERANCE
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -358,14 +370,7 @@ def test_attention_over_many_pages(kind, case):
         )  # fmt: skip
         if min(case.lengths) < case.tokens:
             case = replace(case, lengths=tuple(n + case.tokens for n in case.lengths))
-    here = record()
-    pages = pages_for(here.stage, kind, case, 1, 16)[0]
-    query = make_query(here, case)
-    before, plan, ends = make_plan_step(here, case, "triton")
-    before()
-    with torch.no_grad(), poison_memory():
-        found = attend(query, pages, ends, case, plan, "triton")
-    assert check(found, query, pages, case) < TOLERANCE
+    _check_attention(kind, case)
 
 
 FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
@@ -396,14 +401,7 @@ def latents(case: Case) -> Case:
 )
 @pytest.mark.parametrize("kind", [E3M4, E4M3, BF16], ids=lambda kind: kind.name)
 def test_attention_to_latents(kind, case):
-    case, here = latents(case), record()
-    pages = pages_for(here.stage, kind, case, 1, 16)[0]
-    query = make_query(here, case)
-    before, plan, ends = make_plan_step(here, case, "triton")
-    before()
-    with torch.no_grad(), poison_memory():
-        found = attend(query, pages, ends, case, plan, "triton")
-    assert check(found, query, pages, case) < TOLERANCE
+    _check_attention(kind, latents(case))
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
