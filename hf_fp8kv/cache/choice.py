@@ -8,6 +8,7 @@ queries are also tried where RoPE would have them at other positions. Their prod
 weights, are the same there.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -26,9 +27,10 @@ FEWEST_TOKENS = 32
 # Keys and queries that are looked at: the first keys, which most queries look at; the last; and
 # some from in between.
 _FIRST, _LAST, _BETWEEN, _QUERIES = 16, 112, 128, 16
-# What another plan than the safe one has to cost at most, relative to it. Costs are of the smallest
-# scales, while K's are searched at the write: of E3M4's cost that takes a quarter off Gaussian
-# numbers, and two thirds where two channels are 50 times larger; of int8's, next to nothing.
+# What another plan than the safe one has to cost at most, relative to it, over all heads; no head
+# may cost more than in the safe one, whatever the others gain. Costs are of the smallest scales,
+# while K's are searched at the write: of E3M4's cost that takes a quarter off Gaussian numbers, and
+# two thirds where two channels are 50 times larger; of int8's, next to nothing.
 _GAIN = 0.5
 # Other positions that keys are tried at, as far as the model goes.
 _MOVES = (1024, 4096, 16384)
@@ -78,7 +80,7 @@ def choose_plan(
     k_costs = weigh_plans(Queries.cost_of_keys, queries, k, center, plans[0])
     v_costs = weigh_plans(Queries.cost_of_values, queries, v, None, plans[1])
     costs = torch.stack(k_costs + v_costs).tolist()  # at once: it waits for a GPU
-    if not all(map(math.isfinite, costs)):
+    if not all(map(math.isfinite, itertools.chain(*costs))):
         return None
     count = len(k_costs)
     return LayerPlan(_cheapest(plans[0], costs[:count]), _cheapest(plans[1], costs[count:]))
@@ -98,9 +100,10 @@ def weigh_plans(
     center: Tensor | None,
     plans: Sequence[SidePlan],
 ) -> list[Tensor]:
-    """Return what errors of keys or values `x`, `[..., N, Hkv, D]`, cost in each plan."""
+    """Return what errors of keys or values `x`, `[..., N, Hkv, D]`, cost in each plan: `[Hkv]`."""
+    heads = x.shape[-2]
     if len(plans) == 1:
-        return [x.new_zeros(())]
+        return [x.new_zeros(heads)]
     seen = {False: (queries, x, center)}
     if any(plan.rotated for plan in plans):
         # Nothing is rotated back: rotated queries make the same of it, as does a sum of squares.
@@ -110,7 +113,8 @@ def weigh_plans(
         asked, y, middle = seen[plan.rotated]
         if plan.centered and middle is not None:
             y = y - middle
-        found.append(cost(asked, dynamic_error(y, FORMATS[plan.format]), "head").sum())
+        error = dynamic_error(y, FORMATS[plan.format])
+        found.append(cost(asked, error, "head").reshape(-1, heads).sum(0))
     return found
 
 
@@ -122,9 +126,16 @@ def dynamic_error(x: Tensor, fmt: Format) -> Tensor:
     return rounding_error(x, dynamic_scale(x, fmt).float()[..., None], fmt)
 
 
-def _cheapest(plans: Sequence[SidePlan], costs: Sequence[float]) -> SidePlan:
-    best = min(range(len(plans)), key=costs.__getitem__)
-    return plans[best] if costs[best] < _GAIN * costs[0] else plans[0]
+def _cheapest(plans: Sequence[SidePlan], costs: Sequence[Sequence[float]]) -> SidePlan:
+    """Return the plan that costs least, of those that the first one's heads lose nothing by."""
+    safe, sums = costs[0], [sum(heads) for heads in costs]
+    harmless = [
+        index
+        for index, heads in enumerate(costs)
+        if all(cost <= before for cost, before in zip(heads, safe, strict=True))
+    ]
+    best = min(harmless, key=sums.__getitem__)
+    return plans[best] if sums[best] < _GAIN * sums[0] else plans[0]
 
 
 def _sample(tokens: int, window: int | None) -> Tensor:

@@ -123,7 +123,7 @@ def test_another_plan_has_to_cost_less_than_half(
     share: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of K and of V; relative to the first plan, not to the next best one."""
-    costs = torch.tensor([8.0, 9.0, 7.9, 8.5, 8.0 * share, 7.8])
+    costs = torch.tensor([8.0, 9.0, 7.9, 8.5, 8.0 * share, 7.8])[:, None]
 
     def weigh(cost: Any, queries: Any, x: Any, center: Any, plans: Any) -> list[torch.Tensor]:
         return list(costs[: len(plans)] if center is not None else costs[[0, 4]])
@@ -135,6 +135,23 @@ def test_another_plan_has_to_cost_less_than_half(
     assert len(plans[0]) == len(costs)
     better = LayerPlan(plans[0][4], plans[1][1])
     assert plan == (better if is_taken else SAFE)
+
+
+@pytest.mark.parametrize(("cost", "is_taken"), [(0.9, True), (1.1, False)])
+def test_a_plan_that_harms_one_head_is_not_taken(
+    cost: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much the others gain; the next best one that harms none is."""
+    costs = torch.tensor([[8.0, 1.0], [3.0, 0.9], [0.1, cost]])
+
+    def weigh(ask: Any, queries: Any, x: Any, center: Any, plans: Any) -> list[torch.Tensor]:
+        return list(costs[: len(plans)])
+
+    monkeypatch.setattr(choice, "weigh_plans", weigh)
+    q, k, v = states()
+    plans = PLANS[0][:3], PLANS[1][:1]
+    plan = choose_plan(q, k, v, k[:, -32:].mean(1), plans, DIM**-0.5, None, STILL)
+    assert plan == LayerPlan(plans[0][2 if is_taken else 1], plans[1][0])
 
 
 def test_too_few_tokens_and_other_numbers_say_nothing() -> None:
@@ -156,9 +173,9 @@ def test_a_cost_is_that_of_what_is_read_back() -> None:
     values = weigh_plans(Queries.cost_of_values, found, x, None, plans)
     for plan, cost, of_values in zip(plans, costs, values, strict=True):
         error = read_back(x, plan, center) - x
-        torch.testing.assert_close(cost, found.cost_of_keys(error, "head").sum())
+        torch.testing.assert_close(cost, found.cost_of_keys(error, "head").sum((0, -1)))
         error = read_back(x, plan, torch.zeros(())) - x
-        torch.testing.assert_close(of_values, found.cost_of_values(error, "head").sum())
+        torch.testing.assert_close(of_values, found.cost_of_values(error, "head").sum((0, -1)))
 
 
 def read_back(x: torch.Tensor, plan: SidePlan, center: torch.Tensor) -> torch.Tensor:
