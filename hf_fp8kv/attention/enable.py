@@ -10,11 +10,10 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from ..cache.cache import FP8PagedCache
 from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
-from ..modeling.model_support import refusal
+from ..modeling.model_support import ATTENTION, refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.fingerprint import warn_if_stale
 from . import latent
-from .fp8_paged import NAME
 from .full_rows import install_full_rows, remove_full_rows
 from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
 from .training import prepare_rounding
@@ -70,7 +69,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
         disable(base)
     before = get_implementations(base)
     if base._can_set_attn_implementation():
-        base.set_attn_implementation(NAME)
+        base.set_attn_implementation(ATTENTION)
         latent.install_all(base)
     vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
     vars(base)[_SAVED] = before

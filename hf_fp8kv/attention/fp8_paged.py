@@ -15,6 +15,7 @@ from ..cache.first_write import show_queries
 from ..cache.paged_tensor import PagedKV, densify, pages_of
 from ..cache.stored_rounding import StoredRounding, straight_through
 from ..errors import ConfigError
+from ..modeling.model_support import ATTENTION
 from ..ops import AttentionSpec
 from ..utils.tensors import without_grad
 from ..utils.warn_once import warn_once
@@ -24,7 +25,6 @@ from .masks import additive_mask, causal_mask, complete_mask, fp8_paged_mask, ke
 
 logger = logging.getLogger(__name__)
 
-NAME = "fp8_paged"
 # The attribute of an attention module that rounds its K and V as a cache would (training.py).
 ROUNDING = "_hf_fp8kv_rounding"
 Tensor = torch.Tensor
@@ -60,8 +60,10 @@ def register() -> None:
     hide tokens there, and without a wrapper would do nothing. If it came first, wrap ours here.
     """
     patch = getattr(sys.modules.get("kvpress.attention_patch"), "attention_patch", None)
-    AttentionInterface.register(NAME, patch(fp8_paged_attention) if patch else fp8_paged_attention)
-    AttentionMaskInterface.register(NAME, fp8_paged_mask)
+    AttentionInterface.register(
+        ATTENTION, patch(fp8_paged_attention) if patch else fp8_paged_attention
+    )
+    AttentionMaskInterface.register(ATTENTION, fp8_paged_mask)
 
 
 def fp8_paged_attention(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..cache.paged_tensor import PagedKV
-from ..modeling.model_support import EXPAND
+from ..modeling.model_support import ATTENTION, EXPAND
 
 # An attribute of attention modules: whether they leave stored latents to "fp8_paged".
 _PASSES = "_hf_fp8kv_latent"
@@ -143,7 +143,7 @@ def passes_latents(module: Any, key: Tensor, value: Tensor) -> bool:
 def _pass_stored(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return stored latents as they are, in place of a module's own expansion; expand others."""
     stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
-    if stored and module.config._attn_implementation.startswith("fp8_paged"):
+    if stored and module.config._attn_implementation.startswith(ATTENTION):
         return latent, positions
     return expand(module, latent, positions)
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..cache.stored_rounding import StoredRounding
-from .fp8_paged import NAME, ROUNDING, fp8_paged_attention
+from ..modeling.model_support import ATTENTION
+from .fp8_paged import ROUNDING, fp8_paged_attention
 from .masks import fp8_paged_mask
 
 Roundings = dict[torch.nn.Module, StoredRounding]
@@ -26,7 +27,7 @@ def watched_attention(
         on_attention: called with each attention module that knows its layer, its query, key, value
             and keyword arguments.
     """
-    name = f"{NAME}_watched"
+    name = f"{ATTENTION}_watched"
 
     @functools.wraps(fp8_paged_attention)
     def watch(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +98,7 @@ def paged_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a model use "fp8_paged" for a while, if its attention can be set."""
     before = get_implementations(model)
     if model._can_set_attn_implementation():
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION)
     try:
         yield
     finally:

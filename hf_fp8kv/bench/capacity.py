@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, ContinuousBatchingConfig, PreTrainedConfig
 from transformers.generation.continuous_batching import cache as stock
 
-from ..attention.fp8_paged import NAME
 from ..errors import ConfigError
+from ..modeling.model_support import ATTENTION
 from ..serving.config import ServingConfig
 from ..serving.engines import cache_class, rebind_globals
 from ..serving.engines.common import sizes
@@ -75,7 +75,11 @@ def batching_config(page_size: int, **settings: Any) -> ContinuousBatchingConfig
 
 
 def planned_tokens(
-    config: PreTrainedConfig, memory: int, settings: ServingConfig | None, *, attention: str = NAME
+    config: PreTrainedConfig,
+    memory: int,
+    settings: ServingConfig | None,
+    *,
+    attention: str = ATTENTION,
 ) -> int:
     """Return how many tokens the engine's planner makes room for, in layers of every kind.
 

@@ -15,8 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 from ..attention import latent
-from ..attention.fp8_paged import NAME, fp8_paged_attention
+from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
+from ..modeling.model_support import ATTENTION
 from .contenders import DYNAMIC, Step, make_row, random_states, take_turns
 
 ABSORBED = "cat + absorbed, bf16"
@@ -62,7 +63,7 @@ def make_module(
         hidden_size=256, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=rank,
         qk_rope_head_dim=positions, q_lora_rank=64, num_hidden_layers=layers,
     )  # fmt: skip
-    config._attn_implementation = NAME
+    config._attn_implementation = ATTENTION
     module = DeepseekV3Attention(config, layer).to(torch.bfloat16).eval().requires_grad_(False)
     torch.nn.init.normal_(module.kv_b_proj.weight, std=rank**-0.5)
     latent.install(module)

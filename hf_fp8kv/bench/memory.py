@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, StaticCache
 
-from ..attention.fp8_paged import NAME
 from ..cache.cache import FP8PagedCache
+from ..modeling.model_support import ATTENTION
 from ..utils.environment import describe_run
 from .cpu_memory import make_environment, resident_bytes
 from .reporting import build_table, count_bytes
@@ -115,7 +115,7 @@ def _mebibytes(size: int | None) -> str:
 def make_config(name: str) -> PreTrainedConfig:
     """Return the config of one of `MODELS`."""
     fields = dict(MODELS[name])
-    return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=NAME, **fields)
+    return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=ATTENTION, **fields)
 
 
 def _measure() -> None:

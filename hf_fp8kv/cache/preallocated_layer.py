@@ -11,6 +11,7 @@ import torch
 
 from .. import ops
 from ..errors import ConfigError, OutOfPagesError
+from ..modeling.model_support import ATTENTION
 from ..ops import Pages
 from ..paging.page_pool import zeros
 from ..paging.preallocated_group import PreallocatedGroup
@@ -230,7 +231,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
 
     def _attends_pages(self) -> bool:
         """Whether the model's attention is "fp8_paged", which at the prefill takes short keys."""
-        return getattr(self.config, "_attn_implementation", None) == "fp8_paged"
+        return getattr(self.config, "_attn_implementation", None) == ATTENTION
 
     def _pad(self, fresh: torch.Tensor) -> torch.Tensor:
         """Return fresh keys or values in the width of every other call, as StaticCache does."""

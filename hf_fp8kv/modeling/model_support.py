@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
 
+# The attention function that reads stored pages, as models name it.
+ATTENTION = "fp8_paged"
 # The method of an attention module that expands cached latents to K and V of each head.
 EXPAND = "expand_kv"
 

@@ -9,10 +9,10 @@ import torch
 import transformers
 from torch.utils.hooks import RemovableHandle
 
-from ..attention.fp8_paged import NAME
 from ..attention.masks import engine_step
 from ..attention.switching import get_implementations, set_implementations
 from ..errors import ConfigError
+from ..modeling.model_support import ATTENTION
 from ..ops import choose_backend
 from .config import ServingConfig
 from .engines import StockCache, StockManager, StockMixin, cache_class, rebind_globals
@@ -177,7 +177,7 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             before = get_implementations(model)
             if _is_other_attention(before):
                 vars(model)[_BEFORE] = before
-                model.set_attn_implementation(NAME)
+                model.set_attn_implementation(ATTENTION)
 
     def start(self) -> None:
         """Start the engine's thread; also after `stop`, which put the model's attention back."""
@@ -227,7 +227,7 @@ def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> Non
 
 def _is_other_attention(attention: dict[str, Any]) -> bool:
     """Return whether a model, or a part of it, runs another attention than "fp8_paged"."""
-    return any(name not in (NAME, None) for name in attention.values())
+    return any(name not in (ATTENTION, None) for name in attention.values())
 
 
 def _bind_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention.fp8_paged import NAME
 from ..attention.masks import engine_step
 from ..attention.switching import eval_mode, get_implementations, set_implementations
 from ..errors import ConfigError, Fp8KVError
 from ..formats import AUTO
 from ..modeling.exact_states import exact_states
+from ..modeling.model_support import ATTENTION
 from .config import ServingConfig
 from .engines.common import EngineCache, sizes
 from .layout import LayerPages
@@ -62,7 +62,7 @@ def check_packing(model: PreTrainedModel, chosen: ServingConfig) -> None:
     try:
         with torch.no_grad(), eval_mode(model), exact_states():
             # For both: the model's own may leave something out, such as sdpa a softcap.
-            model.set_attn_implementation(NAME)
+            model.set_attn_implementation(ATTENTION)
             wanted = [
                 model(input_ids=text, use_cache=False).logits[0].float()
                 for text in ids.split(LENGTHS, 1)

@@ -49,6 +49,7 @@ from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case
 from hf_fp8kv.bench.gpu.timing import Stage
 from hf_fp8kv.formats import DISTINCT
 from hf_fp8kv.ops.triton import tuning
+from tests.helpers.wrong_results import five_percent_more, one_not_written
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 ROOT = Path(__file__).parents[2]
@@ -174,10 +175,6 @@ def test_without_a_gpu_it_says_so():
 # -- what is wrong gets no time ------------------------------------------------------------------
 
 
-def _five_percent_more(right):
-    return lambda *args, **kwargs: right(*args, **kwargs) * 1.05
-
-
 def _without_the_last_page(right):
     def wrong(query, pages, lengths, *args, **kwargs):
         return right(query, pages, (lengths - 8).clamp(min=1), *args, **kwargs)
@@ -185,16 +182,7 @@ def _without_the_last_page(right):
     return wrong
 
 
-def _one_not_written(right):
-    def wrong(*args, **kwargs):
-        out = right(*args, **kwargs)
-        out[-1, -1, 0, 0] = torch.nan
-        return out
-
-    return wrong
-
-
-@pytest.mark.parametrize("broken", [_five_percent_more, _without_the_last_page, _one_not_written])
+@pytest.mark.parametrize("broken", [five_percent_more, _without_the_last_page, one_not_written])
 def test_a_wrong_kernel_fails(record, monkeypatch, broken):
     monkeypatch.setattr(ops, "attend", broken(ops.attend))
     for case in TINY.decode:
@@ -203,7 +191,7 @@ def test_a_wrong_kernel_fails(record, monkeypatch, broken):
     assert not record.find("decode")
 
 
-@pytest.mark.parametrize("broken", [_five_percent_more, _one_not_written])
+@pytest.mark.parametrize("broken", [five_percent_more, one_not_written])
 def test_wrong_attention_over_a_cache_fails(record, monkeypatch, broken):
     monkeypatch.setattr(cached, "fp8_paged_attention", broken_pair(broken))
     case = TINY.decode[0]
@@ -260,7 +248,7 @@ def test_memory_that_nobody_wrote_to_is_noticed(record, monkeypatch):
 
 
 def test_wrong_attention_of_others_fails(record, monkeypatch):
-    monkeypatch.setattr(baselines, "_attend_grouped", _five_percent_more(baselines._attend_grouped))
+    monkeypatch.setattr(baselines, "_attend_grouped", five_percent_more(baselines._attend_grouped))
     baselines.measure_decode(record, "decode", TINY.decode[0], compiles=True)
     failed = {row["name"]: "failed" in row for row in record.rows}
     assert failed == {"sdpa math": True, "sdpa math folded": False, "flex": False}
@@ -504,7 +492,7 @@ def test_flashinfer_where_there_is_one(record, monkeypatch):
 
 @pytest.mark.usefixtures("flashinfer")
 def test_wrong_attention_of_a_kernel_of_others_fails(record, monkeypatch):
-    wrong = _five_percent_more(_attend_by_table)
+    wrong = five_percent_more(_attend_by_table)
     monkeypatch.setitem(globals(), "_attend_by_table", wrong)
     other_kernels.measure(record, TINY, "torch")
     failed = {row["name"] for row in record.rows if "failed" in row}

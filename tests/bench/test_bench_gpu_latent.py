@@ -16,6 +16,7 @@ from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case, Heads
 from hf_fp8kv.bench.gpu.timing import Stage
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
+from tests.helpers.wrong_results import five_percent_more, one_not_written
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 E4M3, E3M4 = (next(kind for kind in KINDS if kind.name == name) for name in ("e4m3", "e3m4"))
@@ -50,14 +51,6 @@ def test_every_contender_is_checked_and_measured(record):
     assert moved[goals.STOCK] == moved[goals.ABSORBED] == moved["bf16 pages"] == 140 * 96 + weights
 
 
-def five_percent_more(right):
-    def wrong(*args, **kwargs):
-        out = right(*args, **kwargs)
-        return (out[0] * 1.05, *out[1:]) if isinstance(out, tuple) else out * 1.05
-
-    return wrong
-
-
 @pytest.mark.parametrize(
     ("name", "fails"),
     [
@@ -87,21 +80,12 @@ def _without_positions(right):
     return wrong
 
 
-def _one_not_written(right):
-    def wrong(*args, **kwargs):
-        out = right(*args, **kwargs)
-        out[-1, -1, 0, 0] = torch.nan
-        return out
-
-    return wrong
-
-
 def write_first(query, key, value, pages, lengths, *args, plan, backend):
     ops.write(pages, key, value, lengths, backend)
     return ops.attend(query, pages, lengths, *args, plan=plan, backend=backend)
 
 
-@pytest.mark.parametrize("broken", [_without_the_last_page, _without_positions, _one_not_written])
+@pytest.mark.parametrize("broken", [_without_the_last_page, _without_positions, one_not_written])
 def test_a_wrong_kernel_fails(record, monkeypatch, broken):
     monkeypatch.setattr(ops, "attend", broken(ops.attend))
     monkeypatch.setattr(ops, "write_and_attend", write_first)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from ...modeling.model_support import ATTENTION
 
 # Options of the stock command that ours has itself, or does not need.
 OWN_OPTIONS = ("force_model", "host", "port", "non_blocking")
@@ -31,7 +32,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
     """Raise ConfigError for options of the stock command that would do nothing, or not the same."""
     from transformers.utils import logging as transformers_logging
 
-    if options.get("attn_implementation") not in (None, "fp8_paged"):
+    if options.get("attn_implementation") not in (None, ATTENTION):
         raise ConfigError(
             "--attn-implementation: expected fp8_paged, which reads the pages, got "
             f"{options['attn_implementation']!r}; leave it out"
