@@ -28,6 +28,8 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PROJECTION = "kv_b_proj"
 # What latents come from.
 _NORM = "kv_a_layernorm"
+# Heads that a CPU multiplies at a time, of 16 bits.
+_HEADS = 16
 # Relative RMS up to which a module's own expansion is the one above, in its dtype.
 _CLOSE = 0.02
 # The attributes of PEFT's layers that say what they add.
@@ -52,7 +54,7 @@ class Projections:
         dim = self.key.shape[1]
         batch, heads, tokens, _ = query.shape
         rows = query[..., :dim].transpose(0, 1).reshape(heads, batch * tokens, dim)
-        absorbed = torch.bmm(rows, self.key).view(heads, batch, tokens, -1).transpose(0, 1)
+        absorbed = _multiply(rows, self.key).view(heads, batch, tokens, -1).transpose(0, 1)
         return torch.cat([absorbed, query[..., dim:]], -1)
 
     def expand(self, attended: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class Projections:
         batch, tokens, heads, _ = attended.shape
         columns = attended.permute(2, 3, 0, 1).flatten(2)
         # A CPU multiplies a transposed 16-bit matrix many times slower.
-        return torch.bmm(self.value, columns).permute(2, 0, 1).view(batch, tokens, heads, -1)
+        return _multiply(self.value, columns).permute(2, 0, 1).view(batch, tokens, heads, -1)
 
     def pays(self, tokens: int, length: int) -> bool:
         """Return whether `tokens` queries over a history of `length` take fewer products so.
@@ -72,6 +74,15 @@ class Projections:
         both: int = self.key.shape[1] + self.value.shape[1]
         absorbed = tokens * rank * both + tokens * length * 2 * rank
         return absorbed < length * rank * both + tokens * length * both
+
+
+def _multiply(one: Tensor, other: Tensor) -> Tensor:
+    """Return the products of matrices of each head, `[H, ., .]`."""
+    if not one.is_cpu or one.element_size() > 2 or torch.compiler.is_compiling():
+        return torch.bmm(one, other)
+    # Of 16 bits, torch copies the weights of one half: copies of a few heads stay in the cache.
+    pairs = zip(one.split(_HEADS), other.split(_HEADS), strict=True)
+    return torch.cat([torch.bmm(*pair) for pair in pairs])
 
 
 def install(module: Any, like: Tensor | None = None) -> None:

@@ -423,6 +423,25 @@ def test_why_latents_are_expanded_is_said(caplog: Any, monkeypatch: pytest.Monke
     assert "a gradient is asked for" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [3, 16, 37])
+def test_projections_of_many_heads(heads: int, dtype: torch.dtype) -> None:
+    """Of 16 bits, some heads are multiplied at a time."""
+    generator = torch.Generator().manual_seed(heads)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(dtype)  # noqa: E731
+    weight, query, attended = draw(heads * 20, 24), draw(2, heads, 3, 12), draw(2, 3, heads, 24)
+    projections = latent.Projections(weight, 8, 12)
+    key, value = weight.double().view(heads, 20, 24).split([8, 12], 1)
+    nope, positions = query.split([8, 4], -1)
+    absorbed = torch.einsum("bhtn,hnr->bhtr", nope.double(), key)
+    expanded = torch.einsum("bthr,hvr->bthv", attended.double(), value)
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 64 * torch.finfo(torch.float32).eps}
+    got = projections.absorb(query)
+    torch.testing.assert_close(got[..., :24].double(), absorbed, **close)
+    assert torch.equal(got[..., 24:], positions)
+    torch.testing.assert_close(projections.expand(attended).double(), expanded, **close)
+
+
 RANK, POSITIONS, HEAD = 16, 8, 8
 
 

@@ -25,6 +25,7 @@ from hf_fp8kv.ops.numba import lanes  # noqa: E402
 from hf_fp8kv.ops.torch import backend as torch_backend  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
+from tests.ops import test_ops  # noqa: E402
 from tests.ops.test_ops import copy, map_pages, with_scales  # noqa: E402
 
 pytestmark = pytest.mark.text
@@ -77,6 +78,15 @@ def test_threads_give_one_result():
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
     for _ in range(50):
         assert_same(attend(pages, query, 700), first)
+
+
+@pytest.mark.usefixtures("many_threads")
+@pytest.mark.parametrize("case", test_ops.LATENTS, ids=str)
+def test_threads_share_latents(case):
+    pages, query, kwargs = test_ops.prepare(case)
+    expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+    found = test_ops.attend(case, pages, query, "numba", **kwargs)
+    assert test_ops.errors(found, expected).max() <= test_ops.bound(case)
 
 
 @pytest.mark.usefixtures("many_threads")

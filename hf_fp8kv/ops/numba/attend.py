@@ -13,6 +13,7 @@ import numpy as np
 
 from .arithmetic import div, fma, mul, splat, sum_lanes
 from .lanes import LANES, STAMP, Call, Floats, jit, kernel
+from .latent import JUMP, add_latents, count_vectors, multiply_latents, turn_queries
 from .memory import (
     F32,
     address_of,
@@ -47,6 +48,7 @@ ATTEND = Record(
     ("", "causal window scaling:f8 softcap:f8"),
     ("", TABLE),
     ("k_", STORED), ("k_", DECODING), ("v_", STORED), ("v_", DECODING),
+    ("", "latent"), ("p_", STORED), ("p_", DECODING),  # where K holds latents: their positions
     ("q_", STRIDED),
     ("", "sinks sinks_kind"),
     ("mask_", STRIDED), ("bias_", STRIDED), ("more_", STRIDED),
@@ -59,30 +61,46 @@ ATTEND = Record(
 def _load_queries(c: Call, sequence: int, head: int, token: int, rows: int, s: Scratch) -> None:
     """Load rows of `s.q`: the queries times `scaling` and all that K's codes lack.
 
-    Row i is query token `token + i // G` of query head `head * G + i % G`.
+    Row i is query token `token + i // G` of query head `head * G + i % G`. Of latents, the part of
+    their positions follows, at the next whole vector.
     """
     groups = c.q_heads // c.heads
     width = width_of(c.q_dtype)
-    scaling, factor = splat(np.float32(c.scaling)), splat(np.float32(c.k_factor))
     for row in range(rows):
         source = c.q_data + sequence * c.q_b + (head * groups + row % groups) * c.q_h
         source += (token + row // groups) * c.q_t
-        line = address_of(s.q[row])
-        sum_ = splat(np.float32(0))
-        for i in range(0, c.k_dim, LANES):
-            count = c.k_dim - i
-            x = mul(load_as(source + width * i, c.q_dtype, count), scaling)
-            if c.k_center:
-                center = c.k_center + 4 * ((sequence * c.heads + head) * c.k_dim + i)
-                sum_ = fma(x, load_as(center, F32, count), sum_)
-            store(line + 4 * i, mul(x, factor))
-        if c.k_rotation:
-            rotate_line(line, c.k_dim, c.k_rotation)
-        if c.k_static_scale:
-            for i in range(0, c.k_dim, LANES):
-                scale = load_as(c.k_static_scale + 4 * (head * c.k_dim + i), F32, c.k_dim - i)
-                store(line + 4 * i, mul(load(line + 4 * i), scale))
-        s.offset[row] = sum_lanes(sum_)
+        line, to = address_of(s.q[row]), head * c.k_dim
+        center = c.k_center + 4 * (sequence * c.heads * c.k_dim + to) if c.k_center else 0
+        scale = c.k_static_scale + 4 * to if c.k_static_scale else 0
+        s.offset[row] = _load_query(
+            c, source, c.k_dim, line, c.k_factor, center, c.k_rotation, scale
+        )
+        if c.latent:
+            source, line = source + width * c.k_dim, line + 4 * count_vectors(c.k_dim) * LANES
+            scale = c.p_static_scale + 4 * head * c.p_dim if c.p_static_scale else 0
+            _load_query(c, source, c.p_dim, line, c.p_factor, 0, c.p_rotation, scale)
+
+
+@jit
+def _load_query(
+    c: Call, source: int, dim: int, to: int, factor: float, center: int, rotation: int, scales: int
+) -> float:
+    """Load `dim` numbers of a query, and return their product with a center, if there is one."""
+    width, scaling = width_of(c.q_dtype), splat(np.float32(c.scaling))
+    factors = splat(np.float32(factor))
+    sum_ = splat(np.float32(0))
+    for i in range(0, dim, LANES):
+        x = mul(load_as(source + width * i, c.q_dtype, dim - i), scaling)
+        if center:
+            sum_ = fma(x, load_as(center + 4 * i, F32, dim - i), sum_)
+        store(to + 4 * i, mul(x, factors))
+    if rotation:
+        rotate_line(to, dim, rotation)
+    if scales:
+        for i in range(0, dim, LANES):
+            store(to + 4 * i, mul(load(to + 4 * i), load_as(scales + 4 * i, F32, dim - i)))
+    product: float = sum_lanes(sum_)
+    return product
 
 
 @jit
@@ -120,11 +138,18 @@ def _attend_tile(
 ) -> None:  # fmt: skip
     """Add positions `low` to `high - 1` to the sums of `rows` rows."""
     count = high - low
-    k_scales, v_scales, logits = address_of(s.k_scales), 0, address_of(s.logits)
-    multiply_keys(c, parts, padded, s)
+    k_scales, v_scales, logits = 0, 0, address_of(s.logits)
     if c.k_token_scales:
+        k_scales = address_of(s.k_scales)
         _load_scales(c, c.k_token_scales, 16, parts, k_scales)
-    if c.k_token_scales or c.k_center or c.softcap != 0:
+    if c.latent:
+        if c.p_token_scales:
+            _load_scales(c, c.p_token_scales - 2, 0, parts, address_of(s.v_scales))
+        multiply_latents(c, parts, padded, s)
+        k_scales = 0  # they are multiplied into what is decoded
+    else:
+        multiply_keys(c, parts, padded, s)
+    if k_scales or c.k_center or c.softcap != 0:
         adjust_logits(c, rows, count, k_scales, s.offset, logits)
     if c.bias_data:
         place = c.bias_data + sequence * c.bias_b + (low - c.start) * width_of(c.bias_dtype)
@@ -141,7 +166,7 @@ def _attend_tile(
         seen_columns = hide_invisible(c, sequence, token, rows, low, count, query, s.seen, s.logits)
     if seen_columns == 0:
         return
-    if c.v_token_scales:
+    if c.v_token_scales and not c.latent:
         v_scales = address_of(s.v_scales)
         _load_scales(c, c.v_token_scales - 2, 0, parts, v_scales)
         if seen_columns < count:
@@ -154,26 +179,44 @@ def _attend_tile(
     if high // c.slots < c.table_columns:
         place = (page_of(c, sequence, high) * c.heads + head) * c.slots + high % c.slots
         soon = c.k_codes + place * c.k_dim * width_of(c.k_kind)
-    multiply_values(c, parts, seen_columns == count, padded, soon, s)
+    if c.latent:
+        add_latents(c, count, seen_columns == count, padded, soon, s)
+    else:
+        multiply_values(c, parts, seen_columns == count, padded, soon, s)
+
+
+@jit
+def _zeros(size: int) -> Floats:
+    """Return so many F32, at the start of a line of a CPU's cache."""
+    x = np.zeros(size + LANES, np.float32)
+    skip = -address_of(x) % 64 // 4
+    return x[skip : skip + size]
 
 
 @jit
 def _make_scratch(c: Call) -> Scratch:
-    rows, lanes = c.work_rows, 1 if c.work_rows == 1 else 4
-    width = (c.k_dim + LANES - 1) // LANES * LANES
-    floats = np.zeros(4 * TILE + max(width, TILE) + LANES, np.float32)
+    rows, lanes = c.work_rows, 1 if c.work_rows == 1 or c.latent else 4
+    vectors, v_dim, turned = count_vectors(c.k_dim), c.v_dim, 0
+    strip, channels = max(vectors * LANES, TILE) + LANES, 0
+    if c.latent:
+        v_dim, vectors = (vectors + 1) * LANES, vectors + count_vectors(c.p_dim)
+        strip, turned, channels = vectors * JUMP // 4, rows * vectors * LANES, LANES
+    scales = np.ones(4 * TILE, np.float32)
     return Scratch(
-        np.zeros((rows, width), np.float32),
-        np.zeros((rows, TILE), np.float32),
+        _zeros(rows * vectors * LANES).reshape(rows, vectors * LANES),
+        _zeros(rows * TILE).reshape(rows, TILE),
         np.zeros(rows, np.float32),
         np.ones(rows, np.float32),
-        floats[: 2 * TILE],
-        floats[2 * TILE : 4 * TILE],
+        scales[: 2 * TILE],
+        scales[2 * TILE :],
         np.zeros(TILE, np.int64),
         np.zeros((TILE, 4), np.int64),
         np.zeros(TILE // LANES, np.int64),
-        floats[4 * TILE :],
-        np.zeros((rows // lanes, c.v_dim, lanes), np.float32),
+        _zeros(strip),
+        _zeros(rows * v_dim).reshape(rows // lanes, v_dim, lanes),
+        _zeros(turned),
+        _zeros(2 * LANES * TILE if c.latent else 0),
+        np.zeros((channels, TILE + LANES), np.float32),
     )
 
 
@@ -244,7 +287,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
             token = block * c.block_tokens
             tokens = min(c.block_tokens, c.tokens - token)
             rows = tokens * (c.q_heads // c.heads)
-            padded = rows if rows == 1 else (rows + 3) // 4 * 4
+            padded = rows if size == 1 else (rows + 3) // 4 * 4
             m_i[:], l_i[:] = NOTHING, 0
 
             length = load_i32(c.lengths + 4 * sequence)
@@ -262,6 +305,8 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
             s.q[:], s.out[:] = 0, 0
             if tile < last:
                 _load_queries(c, sequence, head, token, rows, s)
+                if c.latent:
+                    turn_queries(rows, s)
             while tile < last:
                 begin, end = max(tile * TILE, low), min((tile + 1) * TILE, high)
                 parts = s.parts[: _find_parts(c, sequence, head, begin, end, s.parts)]

@@ -25,6 +25,7 @@ from ..torch import backend as torch_backend
 from . import attend as attention
 from . import gather as gathering
 from . import write as writing
+from .lanes import LANES
 from .memory import F32, HAS_HALF
 from .records import (
     KINDS,
@@ -158,11 +159,10 @@ def attend(
     """Return softmax attention, as `reference.attend` up to rounding."""
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
-    if spec.latent:
-        return torch_backend.attend_decoded(query, pages, lengths, start, stop, spec, _decode_keys)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
-    k, v = pages.k, pages.v
-    batch, q_heads, tokens, k_dim = query.shape
+    scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
+    k, v = pages.k, pages.k if latent else pages.v
+    batch, q_heads, tokens, q_dim = query.shape
     heads, v_dim = pages.heads, v.head_dim
     groups = q_heads // heads
     out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype)
@@ -171,15 +171,16 @@ def attend(
     block = min(tokens, max(attention.BLOCK // groups, 1))
     blocks = -(-tokens // block)
     rows = block * groups
-    rows = rows if rows == 1 else -(-rows // 4) * 4
-    threads = _threads((stop - start) * batch * heads * (k_dim + v_dim) * -(-rows // 4) * blocks)
+    if rows > 1 or latent:
+        least = LANES if latent else 4
+        rows = -(-rows // least) * least
+    threads = _threads((stop - start) * batch * heads * (q_dim + v_dim) * -(-rows // 4) * blocks)
     units = batch * heads * blocks
     splits = 1
     if threads > 1:
         splits = max(1, min((stop - start) // SPLIT, -(-UNITS * threads // units)))
     work = np.empty((units * splits, rows * (2 + v_dim)), np.float32)
 
-    scaling, causal, window, softcap, sinks, mask, bias, bounds, _ = spec
     center = k.center if k.format != AUTO and (softcap or sinks is not None) else None
     more: Tensor | None = None
     if mask is not None and mask.is_floating_point():
@@ -189,12 +190,14 @@ def attend(
     bounds = None if mask is None or bounds is None else no_gaps(bounds)
     bias = None if bias is None else no_gaps(readable_floats(bias))
     sinks = None if sinks is None else readable_floats(sinks.contiguous())
+    second = stored(pages, "v", None), decoding(pages.v.format)
+    values = (stored(pages, "k", None), decoding(k.format)) if latent else second
     call = attention.ATTEND.fill(
         (0, units * splits, batch, q_heads, heads, tokens, start, stop),
         (causal, window, scaling, softcap),
         table(pages.page_size, pages.table, lengths),
         stored(pages, "k", center), decoding(k.format),
-        stored(pages, "v", None), decoding(v.format),
+        *values, (latent,), *second,
         strided(query),
         (address(sinks), F32 if sinks is None else KINDS[sinks.dtype]),
         broadcast(mask), broadcast(bias), broadcast(more),
@@ -204,14 +207,3 @@ def attend(
     _run(attention.attend, threads, call, work)
     attention.finish(call, work)
     return out
-
-
-def _decode_keys(pages: Pages, lengths: Tensor, first: int, last: int) -> Tensor:
-    """Return the latents of some pages as `torch.backend.DecodeKeys` says.
-
-    All query heads share them: most of the time goes to the products, which torch's library does.
-    """
-    k, span = pages.k, (first * pages.page_size, last * pages.page_size)
-    nothing = torch.ones(pages.heads, k.head_dim)
-    pages = pages._replace(k=k._replace(static_scale=nothing, rotated=False))
-    return gather(pages, lengths, "k", *span, torch.float32, ragged=False)

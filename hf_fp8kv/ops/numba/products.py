@@ -27,7 +27,7 @@ from .softmax import TILE
 class Scratch(NamedTuple):
     """What a thread works with: rows, their logits, and what it knows of one tile of positions."""
 
-    q: Floats  # [rows, Dk to a whole vector], float32
+    q: Floats  # [rows, Dk to a whole vector], float32; of latents, positions follow
     logits: Floats  # [rows, TILE], float32; then weights
     offset: Floats  # [rows], float32, the logit of K's center
     alpha: Floats  # [rows], float32: what the older sums are still worth
@@ -36,8 +36,11 @@ class Scratch(NamedTuple):
     seen: Floats  # [TILE], int64: whether some query sees the position
     parts: Floats  # [TILE, 4], int64: page and head, slot, first column, one past the last
     lines: Floats  # [TILE / LANES], int64: where each vector of V's first row is
-    strip: Floats  # [TILE or Dk, and a vector], float32: one decoded row of K or V
-    out: Floats  # [rows / 4, Dv, 4], float32 (or [1, Dv, 1])
+    strip: Floats  # [TILE or Dk, and a vector], float32: one decoded row of K or V; of latents all
+    out: Floats  # [rows / 4, Dv, 4], float32 (or [1, Dv, 1]; of latents [rows, Dv and more, 1])
+    turned: Floats  # [rows / 16, Dk, 16], float32, of latents, as what follows: `q`, transposed
+    columns: Floats  # [TILE, 32], float32: logits of up to 32 rows
+    channels: Floats  # [16, TILE and a vector], float32: decoded channels of positions
 
 
 @jit

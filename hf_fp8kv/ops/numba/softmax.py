@@ -76,14 +76,14 @@ def _tanh(x: Floats) -> Floats:
 
 @jit
 def adjust_logits(c: Call, rows: int, count: int, scales: int, offset: Floats, logits: int) -> None:
-    """Apply dynamic scales, the center's share, and the softcap to logits."""
+    """Apply dynamic scales (0: none), the center's share, and the softcap to logits."""
     cap = splat(np.float32(c.softcap))
     for row in range(rows):
         extra = splat(offset[row])
         for i in range(0, count, LANES):
             place = logits + 4 * (row * TILE + i)
             x = load(place)
-            if c.k_token_scales:
+            if scales:
                 x = mul(x, load(scales + 4 * i))
             if c.k_center:
                 x = add(x, extra)

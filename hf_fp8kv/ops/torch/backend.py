@@ -5,8 +5,6 @@ dense copy of the history ever exists. Bytes are decoded by table look-up (`inde
 torch's own cast from float8 is many times slower on a CPU.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -26,28 +24,10 @@ CHUNK = 512
 LATENT_CHUNK, FEW_ROWS = 2048, 256
 
 
-# What decodes the keys of logical pages `first` to `last - 1`: `[B * Hkv, n * S, Dk]`, float32,
-# neither scaled nor rotated back.
-DecodeKeys = Callable[[Pages, Tensor, int, int], Tensor]
-
-
 def attend(
     query: Tensor, pages: Pages, lengths: Tensor, start: int, stop: int, spec: AttentionSpec
 ) -> Tensor:
     """Return softmax attention, as `reference.attend` up to rounding."""
-    return attend_decoded(query, pages, lengths, start, stop, spec, None)
-
-
-def attend_decoded(
-    query: Tensor,
-    pages: Pages,
-    lengths: Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-    decode_keys: DecodeKeys | None,
-) -> Tensor:
-    """Return what `attend` does; `decode_keys` is a faster way than that of this file, or None."""
     batch, q_heads, tokens, _ = query.shape
     heads, size = pages.heads, pages.page_size
     values = pages.k if spec.latent else pages.v
@@ -86,8 +66,7 @@ def attend_decoded(
     for first in range(low // size, -(-high // size), step):
         last = min(first + step, -(-high // size))
         position = torch.arange(first * size, last * size, device=lengths.device)
-        keys = None if decode_keys is None else decode_keys(pages, lengths, first, last)
-        k, k_scales, v, v_scales = _read(pages, first, last, keys)
+        k, k_scales, v, v_scales = _read(pages, first, last)
         logits = q @ k.transpose(1, 2)
         if k_scales is not None:
             logits *= k_scales
@@ -163,11 +142,9 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _read(
-    pages: Pages, first: int, last: int, keys: Tensor | None
+    pages: Pages, first: int, last: int
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return logical pages `first` to `last - 1`, decoded but not scaled, and dynamic scales.
-
-    `keys`: K, if it is decoded.
 
     K `[B * Hkv, n * S, Dk]`, scales `[B * Hkv, 1, n * S]`, V `[B * Hkv, Dv, n * S]`.
     """
@@ -195,9 +172,9 @@ def _read(
             return codes.float()
         return decode(codes, FORMATS[stored.format])
 
-    k = numbers(pages.k) if keys is None else keys
     v = numbers(pages.v).view(batch * heads, count, pages.v.head_dim, size)
-    return k.view(batch * heads, count * size, -1), k_scales, v.transpose(1, 2).flatten(2), v_scales
+    k = numbers(pages.k).view(batch * heads, count * size, -1)
+    return k, k_scales, v.transpose(1, 2).flatten(2), v_scales
 
 
 def _add_values(out: Tensor, weights: Tensor, v: Tensor, hidden: Tensor, heads: int) -> None:
