@@ -48,11 +48,13 @@ class AttendBatch:
     lengths: torch.Tensor  # [B], int32, tokens stored, this step's among them
     stop: int  # the largest length
     causal: bool  # not for a full ring: it is in no order, and all of it is visible
-    _plans: dict[tuple[str, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def plan(self, backend: str, heads: int, query_heads: int) -> torch.Tensor | None:
+    def plan(
+        self, backend: str, heads: int, query_heads: int, window: int = 0
+    ) -> torch.Tensor | None:
         """Return the plan for `heads` KV heads, made once for all layers; None: no plans."""
-        key = (backend, heads, query_heads)
+        key = (backend, heads, query_heads, window)
         if key not in self._plans:
             device = self.lengths.device
             query_rows = query_heads // heads * self.count
@@ -60,7 +62,7 @@ class AttendBatch:
             plan = None
             if rows is not None:
                 plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths, self.count, 0, 0, heads, backend)
+                ops.make_plan(plan, self.lengths, self.count, window, 0, heads, backend)
             self._plans[key] = plan
         return self._plans[key]
 
