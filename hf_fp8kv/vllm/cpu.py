@@ -140,7 +140,7 @@ class PagedCPUBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        bind_layers(layers, vllm_config, device)
+        bind_layers(layers, vllm_config, kv_cache_spec.block_size, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False

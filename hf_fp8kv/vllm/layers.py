@@ -12,7 +12,7 @@ from ..serving.attend import attend_layer
 from ..serving.config import LayerStorage
 from ..serving.layout import LayerPages, PageLayout
 from ..serving.step import LayerWork
-from .pages import view_pages
+from .pages import check_block_size, view_pages
 from .storage import ModelStorage
 
 
@@ -29,17 +29,21 @@ def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object) -> None
             )
 
 
-def bind_layers(layers: Mapping[str, Any], vllm_config: Any, device: torch.device) -> None:
+def bind_layers(
+    layers: Mapping[str, Any], vllm_config: Any, block_size: int, device: torch.device
+) -> None:
     """Give each attention what its layer is stored with; vLLM calls this before it serves.
 
     Args:
         layers: vLLM's `Attention` modules by their names.
         vllm_config: of the model.
+        block_size: tokens of a block of theirs.
         device: of the pool.
 
     Raises:
         ScaleError, ConfigError: scales or a plan that are not those of the model.
     """
+    check_block_size(block_size)
     model_config = vllm_config.model_config
     config = model_config.hf_text_config
     indices = {name: extract_layer_index(name) for name in layers}

@@ -13,6 +13,15 @@ from ..ops.blocks import address_pages, page_bytes
 from ..serving.layout import LayerPages
 
 
+def check_block_size(slots: int) -> None:
+    """Raise ConfigError for blocks of a number of tokens that pages cannot have."""
+    if slots & (slots - 1) or not 16 <= slots <= 1024:
+        raise ConfigError(
+            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {slots}; "
+            "use --block-size 64"
+        )
+
+
 def view_pages(
     kv_cache: torch.Tensor, dim: int, plan: LayerPlan, *, dynamic: bool, backend: str
 ) -> LayerPages:
@@ -27,14 +36,9 @@ def view_pages(
         backend: which operations will read them, a key of `BACKENDS`.
 
     Raises:
-        ConfigError: blocks of a size or layout that cannot be pages.
+        ConfigError: blocks of a layout that cannot be pages.
     """
     blocks, heads, slots, _ = kv_cache.shape
-    if slots & (slots - 1) or not 16 <= slots <= 1024:
-        raise ConfigError(
-            f"--block-size: expected a power of two from 16 to 1024 tokens, got blocks of {slots}; "
-            "use --block-size 64"
-        )
     layout = page_bytes(heads, slots, dim, dim, torch.uint8, torch.uint8, dynamic)
     size = kv_cache[:1].numel()
     if layout.size != size or not kv_cache[:1].is_contiguous():

@@ -9,7 +9,6 @@ environment variables do not:
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -76,7 +75,9 @@ class ModelStorage:
         return LayerStorage(plan, *(None if x is None else x.to(device) for x in scales))
 
 
-def read_storage(dtype: str, additional_config: object, checkpoint: str, rank: int, size: int) -> ModelStorage:
+def read_storage(
+    dtype: str, additional_config: object, checkpoint: str, rank: int, size: int
+) -> ModelStorage:
     """Return how a model is stored.
 
     Args:
@@ -116,14 +117,3 @@ def _read(
             f"{other} for these scales"
         )
     return ModelStorage(config, dtype)
-
-
-def describe(storage: ModelStorage) -> dict[str, Any]:
-    """Return what is logged once a model is loaded."""
-    scales = storage.config.options.scales
-    return {
-        "dtype": storage.dtype.name,
-        "plan": str(storage.config.options.uniform_plan) if storage.config.options.plan is None
-        else "as the scales say",
-        "scales": "per token and head" if scales is None else repr(scales),
-    }

@@ -1,5 +1,6 @@
 """vLLM on a CPU, in this process; skipped where it is not installed (`make vllm` installs it)."""
 
+import functools
 import gc
 import os
 
@@ -86,10 +87,24 @@ def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, mode
     )  # fmt: skip
 
 
+@functools.cache
+def _override_kernels_once():
+    """Have vLLM replace its Triton kernels now, and not again with each engine.
+
+    It looks through all modules for them, which fails at one of llvmlite's (vLLM 0.32: an object of
+    it has any attribute), once numba is there. A process that serves imports numba after that.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
 @pytest.fixture
 def serve():
     """Return a function that starts vLLM; what it holds is freed after the test."""
     pytest.importorskip("vllm")
+    _override_kernels_once()
     from vllm import LLM
 
     running = []
