@@ -27,6 +27,7 @@ _SIZES = {
 _MODELS = {
     "llama": {},
     "qwen2": {},
+    "qwen3": {},
     "mistral": {"sliding_window": 40},
     "gemma2": {
         "sliding_window": 40, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 32,

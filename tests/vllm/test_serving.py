@@ -98,9 +98,11 @@ def test_a_calibrated_plan(models, prompts, serve, tmp_path):
 
 
 def test_transformers_models_in_vllm(models, prompts, serve):
-    model, folder = models("llama")
+    model, folder = models("qwen3")
+    # First: vLLM changes transformers' class, whose instances of before cannot be called then.
+    expected = generate_here(model, prompts, dtype="fp8_e4m3")
     tokens, _ = generate(serve(folder, "hf_fp8kv_e4m3", model_impl="transformers"), prompts)
-    assert tokens == generate_here(model, prompts, dtype="fp8_e4m3")
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "auto"])
