@@ -8,6 +8,7 @@ before the start of its sequence sees nothing, and its result is not used).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +102,14 @@ class _Entry:
     tokens: int
     first: int  # of the step's tokens
     pages: tuple[_Ints, ...]  # of each kind
+
+
+class _HasTokens(Protocol):
+    @property
+    def tokens(self) -> int: ...
+
+
+_Counted = TypeVar("_Counted", bound=_HasTokens)
 
 
 class EngineStep:
@@ -228,9 +237,9 @@ class _Planner:
 _NONE = np.empty(0, np.int32)
 
 
-def group_by_length(entries: Sequence[_Entry]) -> list[list[_Entry]]:
+def group_by_length(entries: Sequence[_Counted]) -> list[list[_Counted]]:
     """Split requests into sets of about the same number of tokens; those with one are a set."""
-    groups: list[list[_Entry]] = []
+    groups: list[list[_Counted]] = []
     for entry in sorted(entries, key=lambda e: -e.tokens):  # stable: equal ones stay in order
         longest = groups[-1][0].tokens if groups else 0
         alike = longest and entry.tokens >= MIN_LENGTH_RATIO * longest

@@ -104,7 +104,9 @@ class PagedCPUImpl(AttentionImpl):  # type: ignore[misc]
         """Store keys and values `[N, Hkv, D]`; write the attention of `[N, Hq, D]` to `output`."""
         if attn_metadata is None:  # while vLLM measures memory
             return output
-        assert output_scale is None and output_block_scale is None and self.bound is not None
+        assert output_scale is None  # this kind of attention does not say that it can scale
+        assert output_block_scale is None
+        assert self.bound is not None
         if self.shares:
             key = value = None
         self.bound.attend(

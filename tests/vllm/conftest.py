@@ -110,15 +110,16 @@ def serve():
 
     running = []
 
-    def start(folder, dtype, scales=None, **options):
+    def start(folder, kv_cache_dtype, scales=None, **options):
         config = {} if scales is None else {"hf_fp8kv": {"scales": str(scales)}}
         options = {
-            "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 512,
+            "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
+            "max_model_len": 512,
             "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20,
             # Less than the longest prompts: they are prefilled in chunks, beside others.
             "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
         } | options  # fmt: skip
-        llm = LLM(folder, kv_cache_dtype=dtype, additional_config=config, **options)
+        llm = LLM(folder, additional_config=config, **options)
         running.append(llm)
         return llm
 

@@ -22,7 +22,7 @@ class TestWithoutVLLM:
         assert find_dtype("hf_fp8kv_e3m4_static").slot_bytes(64, 64) == 128
 
     def test_unknown_dtype(self):
-        with pytest.raises(ConfigError, match="expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
+        with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
             find_dtype("fp8_e4m3")
 
     def test_unknown_option(self):

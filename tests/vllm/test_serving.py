@@ -137,9 +137,10 @@ def test_stored_bytes_are_those_of_the_cache(models, prompts, serve):
             size = min(32, len(prompt) - start)
             # Block 0 is vLLM's own; the first request gets the others in order.
             ours, theirs = count, count + 1
-            assert torch.equal(
-                pages.k.codes[theirs, :, :size], pool.k[ours, :, :size]
-            ), (index, start)
+            assert torch.equal(pages.k.codes[theirs, :, :size], pool.k[ours, :, :size]), (
+                index,
+                start,
+            )
             assert torch.equal(pages.v.codes[theirs, :, :, :size], pool.v[ours, :, :, :size])
             assert torch.equal(
                 pages.token_scales[theirs, :, :size], pool.token_scales[ours, :, :size]

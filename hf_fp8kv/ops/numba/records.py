@@ -62,12 +62,13 @@ def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     `rotation`: the numbers that are rotated together; 0: they are not.
     """
     side = pages.k if name == "k" else pages.v
-    codes, scales = side.codes, 0
-    if side.is_dynamic:
+    codes, scales, stride = side.codes, 0, 0
+    if side.is_dynamic and pages.token_scales is not None:
         scales = address(pages.token_scales) + 2 * "kv".index(name)
+        stride = pages.token_scales.stride(0) * pages.token_scales.element_size()
     return (
         codes.data_ptr(), codes.stride(0) * codes.element_size(), KINDS[codes.dtype],
-        side.head_dim, scales, 0 if pages.token_scales is None else 2 * pages.token_scales.stride(0),
+        side.head_dim, scales, stride,
         address(side.static_scale), address(center),
         rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip

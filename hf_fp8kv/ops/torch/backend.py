@@ -185,7 +185,7 @@ def _read(
         if stored.is_contiguous():
             return stored.flatten(0, 1).index_select(0, place)
         # Between pages there are other bytes, so that no view has all heads in one row.
-        found = stored.index_select(0, number.reshape(-1)).unflatten(0, (batch, count))
+        found = stored.index_select(0, number.reshape(-1)).view(batch, count, *stored.shape[1:])
         return found.transpose(1, 2).flatten(0, 2)
 
     k_scales = v_scales = None
