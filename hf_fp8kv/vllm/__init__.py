@@ -2,8 +2,8 @@
 
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4
 
-`dtypes.py` has the names, `registration.py` makes vLLM know them, `cpu.py` is the attention.
-Importing this does not import vLLM, of which nothing else in this package depends.
+`dtypes.py` has the names, `registration.py` makes vLLM know them, `cpu.py` and `gpu.py` are the
+attention. Importing this does not import vLLM, of which nothing else in this package depends.
 """
 
 import importlib.util
@@ -31,4 +31,4 @@ def register() -> None:
         return
     from .registration import register_dtypes
 
-    register_dtypes(version)
+    register_dtypes()

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from ..errors import ConfigError
 from ..ops import choose_backend
@@ -13,7 +17,8 @@ from ..serving.config import LayerStorage
 from ..serving.layout import LayerPages, PageLayout
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
-from .storage import ModelStorage
+from .step import plan_step
+from .storage import ModelStorage, read_storage
 
 
 def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object) -> None:
@@ -104,4 +109,97 @@ class BoundLayer:
         attend_layer(
             queries, heads_first(key), heads_first(value), work, pages, self._storage, layout,
             self._backend, window=None, out=out.view(1, *query.shape), **attention,
+        )  # fmt: skip
+
+
+class PagedImpl(AttentionImpl):  # type: ignore[misc]
+    """The attention of one layer over our pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        refuse_unsupported(kv_cache_dtype, attn_type, alibi_slopes)
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
+        self.sinks, self.shares = sinks, kv_sharing_target_layer_name is not None
+        config = get_current_vllm_config()
+        # Here already, so that what cannot be is refused before weights are loaded.
+        self.model = read_storage(
+            kv_cache_dtype, config.additional_config, config.model_config.model,
+            get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
+        )  # fmt: skip
+        self.bound: BoundLayer | None = None
+
+    def do_kv_cache_update(self, *_: Any) -> None:
+        """Do nothing: `forward` stores keys and values and attends in one call."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store keys and values `[N, Hkv, D]`; write the attention of `[N, Hq, D]` to `output`."""
+        if attn_metadata is None:  # while vLLM measures memory
+            return output
+        assert output_scale is None  # this kind of attention does not say that it can scale
+        assert output_block_scale is None
+        assert self.bound is not None
+        if self.shares:
+            key = value = None
+        self.bound.attend(
+            query, key, value, kv_cache, attn_metadata.work, output,
+            scaling=self.scale, softcap=self.softcap, sinks=self.sinks, reach=self.sliding_window,
+        )  # fmt: skip
+        return output
+
+
+class PagedMetadata:
+    """The operations of a step, for a group of layers."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+
+class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """What prepares a step for a group of layers; nothing of it waits for a GPU."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        bind_layers(layers, vllm_config, kv_cache_spec.block_size, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PagedMetadata:
+        """Return the operations of a step."""
+        common = common_attn_metadata
+        requests = common.num_reqs
+        lengths = common.seq_lens[:requests].to(torch.int32)
+        starts = common.query_start_loc_cpu[: requests + 1].numpy()
+        return PagedMetadata(
+            plan_step(
+                starts, lengths, common.block_table_tensor[:requests], common.slot_mapping,
+                self.kv_cache_spec.block_size, common.max_seq_len,
+            )
         )  # fmt: skip

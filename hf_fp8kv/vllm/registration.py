@@ -2,15 +2,51 @@
 
 from typing import Any
 
-from .dtypes import DTYPES
+import torch
+
+from .dtypes import DTYPES, CacheDType
 
 _CPU_BACKEND = "hf_fp8kv.vllm.cpu.PagedCPUBackend"
+_GPU_NAME, _GPU_BACKEND = "HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend"
 
 
-def register_dtypes(version: str) -> None:
-    """Register all dtypes, and the attention of the CPU platform."""
-    _extend_literal()
-    _register_cpu_attention()
+def register_dtypes() -> None:
+    """Register all dtypes, the attention of the CPU platform, and that for GPUs."""
+    from vllm.config import cache
+
+    if hasattr(cache, "register_kv_cache_dtype"):
+        _register_handlers(cache)
+    else:
+        _extend_literal()
+    _register_attention()
+
+
+def _register_handlers(cache: Any) -> None:
+    """Register our names by the hook of vLLM 0.33."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    for name, dtype in DTYPES.items():
+        if cache.get_kv_cache_dtype_handler(name) is None:
+            cache.register_kv_cache_dtype(name)(_make_handler(dtype, KVQuantMode.NONE))
+
+
+def _make_handler(dtype: CacheDType, mode: Any) -> type:
+    """Return a class as `KVCacheDTypeHandler` says.
+
+    `mode`: which of vLLM's own kernels understand the bytes. NONE of them does. Not CUSTOM, which
+    in 0.33.0 has the number of a format of vLLM's (12, OCTAVE_K3V4) and is taken for that.
+    """
+
+    class Handler:
+        name = dtype.name
+
+        def torch_dtype(self) -> torch.dtype:
+            return dtype.torch_dtype
+
+        def quant_mode(self) -> Any:
+            return mode
+
+    return Handler
 
 
 def _extend_literal() -> None:
@@ -33,11 +69,13 @@ def _extend_literal() -> None:
         STR_DTYPE_TO_TORCH_DTYPE[name] = dtype.torch_dtype
 
 
-def _register_cpu_attention() -> None:
+def _register_attention() -> None:
     """Put ours in place of the CPU's attention, to which it hands every other dtype over.
 
-    vLLM's CPU platform accepts no other name than CPU_ATTN.
+    vLLM's CPU platform accepts no other name than CPU_ATTN. For GPUs there is a name of its own.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
+    if not hasattr(AttentionBackendEnum, _GPU_NAME):
+        register_backend(_GPU_NAME, _GPU_BACKEND)

@@ -36,7 +36,7 @@ def plan_step(
         slots: `[N]`, the place of each token: page times page size plus slot (slot mapping);
             below 0: it is not stored.
         page_size: S.
-        longest: at least the largest length.
+        longest: at least the largest length, on the host.
     """
     count = int(starts[-1])
     slots = slots[:count]
@@ -48,6 +48,7 @@ def plan_step(
         pages, ends = pages[written], ends[written]
     sizes = np.diff(starts)
     rows = [_Row(int(r), int(sizes[r]), int(starts[r])) for r in np.flatnonzero(sizes)]
+    longest = min(longest, table.shape[1] * page_size)
     batches = [
         _plan_batch(group, count, lengths, table, longest) for group in group_by_length(rows)
     ]
