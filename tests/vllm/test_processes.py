@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,16 @@ def test_tensor_parallel(models, prompts, tmp_path, ranks):
     assert tokens, run.stderr[-3000:]
     expected = generate_here(model, prompts, scales=scales)
     assert json.loads(tokens[0].removeprefix("TOKENS")) == expected
+
+
+def test_the_example():
+    """A real model, calibrated here; its engine is a process that vLLM starts."""
+    pytest.importorskip("vllm")
+    example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
+    arguments = ["--max-tokens", "512", "--new-tokens", "8"]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    run = subprocess.run(
+        [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
+        timeout=400, check=False,
+    )  # fmt: skip
+    assert run.stdout.count(", the same tokens") == 3, run.stdout[-2000:] + run.stderr[-2000:]
