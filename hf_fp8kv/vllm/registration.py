@@ -77,5 +77,8 @@ def _register_attention() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
+    for name in ("CPU_MLA", "AMX_MLA"):
+        if hasattr(AttentionBackendEnum, name):
+            register_backend(AttentionBackendEnum[name], f"hf_fp8kv.vllm.mla.{name}")
     if not hasattr(AttentionBackendEnum, _GPU_NAME):
         register_backend(_GPU_NAME, _GPU_BACKEND)

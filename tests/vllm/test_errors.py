@@ -132,3 +132,19 @@ class TestWithVLLM:
     def test_block_size(self, models, serve):
         with pytest.raises(ConfigError, match="power of two from 16"):
             serve(models("llama")[1], "hf_fp8kv", block_size=96)
+
+    @pytest.mark.parametrize("name", ["CPU_MLA", "AMX_MLA"])
+    def test_latents(self, name):
+        from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        hf_fp8kv.vllm.register()
+        attention = AttentionBackendEnum[name]
+        with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(cache_dtype="auto"))):
+            assert attention.get_class().__module__.startswith("vllm.")
+        ours = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
+        with (
+            set_current_vllm_config(VllmConfig(cache_config=ours)),
+            pytest.raises(ConfigError, match="got one with latents"),
+        ):
+            attention.get_class()
