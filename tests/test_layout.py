@@ -17,7 +17,7 @@ FLOORS = (
     ("cache",),
     ("attention",),
     ("calibration", "serving"),
-    ("__init__",),
+    ("__init__", "vllm"),
     ("kernel_check",),
     ("bench",),
     ("cli",),

@@ -15,7 +15,8 @@ class StoredSide(NamedTuple):
 
     Attributes:
         codes: uint8 codes, or numbers of the model's dtype when `format` is "auto". Keys are
-            `[P, Hkv, S, Dk]`, values `[P, Hkv, Dv, S]`: transposed inside their page.
+            `[P, Hkv, S, Dk]`, values `[P, Hkv, Dv, S]`: transposed inside their page, which has no
+            gaps. Between pages there may be other bytes, but not for "triton" without addresses.
         static_scale: `[Hkv, D]`, float32, or None.
         center: `[B, Hkv, Dk]`, float32: what was subtracted before storing, or None. Only keys
             have one.

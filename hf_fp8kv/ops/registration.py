@@ -28,7 +28,7 @@ def write(
     """Store new tokens: token `t` of sequence `b` at position `lengths[b] - T + t`.
 
     Args:
-        pages: where to. Codes and dynamic scales are overwritten; `[P, ...]`, contiguous.
+        pages: where to. Codes and dynamic scales are overwritten.
         key: `[B, Hkv, T, Dk]`, any floating dtype, any strides.
         value: `[B, Hkv, T, Dv]`, the same.
         lengths: `[B]`, int32, tokens stored, this call's among them.

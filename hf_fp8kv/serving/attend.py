@@ -18,8 +18,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 def attend_layer(
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
     work: LayerWork,
     pages: LayerPages,
     storage: LayerStorage,
@@ -30,39 +30,51 @@ def attend_layer(
     scaling: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    reach: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Store the keys and values of a step; return the attention, `[1, N, Hq, D]`, zero for padding.
 
     Args:
         query: `[1, Hq, N, D]`; tokens past those of the step are padding.
-        key: `[1, Hkv, N, D]`, and so is `value`.
+        key: `[1, Hkv, N, D]`, and so is `value`; None: another layer has stored them.
+        window: of a layer whose pages are a ring; None: pages are in order.
         sinks: `[Hq]`, or None.
+        reach: with pages in order, how many tokens a query sees, its own the last; 0: all.
+        out: where the result is written, with gaps or without; None: it is made here.
 
     Raises:
         ConfigError: keys or values do not have the sizes of the pages.
     """
-    _check_shapes(key, value, layout)
     tokens = query.shape[2]
-    shape = (1, tokens, query.shape[1], layout.dim)
-    # Padding is never computed, and must not carry NaN into what the model computes of it.
-    out = query.new_empty(shape) if tokens == work.count else query.new_zeros(shape)
+    if out is None:
+        out = query.new_empty((1, tokens, query.shape[1], layout.dim))
+    if tokens > work.count:
+        # Padding is never computed, and must not carry NaN into what the model computes of it.
+        out[:, work.count :] = 0
     # In one launch; in a ring, tokens are not in order. Rows of length 0, padding, store nothing.
-    decodes = backend == "triton" and window is None and work.is_decoding
-    if storage.center is not None and not (decodes and (softcap or sinks is not None)):
-        # In float32, as the operation itself would do it: the same bytes are stored.
-        key = key.float() - storage.center[None, :, None]
+    decodes = backend == "triton" and window is None and work.is_decoding and key is not None
+    new = None
+    if key is not None and value is not None:
+        _check_shapes(key, value, layout)
+        if storage.center is not None and not (decodes and (softcap or sinks is not None)):
+            # In float32, as the operation itself would do it: the same bytes are stored.
+            key = key.float() - storage.center[None, :, None]
+        new = key, value
     # The softmax ignores a constant in all logits of a row, unless some logits do not have it.
     center = storage.center if softcap or sinks is not None else None
-    spec = AttentionSpec(scaling, True, 0, softcap, sinks)
+    spec = AttentionSpec(scaling, True, reach, softcap, sinks)
     layer = _Layer(pages.stored_as(storage), storage, center, spec, window, layout, backend)
     if decodes:
-        layer.attend_batch(query, work.batches[0], out, (key, value))
+        layer.attend_batch(query, work.batches[0], out, new)
         return out
-    layer.write(key, value, work)
+    if new is not None:
+        layer.write(*new, work)
     for batch in work.batches:
         layer.attend_batch(query, batch, out)
     for chunk in work.chunks:
-        layer.attend_chunk(query, key, value, chunk, out)
+        assert new is not None  # engines with rings have no layers without keys of their own
+        layer.attend_chunk(query, *new, chunk, out)
     return out
 
 
@@ -99,7 +111,7 @@ class _Layer:
         key, value = key.permute(2, 1, 0, 3), value.permute(2, 1, 0, 3)
         for start in range(0, count, MAX_BATCH):
             part = slice(start, start + MAX_BATCH)
-            pages = Pages(*self.pages, work.table[part])
+            pages = self.pages.with_table(work.table[part])
             ops.write(pages, key[part], value[part], work.ends[part], self.backend)
 
     def attend(
@@ -132,9 +144,9 @@ class _Layer:
         else:
             chosen = query[0].index_select(1, batch.tokens)
             queries = chosen.view(-1, size, batch.count, query.shape[3]).transpose(0, 1)
-        pages = Pages(*self.pages, batch.table)
+        pages = self.pages.with_table(batch.table)
         spec = self.spec._replace(causal=batch.causal)
-        plan = batch.plan(self.backend, self.layout.heads, queries.shape[1])
+        plan = batch.plan(self.backend, self.layout.heads, queries.shape[1], spec.window)
         if new is not None:
             key, value = (x[:, :, :size].transpose(0, 2) for x in new)
             new = key, value
@@ -158,7 +170,7 @@ class _Layer:
         memory = query.new_zeros(count * self.layout.bytes_per_page, dtype=torch.uint8)
         own = self.layout.carve(memory).stored_as(self.storage)
         table = torch.arange(count, dtype=torch.int32, device=query.device)[None]
-        pages = Pages(*own, table)
+        pages = own.with_table(table)
         position = torch.arange(stop, device=query.device)
         page, slot = position // size, position % size
         _copy_tokens(self.pages, chunk.old, own, (page[:before], slot[:before]))

@@ -11,7 +11,7 @@ import torch
 from ..cache.options import CacheOptions
 from ..errors import ConfigError
 from ..formats import LayerPlan
-from ..ops import StoredSide
+from ..ops import Pages, StoredSide
 from .config import LayerStorage
 
 
@@ -21,6 +21,11 @@ class LayerPages(NamedTuple):
     k: StoredSide
     v: StoredSide
     token_scales: torch.Tensor | None
+    addresses: torch.Tensor | None = None  # as in `Pages`
+
+    def with_table(self, table: torch.Tensor) -> Pages:
+        """Return the pages of sequences that have a block table, `[B, M]`, int32."""
+        return Pages(self.k, self.v, self.token_scales, table, self.addresses)
 
     def stored_as(self, storage: LayerStorage) -> "LayerPages":
         """Return the same pages with the plan and the static scales of a layer."""

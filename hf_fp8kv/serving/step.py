@@ -8,6 +8,7 @@ before the start of its sequence sees nothing, and its result is not used).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,11 +49,13 @@ class AttendBatch:
     lengths: torch.Tensor  # [B], int32, tokens stored, this step's among them
     stop: int  # the largest length
     causal: bool  # not for a full ring: it is in no order, and all of it is visible
-    _plans: dict[tuple[str, int, int], torch.Tensor | None] = field(default_factory=dict)
+    _plans: dict[tuple[str, int, int, int], torch.Tensor | None] = field(default_factory=dict)
 
-    def plan(self, backend: str, heads: int, query_heads: int) -> torch.Tensor | None:
+    def plan(
+        self, backend: str, heads: int, query_heads: int, window: int = 0
+    ) -> torch.Tensor | None:
         """Return the plan for `heads` KV heads, made once for all layers; None: no plans."""
-        key = (backend, heads, query_heads)
+        key = (backend, heads, query_heads, window)
         if key not in self._plans:
             device = self.lengths.device
             query_rows = query_heads // heads * self.count
@@ -60,7 +63,7 @@ class AttendBatch:
             plan = None
             if rows is not None:
                 plan = torch.empty((rows, 4), dtype=torch.int32, device=device)
-                ops.make_plan(plan, self.lengths, self.count, 0, 0, heads, backend)
+                ops.make_plan(plan, self.lengths, self.count, window, 0, heads, backend)
             self._plans[key] = plan
         return self._plans[key]
 
@@ -99,6 +102,14 @@ class _Entry:
     tokens: int
     first: int  # of the step's tokens
     pages: tuple[_Ints, ...]  # of each kind
+
+
+class _HasTokens(Protocol):
+    @property
+    def tokens(self) -> int: ...
+
+
+_Counted = TypeVar("_Counted", bound=_HasTokens)
 
 
 class EngineStep:
@@ -226,9 +237,9 @@ class _Planner:
 _NONE = np.empty(0, np.int32)
 
 
-def group_by_length(entries: Sequence[_Entry]) -> list[list[_Entry]]:
+def group_by_length(entries: Sequence[_Counted]) -> list[list[_Counted]]:
     """Split requests into sets of about the same number of tokens; those with one are a set."""
-    groups: list[list[_Entry]] = []
+    groups: list[list[_Counted]] = []
     for entry in sorted(entries, key=lambda e: -e.tokens):  # stable: equal ones stay in order
         longest = groups[-1][0].tokens if groups else 0
         alike = longest and entry.tokens >= MIN_LENGTH_RATIO * longest

@@ -18,7 +18,6 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, ops, serving
 from hf_fp8kv.attention import masks
 from hf_fp8kv.formats import LayerPlan
-from hf_fp8kv.ops import Pages
 from hf_fp8kv.serving import step as step_module
 from hf_fp8kv.serving.attend import attend_layer
 from hf_fp8kv.serving.config import LayerStorage
@@ -690,7 +689,7 @@ class TestRunning:
         pages = layout.carve(before)
         for row, length in ((0, 11), (1, 7)):
             old = torch.randn(2, 1, 2, length, 16)
-            rows = Pages(*pages.stored_as(storage), table[row : row + 1])
+            rows = pages.stored_as(storage).with_table(table[row : row + 1])
             ops.write(rows, old[0], old[1], torch.tensor([length], dtype=torch.int32), "torch")
         query, (key, value) = torch.randn(1, 6, 3, 16), torch.randn(2, 1, 2, 3, 16)
         found, memories = [], [before.clone(), before.clone()]

@@ -104,29 +104,33 @@ def _load_query(
 
 
 @jit
-def _find_parts(c: Call, sequence: int, head: int, low: int, high: int, parts: Floats) -> int:
+def _find_parts(c: Call, sequence: int, low: int, high: int, parts: Floats) -> int:
     """Split positions `low` to `high - 1` into pages; return how many."""
     pages, begin = 0, low
     while begin < high:
         slot = begin % c.slots
         end = min(begin + c.slots - slot, high)
         part = parts[pages]
-        part[0] = page_of(c, sequence, begin) * c.heads + head
+        part[0] = page_of(c, sequence, begin)
         part[1], part[2], part[3] = slot, begin - low, end - low
         pages, begin = pages + 1, end
     return pages
 
 
 @jit
-def _load_scales(c: Call, pool: int, shift: int, parts: Floats, to: int) -> None:
+def _load_scales(
+    c: Call, pool: int, page: int, shift: int, parts: Floats, head: int, to: int
+) -> None:
     """Load the dynamic scales of the parts, float32, and zeros up to a whole vector.
 
-    They are the lower halves (`shift` 16, K) or the upper ones (0, V) of the words at `pool`.
+    They are the lower halves (`shift` 16, K) or the upper ones (0, V) of the words at `pool`, in
+    which a page has `page` bytes.
     """
     count = parts[-1, 3]
     store(to + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
     for part in parts:
-        source, begin, size = pool + 4 * (part[0] * c.slots + part[1]), part[2], part[3] - part[2]
+        source = pool + part[0] * page + 4 * (head * c.slots + part[1])
+        begin, size = part[2], part[3] - part[2]
         for i in range(0, size, LANES):
             store(to + 4 * (begin + i), load_halves(source + 4 * i, shift, size - i))
 
@@ -141,14 +145,15 @@ def _attend_tile(
     k_scales, v_scales, logits = 0, 0, address_of(s.logits)
     if c.k_token_scales:
         k_scales = address_of(s.k_scales)
-        _load_scales(c, c.k_token_scales, 16, parts, k_scales)
+        _load_scales(c, c.k_token_scales, c.k_scales_page, 16, parts, head, k_scales)
     if c.latent:
         if c.p_token_scales:
-            _load_scales(c, c.p_token_scales - 2, 0, parts, address_of(s.v_scales))
-        multiply_latents(c, parts, padded, s)
+            scales = address_of(s.v_scales)
+            _load_scales(c, c.p_token_scales - 2, c.p_scales_page, 0, parts, head, scales)
+        multiply_latents(c, parts, head, padded, s)
         k_scales = 0  # they are multiplied into what is decoded
     else:
-        multiply_keys(c, parts, padded, s)
+        multiply_keys(c, parts, head, padded, s)
     if k_scales or c.k_center or c.softcap != 0:
         adjust_logits(c, rows, count, k_scales, s.offset, logits)
     if c.bias_data:
@@ -168,7 +173,7 @@ def _attend_tile(
         return
     if c.v_token_scales and not c.latent:
         v_scales = address_of(s.v_scales)
-        _load_scales(c, c.v_token_scales - 2, 0, parts, v_scales)
+        _load_scales(c, c.v_token_scales - 2, c.v_scales_page, 0, parts, head, v_scales)
         if seen_columns < count:
             for column in range(count):
                 if s.seen[column] == 0:
@@ -177,12 +182,13 @@ def _attend_tile(
         rescale(s.alpha, padded, s.out)
     soon = 0
     if high // c.slots < c.table_columns:
-        place = (page_of(c, sequence, high) * c.heads + head) * c.slots + high % c.slots
-        soon = c.k_codes + place * c.k_dim * width_of(c.k_kind)
+        place = head * c.slots + high % c.slots
+        soon = c.k_codes + page_of(c, sequence, high) * c.k_page
+        soon += place * c.k_dim * width_of(c.k_kind)
     if c.latent:
         add_latents(c, count, seen_columns == count, padded, soon, s)
     else:
-        multiply_values(c, parts, seen_columns == count, padded, soon, s)
+        multiply_values(c, parts, head, seen_columns == count, padded, soon, s)
 
 
 @jit
@@ -309,7 +315,7 @@ def _make_kernels(stamp: int) -> tuple[Callable[[Any, Any], None], Callable[[Any
                     turn_queries(rows, s)
             while tile < last:
                 begin, end = max(tile * TILE, low), min((tile + 1) * TILE, high)
-                parts = s.parts[: _find_parts(c, sequence, head, begin, end, s.parts)]
+                parts = s.parts[: _find_parts(c, sequence, begin, end, s.parts)]
                 _attend_tile(
                     c, parts, sequence, head, token, rows, padded, begin, end, length, s, m_i, l_i
                 )

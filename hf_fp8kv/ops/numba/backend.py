@@ -58,7 +58,7 @@ def _plain(pages: Pages) -> Pages:
 
 
 def _plain_side(side: StoredSide) -> StoredSide:
-    assert side.codes.is_contiguous()
+    assert side.codes.is_contiguous() or side.codes[:1].is_contiguous()
     scale, center = side.static_scale, side.center
     if (scale is None or scale.is_contiguous()) and (center is None or center.is_contiguous()):
         return side

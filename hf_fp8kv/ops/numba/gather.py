@@ -65,13 +65,14 @@ def _gather_block(
     width, out_width = width_of(c.kind), width_of(c.out_kind)
     slot, count = begin % c.slots, end - begin
     length = load_i32(c.lengths + 4 * sequence)
-    first = (page_of(c, sequence, begin) * c.heads + head) * c.slots
+    page, first = page_of(c, sequence, begin), head * c.slots
+    codes, scales = c.codes + page * c.page, c.token_scales + page * c.scales_page
     scale = c.static_scale + 4 * head * c.dim if c.static_scale else 0
     center = c.center + 4 * (sequence * c.heads + head) * c.dim if c.center else 0
     line_at, columns = address_of(line), square.shape[1]
     if c.transposed:
         for dim in range(c.dim):
-            source = c.codes + (first * c.dim + dim * c.slots + slot) * width
+            source = codes + (first * c.dim + dim * c.slots + slot) * width
             decode(source, c.kind, code, count, address_of(square[dim]))
     for token in range(count):
         row = (sequence * c.heads + head) * (c.stop - c.start) + begin - c.start + token
@@ -81,11 +82,11 @@ def _gather_block(
             for dim in range(c.dim):
                 line[dim] = flat[dim * columns + token]
         else:
-            decode(c.codes + (first + slot + token) * c.dim * width, c.kind, code, c.dim, line_at)
+            decode(codes + (first + slot + token) * c.dim * width, c.kind, code, c.dim, line_at)
         dynamic = splat(np.float32(1))
         if c.token_scales:
-            raw = load_u8(c.token_scales + 4 * (first + slot + token))
-            raw |= load_u8(c.token_scales + 4 * (first + slot + token) + 1) << 8
+            raw = load_u8(scales + 4 * (first + slot + token))
+            raw |= load_u8(scales + 4 * (first + slot + token) + 1) << 8
             dynamic = splat(np.int32(raw << 16).view(np.float32))
         if c.ragged and begin + token >= length:
             line[:] = 0

@@ -147,14 +147,14 @@ def turn_queries(rows: int, s: Scratch) -> None:
 
 
 @jit
-def _decode_latents(c: Call, parts: Floats, s: Scratch) -> None:
+def _decode_latents(c: Call, parts: Floats, head: int, s: Scratch) -> None:
     """Decode and scale the latents of a tile: vector i of column j is at `i * JUMP + j * _STEP`."""
     code = (c.k_shift, c.k_mask, c.k_nan_mask, c.k_nan_code)
     width, size = width_of(c.k_kind), c.k_dim * width_of(c.k_kind)
     whole = c.k_dim // LANES * LANES
     strip = address_of(s.strip)
     for part in parts:
-        source = c.k_codes + (part[0] * c.slots + part[1]) * size
+        source = c.k_codes + part[0] * c.k_page + (head * c.slots + part[1]) * size
         for column in range(part[2], part[3]):
             scale = splat(s.k_scales[column])
             line = strip + _STEP * column
@@ -173,7 +173,7 @@ def _decode_latents(c: Call, parts: Floats, s: Scratch) -> None:
 
 
 @jit
-def _decode_positions(c: Call, parts: Floats, s: Scratch) -> None:
+def _decode_positions(c: Call, parts: Floats, head: int, s: Scratch) -> None:
     """Decode and scale the positions of a tile, 16 channels at a time, as more vectors of it."""
     code = (c.p_shift, c.p_mask, c.p_nan_mask, c.p_nan_code)
     width, count = width_of(c.p_kind), parts[-1, 3]
@@ -185,8 +185,9 @@ def _decode_positions(c: Call, parts: Floats, s: Scratch) -> None:
         for i in range(min(LANES, c.p_dim - first)):
             line = lines + i * stride
             for part in parts:
-                place = (part[0] * c.p_dim + first + i) * c.slots + part[1]
-                source, size = c.p_codes + place * width, part[3] - part[2]
+                place = (head * c.p_dim + first + i) * c.slots + part[1]
+                source = c.p_codes + part[0] * c.p_page + place * width
+                size = part[3] - part[2]
                 decode(source, c.p_kind, code, size, line + 4 * part[2])
             if c.p_token_scales:
                 for j in range(0, count, LANES):
@@ -222,10 +223,10 @@ def _sum_pairs(vectors: int, query: int, other: int, line: int, to: int) -> None
 
 
 @jit
-def multiply_latents(c: Call, parts: Floats, rows: int, s: Scratch) -> None:
+def multiply_latents(c: Call, parts: Floats, head: int, rows: int, s: Scratch) -> None:
     """Decode a tile, and multiply `rows` queries with its latents and positions."""
-    _decode_latents(c, parts, s)
-    _decode_positions(c, parts, s)
+    _decode_latents(c, parts, head, s)
+    _decode_positions(c, parts, head, s)
     vectors, count = s.q.shape[1] // LANES, parts[-1, 3]
     sums, row = address_of(s.columns), 0
     while row < rows:

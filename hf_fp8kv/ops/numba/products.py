@@ -83,7 +83,7 @@ def _dot1(source: int, kind: int, code: Code, count: int, x: int) -> float:
 
 
 @jit
-def multiply_keys(c: Call, parts: Floats, rows: int, s: Scratch) -> None:
+def multiply_keys(c: Call, parts: Floats, head: int, rows: int, s: Scratch) -> None:
     """Products of `rows` queries (1, or a multiple of 4) with the positions of the parts."""
     code = (c.k_shift, c.k_mask, c.k_nan_mask, c.k_nan_code)
     size = c.k_dim * width_of(c.k_kind)
@@ -92,9 +92,9 @@ def multiply_keys(c: Call, parts: Floats, rows: int, s: Scratch) -> None:
     q, strip, out = address_of(s.q), address_of(s.strip), s.logits
     stride = 4 * s.q.shape[1]
     for part in parts:
-        source = c.k_codes + (part[0] * c.slots + part[1]) * size
+        source = c.k_codes + part[0] * c.k_page + (head * c.slots + part[1]) * size
         v_size = c.v_dim * width_of(c.v_kind)
-        soon = c.v_codes + (part[0] * c.slots + part[1]) * v_size
+        soon = c.v_codes + part[0] * c.v_page + (head * c.slots + part[1]) * v_size
         for column in range(part[2], part[3]):
             for i in range(0, v_size, 64):
                 prefetch(soon + i)
@@ -132,14 +132,14 @@ def rescale(alpha: Floats, rows: int, out: Floats) -> None:
 
 @jit
 def multiply_values(
-    c: Call, parts: Floats, all_seen: bool, rows: int, soon: int, s: Scratch
+    c: Call, parts: Floats, head: int, all_seen: bool, rows: int, soon: int, s: Scratch
 ) -> None:
     """Add weights times V; what no query sees counts as zero even if its bytes are NaN.
 
     `soon` is where the next tile's K begins, or 0: a page is too short for the CPU to guess that.
     """
     count = parts[-1, 3]
-    if c.v_kind == FP8 and rows <= 4 and all_seen and _find_lines(c, parts, s.lines):
+    if c.v_kind == FP8 and rows <= 4 and all_seen and _find_lines(c, parts, head, s.lines):
         _values_direct(c, count, rows, soon, s)
         return
     code = (c.v_shift, c.v_mask, c.v_nan_mask, c.v_nan_code)
@@ -149,7 +149,8 @@ def multiply_values(
     for dim in range(c.v_dim):
         store(strip + 4 * ((count - 1) // LANES * LANES), splat(np.float32(0)))
         for part in parts:
-            source = c.v_codes + ((part[0] * c.v_dim + dim) * c.slots + part[1]) * width
+            place = (head * c.v_dim + dim) * c.slots + part[1]
+            source = c.v_codes + part[0] * c.v_page + place * width
             decode(source, c.v_kind, code, part[3] - part[2], strip + 4 * part[2])
         if not all_seen:
             for column in range(count):
@@ -164,14 +165,15 @@ def multiply_values(
 
 
 @jit
-def _find_lines(c: Call, parts: Floats, lines: Floats) -> bool:
+def _find_lines(c: Call, parts: Floats, head: int, lines: Floats) -> bool:
     """Return whether no vector of a tile crosses pages; `lines` then holds where each starts."""
+    first = c.v_codes + head * c.v_dim * c.slots
     for part in parts:
         if part[2] % LANES or (part[3] % LANES and part[3] != parts[-1, 3]):
             return False
         for column in range(part[2], part[3], LANES):
             slot = part[1] + column - part[2]
-            lines[column // LANES] = c.v_codes + part[0] * c.v_dim * c.slots + slot
+            lines[column // LANES] = first + part[0] * c.v_page + slot
     return True
 
 

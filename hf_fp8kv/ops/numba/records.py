@@ -51,19 +51,24 @@ def table(slots: int, pages: Tensor, lengths: Tensor) -> tuple[int, ...]:
     return slots, pages.data_ptr(), 4 * pages.stride(0), pages.shape[1], lengths.data_ptr()
 
 
-STORED = "codes kind dim token_scales static_scale center rotation"
+STORED = "codes page kind dim token_scales scales_page static_scale center rotation"
 
 
 def stored(pages: Pages, name: str, center: Tensor | None) -> tuple[int, ...]:
     """Return the group `STORED` of "k" or "v".
 
-    `token_scales` is where the first of the side's dynamic scales is, 0 without; the others follow
-    every four bytes. `rotation`: the numbers that are rotated together; 0: they are not.
+    `token_scales` is where the first of the side's dynamic scales is, 0 without; the others of its
+    page follow every four bytes. `page` and `scales_page`: bytes from a page to the next one.
+    `rotation`: the numbers that are rotated together; 0: they are not.
     """
     side = pages.k if name == "k" else pages.v
-    scales = address(pages.token_scales) + 2 * "kv".index(name) if side.is_dynamic else 0
+    codes, scales, stride = side.codes, 0, 0
+    if side.is_dynamic and pages.token_scales is not None:
+        scales = address(pages.token_scales) + 2 * "kv".index(name)
+        stride = pages.token_scales.stride(0) * pages.token_scales.element_size()
     return (
-        side.codes.data_ptr(), KINDS[side.codes.dtype], side.head_dim, scales,
+        codes.data_ptr(), codes.stride(0) * codes.element_size(), KINDS[codes.dtype],
+        side.head_dim, scales, stride,
         address(side.static_scale), address(center),
         rotation_block(side.head_dim) if side.rotated else 0,
     )  # fmt: skip

@@ -160,10 +160,11 @@ def _write_k(
     c: Call, sequence: int, head: int, token: int, page: int, slot: int, work: int
 ) -> None:
     source = c.k_in_data + sequence * c.k_in_b + head * c.k_in_h + token * c.k_in_t
-    place = (page * c.heads + head) * c.slots + slot
+    place = head * c.slots + slot
     width = width_of(c.k_kind)
+    target = c.k_codes + page * c.k_page + place * c.k_dim * width
     if c.k_kind != FP8:
-        _copy_bytes(source, width, c.k_codes + place * c.k_dim * width, width, c.k_dim, width)
+        _copy_bytes(source, width, target, width, c.k_dim, width)
         return
     code = (
         c.k_drop, c.k_rebias, c.k_min_normal, c.k_step, c.k_max_code, c.k_nan_code, c.k_sign_zero,
@@ -172,8 +173,9 @@ def _write_k(
     center = c.k_center + 4 * (sequence * c.heads + head) * c.k_dim if c.k_center else 0
     scale = c.k_static_scale + 4 * head * c.k_dim if c.k_static_scale else 0
     _encode_token(
-        source, c.k_in_dtype, c.k_dim, center, c.k_rotation, scale, c.k_token_scales + 4 * place,
-        True, c.k_max, c.min_scale, code, c.k_unit, c.k_codes + place * c.k_dim, work,
+        source, c.k_in_dtype, c.k_dim, center, c.k_rotation, scale,
+        c.k_token_scales + page * c.k_scales_page + 4 * place, True, c.k_max, c.min_scale, code,
+        c.k_unit, target, work,
     )  # fmt: skip
 
 
@@ -182,9 +184,9 @@ def _write_v(
     c: Call, sequence: int, head: int, token: int, page: int, slot: int, work: int, line: int
 ) -> None:
     source = c.v_in_data + sequence * c.v_in_b + head * c.v_in_h + token * c.v_in_t
-    first = (page * c.heads + head) * c.slots
+    first = head * c.slots
     width = width_of(c.v_kind)
-    target = c.v_codes + (first * c.v_dim + slot) * width
+    target = c.v_codes + page * c.v_page + (first * c.v_dim + slot) * width
     if c.v_kind != FP8:
         _copy_bytes(source, width, target, c.slots * width, c.v_dim, width)
         return
@@ -195,8 +197,8 @@ def _write_v(
     scale = c.v_static_scale + 4 * head * c.v_dim if c.v_static_scale else 0
     _encode_token(
         source, c.v_in_dtype, c.v_dim, 0, c.v_rotation, scale,
-        c.v_token_scales + 4 * (first + slot), False, c.v_max, c.min_scale, code, c.v_unit, line,
-        work,
+        c.v_token_scales + page * c.v_scales_page + 4 * (first + slot), False, c.v_max,
+        c.min_scale, code, c.v_unit, line, work,
     )  # fmt: skip
     _copy_bytes(line, 1, target, c.slots, c.v_dim, 1)
 

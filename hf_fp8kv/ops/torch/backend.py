@@ -158,16 +158,23 @@ def _read(
     head = torch.arange(heads, device=number.device, dtype=torch.int32)[:, None]
     place = (number[:, None] * heads + head).reshape(-1)
 
+    def look_up(stored: Tensor) -> Tensor:
+        if stored.is_contiguous():
+            return stored.flatten(0, 1).index_select(0, place)
+        # Between pages there are other bytes, so that no view has all heads in one row.
+        found = stored.index_select(0, number.reshape(-1)).view(batch, count, *stored.shape[1:])
+        return found.transpose(1, 2).flatten(0, 2)
+
     k_scales = v_scales = None
     if pages.token_scales is not None and (pages.k.is_dynamic or pages.v.is_dynamic):
         # Words of 32 bits, K's scale in the lower half: the upper half of a float32 is a bfloat16.
-        words = pages.token_scales.view(torch.int32).flatten(0, 1).index_select(0, place)
+        words = look_up(pages.token_scales.view(torch.int32))
         words = words.view(batch * heads, 1, -1)
         k_scales = (words << 16).view(torch.float32) if pages.k.is_dynamic else None
         v_scales = (words & -0x10000).view(torch.float32) if pages.v.is_dynamic else None
 
     def numbers(stored: StoredSide) -> Tensor:
-        codes = stored.codes.flatten(0, 1).index_select(0, place)
+        codes = look_up(stored.codes)
         if stored.format == AUTO:
             return codes.float()
         return decode(codes, FORMATS[stored.format])

@@ -1,0 +1,205 @@
+"""The attention of vLLM's layers over pages in its pool: the same on every platform."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType
+
+from ..errors import ConfigError
+from ..ops import choose_backend
+from ..serving.attend import attend_layer
+from ..serving.config import LayerStorage
+from ..serving.layout import LayerPages, PageLayout
+from ..serving.step import LayerWork
+from .pages import check_block_size, view_pages
+from .step import plan_step
+from .storage import ModelStorage, read_storage
+
+
+def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object) -> None:
+    """Raise ConfigError for a kind of attention that our pages are not for."""
+    for what, present in (
+        (f"attention of type {attn_type!r}", attn_type != "decoder"),
+        ("ALiBi", alibi_slopes is not None),
+    ):
+        if present:
+            raise ConfigError(
+                f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got {what}; "
+                "serve this model with --kv-cache-dtype auto"
+            )
+
+
+def bind_layers(
+    layers: Mapping[str, Any], vllm_config: Any, block_size: int, device: torch.device
+) -> None:
+    """Give each attention what its layer is stored with; vLLM calls this before it serves.
+
+    Args:
+        layers: vLLM's `Attention` modules by their names.
+        vllm_config: of the model.
+        block_size: tokens of a block of theirs.
+        device: of the pool.
+
+    Raises:
+        ScaleError, ConfigError: scales or a plan that are not those of the model.
+    """
+    check_block_size(block_size)
+    model_config = vllm_config.model_config
+    config = model_config.hf_text_config
+    indices = {name: extract_layer_index(name) for name in layers}
+    for name, layer in layers.items():
+        impl = layer.impl
+        impl.model.check_layers(
+            indices.values(), config.num_hidden_layers, getattr(config, "model_type", None)
+        )
+        impl.bound = BoundLayer(
+            impl.model, indices[name], impl.num_kv_heads, impl.head_size, model_config.dtype,
+            torch.device(device),
+        )  # fmt: skip
+
+
+class BoundLayer:
+    """One layer: how it is stored, and the pages in vLLM's pool once they are there."""
+
+    def __init__(
+        self, model: ModelStorage, index: int, heads: int, dim: int, dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._dynamic = model.dtype.dynamic
+        self._storage: LayerStorage = model.layer(index, heads, dim, device)
+        self._backend = choose_backend(model.backend, device)
+        self._sizes = heads, dim, dtype
+        self._pool: tuple[torch.Tensor, LayerPages, PageLayout] | None = None
+
+    def _pages(self, kv_cache: torch.Tensor) -> tuple[LayerPages, PageLayout]:
+        if self._pool is None or self._pool[0] is not kv_cache:
+            heads, dim, dtype = self._sizes
+            plan = self._storage.plan
+            pages = view_pages(kv_cache, dim, plan, dynamic=self._dynamic, backend=self._backend)
+            layout = PageLayout(heads, dim, kv_cache.shape[2], plan, dtype, self._dynamic)
+            self._pool = kv_cache, pages, layout
+        return self._pool[1:]
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        work: LayerWork,
+        out: torch.Tensor,
+        **attention: Any,
+    ) -> None:
+        """Store keys and values `[N, Hkv, D]`, and write the attention of queries `[N, Hq, D]`.
+
+        `attention`: scaling, softcap, sinks and reach, as for `attend_layer`.
+        """
+        pages, layout = self._pages(kv_cache)
+
+        def heads_first(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x.transpose(0, 1)[None]
+
+        queries = heads_first(query)
+        assert queries is not None
+        attend_layer(
+            queries, heads_first(key), heads_first(value), work, pages, self._storage, layout,
+            self._backend, window=None, out=out.view(1, *query.shape), **attention,
+        )  # fmt: skip
+
+
+class PagedImpl(AttentionImpl):  # type: ignore[misc]
+    """The attention of one layer over our pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        refuse_unsupported(kv_cache_dtype, attn_type, alibi_slopes)
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
+        self.sinks, self.shares = sinks, kv_sharing_target_layer_name is not None
+        config = get_current_vllm_config()
+        # Here already, so that what cannot be is refused before weights are loaded.
+        self.model = read_storage(
+            kv_cache_dtype, config.additional_config, config.model_config.model,
+            get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
+        )  # fmt: skip
+        self.bound: BoundLayer | None = None
+
+    def do_kv_cache_update(self, *_: Any) -> None:
+        """Do nothing: `forward` stores keys and values and attends in one call."""
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store keys and values `[N, Hkv, D]`; write the attention of `[N, Hq, D]` to `output`."""
+        if attn_metadata is None:  # while vLLM measures memory
+            return output
+        assert output_scale is None  # this kind of attention does not say that it can scale
+        assert output_block_scale is None
+        assert self.bound is not None
+        if self.shares:
+            key = value = None
+        self.bound.attend(
+            query, key, value, kv_cache, attn_metadata.work, output,
+            scaling=self.scale, softcap=self.softcap, sinks=self.sinks, reach=self.sliding_window,
+        )  # fmt: skip
+        return output
+
+
+class PagedMetadata:
+    """The operations of a step, for a group of layers."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+
+class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """What prepares a step for a group of layers; nothing of it waits for a GPU."""
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        bind_layers(layers, vllm_config, kv_cache_spec.block_size, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> PagedMetadata:
+        """Return the operations of a step."""
+        common = common_attn_metadata
+        requests = common.num_reqs
+        lengths = common.seq_lens[:requests].to(torch.int32)
+        starts = common.query_start_loc_cpu[: requests + 1].numpy()
+        return PagedMetadata(
+            plan_step(
+                starts, lengths, common.block_table_tensor[:requests], common.slot_mapping,
+                self.kv_cache_spec.block_size, common.max_seq_len,
+            )
+        )  # fmt: skip

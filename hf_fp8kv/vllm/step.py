@@ -1,0 +1,83 @@
+"""A step of vLLM's scheduler as the operations of `serving.step`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..ops.blocks import upload
+from ..serving.step import AttendBatch, LayerWork, group_by_length
+
+_Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A request of a step: `tokens` of it are new, from the step's token `first` on."""
+
+    number: int
+    tokens: int
+    first: int
+
+
+def plan_step(
+    starts: _Ints, lengths: torch.Tensor, table: torch.Tensor, slots: torch.Tensor,
+    page_size: int, longest: int,
+) -> LayerWork:  # fmt: skip
+    """Return the operations of a step, for all layers of a group.
+
+    Nothing is read from the device: only `starts` and `longest` are numbers on the host.
+
+    Args:
+        starts: `[R + 1]`, the step's first token of each request (query start locations).
+        lengths: `[R]`, int32, tokens stored of each, this step's among them (sequence lengths).
+        table: `[R, M]`, int32, the block table.
+        slots: `[N]`, the place of each token: page times page size plus slot (slot mapping);
+            below 0: it is not stored.
+        page_size: S.
+        longest: at least the largest length, on the host.
+    """
+    count = int(starts[-1])
+    slots = slots[:count]
+    pages = torch.div(slots, page_size, rounding_mode="floor").to(torch.int32)[:, None]
+    ends = (slots % page_size + 1).to(torch.int32)
+    written = None
+    if slots.is_cpu and bool((slots < 0).any()):
+        written = (slots >= 0).nonzero()[:, 0]
+        pages, ends = pages[written], ends[written]
+    sizes = np.diff(starts)
+    rows = [_Row(int(r), int(sizes[r]), int(starts[r])) for r in np.flatnonzero(sizes)]
+    longest = min(longest, table.shape[1] * page_size)
+    batches = [
+        _plan_batch(group, count, lengths, table, longest) for group in group_by_length(rows)
+    ]
+    return LayerWork(written, pages, ends, batches, [], count)
+
+
+def _plan_batch(
+    group: list[_Row], step_tokens: int, lengths: torch.Tensor, table: torch.Tensor, longest: int
+) -> AttendBatch:
+    """Return the operation of requests with about the same number of new tokens."""
+    count = max(row.tokens for row in group)
+    # A step that only decodes is taken as it is: requests are in the order of their tokens.
+    if count == 1 and len(group) == step_tokens:
+        group = sorted(group, key=lambda row: row.first)
+    numbers = np.array([row.number for row in group], np.int64)
+    if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
+        chosen = upload(numbers, lengths.device)
+        lengths, table = lengths.index_select(0, chosen), table.index_select(0, chosen)
+    tokens = used = targets = None
+    if count > 1 or len(group) < step_tokens:
+        # Shorter ones are padded in front: such queries are before the start of their sequence, or
+        # repeat what it already has, and their results are not used.
+        offset = np.arange(count) - count
+        after = np.array([row.first + row.tokens for row in group])[:, None]
+        padding = np.array([row.tokens for row in group])[:, None] + offset < 0
+        places = np.where(padding, after - 1, after + offset).reshape(-1).astype(np.int64)
+        tokens = targets = upload(places, lengths.device)
+        if padding.any():
+            real = np.flatnonzero(~padding).astype(np.int64)
+            used = upload(real, lengths.device)
+            targets = upload(places[real], lengths.device)
+    return AttendBatch(tokens, used, targets, count, table, lengths, longest, causal=count > 1)

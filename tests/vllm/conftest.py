@@ -1,0 +1,152 @@
+"""vLLM on a CPU, in this process; skipped where it is not installed (`make vllm` installs it)."""
+
+import functools
+import gc
+import os
+
+import pytest
+import torch
+
+from hf_fp8kv import FP8PagedCache, KVScales, LayerScales
+
+# Before vLLM is imported. In one process, so that a test sees the pages of the pool.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+LENGTHS = (3, 7, 17, 63, 64, 65, 130, 300)
+NEW_TOKENS = 12
+LAYERS, HEADS, DIM = 2, 2, 32
+
+_SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 256,
+    "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+# What each adds to Llama: biases, a window, softcaps (and windows in every other layer).
+_MODELS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 40},
+    "gemma2": {
+        "sliding_window": 40, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Return a function: the name of a kind of model to a model and the folder it is saved in."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = AutoConfig.for_model(name, **_SIZES, **_MODELS[name])
+            torch.manual_seed(1)
+            model = AutoModelForCausalLM.from_config(config).float().eval()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim > 1:
+                        parameter.mul_(3)  # tokens then depend on what is attended to
+                    elif name == "qwen2":
+                        parameter.add_(torch.randn_like(parameter))
+            folder = tmp_path_factory.mktemp(name)
+            model.save_pretrained(folder)
+            model.set_attn_implementation("fp8_paged")
+            made[name] = model, str(folder)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(3, 256, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def make_scales(granularity, *, centered=False, layers=LAYERS, heads=HEADS, model_type=None):
+    """Return scales that are all different, K's other than V's."""
+    shape = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM)}[granularity]
+    generator = torch.Generator().manual_seed(3)
+
+    def random(low, high, shape=shape):
+        return low + (high - low) * torch.rand(shape, generator=generator)
+
+    return KVScales(
+        {
+            index: LayerScales(
+                random(0.01, 0.02), random(0.03, 0.05),
+                random(-1, 1, (heads, DIM)) if centered else None,
+            )
+            for index in range(layers)
+        },
+        model_type=model_type,
+    )  # fmt: skip
+
+
+@functools.cache
+def _override_kernels_once():
+    """Have vLLM replace its Triton kernels now, and not again with each engine.
+
+    It looks through all modules for them, which fails at one of llvmlite's (vLLM 0.32: an object of
+    it has any attribute), once numba is there. A process that serves imports numba after that.
+    """
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+
+
+@pytest.fixture
+def serve():
+    """Return a function that starts vLLM; what it holds is freed after the test."""
+    pytest.importorskip("vllm")
+    _override_kernels_once()
+    from vllm import LLM
+
+    running = []
+
+    def start(folder, kv_cache_dtype, scales=None, **options):
+        config = {} if scales is None else {"hf_fp8kv": {"scales": str(scales)}}
+        options = {
+            "kv_cache_dtype": kv_cache_dtype, "skip_tokenizer_init": True, "dtype": "float32",
+            "max_model_len": 512,
+            "max_num_seqs": 8, "enforce_eager": True, "kv_cache_memory_bytes": 8 << 20,
+            # Less than the longest prompts: they are prefilled in chunks, beside others.
+            "max_num_batched_tokens": 128, "seed": 0, "block_size": 32,
+        } | options  # fmt: skip
+        llm = LLM(folder, additional_config=config, **options)
+        running.append(llm)
+        return llm
+
+    yield start
+    for llm in running:
+        llm.llm_engine.engine_core.shutdown()
+    running.clear()
+    gc.collect()
+
+
+def generate(llm, prompts, tokens=NEW_TOKENS):
+    """Return vLLM's greedy tokens, and how many of each prompt it had in its prefix cache."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    out = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
+    return [list(x.outputs[0].token_ids) for x in out], [x.num_cached_tokens for x in out]
+
+
+def generate_here(model, prompts, tokens=NEW_TOKENS, **options):
+    """Return the greedy tokens of transformers with `FP8PagedCache(prefill="stored")`."""
+    result = []
+    for prompt in prompts:
+        cache = FP8PagedCache(model.config, prefill="stored", **options)
+        ids = model.generate(
+            torch.tensor([prompt]), past_key_values=cache, max_new_tokens=tokens, do_sample=False,
+            eos_token_id=None,
+        )  # fmt: skip
+        result.append(ids[0, len(prompt) :].tolist())
+    return result

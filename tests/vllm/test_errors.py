@@ -1,0 +1,150 @@
+"""What cannot be served is refused before anything is, with what to do."""
+
+import importlib.metadata
+
+import pytest
+
+import hf_fp8kv.vllm
+from hf_fp8kv.errors import ConfigError, ScaleError
+from hf_fp8kv.vllm.dtypes import DTYPES, find_dtype
+from hf_fp8kv.vllm.storage import read_storage
+
+from .conftest import make_scales
+
+
+def read(dtype, config=None, checkpoint="nowhere", rank=0, size=1):
+    return read_storage(dtype, {"hf_fp8kv": config or {}}, checkpoint, rank, size)
+
+
+class TestWithoutVLLM:
+    def test_names_say_how_many_bytes_a_token_has(self):
+        assert find_dtype("hf_fp8kv_e3m4").slot_bytes(64, 64) == 132
+        assert find_dtype("hf_fp8kv_e3m4_static").slot_bytes(64, 64) == 128
+
+    def test_unknown_dtype(self):
+        with pytest.raises(ConfigError, match=r"expected one of hf_fp8kv, .*got 'fp8_e4m3'"):
+            find_dtype("fp8_e4m3")
+
+    def test_unknown_option(self):
+        with pytest.raises(ConfigError, match="expected a dict of scales and backend"):
+            read("hf_fp8kv", {"scale": 1.0})
+
+    def test_static_scales_for_slots_with_scales(self, tmp_path):
+        make_scales("head").save_pretrained(tmp_path)
+        with pytest.raises(ConfigError, match="use hf_fp8kv_e4m3_static"):
+            read("hf_fp8kv_e4m3", {"scales": str(tmp_path)})
+
+    def test_a_checkpoint_without_scales(self, tmp_path):
+        with pytest.raises(ScaleError, match="expected"):
+            read("hf_fp8kv_static", checkpoint=str(tmp_path))
+
+    def test_scales_of_another_model(self, tmp_path):
+        make_scales("head", model_type="mistral").save_pretrained(tmp_path)
+        model = read("hf_fp8kv_static", {"scales": str(tmp_path)})
+        model.check_layers([0, 1], 2, "mistral")
+        with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
+            model.check_layers([0, 1], 2, "llama")
+        with pytest.raises(ScaleError, match="got none for layers \\[2\\]"):
+            model.check_layers([0, 1, 2], 3, "mistral")
+        with pytest.raises(ScaleError, match="expected layers from 0 to 0"):
+            model.check_layers([0], 1, "mistral")
+
+    def test_scales_of_each_rank(self, tmp_path):
+        """A rank of two has the second half of the heads, a rank of four shares a head."""
+        import torch
+
+        scales = make_scales("head", centered=True)
+        scales.save_pretrained(tmp_path)
+        config = {"scales": str(tmp_path)}
+        for size, rank, head in ((2, 0, 0), (2, 1, 1), (4, 1, 0), (4, 2, 1)):
+            layer = read("hf_fp8kv_static", config, rank=rank, size=size).layer(
+                1, 1, 32, torch.device("cpu")
+            )
+            assert torch.equal(layer.k, scales.layers[1].k[head].expand(1, 32))
+            assert torch.equal(layer.v, scales.layers[1].v[head].expand(1, 32))
+            assert torch.equal(layer.center, scales.layers[1].k_center[head][None])
+
+    def test_no_vllm(self, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        hf_fp8kv.vllm.register()  # imports nothing of vLLM, or it would fail where there is none
+
+    @pytest.mark.parametrize("version", ["0.31.2", "0.34.1", "1.0", "unknown"])
+    def test_another_version_registers_nothing(self, monkeypatch, caplog, version):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+        monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+        monkeypatch.setitem(__import__("sys").modules, "hf_fp8kv.vllm.registration", None)
+        hf_fp8kv.vllm.register()
+        assert f"expected vLLM 0.32.x or 0.33.x, got {version}" in caplog.text
+
+
+class TestWithVLLM:
+    @pytest.fixture(autouse=True)
+    def _vllm(self):
+        pytest.importorskip("vllm")
+
+    def test_registering_again_changes_nothing(self):
+        from vllm.config import CacheConfig, cache
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        hf_fp8kv.vllm.register()
+        names, path = cache.CacheDType.__args__, AttentionBackendEnum.CPU_ATTN.get_path()
+        hf_fp8kv.vllm.register()
+        assert cache.CacheDType.__args__ == names
+        assert AttentionBackendEnum.CPU_ATTN.get_path() == path
+        assert set(DTYPES) <= set(names)
+        assert len(set(names)) == len(names)
+        assert CacheConfig(cache_dtype="hf_fp8kv_e3m4").cache_dtype == "hf_fp8kv_e3m4"
+
+    def test_the_command_line_lists_the_names(self):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        hf_fp8kv.vllm.register()
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parsed = parser.parse_args(["--kv-cache-dtype", "hf_fp8kv_e3m4"])
+        assert parsed.kv_cache_dtype == "hf_fp8kv_e3m4"
+
+    def test_another_dtype_is_vllms_own(self, models, prompts, serve):
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        _, folder = models("llama")
+        llm = serve(folder, "auto")
+        layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+        assert {type(layer.impl) for layer in layers.values()} == {CPUAttentionBackendImpl}
+
+    def test_an_unknown_dtype(self, models, serve):
+        with pytest.raises(ValueError, match="hf_fp8kv_e3m4"):
+            serve(models("llama")[1], "hf_fp8kv_e9m9")
+
+    @pytest.mark.parametrize(
+        ("scales", "message"),
+        [
+            ({"layers": 3}, "expected layers from 0 to 1"),
+            ({"heads": 4}, "expected 2 heads, got 4"),
+            ({"model_type": "mistral"}, "expected scales of a 'llama' model"),
+        ],
+    )
+    def test_scales_of_another_model(self, models, serve, tmp_path, scales, message):
+        make_scales("head", **scales).save_pretrained(tmp_path)
+        with pytest.raises(ScaleError, match=message):
+            serve(models("llama")[1], "hf_fp8kv_static", tmp_path)
+
+    def test_block_size(self, models, serve):
+        with pytest.raises(ConfigError, match="power of two from 16"):
+            serve(models("llama")[1], "hf_fp8kv", block_size=96)
+
+    @pytest.mark.parametrize("name", ["CPU_MLA", "AMX_MLA"])
+    def test_latents(self, name):
+        from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        hf_fp8kv.vllm.register()
+        attention = AttentionBackendEnum[name]
+        with set_current_vllm_config(VllmConfig(cache_config=CacheConfig(cache_dtype="auto"))):
+            assert attention.get_class().__module__.startswith("vllm.")
+        ours = CacheConfig(cache_dtype="hf_fp8kv_e3m4")
+        with (
+            set_current_vllm_config(VllmConfig(cache_config=ours)),
+            pytest.raises(ConfigError, match="got one with latents"),
+        ):
+            attention.get_class()

@@ -1,0 +1,98 @@
+"""The attention for GPUs, in vLLM on a CPU, where only its kernels are others; and vLLM 0.33."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from .conftest import generate, generate_here, make_scales
+
+vllm = pytest.importorskip("vllm")
+
+
+@pytest.fixture
+def gpu_attention():
+    """Have vLLM's CPU platform take the attention that is for GPUs."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    load_general_plugins()  # or vLLM does it later, and puts ours for CPUs there
+    before = AttentionBackendEnum.CPU_ATTN.get_path()
+    register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum["HF_FP8KV"].get_path())
+    selector._cached_get_attn_backend.cache_clear()
+    yield
+    register_backend(AttentionBackendEnum.CPU_ATTN, before)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.usefixtures("gpu_attention")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_tokens(models, prompts, serve, tmp_path, name):
+    from hf_fp8kv.vllm.gpu import PagedGPUBackend
+
+    model, folder = models(name)
+    scales = make_scales("head", centered=True)
+    scales.save_pretrained(tmp_path)
+    llm = serve(folder, "hf_fp8kv_static", tmp_path)
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    assert {layer.attn_backend for layer in layers.values()} == {PagedGPUBackend}
+    assert generate(llm, prompts)[0] == generate_here(model, prompts, scales=scales)
+
+
+def test_what_vllm_selects_it_for():
+    from vllm.platforms.interface import DeviceCapability
+
+    from hf_fp8kv.vllm.gpu import PagedGPUBackend
+
+    asked = {
+        "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "hf_fp8kv_e3m4",
+        "block_size": 64, "use_mla": False, "has_sink": True, "use_sparse": False,
+        "use_mm_prefix": False, "use_per_head_quant_scales": True, "attn_type": "decoder",
+        "device_capability": DeviceCapability(9, 0), "has_sliding_window": True,
+    }  # fmt: skip
+    reasons = PagedGPUBackend.validate_configuration
+    assert reasons(**asked) == []
+    for other in (
+        {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
+        {"use_mla": True}, {"attn_type": "encoder_decoder"},
+        {"device_capability": DeviceCapability(7, 5)},
+    ):  # fmt: skip
+        assert len(reasons(**asked | other)) == 1, other
+
+
+# Prints what a version of vLLM knows after the plugin was registered twice.
+SCRIPT = """
+import vllm
+import hf_fp8kv.vllm
+hf_fp8kv.vllm.register(); hf_fp8kv.vllm.register()
+from vllm.config import cache
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE as dtypes
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+from hf_fp8kv.vllm.specs import customize
+name = "hf_fp8kv_e3m4"
+assert cache.KV_CACHE_DTYPES.count(name) == 1
+mode = get_kv_quant_mode(name)
+assert mode == 0 and not mode.is_octave and not mode.is_custom_mode
+spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=128, dtype=dtypes[name])
+assert customize(spec).page_size_bytes == 64 * 2 * 260
+assert cache.CacheConfig(cache_dtype=name).cache_dtype == name
+assert AttentionBackendEnum["HF_FP8KV"].get_class().__name__ == "PagedGPUBackend"
+print("version", vllm.__version__)
+"""
+
+
+def test_vllm_0_33(tmp_path):
+    """Against the Python files of its wheel, in the folder that VLLM_0_33 names."""
+    folder = os.environ.get("VLLM_0_33")
+    if folder is None:
+        pytest.skip("set VLLM_0_33 to a folder with vllm 0.33's Python files")
+    environment = os.environ | {"PYTHONPATH": folder}
+    command = [sys.executable, "-c", SCRIPT]
+    run = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert "version 0.33" in run.stdout, run.stderr[-2000:]

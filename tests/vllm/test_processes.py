@@ -1,0 +1,69 @@
+"""vLLM as users start it: with processes of its own, which load the plugin by its entry point."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import generate_here, make_scales
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+def main(folder, scales, ranks, prompts):
+    llm = LLM(
+        folder, skip_tokenizer_init=True, dtype="float32", kv_cache_dtype="hf_fp8kv_static",
+        additional_config={"hf_fp8kv": {"scales": scales}}, max_model_len=512, max_num_seqs=8,
+        enforce_eager=True, kv_cache_memory_bytes=8 << 20, max_num_batched_tokens=128, seed=0,
+        tensor_parallel_size=int(ranks),
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
+    out = llm.generate(prompts, sampling, use_tqdm=False)
+    print("TOKENS", json.dumps([list(x.outputs[0].token_ids) for x in out]))
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tensor_parallel(models, prompts, tmp_path, ranks):
+    """Each rank has one of two heads, whose scales and centers differ."""
+    pytest.importorskip("vllm")
+    if ranks > (os.cpu_count() or 1):
+        pytest.skip("vLLM gives each rank a core of its own")
+    model, folder = models("llama")
+    scales = make_scales("head", centered=True)
+    scales.save_pretrained(tmp_path / "scales")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
+    }
+    arguments = [folder, str(tmp_path / "scales"), str(ranks), json.dumps(prompts)]
+    run = subprocess.run(
+        [sys.executable, tmp_path / "script.py", *arguments], env=environment, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    tokens = [line for line in run.stdout.splitlines() if line.startswith("TOKENS")]
+    assert tokens, run.stderr[-3000:]
+    expected = generate_here(model, prompts, scales=scales)
+    assert json.loads(tokens[0].removeprefix("TOKENS")) == expected
+
+
+def test_the_example():
+    """A real model, calibrated here; its engine is a process that vLLM starts."""
+    pytest.importorskip("vllm")
+    example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
+    arguments = ["--max-tokens", "512", "--new-tokens", "8"]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    run = subprocess.run(
+        [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
+        timeout=400, check=False,
+    )  # fmt: skip
+    assert run.stdout.count(", the same tokens") == 3, run.stdout[-2000:] + run.stderr[-2000:]

@@ -1,0 +1,154 @@
+"""vLLM with our pages gives the tokens of `FP8PagedCache(prefill="stored")`: float32, greedy."""
+
+import pytest
+import torch
+
+from hf_fp8kv import FP8PagedCache, LayerPlan, SidePlan, calibrate
+from hf_fp8kv.scales import KVScales
+from hf_fp8kv.vllm.dtypes import DTYPES
+
+from .conftest import DIM, HEADS, LAYERS, generate, generate_here, make_scales
+
+DYNAMIC = {
+    "hf_fp8kv": {},
+    "hf_fp8kv_e4m3": {"dtype": "fp8_e4m3"},
+    "hf_fp8kv_e3m4": {"dtype": "fp8_e3m4"},
+    "hf_fp8kv_e2m5": {"dtype": "fp8_e2m5"},
+    "hf_fp8kv_int8": {"dtype": "int8"},
+}
+STATIC = {
+    "tensor": ("hf_fp8kv_static", {}),
+    "head": ("hf_fp8kv_e4m3_static", {"dtype": "fp8_e4m3"}),
+    "channel": ("hf_fp8kv_e3m4_static", {"dtype": "fp8_e3m4"}),
+}
+
+
+@pytest.mark.parametrize("dtype", DYNAMIC)
+def test_llama_with_dynamic_scales(models, prompts, serve, dtype):
+    model, folder = models("llama")
+    tokens, _ = generate(serve(folder, dtype), prompts)
+    assert tokens == generate_here(model, prompts, **DYNAMIC[dtype])
+
+
+@pytest.mark.parametrize("centered", [False, True], ids=["plain", "centered"])
+@pytest.mark.parametrize("granularity", STATIC)
+def test_llama_with_static_scales(models, prompts, serve, tmp_path, granularity, centered):
+    model, folder = models("llama")
+    scales = make_scales(granularity, centered=centered)
+    scales.save_pretrained(tmp_path)
+    dtype, options = STATIC[granularity]
+    tokens, _ = generate(serve(folder, dtype, tmp_path), prompts)
+    assert tokens == generate_here(model, prompts, scales=scales, **options)
+
+
+def test_each_scale_counts(models, prompts):
+    """What the comparisons above would show: other scales, or none, give other tokens."""
+    model, _ = models("llama")
+    scales = make_scales("head", centered=True)
+    tokens = generate_here(model, prompts, scales=scales)
+    for other in (make_scales("head"), make_scales("tensor", centered=True)):
+        assert generate_here(model, prompts, scales=other) != tokens
+    assert generate_here(model, prompts, dtype="fp8_e4m3") != tokens
+
+
+@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
+def test_other_models(models, prompts, serve, tmp_path, name, dtype):
+    model, folder = models(name)
+    options, path = {"dtype": "fp8_e3m4"}, None
+    if dtype == "hf_fp8kv_static":
+        scales = make_scales("head", centered=True)
+        scales.save_pretrained(tmp_path)
+        options, path = {"scales": scales}, tmp_path
+    tokens, _ = generate(serve(folder, dtype, path), prompts)
+    assert tokens == generate_here(model, prompts, **options)
+
+
+def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
+    model, folder = models("llama")
+    llm = serve(folder, "hf_fp8kv_e3m4")
+    expected = generate_here(model, prompts, dtype="fp8_e3m4")
+    assert generate(llm, prompts)[0] == expected
+    longer = [prompt + new for prompt, new in zip(prompts, expected, strict=True)]
+    tokens, cached = generate(llm, longer)
+    assert tokens == generate_here(model, longer, dtype="fp8_e3m4")
+    # Whole blocks of 32 tokens; the last token of a step is not stored yet.
+    assert cached == [(len(x) - 1) // 32 * 32 for x in longer]
+
+
+def test_few_blocks_are_given_from_one_request_to_the_next(models, prompts, serve):
+    """Requests wait, are preempted and computed again; blocks hold the bytes of others before."""
+    model, folder = models("llama")
+    llm = serve(folder, "hf_fp8kv_e3m4", num_gpu_blocks_override=17, enable_prefix_caching=False)
+    expected = generate_here(model, prompts, dtype="fp8_e3m4")
+    for _ in range(2):
+        assert generate(llm, prompts)[0] == expected
+
+
+def test_a_calibrated_plan(models, prompts, serve, tmp_path):
+    model, folder = models("llama")
+    plan = LayerPlan(SidePlan("fp8_e2m5", rotated=True, centered=True), SidePlan("int8", True))
+    model.set_attn_implementation("sdpa")
+    texts = torch.randint(3, 256, (40, 64), generator=torch.Generator().manual_seed(5))
+    scales = calibrate(model, texts.tolist(), granularity="token", plan=plan, max_length=64)
+    model.set_attn_implementation("fp8_paged")
+    scales.save_pretrained(tmp_path)
+    tokens, _ = generate(serve(folder, "hf_fp8kv", tmp_path), prompts)
+    assert tokens == generate_here(model, prompts, scales=KVScales.from_pretrained(tmp_path))
+
+
+def test_transformers_models_in_vllm(models, prompts, serve):
+    model, folder = models("qwen3")
+    # First: vLLM changes transformers' class, whose instances of before cannot be called then.
+    expected = generate_here(model, prompts, dtype="fp8_e4m3")
+    tokens, _ = generate(serve(folder, "hf_fp8kv_e4m3", model_impl="transformers"), prompts)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "auto"])
+def test_number_of_blocks(models, serve, tmp_path, dtype):
+    _, folder = models("llama")
+    make_scales("tensor").save_pretrained(tmp_path)
+    scales = tmp_path if dtype == "hf_fp8kv_static" else None
+    llm = serve(folder, dtype, scales, kv_cache_memory_bytes=32 << 20)
+    slot = DTYPES[dtype].slot_bytes(DIM, DIM) if dtype != "auto" else 2 * DIM * 4
+    blocks = (32 << 20) / (LAYERS * HEADS * 32 * slot)
+    reported = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    assert reported == pytest.approx(blocks, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, kind):
+    """Not only the tokens: each code and scale in vLLM's pool, token by token."""
+    model, folder = models("llama")
+    options, dtype, path = {"dtype": "fp8_e3m4"}, "hf_fp8kv_e3m4", None
+    if kind == "static":
+        scales = make_scales("head", centered=True)
+        scales.save_pretrained(tmp_path)
+        options, dtype, path = {"scales": scales}, "hf_fp8kv_static", tmp_path
+    llm = serve(folder, dtype, path, enable_prefix_caching=False)
+    prompt = prompts[-1]
+    generate(llm, [prompt], tokens=1)
+    config = llm.llm_engine.vllm_config
+    layers = config.compilation_config.static_forward_context
+    cache = FP8PagedCache(model.config, prefill="stored", page_size=32, **options)
+    with torch.no_grad():
+        model(torch.tensor([prompt]), past_key_values=cache)
+    for index, layer in enumerate(cache.layers):
+        pages, _ = layers[f"model.layers.{index}.self_attn.attn"].impl.bound._pages(
+            layers[f"model.layers.{index}.self_attn.attn"].kv_cache
+        )
+        pool = layer.pool
+        for count, start in enumerate(range(0, len(prompt), 32)):
+            size = min(32, len(prompt) - start)
+            # Block 0 is vLLM's own; the first request gets the others in order.
+            ours, theirs = count, count + 1
+            assert torch.equal(pages.k.codes[theirs, :, :size], pool.k[ours, :, :size]), (
+                index,
+                start,
+            )
+            assert torch.equal(pages.v.codes[theirs, :, :, :size], pool.v[ours, :, :, :size])
+            if kind == "dynamic":
+                assert torch.equal(
+                    pages.token_scales[theirs, :, :size], pool.token_scales[ours, :, :size]
+                )
