@@ -494,3 +494,21 @@ def test_the_table_of_outliers_is_that_of_the_runs():
             cells.append(f"{1e3 * row['kl']:.2f} ± {1e3 * row['kl_error']:.2f}")
             cells.append(f"{plans['k_rotated']} of {sum(plans['plans'].values())}")
         assert f"\n| {cache['title']} | {' | '.join(cells)} |\n" in text
+
+
+def test_the_table_of_tasks_is_that_of_the_run():
+    docs = Path(__file__).parents[2] / "docs"
+    result = json.loads((docs / "benchmarks" / "2026-11-23-tasks-smollm2-135m.json").read_text())
+    text = (docs / "accuracy.md").read_text()
+    tasks = sorted(result["tasks"], key=lambda task: task["position"])
+    right = [str(round(task["ceiling"] * task["asked"])) for task in tasks]
+    assert f"\n| unquantised | {' | '.join(right)} |\n" in text
+    for cache in result["caches"]:
+        cells, lost = [], 0
+        for task in tasks:
+            (found,) = (a for a in task["answers"] if a["cache"] == cache["cache"])
+            cells.append(f"{found['right']} ({found['lost']})".removesuffix(" (0)"))
+            lost += found["lost"]
+        assert f"\n| {cache['title']} | {' | '.join(cells)} |\n" in text
+        assert lost == {"default": 0, "bf16": 0, "q8_0": 1, "e4m3": 4}[cache["cache"]]
+    assert f"of {sum(map(int, right))} answers" in text
