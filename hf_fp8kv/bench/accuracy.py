@@ -88,7 +88,7 @@ def run_accuracy_suite(
             cache.
     """
     length = prefill + score
-    scored, others = _split_topics(tokenizer, texts, length)
+    scored, others = split_topics(tokenizer, texts, length)
     layers = paged_layers(model)
     corpus = read_corpus(
         list(others.values()), tokenizer, max_tokens=calibrated, max_length=length, held_out=0
@@ -165,7 +165,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     )  # fmt: skip
 
 
-def _split_topics(
+def split_topics(
     tokenizer: Any, count: int, length: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the first tokens of the topics to score, `[1, length]`, and texts to calibrate on.

@@ -2,25 +2,60 @@
 
     python -m hf_fp8kv.bench.vllm_quality            # in the environment of `make vllm`
 
-Each row is a dtype of `--kv-cache-dtype`. A text is one prompt; vLLM is asked for the
-log-probabilities of its tokens, and what its model computes for them is recorded whole.
+Each row is a dtype of `--kv-cache-dtype`, some with scales calibrated here on other texts. A text
+is one prompt; vLLM is asked for the log-probabilities of its tokens, and what its model computes
+for them is recorded whole.
 """
 
 import argparse
 import os
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..calibration import calibrate
 from ..utils.demo_model import model_path
 from ..utils.terminal import make_table
-from .quality import TEXTS, first_tokens
+from .accuracy import split_topics
 
 BASE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
+# What is calibrated for which dtype: vLLM's own reads scales in a copy of the checkpoint.
+CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
+    ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
+    ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
+    ("hf_fp8kv_static", "static, per channel, measured plan"): {
+        "granularity": "channel", "plan": "measured",
+    },
+    ("hf_fp8kv", "measured plan"): {"granularity": "token", "plan": "measured"},
+}  # fmt: skip
+
+
+def make_scales(
+    checkpoint: str, texts: Sequence[str], tokenizer: Any, tokens: int, folder: Path
+) -> list[tuple[str, str, str, str | None]]:
+    """Calibrate on so many tokens; return dtype, name, checkpoint and scales of each row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    rows: list[tuple[str, str, str, str | None]] = []
+    for number, ((dtype, name), options) in enumerate(CALIBRATED.items()):
+        scales = calibrate(
+            model, list(texts), tokenizer=tokenizer, max_tokens=tokens, held_out=0, **options
+        )
+        path = str(folder / str(number))
+        if dtype == "fp8":
+            scales.save_pretrained(path, format="compressed-tensors", checkpoint=checkpoint)
+            rows.append((dtype, name, path, None))
+        else:
+            scales.save_pretrained(path)
+            rows.append((dtype, name, checkpoint, path))
+    return rows
 
 
 def predict(folder: str, texts: Sequence[list[int]], dtype: str, scales: str | None) -> Any:
@@ -55,36 +90,49 @@ def predict(folder: str, texts: Sequence[list[int]], dtype: str, scales: str | N
     return torch.cat(recorded)
 
 
-def measure(dtypes: Sequence[str], tokens: int, scales: str | None) -> list[dict[str, object]]:
-    """Return the rows of the table: dtype, mean KL, its standard error, same most likely token."""
+def measure(dtypes: Sequence[str], tokens: int, calibrated: int) -> list[dict[str, object]]:
+    """Return the rows of the table: dtype, mean KL, its standard error, same most likely token.
+
+    `tokens` of each of four texts are scored; other texts are calibrated on, so many tokens at most
+    (0: such rows are left out).
+    """
     from transformers import AutoTokenizer
 
-    folder = str(model_path())
-    found = first_tokens(AutoTokenizer.from_pretrained(folder), TEXTS, tokens)
-    texts = [ids[0].tolist() for _, ids in found]
-    base = predict(folder, texts, BASE, None)
-    rows: list[dict[str, object]] = []
-    for dtype in dtypes:
-        static = scales if dtype.endswith("_static") else None
-        other = predict(folder, texts, dtype, static)
-        kl = (base.exp() * (base - other)).sum(-1)
-        same = (base.argmax(-1) == other.argmax(-1)).float().mean()
-        error = kl.std() / len(kl) ** 0.5
-        rows.append(
-            {
-                "--kv-cache-dtype": dtype, "mean KL": f"{kl.mean():.2e}",
-                "standard error": f"{error:.1e}", "same top-1": f"{100 * same:.1f} %",
-            }
-        )  # fmt: skip
-    return rows
+    checkpoint = str(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    scored, others = split_topics(tokenizer, 4, tokens)
+    texts = [ids[0].tolist() for ids in scored.values()]
+    with tempfile.TemporaryDirectory() as made:
+        planned: list[tuple[str, str, str, str | None]]
+        planned = [(dtype, "as the dtype says", checkpoint, None) for dtype in dtypes]
+        if calibrated:  # before vLLM, which changes classes of transformers
+            planned += make_scales(
+                checkpoint, list(others.values()), tokenizer, calibrated, Path(made)
+            )
+        base = predict(checkpoint, texts, BASE, None)
+        return [_make_row(base, texts, *row) for row in planned]
+
+
+def _make_row(
+    base: torch.Tensor, texts: Sequence[list[int]], dtype: str, name: str, folder: str,
+    scales: str | None,
+) -> dict[str, object]:  # fmt: skip
+    other = predict(folder, texts, dtype, scales)
+    kl = (base.exp() * (base - other)).sum(-1)
+    same = (base.argmax(-1) == other.argmax(-1)).float().mean()
+    error = kl.std() / len(kl) ** 0.5
+    return {
+        "--kv-cache-dtype": dtype, "scales": name, "mean KL": f"{kl.mean():.2e}",
+        "standard error": f"{error:.1e}", "same top-1": f"{100 * same:.1f} %",
+    }  # fmt: skip
 
 
 def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description="KL in vLLM, by dtype of the KV cache")
-    parser.add_argument("--dtypes", nargs="+", default=DTYPES)
+    parser.add_argument("--dtypes", nargs="*", default=DTYPES)
     parser.add_argument("--tokens", type=int, default=512, help="of each of four texts")
-    parser.add_argument("--scales", help="for dtypes that end with _static")
+    parser.add_argument("--calibrated", type=int, default=2**14, help="tokens of other texts")
     chosen = parser.parse_args()
     # In this process, where the model can be reached.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -96,7 +144,7 @@ def main() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     from rich.console import Console
 
-    Console().print(make_table(measure(chosen.dtypes, chosen.tokens, chosen.scales)))
+    Console().print(make_table(measure(chosen.dtypes, chosen.tokens, chosen.calibrated)))
 
 
 if __name__ == "__main__":

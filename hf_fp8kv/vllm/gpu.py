@@ -3,8 +3,9 @@
     vllm serve MODEL --kv-cache-dtype hf_fp8kv_e3m4 --attention-backend HF_FP8KV
 
 This has never run: vLLM on a GPU was not at hand. Its kernels are compiled and interpreted in our
-tests, and the code around them is what runs on a CPU. CUDA graphs hold the model around attention
-(vLLM's PIECEWISE), since prompts are split on the host into sets of about the same length.
+tests, and the code around them is what runs on a CPU. CUDA graphs hold steps that only decode
+whole, and else the model around attention (vLLM's FULL_AND_PIECEWISE), since prompts are split on
+the host into sets of about the same length.
 """
 
 from typing import Any, ClassVar
@@ -26,7 +27,10 @@ _PREFERRED = 64
 class PagedGPUBuilder(PagedBuilder):
     """What prepares a step."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+    _holds_graphs: ClassVar[bool] = True
 
 
 class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """The attention of vLLM's layers over pages in its pool: the same on every platform."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
@@ -17,7 +17,7 @@ from ..serving.config import LayerStorage
 from ..serving.layout import LayerPages, PageLayout
 from ..serving.step import LayerWork
 from .pages import check_block_size, view_pages
-from .step import plan_step
+from .step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .storage import ModelStorage, read_storage
 
 
@@ -172,15 +172,11 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         return output
 
 
-class PagedMetadata:
-    """The operations of a step, for a group of layers."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-
 class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     """What prepares a step for a group of layers; nothing of it waits for a GPU."""
+
+    # Whether steps that only decode are made from tensors alone, which a CUDA graph can hold.
+    _holds_graphs: ClassVar[bool] = False
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
@@ -191,15 +187,13 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> PagedMetadata:
+    ) -> DecodeStep | PlannedStep:
         """Return the operations of a step."""
-        common = common_attn_metadata
+        common, size = common_attn_metadata, self.kv_cache_spec.block_size
         requests = common.num_reqs
         lengths = common.seq_lens[:requests].to(torch.int32)
+        table, slots = common.block_table_tensor[:requests], common.slot_mapping
         starts = common.query_start_loc_cpu[: requests + 1].numpy()
-        return PagedMetadata(
-            plan_step(
-                starts, lengths, common.block_table_tensor[:requests], common.slot_mapping,
-                self.kv_cache_spec.block_size, common.max_seq_len,
-            )
-        )  # fmt: skip
+        if self._holds_graphs and is_decoding(starts):
+            return DecodeStep(lengths, table, slots, size)
+        return PlannedStep(plan_step(starts, lengths, table, slots, size, common.max_seq_len))

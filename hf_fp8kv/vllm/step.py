@@ -1,13 +1,14 @@
 """A step of vLLM's scheduler as the operations of `serving.step`."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..ops.blocks import upload
-from ..serving.step import AttendBatch, LayerWork, group_by_length
+from ..serving.step import AttendBatch, LayerWork, decode_work, group_by_length
 
 _Ints = npt.NDArray[np.int32]
 
@@ -19,6 +20,40 @@ class _Row:
     number: int
     tokens: int
     first: int
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step whose operations were made before the model runs."""
+
+    work: LayerWork
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """A step in which each request has one token; its arguments are those of `plan_step`."""
+
+    lengths: torch.Tensor
+    table: torch.Tensor
+    slots: torch.Tensor
+    page_size: int
+
+    @cached_property
+    def work(self) -> LayerWork:
+        """The operations, made by the first layer that asks, for all layers of a group.
+
+        So a CUDA graph holds this, too, and replays it with what vLLM has put into the tensors
+        since. A row without a slot, padding or of a dummy run, stores nothing and sees nothing:
+        its block table may still be that of another request.
+        """
+        lengths = self.lengths.masked_fill(self.slots[: len(self.lengths)] < 0, 0)
+        return decode_work(self.table, lengths, self.page_size)
+
+
+def is_decoding(starts: _Ints) -> bool:
+    """Return whether requests have one token each, except for padding behind them."""
+    sizes = np.diff(starts)
+    return bool((sizes[: int(starts[-1])] == 1).all())
 
 
 def plan_step(

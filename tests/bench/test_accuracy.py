@@ -202,7 +202,7 @@ def test_what_is_scored_is_not_calibrated_on(run):
 
 
 def test_topics_that_quote_a_scored_one_are_left_out(run):
-    scored, others = accuracy._split_topics(run.tokenizer, 4, 40)
+    scored, others = accuracy.split_topics(run.tokenizer, 4, 40)
     assert "customization" in scored
     assert "specialnames" not in others  # it holds all of "customization"
     assert len(others) > 40

@@ -18,7 +18,7 @@ from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.layout import PageLayout
 from hf_fp8kv.vllm.dtypes import DTYPES
 from hf_fp8kv.vllm.pages import view_pages
-from hf_fp8kv.vllm.step import plan_step
+from hf_fp8kv.vllm.step import DecodeStep, is_decoding, plan_step
 
 HEADS, GROUPS, DIM, SLOTS, BLOCKS = 2, 3, 32, 16, 40
 REQUESTS = 5
@@ -171,6 +171,71 @@ def test_steps(request, backend, gap, kind, attention):
     unused = torch.ones(BLOCKS, dtype=torch.bool)
     unused[used.long()] = False
     assert (memory[unused] == 0xFF).all()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.usefixtures("interpreted")
+def test_a_captured_decode_step(kind):
+    """What a CUDA graph replays: the same tensors, with other requests in them than before.
+
+    The second of the first step has no slot: its block table is that of a request which waits.
+    """
+    if "vllm" in sys.modules:
+        pytest.skip("`make test` runs these, with the Triton of constraints.txt")
+    dtype = DTYPES[NAMES[kind]]
+    storage = make_storage(dtype, centered=kind == "static")
+    memory, view = make_pool(dtype)
+    pages = view_pages(view, DIM, storage.plan, dynamic=dtype.dynamic, backend="triton")
+    layout = PageLayout(HEADS, DIM, SLOTS, storage.plan, torch.float32, dtype.dynamic)
+    spec = AttentionSpec(DIM**-0.5, True, 0, 0.0, None)
+
+    def attend(query, key, value, work):
+        out = torch.full((1, *query.shape), torch.nan)
+        attend_layer(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)), work, pages, storage, layout,
+            "triton", window=None, scaling=spec.scaling, out=out,
+        )  # fmt: skip
+        return out[0]
+
+    requests = Requests(seed=8)
+    requests.step((17, 16, 31, 5, 9), attend)
+    buffers = DecodeStep(
+        torch.empty(3, dtype=torch.int32), torch.empty((3, 8), dtype=torch.int32),
+        torch.empty(3, dtype=torch.int64), SLOTS,
+    )  # fmt: skip
+    for rows, missing in (((0, 1, 2), 1), ((3, 0, 4), 2), ((1, 2, 3), None)):
+        before = memory.clone()
+        new = [
+            torch.randn((3, n, DIM), generator=requests.generator)
+            for n in (HEADS * GROUPS, HEADS, HEADS)
+        ]
+        for place, row in enumerate(rows):
+            past = len(requests.keys[row])
+            page = int(requests.table[row, past // SLOTS])
+            buffers.lengths[place] = past + 1
+            buffers.table[place] = requests.table[row]
+            buffers.slots[place] = -1 if place == missing else page * SLOTS + past % SLOTS
+            if place != missing:
+                requests.keys[row] = torch.cat([requests.keys[row], new[1][place : place + 1]])
+                requests.values[row] = torch.cat([requests.values[row], new[2][place : place + 1]])
+        replay = DecodeStep(buffers.lengths, buffers.table, buffers.slots, SLOTS)
+        out = attend(*new, replay.work)
+        for place, row in enumerate(rows):
+            if place == missing:
+                pages_of_row = requests.table[row].long()
+                assert torch.equal(memory[pages_of_row], before[pages_of_row])
+                assert not out[place].any()
+                continue
+            want = expected(requests, row, new[0][place : place + 1], storage, spec)
+            torch.testing.assert_close(out[place : place + 1], want, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("starts", "decoding"),
+    [([0, 1, 2], True), ([0, 1, 2, 2], True), ([0, 0, 1], False), ([0, 2, 2], False), ([0], True)],
+)
+def test_steps_that_a_graph_can_hold(starts, decoding):
+    assert is_decoding(np.array(starts, np.int32)) is decoding
 
 
 def test_tokens_without_a_slot_are_not_stored():
