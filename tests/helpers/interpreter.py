@@ -4,8 +4,9 @@ They replace private functions of `triton.runtime.interpreter`: another Triton m
 
 Left alone it cuts float32 to bfloat16 without rounding, rounds float32 to an 8-bit float wrongly,
 reads the NaN codes of 8-bit floats as numbers, computes with the bit patterns of bfloat16, lets a
-NaN through a maximum, does not know the FNUZ formats, and needs numpy < 2.4 for a loop whose bound
-is loaded. TRITON_INTERPRET=1 must be set before Triton is imported: conftest.py does that.
+NaN through a maximum, does not know the FNUZ formats, takes a comparison of scalars for numbers,
+and needs numpy < 2.4 for a loop whose bound is loaded. TRITON_INTERPRET=1 must be set before Triton
+is imported: conftest.py does that.
 
 Three more changes save half of its time: the language is patched once per launch instead of in
 every call of a device function, overflow of integers is not computed for a check that is off, and
@@ -121,10 +122,13 @@ def _repair_arithmetic() -> None:
     def in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def wrapped(self: Any, *operands: Any) -> Any:
-            if not any(_is_bfloat16(x) for x in operands):
-                return operation(self, *operands)
-            wide = (_widened(x) if isinstance(x, Handle) else x for x in operands)
-            return _narrowed(operation(self, *wide))
+            if any(_is_bfloat16(x) for x in operands):
+                wide = (_widened(x) if isinstance(x, Handle) else x for x in operands)
+                return _narrowed(operation(self, *wide))
+            found = operation(self, *operands)
+            # The outcome of a comparison keeps the type of what was compared, and as a block of it
+            # is no mask any more for Triton 3.9.
+            return Handle(found.data, tl.int1) if found.data.dtype == bool else found
 
         return wrapped
 
