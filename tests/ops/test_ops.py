@@ -22,6 +22,7 @@ from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
 from hf_fp8kv.ops.flattening import flatten, unflatten
 from hf_fp8kv.ops.visibility import mask_bounds
 from tests.helpers.assertions import assert_same, assert_same_pool
+from tests.helpers.blocks import in_blocks
 
 pytestmark = pytest.mark.text
 
@@ -656,6 +657,48 @@ def test_special_numbers(name, dynamic, backend):
         torch.testing.assert_close(
             pages.token_scales, other.token_scales, rtol=0, atol=0, equal_nan=True
         )
+
+
+def between_others(pages: Pages) -> Pages:
+    """The same pages, K, V and scales of each beside each other, as in a pool of whole blocks."""
+    return in_blocks(pages, size=len(pages.k.codes))._replace(addresses=None)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tokens", [1, 17])
+@pytest.mark.parametrize(
+    ("key", "value", "more"),
+    [
+        ("fp8_e4m3", "int8", {"center": True}),
+        ("fp8_e3m4", "fp8_e5m2", {"dynamic": False, "window": 21}),
+        ("fp8_e2m5", "fp8_e3m4", {"rotated": True, "sinks": True}),
+        (AUTO, "fp8_e4m3", {"mask": "bias"}),
+        ("fp8_e3m4", AUTO, {"latent": True, "heads": 1, "k_dim": 128, "v_dim": 16}),
+    ],
+)  # fmt: skip
+def test_pages_with_gaps_between_them(key, value, more, tokens, backend):
+    case = Case("gaps", lengths=(49, 64), tokens=tokens, key=key, value=value, **more)
+    dense, query, kwargs = prepare(case)
+    pages = between_others(dense)
+    assert not pages.k.codes.is_contiguous()
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(2)
+    new = [
+        torch.randn(2, case.heads, tokens, dim, generator=generator)
+        for dim in (case.k_dim, case.v_dim)
+    ]
+    for stored, name in ((pages, backend), (dense, "reference")):
+        ops.write(stored, *new, lengths, name)
+    assert_same_pool(pages, dense)
+    expected = attend(case, dense, query.float(), "reference", **kwargs)
+    found = attend(case, pages, query, backend, **kwargs)
+    assert errors(found, expected).max() <= bound(case)
+    for side in "kv":
+        gathered = [
+            ops.gather(x, lengths, side, 3, 49, torch.float32, False, name)
+            for x, name in ((pages, backend), (dense, "reference"))
+        ]
+        assert_same(*gathered)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
