@@ -1,10 +1,11 @@
-"""What vLLM and SGLang accept of a folder with KV scales, as rules that were read in their sources.
+"""What SGLang, TGI and old versions of vLLM accept of a folder with KV scales, by their sources.
+
+vLLM's own loader reads our files in tests/vllm/test_checkpoints.py; these servers were not run.
 
 Each function gives the scales that the server would use, one pair a layer, or raises `Refused`. It
 knows nothing of the package: names, configs and defaults are those of the servers.
 """
 
-import fnmatch
 import json
 import re
 from pathlib import Path
@@ -51,14 +52,6 @@ def quant_config(config: dict) -> dict:
 
 
 # A scale's name in a checkpoint, and the side that it is loaded as.
-VLLM_NAMES = (
-    r"\.self_attn\.[kv]_proj\.([kv])_scale$",
-    r"\.mixer\.[kv]_proj\.([kv])_scale$",
-    r"\.self_attn\.([kv])_cache\.scale$",
-    r"\.([kv])_proj\.output_scale$",
-    r"\.(?:self_attn|attention|mixer)\.([kv])_scale$",
-    r"\.(kv)_scale$",
-)
 SGLANG_NAMES = (
     r"\.(?:self_attn|mixer)\.[kv]_proj\.([kv])_scale$",
     r"\.([kv])_proj\.output_scale$",
@@ -67,18 +60,18 @@ SGLANG_NAMES = (
 )
 
 
-def loaded(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> dict[int, dict]:
+def loaded(tensors: dict[str, torch.Tensor]) -> dict[int, dict]:
     """The scales by layer and side; what the server does not remap is dropped."""
     layers: dict[int, dict] = {}
     for name, tensor in tensors.items():
-        side = next((m[1] for m in (re.search(p, name) for p in names) if m), None)
+        side = next((m[1] for m in (re.search(p, name) for p in SGLANG_NAMES) if m), None)
         layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", f".{name}")
         if side and layer:
             layers.setdefault(int(layer[1]), {})["k" if side == "kv" else side] = tensor
     return layers
 
 
-def per_tensor(layers: dict[int, dict], count: int, *, lenient: bool) -> Pairs:
+def per_tensor(layers: dict[int, dict], count: int) -> Pairs:
     """The rules of a scalar cache: one number, above 0, and K's stands in for V's."""
     pairs = {}
     for layer in range(count):
@@ -87,92 +80,12 @@ def per_tensor(layers: dict[int, dict], count: int, *, lenient: bool) -> Pairs:
             if tensor.numel() != 1:
                 raise Refused(f"layer {layer}: expects a scalar, got {tuple(tensor.shape)}")
         k, v = (sides[s].float().item() if s in sides else -1.0 for s in "kv")
-        if lenient and k <= 0 and v <= 0:
+        if k <= 0 and v <= 0:
             raise Refused(f"layer {layer}: 1.0 is used")
-        if k < 0 and v < 0:
-            raise Refused(f"layer {layer}: not loaded, 1.0 is used")
         if not k > 0:
             raise Refused(f"layer {layer}: the assertion k_scale > 0 fails")
         pairs[layer] = (torch.tensor(k), torch.tensor(v if v > 0 else max(k, v)))
     return pairs
-
-
-def vllm(folder: Path) -> Pairs:
-    """The scales that vLLM 0.33 uses."""
-    config, tensors = checkpoint(folder)
-    block, count = quant_config(config), config["num_hidden_layers"]
-    method = block["quant_method"]
-    layers = loaded(tensors, VLLM_NAMES)
-    if method == "compressed-tensors":
-        return _vllm_compressed(block, layers, count, config.get("num_key_value_heads"))
-    if method == "modelopt":
-        algo = block.get("quant_algo")
-        if not algo:
-            raise Refused("Missing 'quant_algo'")
-        if algo not in ("FP8", "NVFP4", "MXFP8"):
-            raise Refused("an algorithm that is not supported")
-        if not isinstance(block.get("ignore", []), list):
-            raise Refused("exclude_modules must be a list")
-        scheme = block.get("kv_cache_scheme")
-        if not isinstance(scheme, dict) or (
-            scheme.get("dynamic"), scheme.get("num_bits"), scheme.get("type")
-        ) != (False, 8, "float"):  # fmt: skip
-            raise Refused("the cache would not be FP8")
-    elif method == "quark":
-        _vllm_quark(block)
-    elif method != "fp8":
-        raise Refused(f"no method {method}")
-    elif block.get("activation_scheme") not in ("static", "dynamic"):
-        raise Refused("an activation scheme that is not supported")
-    return per_tensor(layers, count, lenient=False)
-
-
-def _vllm_compressed(block: dict, layers: dict[int, dict], count: int, heads: int | None) -> Pairs:
-    scheme = block.get("kv_cache_scheme")
-    if scheme is None:
-        raise Refused("no scale is loaded")
-    if scheme.get("type") != "float" or scheme.get("num_bits") != 8:
-        raise Refused("only FP8")
-    if scheme.get("strategy") not in ("tensor", "attn_head"):
-        raise Refused("only the strategies tensor and attn_head")
-    if not scheme.get("symmetric"):
-        raise Refused("only symmetric scales")
-    if "config_groups" not in block:
-        raise Refused("the numbers of heads are not filled in")
-    size = heads if scheme["strategy"] == "attn_head" else 1
-    pairs = {}
-    for layer in range(count):
-        sides = layers.get(layer, {})
-        if set(sides) != {"k", "v"}:
-            raise Refused(f"layer {layer}: a side stays at 1.0")
-        if any(tensor.numel() != size for tensor in sides.values()):
-            raise Refused(f"layer {layer}: expects {size} numbers")
-        pairs[layer] = tuple(sides[s].float().flatten() for s in "kv")
-    return pairs
-
-
-def _vllm_quark(block: dict) -> None:
-    export = block.get("export")
-    if export is None or "kv_cache_group" not in export or "pack_method" not in export:
-        raise Refused("the export key should be included")
-    group, layers = export["kv_cache_group"], block.get("layer_quant_config")
-    if not group:
-        raise Refused("no cache")
-    if not set(group) <= set(layers):
-        raise Refused("no kv_cache settings were found")
-    found = [
-        entry["output_tensors"]
-        for name, entry in layers.items()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group)
-    ]
-    if any(entry != found[0] for entry in found):
-        raise Refused("the settings of K and V differ")
-    if not found[0]:
-        raise Refused("the settings are empty")
-    if (found[0].get("dtype"), found[0].get("qscheme")) != ("fp8_e4m3", "per_tensor"):
-        raise Refused("only fp8_e4m3 per tensor")
-    if not isinstance(block.get("exclude"), list):
-        raise Refused("exclude is a list")
 
 
 def sglang(folder: Path) -> Pairs:
@@ -187,7 +100,7 @@ def sglang(folder: Path) -> Pairs:
         )  # fmt: skip
         if values != ("float", 8, "tensor", True, False):
             raise Refused(f"only 8-bit floats per tensor, got {values}")
-    return per_tensor(loaded(tensors, SGLANG_NAMES), count, lenient=True)
+    return per_tensor(loaded(tensors), count)
 
 
 def scaling_factors(

@@ -816,11 +816,11 @@ def test_a_hub_out_of_reach_is_our_error(hub, failing):
 # What the servers accept.
 
 SERVED = {
-    "autofp8": (server_rules.vllm, server_rules.sglang),
-    "compressed-tensors": (server_rules.vllm, server_rules.sglang),
-    "modelopt": (server_rules.vllm, server_rules.sglang),
-    "quark": (server_rules.vllm, server_rules.sglang),
-    "tgi": (server_rules.tgi,),
+    "autofp8": server_rules.sglang,
+    "compressed-tensors": server_rules.sglang,
+    "modelopt": server_rules.sglang,
+    "quark": server_rules.sglang,
+    "tgi": server_rules.tgi,
 }
 
 
@@ -830,18 +830,13 @@ def test_the_servers_take_the_same_numbers(tmp_path, request, format, source):
     checkpoint = request.getfixturevalue(source) if source else None
     scales = random_scales("tensor")
     scales.save_pretrained(tmp_path / "out", format=format, checkpoint=checkpoint)
-    for server in SERVED[format]:
-        pairs = server(tmp_path / "out")
-        assert [k.item() for k, _ in pairs.values()] == numbers(scales, "k")
-        assert [v.item() for _, v in pairs.values()] == numbers(scales, "v")
+    pairs = SERVED[format](tmp_path / "out")
+    assert [k.item() for k, _ in pairs.values()] == numbers(scales, "k")
+    assert [v.item() for _, v in pairs.values()] == numbers(scales, "v")
 
 
-def test_only_vllm_takes_scales_per_head(tmp_path, model):
-    scales = random_scales("head")
+def test_sglang_takes_no_scales_per_head(tmp_path, model):
     copy = patched(model, tmp_path / "copy", "compressed-tensors", "head")
-    for index, (k, v) in server_rules.vllm(copy).items():
-        assert torch.equal(k, scales.layers[index].k.flatten())
-        assert torch.equal(v, scales.layers[index].v.flatten())
     with pytest.raises(Refused, match="only 8-bit floats per tensor"):
         server_rules.sglang(copy)
 
@@ -867,14 +862,14 @@ def test_the_servers_take_the_json(tmp_path, model, size, checkpoint):
 
 def test_the_rules_refuse_what_the_servers_refuse(tmp_path, model):
     with pytest.raises(Refused, match="without a quantisation config"):
-        server_rules.vllm(patched(model, tmp_path / "tgi", "tgi"))
+        server_rules.sglang(patched(model, tmp_path / "tgi", "tgi"))
     copy = patched(model, tmp_path / "copy", "autofp8")
     scales = load_file(copy / "model-kv-scales.safetensors")
     for value in (0.0, -1.0, float("nan")):
         spoiled = scales | {"model.layers.1.self_attn.k_scale": torch.tensor(value)}
         save_file(spoiled, copy / "model-kv-scales.safetensors")
         with pytest.raises(Refused, match="layer 1"):
-            server_rules.vllm(copy)
+            server_rules.sglang(copy)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

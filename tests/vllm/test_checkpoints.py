@@ -20,7 +20,7 @@ def loaded_scales(llm):
     reason="vLLM's own fp8 on a CPU needs AVX-512",
 )
 class TestLoader:
-    @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8"])
+    @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
     def test_per_tensor(self, models, serve, tmp_path, format):
         rounded = format != "compressed-tensors"  # the loader holds these in the model's dtype
         _, folder = models("llama")
@@ -30,6 +30,25 @@ class TestLoader:
         for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8", dtype="bfloat16"))):
             ours = [x.bfloat16().float() if rounded else x for x in scales.layers[index].static]
             assert [k.item(), v.item()] == [x.item() for x in ours]
+
+    def test_shards(self, models, serve, tmp_path):
+        """The weights in several files, whose index names ours, too."""
+        model, _ = models("llama")
+        scales = make_scales("tensor")
+        model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+        assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+        copy = tmp_path / "copy"
+        scales.save_pretrained(copy, format="compressed-tensors", checkpoint=tmp_path / "shards")
+        for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8"))):
+            assert [k.item(), v.item()] == [x.item() for x in scales.layers[index].static]
+
+    def test_scales_that_it_does_not_take(self, models, serve, tmp_path):
+        """TGI has no quantisation config: vLLM does not look for scales, and finds them."""
+        _, folder = models("llama")
+        copy = tmp_path / "copy"
+        make_scales("tensor").save_pretrained(copy, format="tgi", checkpoint=folder)
+        with pytest.raises(ValueError, match=r"no module or parameter named .*k_scale"):
+            serve(str(copy), "fp8")
 
     def test_per_head(self, models, serve, tmp_path):
         _, folder = models("llama")
