@@ -23,7 +23,7 @@ _SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 256,
     "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-# What each adds to Llama: biases, a window, softcaps (and windows in every other layer).
+# What each adds to Llama: biases, a window, softcaps or sinks (and windows in every other layer).
 _MODELS = {
     "llama": {},
     "qwen2": {},
@@ -32,6 +32,7 @@ _MODELS = {
     "gemma2": {
         "sliding_window": 40, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 32,
     },
+    "gpt_oss": {"sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 
@@ -48,8 +49,10 @@ def models(tmp_path_factory):
             torch.manual_seed(1)
             model = AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.ndim > 1:
+                for path, parameter in model.named_parameters():
+                    if path.endswith("sinks"):
+                        parameter.copy_(torch.linspace(-1, 2, len(parameter)))
+                    elif parameter.ndim > 1:
                         parameter.mul_(3)  # tokens then depend on what is attended to
                     elif name == "qwen2":
                         parameter.add_(torch.randn_like(parameter))

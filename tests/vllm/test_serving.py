@@ -52,7 +52,7 @@ def test_each_scale_counts(models, prompts):
 
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_other_models(models, prompts, serve, tmp_path, name, dtype):
     model, folder = models(name)
     options, path = {"dtype": "fp8_e3m4"}, None
@@ -62,6 +62,18 @@ def test_other_models(models, prompts, serve, tmp_path, name, dtype):
         options, path = {"scales": scales}, tmp_path
     tokens, _ = generate(serve(folder, dtype, path), prompts)
     assert tokens == generate_here(model, prompts, **options)
+
+
+@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_e3m4_static"])
+def test_layers_that_vllm_keeps_in_the_models_dtype(models, prompts, serve, tmp_path, dtype):
+    model, folder = models("llama")
+    options, path = {"dtype": "fp8_e3m4", "skip_layers": [0]}, None
+    if dtype.endswith("static"):
+        options["scales"] = make_scales("head", centered=True)
+        options["scales"].save_pretrained(tmp_path)
+        path = tmp_path
+    llm = serve(folder, dtype, path, kv_cache_dtype_skip_layers=["0"])
+    assert generate(llm, prompts)[0] == generate_here(model, prompts, **options)
 
 
 def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
