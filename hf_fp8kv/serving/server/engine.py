@@ -7,6 +7,7 @@ the engine, and one whose client has gone runs to its end unless it was streamin
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from ...errors import ConfigError
 from .. import Usage, usage
 from .errors import STOPPING, APIError
 from .requests import RequestTracker, ServerRequest, current_request
-from .sampling import per_request_sampling, request_sampling
+from .sampling import isolate_rows, per_request_sampling, request_sampling
 from .stop_strings import StoppingQueue, find_stop, request_stops
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,15 @@ class Engine(CBGenerateManager):
     """Answers requests of one model from FP8 pages; of its methods the handlers call `generate_*`.
 
     `model` is one that `hf_fp8kv.serving.enable` was called on, `config` a ContinuousBatchingConfig
-    or None for transformers' own defaults.
+    or None for transformers' own defaults; `seed` makes the answers of requests without a seed the
+    same in each run, as long as the requests come in the same order.
     """
 
-    def __init__(self, model: Any, config: Any, tracker: RequestTracker) -> None:
+    def __init__(
+        self, model: Any, config: Any, tracker: RequestTracker, seed: int | None = None
+    ) -> None:
         super().__init__(cb_config=config)
+        self._seeds = random.Random(seed)  # of requests that name none
         self._cb: Any = None
         self.model, self.tracker = model, tracker
         text = model.config.get_text_config()
@@ -75,6 +80,7 @@ class Engine(CBGenerateManager):
                     "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
                 ) from error
             time.sleep(0.01)
+        isolate_rows(cb.batch_processor, self.vocabulary)
         self.page_tokens = cb.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
             self.stop()
@@ -294,7 +300,9 @@ class Engine(CBGenerateManager):
             max_new_tokens=gen_config.max_new_tokens,
             streaming=streaming,
             eos_token_id=gen_config.eos_token_id,
-            **request_sampling(request.body, gen_config, self.vocabulary),
+            **request_sampling(
+                request.body, gen_config, self.vocabulary, self._seeds.getrandbits(63)
+            ),
         )
         if added is None:
             request.close()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-import torch
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
@@ -60,15 +59,13 @@ def serve(
     """
     level = str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
-    if options.get("default_seed") is not None:
-        torch.manual_seed(int(options["default_seed"]))
     batching = batching_config(options)
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
         model = _load(name, pages, options)
         stack.callback(model.shutdown)
         tracker = RequestTracker()
-        engine = Engine(model.model, batching, tracker)
+        engine = Engine(model.model, batching, tracker, options.get("default_seed"))
         stack.callback(engine.stop)
         engine.begin()
         state = SingleEngineState(engine, compile=bool(options.get("compile", False)))

@@ -1,10 +1,17 @@
-"""Temperature, top-k and top-p of each request by itself.
+"""Temperature, top-k, top-p and seed of each request by itself.
 
-transformers' engine decides once whether it samples, and its server takes that from the first
-request. Here the engine always samples, and each request's arguments are applied to its own logits:
-a request that wants the most likely token keeps only that one, so sampling always returns it.
+transformers' engine decides once whether it samples, draws from one generator for all, and its
+server takes seeds and all else from whichever request comes. Here each request's arguments are
+applied to its own logits, and the token with the largest sum of logit and noise is taken: with
+Gumbel's noise that is a sample (Gumbel 1954; without noise it is the most likely token). The noise
+is a function of the request's seed, the position and the token alone: the same seed gives the same
+text, whatever else is in the step.
+
+A row of logits that are no numbers ends its own request with an error, and no other.
 """
 
+import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,6 +22,8 @@ from transformers.generation.logits_process import TopPLogitsWarper
 from ...errors import ConfigError
 
 ALL_TOKENS = 1.0
+# Below it, the most likely token: logits divided by less would not be finite.
+LEAST_TEMPERATURE = 1e-5
 _NEEDED = ("logits_processor", "tensors_required", "do_processing", "_retrieve_processors_kwargs")
 _SAMPLERS = (
     TemperatureLogitsWarper,
@@ -27,18 +36,18 @@ _SAMPLERS = (
 
 
 class _Temperature(stock.ContinuousBatchingTemperatureLogitsWarper):
-    """Temperature of each request; zero means the most likely token."""
+    """Temperature of each request; zero, the most likely token, leaves logits as they are."""
 
     def __init__(self) -> None:
         super().__init__(TemperatureLogitsWarper(1.0))
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds fp32 temperatures as int32."""
-        temperature = tensor_arg[: scores.size(0)].view(torch.float32).unsqueeze(-1)
-        greedy = temperature == 0
-        best = scores.argmax(-1, keepdim=True)
-        only = torch.full_like(scores, -torch.inf).scatter(-1, best, 0.0)
-        return torch.where(greedy, only, scores / temperature.masked_fill(greedy, 1.0))
+        temperature = tensor_arg[: len(scores)].view(torch.float32)
+        unused = (temperature == 0) | (temperature == 1)
+        if _skips(scores, unused):
+            return scores
+        return scores / temperature.masked_fill(unused, 1.0)[:, None]
 
 
 class _TopK(stock.ContinuousBatchingTopKLogitsWarper):
@@ -69,13 +78,81 @@ class _TopP(stock.ContinuousBatchingTopPLogitsWarper):
         return super().__call__(scores, tensor_arg)
 
 
+class _Noise(stock.ContinuousBatchingLogitsProcessor):
+    """Gumbel noise of each request that samples, at its position."""
+
+    supported_kwargs: dict[str, type] = {"seed": int}  # noqa: RUF012
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """Fill in what a request without temperature has: no noise."""
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Return a key for each request, int32; 0: no noise."""
+        keys = []
+        for request in requests_with_new_token:
+            given = request.state.logit_processor_kwargs
+            # The engine has counted the tokens of this step: the sampled one comes at this place.
+            key = noise_key(given.get("seed", 0), request.state.position_offset)
+            keys.append(key if given.get("temperature") else 0)
+        return torch.tensor(keys, dtype=torch.int64).to(torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds keys."""
+        keys = tensor_arg[: len(scores)]
+        if scores.device.type != "cpu":
+            noise = gumbel_noise(keys, scores.shape[1])
+            return scores + noise.masked_fill_((keys == 0)[:, None], 0.0)
+        rows = keys.nonzero()[:, 0]  # greedy ones cost nothing
+        if not len(rows):
+            return scores
+        return scores.index_add_(0, rows, gumbel_noise(keys[rows], scores.shape[1]))
+
+
+def noise_key(seed: int, position: int) -> int:
+    """Return 31 bits of SplitMix64 (Steele et al. 2014), never 0: a key of `gumbel_noise`."""
+    mask = 2**64 - 1
+    x = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & mask
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+    return ((x ^ x >> 31) >> 33) or 1
+
+
+def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Return noise `[B, V]`, float32, for keys `[B]`, int32: the same for the same key and token.
+
+    Uniform numbers are 24 bits of the mixed key and token, by the finalizer of MurmurHash3.
+    """
+    bits = keys[:, None] + _token_bits(vocabulary, keys.device)
+    uniform = _mix(bits).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float()
+    uniform.add_(0.5).mul_(2.0**-24)
+    return uniform.log_().neg_().log_().neg_()
+
+
+@functools.lru_cache(maxsize=4)
+def _token_bits(vocabulary: int, device: torch.device) -> torch.Tensor:
+    token = torch.arange(1, vocabulary + 1, dtype=torch.int32, device=device)
+    return _mix(token * -1640531527)  # 2^32 over the golden ratio, as int32
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Mix 32 bits, in place, so that each depends on all: fmix32 of MurmurHash3."""
+    x ^= (x >> 16) & 0xFFFF  # the shift of int32 copies the sign
+    x *= -2048144789  # 0x85EBCA6B
+    x ^= (x >> 13) & 0x7FFFF
+    x *= -1028477387  # 0xC2B2AE35
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
 def _skips(scores: torch.Tensor, unused: torch.Tensor) -> bool:
     """Return whether no request uses a processor; on the CPU: a GPU would wait for the answer."""
     return scores.device.type == "cpu" and bool(unused.all())
 
 
 def per_request_sampling(manager: Any, vocabulary: int) -> None:
-    """Make a manager that was built with `do_sample=True`, and not started, sample each request.
+    """Make a manager that has not started choose each request's tokens as that request says.
 
     Raises ConfigError if this transformers builds its engine in another way.
     """
@@ -87,23 +164,78 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
             "transformers has others. Tested with transformers 5.17 and 5.23: install one of them"
         )
     kept = [p for p in processors.logits_processor if not isinstance(p, _SAMPLERS)]
-    ours = [_Temperature(), _TopK(vocabulary), _TopP()]
+    ours = [_Temperature(), _TopK(vocabulary), _TopP(), _Noise()]
     processors.logits_processor = LogitsProcessorList([*kept, *ours])
     processors.tensors_required = len(ours)
     processors.do_processing = True
     processors._retrieve_processors_kwargs()
 
 
-def request_sampling(body: dict[str, Any], config: Any, vocabulary: int) -> dict[str, Any]:
-    """Return the sampling arguments of `add_request` for a request.
+def isolate_rows(processor: Any, vocabulary: int) -> None:
+    """Make a batch processor end a request whose logits are not finite, and go on with the others.
+
+    Such a row has a token past the vocabulary, which tells the host without a second copy. Where a
+    step takes the token of the last one on the device (asynchronous batching), it is taken back.
+    """
+    runner, tensors = processor.model_runner, processor.inputs_and_outputs
+
+    def sample(_: Any, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+        best, tokens = scores[0].max(-1)
+        failed = best.isfinite().logical_not_()
+        output_ids[0, : len(tokens)] = tokens + failed * vocabulary
+
+    carry_over, finish = tensors.carry_over_tokens, tensors.prepare_batch_update
+
+    def carry_over_tokens(input_ids: torch.Tensor, *others: torch.Tensor) -> None:
+        carry_over(input_ids, *others)
+        input_ids.remainder_(vocabulary)
+
+    def prepare_batch_update() -> tuple[list[Any], list[int], None]:
+        requests, tokens, _ = finish()
+        kept, kept_tokens, ends = [], [], iter(tokens)
+        for request in requests:
+            token = next(ends) if request.has_new_token else None
+            if request.state.error is not None:  # it was ended while this step ran
+                continue
+            if token is not None and token >= vocabulary:
+                _fail(processor, request.state)
+                continue
+            kept.append(request)
+            if token is not None:
+                kept_tokens.append(token)
+        return kept, kept_tokens, None
+
+    runner._sample = MethodType(sample, runner)
+    tensors.prepare_batch_update = prepare_batch_update
+    if processor.use_async_batching:
+        tensors.carry_over_tokens = carry_over_tokens
+
+
+def _fail(processor: Any, state: Any) -> None:
+    """End one request with an error, and free its pages."""
+    position = state.position_offset
+    error = RuntimeError(
+        f"expected finite logits, got none for token {position}: the model overflows on this "
+        "prompt, or with these weights and dtype"
+    )
+    processor._handle_request_error(error, state)
+    processor.scheduler.finish_request(state.request_id)
+    processor.scheduler.block_new_requests = False
+
+
+def request_sampling(
+    body: dict[str, Any], config: Any, vocabulary: int, seed: int
+) -> dict[str, Any]:
+    """Return the sampling arguments of `add_request` for a request; `seed`: if it has none.
 
     A temperature above zero, top_p or top_k asks for sampling, whatever the model's own default is.
     """
     asked = any(body.get(name) is not None for name in ("temperature", "top_p", "top_k"))
-    if body.get("temperature") == 0 or not (config.do_sample or asked):
-        return {"temperature": 0.0, "top_k": vocabulary, "top_p": ALL_TOKENS}
     temperature = 1.0 if config.temperature is None else float(config.temperature)
+    if not (config.do_sample or asked) or temperature < LEAST_TEMPERATURE:
+        return {"temperature": 0.0, "top_k": vocabulary, "top_p": ALL_TOKENS, "seed": 0}
     top_k = int(body.get("top_k", config.top_k) or 0)
     top_k = min(top_k, vocabulary) if top_k > 0 else vocabulary
     top_p = ALL_TOKENS if config.top_p is None else float(config.top_p)
-    return {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    seed = int(body.get("seed", seed))
+    return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}

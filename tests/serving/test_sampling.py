@@ -1,0 +1,153 @@
+"""How the server chooses tokens: distributions, seeds, and rows of logits that are no numbers."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaForCausalLM
+
+from hf_fp8kv.serving.server import sampling
+from tests.helpers.serve_process import Server, save_chat_model, serving
+
+pytestmark = pytest.mark.text
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+COMPLETIONS = "/v1/completions"
+OVERFLOWS = "~"  # of the tiny model: a prompt with this character has logits of NaN
+
+
+def keys_of(count: int, *, seed: int | None = None) -> torch.Tensor:
+    """Keys of one seed at many positions, or of many seeds at one."""
+    pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
+    return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
+
+
+def is_expected(counts: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Chi-square, at most five standard deviations above its mean."""
+    freedom = counts.numel() - 1
+    statistic = ((counts - expected).square() / expected).sum().item()
+    return statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("seed", [None, 0, -3, 2**63 - 1])
+def test_tokens_have_the_probabilities_of_the_model(seed):
+    probabilities = torch.randn(30, generator=torch.Generator().manual_seed(1)).softmax(0)
+    noise = sampling.gumbel_noise(keys_of(50_000, seed=seed), 30)
+    counts = (probabilities.log() + noise).argmax(-1).bincount(minlength=30)
+    assert is_expected(counts, probabilities * len(noise))
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+def test_neighbors_are_independent(seed):
+    """Positions of one seed, and seeds at one position."""
+    token = sampling.gumbel_noise(keys_of(50_000, seed=seed), 16).argmax(-1)
+    pairs = (16 * token[:-1] + token[1:]).bincount(minlength=256)
+    assert is_expected(pairs, torch.full((256,), (len(token) - 1) / 256))
+
+
+def test_noise_is_that_of_key_and_token_alone():
+    keys = keys_of(7, seed=3)
+    whole = sampling.gumbel_noise(keys, 100)
+    assert whole.isfinite().all()
+    for row in range(7):
+        assert torch.equal(sampling.gumbel_noise(keys[row : row + 1], 60)[0], whole[row, :60])
+
+
+def test_rows_without_temperature_have_no_noise():
+    def future(position, **given):
+        return SimpleNamespace(
+            state=SimpleNamespace(logit_processor_kwargs=given, position_offset=position)
+        )
+
+    noise, scores = sampling._Noise(), torch.randn(3, 40)
+    states = [future(4, temperature=0.0, seed=9), future(5, temperature=0.7, seed=9), future(6)]
+    keys = noise.prepare_tensor_args(states)
+    found = noise(scores.clone(), keys)
+    assert torch.equal(found[[0, 2]], scores[[0, 2]])
+    key = torch.tensor([sampling.noise_key(9, 5)]).to(torch.int32)
+    assert torch.equal(found[1], scores[1] + sampling.gumbel_noise(key, 40)[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature"),
+    [(0.0, 0.0), (1e-40, 0.0), (9e-6, 0.0), (1e-5, 1e-5), (0.5, 0.5), (2.0, 2.0)],
+)
+def test_a_temperature_that_divides_by_nothing_is_greedy(given, temperature):
+    config = GenerationConfig(do_sample=True, temperature=given or 1.0)
+    config.temperature = given
+    found = sampling.request_sampling({"temperature": given}, config, 40, 5)
+    assert found["temperature"] == temperature
+    assert found["seed"] == (5 if temperature else 0)
+    assert sampling.request_sampling({"seed": 3}, config, 40, 5)["seed"] == (3 if temperature else 0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = save_chat_model(tmp_path_factory.mktemp("overflows"))
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[ord(OVERFLOWS) - 32] = torch.nan
+        model.lm_head.weight[ord(OVERFLOWS) - 32] = 0
+        model.lm_head.weight[ord(OVERFLOWS) - 32, 0] = 1e-30
+    model.save_pretrained(folder)
+    with serving(folder, "--default-seed", "7") as server:
+        yield server
+
+
+def complete(server: Server, prompt: str, **fields: object) -> str:
+    status, text, _ = server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 12} | fields)
+    assert status == 200, text
+    return str(json.loads(text)["choices"][0]["text"])
+
+
+def test_a_seed_gives_the_same_text_under_any_load(server):
+    def sampled(number: int) -> str:
+        return complete(server, "once upon", temperature=1.5, seed=number)
+
+    alone = [sampled(number) for number in range(6)]
+    assert len(set(alone)) == 6
+    with ThreadPoolExecutor(12) as pool:
+        others = [
+            pool.submit(complete, server, "x" * (9 * n + 1), temperature=2.0, seed=3)
+            for n in range(6)
+        ]
+        together = list(pool.map(sampled, range(6)))
+        assert all(other.result() for other in others)
+    assert together == alone
+
+
+def test_requests_without_a_seed_do_not_take_that_of_others(server):
+    texts = set()
+    for _ in range(4):
+        complete(server, "seeded", temperature=1.5, seed=1)
+        texts.add(complete(server, "once upon", temperature=1.5))
+    assert len(texts) == 4
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-6])
+def test_a_tiny_temperature_is_greedy(server, temperature):
+    greedy = complete(server, "once upon", temperature=0)
+    assert complete(server, "once upon", temperature=temperature) == greedy
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logits_that_are_no_numbers_end_their_own_request(server, stream):
+    expected = complete(server, "steady", max_tokens=60)
+    with ThreadPoolExecutor(8) as pool:
+        steady = [pool.submit(complete, server, "steady", max_tokens=60) for _ in range(4)]
+        broken = [
+            pool.submit(
+                server.ask, COMPLETIONS,
+                {"prompt": f"{'a' * n}{OVERFLOWS}", "max_tokens": 5, "stream": stream, **more},
+            )
+            for n, more in ((0, {}), (40, {"temperature": 1.0}), (99, {}), (3, {"top_p": 0.5}))
+        ]  # fmt: skip
+        assert [one.result() for one in steady] == [expected] * 4
+        for one in broken:
+            status, text, _ = one.result()
+            assert status == (200 if stream else 500)
+            assert "expected finite logits" in text
+    assert complete(server, "steady", max_tokens=60) == expected
+    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
