@@ -4,7 +4,8 @@
     ├── ConfigError      incompatible or invalid arguments, model or call
     ├── ScaleError       unusable scales, or an unusable file of scales
     ├── OutOfPagesError  a budget (max_pages, max_cache_len) would be exceeded
-    └── BackendError     a backend requested by name cannot run
+    ├── BackendError     a backend requested by name cannot run
+    └── EngineError      the engine of a server ended while it served
 
 A message says what was expected, what it got, and what to do. After an error the cache is as it was
 before the call.
@@ -52,6 +53,10 @@ class OutOfPagesError(Fp8KVError, MemoryError):
 
 class BackendError(Fp8KVError, RuntimeError):
     """A backend requested by name cannot run here."""
+
+
+class EngineError(Fp8KVError, RuntimeError):
+    """The engine of a server ended while it served."""
 
 
 def _rebuild_out_of_pages(message: str, needed: int, available: int) -> OutOfPagesError:

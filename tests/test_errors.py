@@ -7,7 +7,14 @@ import pickle
 import pytest
 
 from hf_fp8kv import errors
-from hf_fp8kv.errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
+from hf_fp8kv.errors import (
+    BackendError,
+    ConfigError,
+    EngineError,
+    Fp8KVError,
+    OutOfPagesError,
+    ScaleError,
+)
 
 # What it also is, so that code that knows nothing of this package catches it.
 BUILT_IN = {
@@ -15,6 +22,7 @@ BUILT_IN = {
     ScaleError: ValueError,
     OutOfPagesError: MemoryError,
     BackendError: RuntimeError,
+    EngineError: RuntimeError,
 }
 EXAMPLES = [
     Fp8KVError("something"),
@@ -22,6 +30,7 @@ EXAMPLES = [
     ScaleError("a scale"),
     OutOfPagesError("no pages", needed=7, available=2),
     BackendError("no backend"),
+    EngineError("it ended"),
 ]
 by_name = pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
 

@@ -50,11 +50,14 @@ def save_chat_model(folder: Path) -> str:
 class Server:
     """`hf-fp8kv serve` on a free port; its log is read while it runs."""
 
-    def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
+    def __init__(
+        self, model: str, *options: str, environment: dict[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
+    ):  # fmt: skip
         self.model = model
         batching = ("--cb-num-blocks", str(PAGES), "--cb-block-size", str(PAGE))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hf_fp8kv.cli", "serve", model, "--device", "cpu",
+            [sys.executable, *program, "serve", model, "--device", "cpu",
              "--port", "0", *batching, "--cb-max-batch-tokens", "64", *options],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
@@ -147,10 +150,11 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    model: str, *options: str, environment: dict[str, str] | None = None
-) -> Iterator[Server]:
+    model: str, *options: str, environment: dict[str, str] | None = None,
+    program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
+) -> Iterator[Server]:  # fmt: skip
     """Run a server inside."""
-    server = Server(model, *options, environment=environment)
+    server = Server(model, *options, environment=environment, program=program)
     try:
         yield server
     finally:

@@ -80,7 +80,9 @@ def test_a_temperature_that_divides_by_nothing_is_greedy(given, temperature):
     found = sampling.request_sampling({"temperature": given}, config, 40, 5)
     assert found["temperature"] == temperature
     assert found["seed"] == (5 if temperature else 0)
-    assert sampling.request_sampling({"seed": 3}, config, 40, 5)["seed"] == (3 if temperature else 0)
+    assert sampling.request_sampling({"seed": 3}, config, 40, 5)["seed"] == (
+        3 if temperature else 0
+    )
 
 
 @pytest.fixture(scope="module")

@@ -546,6 +546,37 @@ def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
 
 # -- how it ends -----------------------------------------------------------------------------------
 
+# The server, whose engine fails in its twentieth step.
+FAILING = """
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+
+update, steps = ContinuousBatchProcessor.update_batch, []
+
+def fail(self):
+    steps.append(1)
+    if len(steps) == 20:
+        raise MemoryError("no memory for step 20")
+    update(self)
+
+ContinuousBatchProcessor.update_batch = fail
+from hf_fp8kv.cli import main
+main()
+"""
+
+
+def test_an_engine_that_ends_ends_the_process(model):
+    """So that a supervisor sees it: no later request could be answered."""
+    with serving(model, "--grace", "60", program=("-c", FAILING)) as server:
+        with ThreadPoolExecutor(4) as pool:
+            sent = body(messages=STORY, max_tokens=90)
+            asked = [pool.submit(server.ask, CHAT, sent) for _ in range(4)]
+            answers = [one.result() for one in asked]
+        for status, text, _ in answers:
+            assert status == 503, text
+            assert "no memory for step 20" in text
+        assert server.process.wait(30) == 1
+        server.wait_for(r"the engine ended: no memory for step 20; start the server again")
+
 
 def lines_of(server: Server, got: list[str], **options: object) -> threading.Thread:
     """Reads a streamed answer, line by line, in a thread."""

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
-from ...errors import ConfigError
+from ...errors import ConfigError, EngineError
 from .application import build_application
 from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For answers that were ended to be sent.
 _END_SECONDS = 5.0
+# Between looks at the engine.
+_WATCH_SECONDS = 0.5
 # Exceptions transformers and PyTorch raise for an invalid model folder or option.
 _LOADING_ERRORS = (
     OSError, ValueError, TypeError, LookupError, ImportError, RuntimeError, AssertionError
@@ -56,6 +58,8 @@ def serve(
 
     Raises:
         ConfigError: the model, its pages or the address are not available.
+        EngineError: the engine ended while it served, which no request can bring about: whatever
+            supervises the process has to start it again.
     """
     level = str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
@@ -74,6 +78,11 @@ def serve(
         middleware = Middleware(app, engine, model, tracker, config, fields=fields, cors=cors)
         server = _Server(middleware, lambda: on_ready(_address(bound)))
         server.run(sockets=[bound])
+        if server.failure is not None:
+            raise EngineError(
+                f"the engine ended: {server.failure}; start the server again, and if it ends again "
+                "report what its log says"
+            )
 
 
 def _load(name: str, pages: Mapping[str, Any], options: Mapping[str, Any]) -> SingleModelManager:
@@ -119,6 +128,7 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._stop_requested = asyncio.Event()
         self._stop_forced = asyncio.Event()
+        self.failure: str | None = None  # why the engine ended, if it did by itself
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -129,7 +139,8 @@ class _Server(uvicorn.Server):
             self._on_ready()
 
     async def main_loop(self) -> None:
-        tasks = [asyncio.create_task(self._stop()), asyncio.create_task(self._log_metrics())]
+        work = (self._stop(), self._log_metrics(), self._watch_engine())
+        tasks = [asyncio.create_task(one) for one in work]
         try:
             await super().main_loop()
         finally:
@@ -169,6 +180,16 @@ class _Server(uvicorn.Server):
         while running and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.should_exit = True
+
+    async def _watch_engine(self) -> None:
+        """Stop when the engine has ended by itself: all requests would be refused from then on."""
+        engine = self._middleware.engine
+        while engine.is_alive():
+            await asyncio.sleep(_WATCH_SECONDS)
+        if not self._middleware.stopping:
+            self.failure = engine.why_dead() or "for no known reason"
+            self._stop_forced.set()  # the engine has ended its requests, with an error
+            self._stop_requested.set()
 
     async def _log_metrics(self) -> None:
         """Log a line at intervals, while requests run or have run since the last one."""
