@@ -26,6 +26,7 @@ from .. import Usage, usage
 from .errors import STOPPING, APIError
 from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import isolate_rows, per_request_sampling, request_sampling
+from .scheduling import share_steps
 from .stop_strings import StoppingQueue, find_stop, request_stops
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class Engine(CBGenerateManager):
                 ) from error
             time.sleep(0.01)
         isolate_rows(cb.batch_processor, self.vocabulary)
+        share_steps(cb.batch_processor.scheduler)
         self.page_tokens = cb.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
             self.stop()

@@ -7,6 +7,9 @@ from typing import Any
 from ...errors import ConfigError
 from ...modeling.model_support import ATTENTION
 
+# Tokens of a step on a CPU. transformers' 8,192 there stop all streams for minutes while one prompt
+# is read; the weights are read more often for it, which costs little from some hundred tokens on.
+CPU_STEP_TOKENS = 256
 # Options of the stock command that ours has itself, or does not need.
 OWN_OPTIONS = ("force_model", "host", "port", "non_blocking")
 # Keywords of transformers' ModelManager.
@@ -60,17 +63,21 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
             raise ConfigError(f"{option}: not supported by hf-fp8kv serve; leave it out")
 
 
-def batching_config(options: Mapping[str, Any]) -> Any:
-    """Return the ContinuousBatchingConfig of the options --cb-*; None: without any."""
+def batching_config(options: Mapping[str, Any], device: str) -> Any:
+    """Return the ContinuousBatchingConfig of the options --cb-*, with defaults for a device.
+
+    `device` is its type, such as "cpu".
+    """
     from transformers import ContinuousBatchingConfig
 
-    chosen = {
+    chosen = {"max_batch_tokens": CPU_STEP_TOKENS} if device == "cpu" else {}
+    chosen |= {
         name.removeprefix("cb_"): value
         for name, value in options.items()
         if name.startswith("cb_") and value is not None
     }
     try:
-        return ContinuousBatchingConfig(**chosen) if chosen else None
+        return ContinuousBatchingConfig(**chosen)
     except (TypeError, ValueError) as error:
         names = ", ".join(f"--cb-{name.replace('_', '-')}" for name in chosen)
         raise ConfigError(f"{names}: {error}") from error

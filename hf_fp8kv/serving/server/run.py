@@ -63,12 +63,13 @@ def serve(
     """
     level = str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
-    batching = batching_config(options)
+    batching_config(options, "")  # refused before the model is loaded
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
         model = _load(name, pages, options)
         stack.callback(model.shutdown)
         tracker = RequestTracker()
+        batching = batching_config(options, model.model.device.type)
         engine = Engine(model.model, batching, tracker, options.get("default_seed"))
         stack.callback(engine.stop)
         engine.begin()

@@ -1,0 +1,59 @@
+"""A fair order of prompts: short ones are not stuck behind a long one, which goes on all the same.
+
+transformers' first-in-first-out scheduler lets requests that decode go first, and gives the rest of
+a step's tokens to the oldest prompt. Beside a prompt of thousands of tokens a newcomer then waits
+until the last of them. Here one half of that rest is for the other prompts, the shortest first, as
+long as there are any: the oldest is at most twice as late as alone, and a newcomer that fits into a
+half gets its first token in the next step.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler
+
+
+def share_steps(scheduler: Any) -> None:
+    """Make a first-in-first-out scheduler share each step between prompts; others stay as is."""
+    if not isinstance(scheduler, FIFOScheduler):
+        return
+    process, schedule = scheduler._process_candidates, scheduler._schedule_request
+    limits: dict[str, int] = {}
+
+    def process_candidates(candidates: Sequence[Any], token_budget: int, *others: Any) -> Any:
+        ordered, chosen = share_tokens(candidates, token_budget)
+        limits.clear()
+        limits.update(chosen)
+        return process(ordered, token_budget, *others)
+
+    def schedule_request(state: Any, tokens: Any, token_budget: int, *others: Any) -> None:
+        limit = limits.get(state.request_id, token_budget)
+        schedule(state, tokens, min(limit, token_budget), *others)
+
+    scheduler._process_candidates = process_candidates
+    scheduler._schedule_request = schedule_request
+
+
+def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dict[str, int]]:
+    """Return the requests of a step in their order, and how many tokens some of them get at most.
+
+    Requests that decode come first, as they are; then the other prompts that have a share, the
+    shortest first; then the oldest prompt, which gets what is left; then the rest.
+    """
+    decoding = [state for state in candidates if state.status == RequestStatus.DECODING]
+    prompts = [state for state in candidates if state.status != RequestStatus.DECODING]
+    room = tokens - len(decoding)
+    if len(prompts) < 2 or room < 2:
+        return [*decoding, *prompts], {}
+    oldest = min(prompts, key=lambda state: state.created_time)
+    others = [state for state in prompts if state is not oldest]
+    others.sort(key=lambda state: len(state.remaining_prefill_tokens))  # stable: else as they came
+    left, limits = room // 2, {}
+    for state in others:
+        limits[state.request_id] = share = min(len(state.remaining_prefill_tokens), left)
+        left -= share
+        if left == 0:
+            break
+    shared = len(limits)
+    return [*decoding, *others[:shared], oldest, *others[shared:]], limits

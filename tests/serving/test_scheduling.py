@@ -1,0 +1,94 @@
+"""Steps that are shared between prompts."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from hf_fp8kv import serving
+from hf_fp8kv.serving.server.scheduling import share_steps, share_tokens
+from tests.helpers.serving_tools import batching, greedy
+from tests.helpers.tiny_models import tiny
+
+pytestmark = pytest.mark.text
+
+
+def prompt(name: str, tokens: int, time: float) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=name, status=RequestStatus.PENDING, remaining_prefill_tokens=[0] * tokens,
+        created_time=time,
+    )  # fmt: skip
+
+
+def decoding(name: str) -> SimpleNamespace:
+    return SimpleNamespace(request_id=name, status=RequestStatus.DECODING)
+
+
+LONG, SHORT, MIDDLE, LATER = (
+    prompt("long", 5000, 1.0), prompt("short", 20, 2.0), prompt("middle", 300, 3.0),
+    prompt("later", 4000, 4.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("candidates", "tokens", "order", "limits"),
+    [
+        # Alone, or with decoding requests only: everything is for the one prompt.
+        ([LONG], 256, "long", {}),
+        ([decoding("a"), LONG], 256, "a long", {}),
+        ([LONG, SHORT], 256, "short long", {"short": 20}),
+        ([LONG, LATER], 256, "later long", {"later": 128}),
+        # The shortest first; what does not fit into a half gets the rest of it.
+        ([decoding("a"), decoding("b"), LONG, LATER, MIDDLE, SHORT], 258,
+         "a b short middle long later", {"short": 20, "middle": 108}),
+        # Whoever came first is the oldest, wherever it is listed.
+        ([SHORT, LATER, LONG], 64, "short later long", {"short": 20, "later": 12}),
+        # No room for two.
+        ([decoding("a"), decoding("b"), LONG, SHORT], 3, "a b long short", {}),
+    ],
+)  # fmt: skip
+def test_shares(candidates, tokens, order, limits):
+    ordered, found = share_tokens(candidates, tokens)
+    assert [state.request_id for state in ordered] == order.split()
+    assert found == limits
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_newcomer_beside_a_long_prompt(shared):
+    """Steps of 32 tokens: how many pass until each prompt has its first token."""
+    model = tiny("llama", max_position_embeddings=512)[0]
+    serving.enable(model)
+    manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=96))
+    manager.warmup()
+    processor = manager.batch_processor
+    if shared:
+        share_steps(processor.scheduler)
+    texts = {"long": 400, "short": 10, "middle": 50}
+    for name, tokens in texts.items():
+        ids = [3 + (7 * at + len(name)) % 50 for at in range(tokens)]
+        manager.add_request(ids, request_id=name, max_new_tokens=2, eos_token_id=-1)
+    done: dict[str, int] = {}
+    answers = {}
+    step = 0
+    while len(answers) < len(texts):
+        step += 1
+        assert processor.prepare_next_batch()
+        processor._generation_step(model)
+        processor.update_batch()
+        for state in processor.scheduler.active_requests.values():
+            if state.generated_tokens:
+                done.setdefault(state.request_id, step)
+        for name in texts:
+            if (answer := manager.get_result(name, timeout=0.001)) is not None:
+                answers[name] = answer.generated_tokens
+        assert step < 100
+    if shared:
+        assert done == {"short": 1, "middle": 4, "long": 15}
+    else:
+        assert min(done.values()) == done["long"] == 13
+    alone = {}
+    for name, tokens in texts.items():
+        ids = [3 + (7 * at + len(name)) % 50 for at in range(tokens)]
+        (out,) = model.generate_batch([ids], greedy(max_new_tokens=2), batching(pages=96)).values()
+        alone[name] = out.generated_tokens
+    assert answers == alone
