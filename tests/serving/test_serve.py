@@ -572,7 +572,7 @@ def test_an_engine_that_ends_ends_the_process(model):
             asked = [pool.submit(server.ask, CHAT, sent) for _ in range(4)]
             answers = [one.result() for one in asked]
         for status, text, _ in answers:
-            assert status == 503, text
+            assert status in (500, 503)  # before its thread has ended, or after
             assert "no memory for step 20" in text
         assert server.process.wait(30) == 1
         server.wait_for(r"the engine ended: no memory for step 20; start the server again")
