@@ -35,8 +35,11 @@ def needed(name: str) -> types.ModuleType:
 openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
 limit_connections = needed("hf_fp8kv.serving.server.connections").limit_connections
 adapt = needed("hf_fp8kv.serving.server.handlers").adapt
+_renders_tools = needed("hf_fp8kv.serving.server.model")._renders_tools
 
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+MESSAGE = {"type": "message", "role": "user", "content": "x"}
 STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
 
 
@@ -316,6 +319,20 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
         ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
         ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
+        # Its template shows no tools to the model.
+        (CHAT, "tools", {"tools": [TOOL]}),
+        (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
+        (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
+        (CHAT, "messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
+        ("/v1/completions", "suffix", {"suffix": "the end"}),
+        ("/v1/responses", "input[0].type", {"input": [{"type": "junk"}]}),
+        ("/v1/responses", "input[0].call_id", {"input": [{"type": "function_call", "name": "x"}]}),
+        (
+            "/v1/responses",
+            "input[1].content",
+            {"input": [MESSAGE, {"type": "message", "role": "x"}]},
+        ),
+        ("/v1/responses", "input[0].content", {"input": [{"type": "reasoning", "content": [1]}]}),
     ],
 )
 def test_what_is_refused_is_named(server, path, field, sent):
@@ -323,6 +340,35 @@ def test_what_is_refused_is_named(server, path, field, sent):
     sent = sent if isinstance(sent, dict) else {field: sent}
     status, text, _ = server.ask(path, {**asked[path], **sent})
     assert (status, json.loads(text)["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [], "parallel_tool_calls": False},
+        {"parallel_tool_calls": True, "suffix": None},
+    ],
+)
+def test_what_changes_no_answer_is_taken(server, sent):
+    found = json.loads(server.ask(CHAT, body(max_tokens=8, **sent))[1])
+    plain = json.loads(server.ask(CHAT, body(max_tokens=8))[1])
+    assert found["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ messages[0].content }}", False),
+        ("{% if tools %}you have tools{% endif %}{{ messages[0].content }}", False),
+        ("{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ messages[0].content }}", True),
+        ("{{ raise_exception('no') }}", False),
+    ],
+)
+def test_whether_a_template_shows_tools(model, template, shown):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    assert _renders_tools(tokenizer) is shown
 
 
 def test_a_config_that_says_nothing_else_is_taken(server):

@@ -97,6 +97,7 @@ class Middleware:
             body = parse_body(await self._read(headers, receive))
             name = self.model.check_name(body.get("model"))
             body = check_body(path, body, self._fields[path], self._template_names)
+            self.model.check_tools(body)
             self._check_length(body)
             body["model"] = self.model.force_model
             self._check_capacity()

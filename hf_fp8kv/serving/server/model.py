@@ -36,6 +36,7 @@ class SingleModelManager(ModelManager):
                 f"{type(self.model).__name__} ({modality.value}); choose another"
             )
         self.longest_token = _longest_token(self.tokenizer)
+        self._renders_tools = _renders_tools(self.tokenizer)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,6 +61,17 @@ class SingleModelManager(ModelManager):
             )
         return str(asked)
 
+    def check_tools(self, body: Mapping[str, Any]) -> None:
+        """Raise APIError for tools that the model would never see."""
+        if body.get("tools") and not self._renders_tools:
+            raise APIError(
+                400,
+                "tools: expected none, since this model's chat template does not show them to the "
+                "model; leave them out, or serve a model that was trained to call tools",
+                param="tools",
+                code="unsupported_parameter",
+            )
+
     def template_names(self) -> frozenset[str]:
         """Return the arguments of the chat template that a request must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
@@ -74,6 +86,20 @@ class SingleModelManager(ModelManager):
         model = super()._load_model(*args, **kwargs)
         serving.enable(model, **self._pages)
         return model
+
+
+def _renders_tools(tokenizer: Any) -> bool:
+    """Return whether a tool's name is in what the chat template makes of a request with it."""
+    name = "weather_of_tomorrow"
+    function = {"name": name, "description": "", "parameters": {"type": "object", "properties": {}}}
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}], tools=[{"type": "function", "function": function}],
+            tokenize=False, add_generation_prompt=True,
+        )  # fmt: skip
+    except Exception:  # a template is a program, which may refuse anything
+        return False
+    return name in str(text)
 
 
 def _longest_token(tokenizer: Any) -> int:

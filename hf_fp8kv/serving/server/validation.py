@@ -18,6 +18,12 @@ Check = tuple[Callable[[Any], bool], str]
 
 # Fields that other servers have, and transformers' does not.
 OWN_FIELDS = frozenset({"top_k"})
+# Items of the input of a response that are no messages, and the texts that they must have.
+_ITEMS: Mapping[str, tuple[str, ...]] = {
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 # Fields that must be absent, and those of which only these values mean what the server does anyway.
 _ABSENT = (
@@ -29,6 +35,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
+    "suffix": ("",),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
@@ -207,7 +214,7 @@ _FIELDS: Mapping[str, Check] = {
     "max_output_tokens": _COUNT,
     "top_k": _integer(-1),
     "seed": _integer(-(2**63)),
-    "suffix": _instance(str, "text"),
+    "parallel_tool_calls": _BOOL,
     "instructions": _instance(str, "text"),
     "chat_template_kwargs": _instance(dict, "an object"),
     "stream_options": _instance(dict, "an object"),
@@ -259,8 +266,7 @@ def _check_responses(body: dict[str, Any]) -> None:
     if not isinstance(items, str | list) or not items:
         raise _invalid("input", "text, or a list of one message or more", given)
     for index, item in enumerate(items if isinstance(items, list) else []):
-        if not isinstance(item, dict) or item.get("type", "message") == "message":
-            _check_message(f"input[{index}]", item)
+        _check_item(f"input[{index}]", item)
     _check_tools(body)
 
 
@@ -273,14 +279,15 @@ def _check_message(where: str, message: Any) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise _invalid(f"{where}.role", "text", role)
-    if content is not None and not isinstance(content, str | list):
+    calls = message.get("tool_calls")
+    # An assistant that calls tools may have nothing to say.
+    if not isinstance(content, str | list) and not (content is None and calls):
         raise _invalid(f"{where}.content", "text, or a list of parts", content)
     for index, part in enumerate(content if isinstance(content, list) else []):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
             raise _invalid(f"{where}.content[{index}]", "a part with type text and a text", part)
-    calls = message.get("tool_calls")
-    if "tool_calls" in message and not isinstance(calls, list):
+    if calls is not None and not isinstance(calls, list):
         raise _invalid(f"{where}.tool_calls", "a list", calls)
     for index, call in enumerate(calls or []):
         if not _has_name(call.get("function") if isinstance(call, dict) else None):
@@ -288,7 +295,30 @@ def _check_message(where: str, message: Any) -> None:
             raise _invalid(f"{where}.tool_calls[{index}]", expected, call)
 
 
+def _check_item(where: str, item: Any) -> None:
+    """Check one item of the input of a response."""
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if kind == "message":
+        _check_message(where, item)
+        return
+    if kind not in _ITEMS:
+        raise _invalid(f"{where}.type", f"one of message, {', '.join(_ITEMS)}", kind)
+    for name in _ITEMS[kind]:
+        if not isinstance(item.get(name), str):
+            raise _invalid(f"{where}.{name}", "text", item.get(name))
+    parts = item.get("content") or [] if kind == "reasoning" else []
+    if not isinstance(parts, list) or not all(_has_text(part) for part in parts):
+        raise _invalid(f"{where}.content", "a list of parts with a text", parts)
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
 def _check_tools(body: dict[str, Any]) -> None:
+    """Check tools; leave them out where the request says that none are to be called."""
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
     tools = body.get("tools", [])
     if not isinstance(tools, list):
         raise _invalid("tools", "a list of functions", tools)
@@ -296,6 +326,8 @@ def _check_tools(body: dict[str, Any]) -> None:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not _has_name(function) or tool.get("type", "function") != "function":
             raise _invalid(f"tools[{index}]", "a function with a name", tool)
+    if tools and body.get("parallel_tool_calls") is False:
+        raise _unsupported("parallel_tool_calls", "true", False)
 
 
 def _has_name(function: Any) -> bool:
