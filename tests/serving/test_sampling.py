@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv.serving.server import sampling
+from hf_fp8kv.serving.server.stop_strings import StopFinder
 from tests.helpers.serve_process import Server, save_chat_model, serving
 
 pytestmark = pytest.mark.text
@@ -83,6 +84,18 @@ def test_a_temperature_that_divides_by_nothing_is_greedy(given, temperature):
     assert sampling.request_sampling({"seed": 3}, config, 40, 5)["seed"] == (
         3 if temperature else 0
     )
+
+
+@pytest.mark.parametrize("stops", [("lo wo",), ("nothing", "d!"), ("h",), ("never",), ()])
+def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops):
+    tokenizer = AutoTokenizer.from_pretrained(save_chat_model(tmp_path))
+    text = "hello world!"
+    tokens = tokenizer(text)["input_ids"]
+    finder = StopFinder(stops, tokenizer._tokenizer)
+    found = [n for n in range(1, len(tokens) + 1) if finder.has_stop(tokens[:n])]
+    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
+    assert found == ends[:1]
+    assert StopFinder(stops, tokenizer._tokenizer).has_stop(tokens) is bool(ends)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from .errors import STOPPING, APIError
 from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import isolate_rows, per_request_sampling, request_sampling
 from .scheduling import share_steps
-from .stop_strings import StoppingQueue, find_stop, request_stops
+from .stop_strings import StopFinder, StoppingQueue, find_stop, request_stops
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Engine(CBGenerateManager):
             request.close()
 
         queue = StoppingQueue(stops, on_stop) if stops else asyncio.Queue()
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
+        tokenizer = _inner_tokenizer(processor)
         streamer = CBStreamer(
             self._cb, request.id, tokenizer, request.loop, queue, response_parser=parser
         )
@@ -199,6 +199,7 @@ class Engine(CBGenerateManager):
         self._set_limit(request, prompt, gen_config)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         stops = self._stops(request, processor)
+        finder = StopFinder(stops, _inner_tokenizer(processor))
 
         def on_output(output: Any) -> None:
             if future.done():
@@ -209,8 +210,9 @@ class Engine(CBGenerateManager):
                 return
             tokens = list(output.generated_tokens)
             finished = output.is_finished()
-            # Looked at after every token only where a stop string may end the answer.
-            text = processor.decode(tokens, skip_special_tokens=True) if stops or finished else ""
+            if not finished and not finder.has_stop(tokens):
+                return
+            text = processor.decode(tokens, skip_special_tokens=True)
             end = find_stop(text, stops)
             if end is not None:
                 gen_config.max_new_tokens = None  # as in `_stream`
@@ -332,6 +334,10 @@ class SingleEngineState(GenerationState):
     def shutdown(self) -> None:
         """End the engine's thread."""
         self.engine.stop()
+
+
+def _inner_tokenizer(processor: Any) -> Any:
+    return getattr(processor, "tokenizer", processor)._tokenizer
 
 
 def _note_end(request: ServerRequest, gen_config: Any, tokens: list[int]) -> None:

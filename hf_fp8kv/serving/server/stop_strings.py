@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
 
 def request_stops(body: dict[str, Any]) -> tuple[str, ...]:
     """Return the stop strings of a request."""
@@ -15,6 +17,29 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
     """Return where the first stop string begins; None: the text has none."""
     starts = [start for stop in stops if (start := text.find(stop)) >= 0]
     return min(starts, default=None)
+
+
+class StopFinder:
+    """Tells when the text of a growing list of tokens has a stop string; decodes each token once.
+
+    `tokenizer` is one of the package tokenizers. Without stop strings nothing is decoded.
+    """
+
+    def __init__(self, stops: Sequence[str], tokenizer: Any) -> None:
+        self._stops, self._tokenizer = stops, tokenizer
+        self._kept = max(map(len, stops), default=1) - 1  # characters that a stop may begin with
+        self._stream = DecodeStream([], skip_special_tokens=True)
+        self._tail, self._seen = "", 0
+
+    def has_stop(self, tokens: Sequence[int]) -> bool:
+        """Return whether what is new in `tokens` completes a stop string."""
+        if not self._stops:
+            return False
+        new = [self._stream.step(self._tokenizer, token) for token in tokens[self._seen :]]
+        self._seen = len(tokens)
+        text = self._tail + "".join(part for part in new if part is not None)
+        self._tail = text[max(len(text) - self._kept, 0) :]
+        return find_stop(text, self._stops) is not None
 
 
 class StoppingQueue(asyncio.Queue[Any]):
