@@ -70,7 +70,7 @@ def batching_config(options: Mapping[str, Any], device: str) -> Any:
     """
     from transformers import ContinuousBatchingConfig
 
-    chosen = {"max_batch_tokens": CPU_STEP_TOKENS} if device == "cpu" else {}
+    chosen: dict[str, Any] = {"max_batch_tokens": CPU_STEP_TOKENS} if device == "cpu" else {}
     chosen |= {
         name.removeprefix("cb_"): value
         for name, value in options.items()

@@ -16,7 +16,8 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
 def share_steps(scheduler: Any) -> None:
     """Make a first-in-first-out scheduler share each step between prompts; others stay as is."""
-    if not isinstance(scheduler, FIFOScheduler):
+    found: object = scheduler
+    if not isinstance(found, FIFOScheduler):
         return
     process, schedule = scheduler._process_candidates, scheduler._schedule_request
     limits: dict[str, int] = {}
