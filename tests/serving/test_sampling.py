@@ -141,6 +141,21 @@ def test_requests_without_a_seed_do_not_take_that_of_others(server):
     assert len(texts) == 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_latencies_of_each_request_and_token_are_counted(server, stream):
+    def counts() -> list[float]:
+        label = f'{{model_name="{server.model.rsplit("/", 1)[-1]}"}}'
+        names = ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
+        found = server.wait_until(requests_active=0)
+        return [found[f"{name}_seconds_count{label}"] for name in names]
+
+    before = counts()
+    with ThreadPoolExecutor(6) as pool:
+        sent = {"prompt": "count", "max_tokens": 9, "stream": stream}
+        list(pool.map(lambda _: server.ask(COMPLETIONS, sent), range(6)))
+    assert [b - a for a, b in zip(before, counts(), strict=True)] == [6, 6, 6 * 8, 6]
+
+
 @pytest.mark.parametrize("temperature", [1e-40, 1e-6])
 def test_a_tiny_temperature_is_greedy(server, temperature):
     greedy = complete(server, "once upon", temperature=0)

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import (
@@ -24,6 +25,7 @@ from transformers.cli.serving.utils import (
 from ...errors import ConfigError
 from .. import Usage, usage
 from .errors import STOPPING, APIError
+from .latencies import Latencies
 from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import isolate_rows, per_request_sampling, request_sampling
 from .scheduling import share_steps
@@ -47,9 +49,12 @@ class Engine(CBGenerateManager):
     """
 
     def __init__(
-        self, model: Any, config: Any, tracker: RequestTracker, seed: int | None = None
-    ) -> None:
+        self, model: Any, config: Any, tracker: RequestTracker, latencies: Latencies,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(cb_config=config)
+        self._latencies = latencies
+        self._requests: WeakValueDictionary[str, ServerRequest] = WeakValueDictionary()
         self._seeds = random.Random(seed)  # of requests that name none
         self._cb: Any = None
         self.model, self.tracker = model, tracker
@@ -81,7 +86,7 @@ class Engine(CBGenerateManager):
                     "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
                 ) from error
             time.sleep(0.01)
-        isolate_rows(cb.batch_processor, self.vocabulary)
+        isolate_rows(cb.batch_processor, self.vocabulary, self._note_token)
         share_steps(cb.batch_processor.scheduler)
         self.page_tokens = cb.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
@@ -90,6 +95,12 @@ class Engine(CBGenerateManager):
                 f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
                 "--cb-num-blocks"
             )
+
+    def _note_token(self, state: Any) -> None:
+        """Note a new token; the engine's thread calls this."""
+        request = self._requests.get(state.request_id)
+        if request is not None:
+            self._latencies.note_token(request, state)
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Do nothing: a handler calls this for every request, and the engine already runs."""
@@ -178,6 +189,7 @@ class Engine(CBGenerateManager):
                     on_error(self._output_error(output))
                 elif output.is_finished():
                     _note_end(request, config, output.generated_tokens)
+                    self._latencies.note_end(request)
                     request.finish()
                     streamer.end()
             except Exception as error:
@@ -219,6 +231,7 @@ class Engine(CBGenerateManager):
                 request.close()
             elif finished:
                 _note_end(request, gen_config, tokens)
+                self._latencies.note_end(request)
                 request.finish()
             else:
                 return
@@ -298,6 +311,7 @@ class Engine(CBGenerateManager):
         # First: an output that nobody takes is kept for ever.
         cb.register_result_handler(request.id, on_output)
         request.begin(cancel=cancel, on_error=on_error)
+        self._requests[request.id] = request
         added = cb.add_request(
             prompt,
             request_id=request.id,

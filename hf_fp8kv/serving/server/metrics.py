@@ -1,42 +1,66 @@
 """Metrics of the server: for Prometheus, and as a line of the log."""
 
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
 from ...utils.terminal import format_size
 from .engine import Engine
 from .requests import RequestTracker
 
 
-def format_metrics(engine: Engine, tracker: RequestTracker) -> str:
-    """Return all metrics in Prometheus' text format."""
-    used = engine.usage()
-    rows: list[tuple[str, str, str, float]] = [
-        ("engine_up", "gauge", "1 while the engine's thread runs", engine.is_alive()),
-        ("requests_active", "gauge", "Requests that have had a step", engine.active()),
-        ("requests_waiting", "gauge", "Requests that wait for their first step", engine.waiting()),
-        ("prompt_tokens_total", "counter", "Tokens of prompts", tracker.prompt_tokens),
-        ("generated_tokens_total", "counter", "New tokens", tracker.new_tokens),
-    ]  # fmt: skip
-    if used is not None:
-        rows += [
-            ("pages_total", "gauge", "Pages", used.pages_total),
-            ("pages_used", "gauge", "Pages with tokens in them", used.pages_used),
-            ("tokens_held", "gauge", "Tokens of requests and of kept prefixes", used.tokens_held),
-            ("bytes_total", "gauge", "Bytes of all pages", used.bytes_total),
-            ("bytes_used", "gauge", "Bytes of the pages in use", used.bytes_used),
-            ("prefix_hits_total", "counter", "Requests that found a prefix", used.prefix_hits),
-            ("prefix_tokens_total", "counter", "Tokens that such requests did not compute",
-             used.prefix_tokens),
-        ]  # fmt: skip
-    lines = []
-    for name, kind, help, value in rows:
-        lines += [f"# HELP hf_fp8kv_{name} {help}.", f"# TYPE hf_fp8kv_{name} {kind}"]
-        lines.append(f"hf_fp8kv_{name} {int(value)}")
-    lines += [
-        "# HELP hf_fp8kv_requests_total Requests to generate, by HTTP status; 499: client gone.",
-        "# TYPE hf_fp8kv_requests_total counter",
-    ]
-    for status, count in sorted(tracker.statuses.items()):
-        lines.append(f'hf_fp8kv_requests_total{{status="{status}"}} {count}')
-    return "\n".join(lines) + "\n"
+class Metrics(Collector):
+    """What a server does now and has done since its start; asked for when somebody looks.
+
+    `registry` has the histograms already, see latencies.py.
+    """
+
+    def __init__(
+        self, engine: Engine, tracker: RequestTracker, registry: CollectorRegistry
+    ) -> None:
+        self._engine, self._tracker, self._registry = engine, tracker, registry
+        registry.register(self)
+
+    def format(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: names are not checked when this is registered, before the engine runs."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Return counters and gauges."""
+        engine, tracker, used = self._engine, self._tracker, self._engine.usage()
+
+        def gauge(name: str, text: str, value: float) -> Metric:
+            return GaugeMetricFamily(f"hf_fp8kv_{name}", text, value)
+
+        def counter(name: str, text: str, value: float) -> Metric:
+            return CounterMetricFamily(f"hf_fp8kv_{name}", text, value)
+
+        yield gauge("engine_up", "1 while the engine's thread runs", engine.is_alive())
+        yield gauge("requests_active", "Requests that have had a step", engine.active())
+        yield gauge("requests_waiting", "Requests that wait for a first step", engine.waiting())
+        yield counter("prompt_tokens", "Tokens of prompts", tracker.prompt_tokens)
+        yield counter("generated_tokens", "New tokens", tracker.new_tokens)
+        statuses = CounterMetricFamily(
+            "hf_fp8kv_requests", "Requests to generate; 499: client gone", labels=["status"]
+        )
+        for status, count in sorted(tracker.statuses.items()):
+            statuses.add_metric([str(status)], count)
+        yield statuses
+        if used is None:
+            return
+        yield gauge("pages_total", "Pages", used.pages_total)
+        yield gauge("pages_used", "Pages with tokens in them", used.pages_used)
+        yield gauge("tokens_held", "Tokens of requests and of kept prefixes", used.tokens_held)
+        yield gauge("bytes_total", "Bytes of all pages", used.bytes_total)
+        yield gauge("bytes_used", "Bytes of the pages in use", used.bytes_used)
+        yield counter("prefix_hits", "Requests that found a prefix", used.prefix_hits)
+        yield counter("prefix_tokens", "Tokens that these did not compute", used.prefix_tokens)
 
 
 def format_summary(engine: Engine, tracker: RequestTracker, tokens_per_second: float) -> str:

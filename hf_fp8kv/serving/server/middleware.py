@@ -19,7 +19,7 @@ from .asgi import Replay, TrackedSend, wait_until_gone
 from .config import ServerConfig
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
-from .metrics import format_metrics
+from .metrics import Metrics
 from .model import SingleModelManager
 from .requests import RequestTracker
 from .validation import GENERATES, OWN_FIELDS, check_body, count_characters, parse_body
@@ -41,12 +41,13 @@ class Middleware:
         model: SingleModelManager,
         tracker: RequestTracker,
         config: ServerConfig,
+        metrics: Metrics,
         *,
         fields: Mapping[str, frozenset[str]],  # of a body by path, besides OWN_FIELDS
         cors: bool,  # whether pages of other origins may read answers
     ) -> None:
         self.app, self.engine, self.model = app, engine, model
-        self.tracker, self.config, self.cors = tracker, config, cors
+        self.tracker, self.config, self.metrics, self.cors = tracker, config, metrics, cors
         self.stopping, self._fields = False, fields
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
         self._template_names = model.template_names()
@@ -87,7 +88,7 @@ class Middleware:
         if not (method == "OPTIONS" and self.cors):  # a browser asks without its token
             self._check_access(headers)
         if path == "/metrics" and method in ("GET", "HEAD"):
-            text = format_metrics(self.engine, self.tracker)
+            text = self.metrics.format()
             response = Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
             await response(scope, receive, send)
         elif method != "POST":

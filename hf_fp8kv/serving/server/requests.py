@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ class ServerRequest:
         self.loop = asyncio.get_running_loop()
         self.id = uuid.uuid4().hex  # not one that a client chose: two alike would be mixed up
         self.submitted = False  # the engine has it: an error is no longer that of the request
+        self.submitted_at = 0.0  # by `time.perf_counter`, as the engine counts
+        self.last_token: float | None = None  # when the engine had its last token
         self.done = False  # the engine has finished it, or was told to drop it
         self.truncated = False  # its answer had all the tokens that it was given
         self.error: APIError | None = None  # what ended its streamed answer early
@@ -30,7 +33,7 @@ class ServerRequest:
 
     def begin(self, *, cancel: Callable[[], None], on_error: Callable[[APIError], None]) -> None:
         """Note that the engine has it: `cancel` frees its pages, `on_error` ends its answer."""
-        self.submitted = True
+        self.submitted, self.submitted_at = True, time.perf_counter()
         self._cancel, self._on_error = cancel, on_error
 
     def finish(self) -> None:

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from transformers.utils import logging as transformers_logging
 
 from ...errors import ConfigError, EngineError
@@ -20,7 +21,8 @@ from .application import build_application
 from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
 from .engine import Engine, SingleEngineState
-from .metrics import format_summary
+from .latencies import Latencies
+from .metrics import Metrics, format_summary
 from .middleware import Middleware
 from .model import SingleModelManager
 from .options import LOADING_OPTIONS, batching_config
@@ -70,13 +72,18 @@ def serve(
         stack.callback(model.shutdown)
         tracker = RequestTracker()
         batching = batching_config(options, model.model.device.type)
-        engine = Engine(model.model, batching, tracker, options.get("default_seed"))
+        registry = CollectorRegistry()
+        latencies = Latencies(model.names[-1], registry)
+        engine = Engine(model.model, batching, tracker, latencies, options.get("default_seed"))
         stack.callback(engine.stop)
         engine.begin()
         state = SingleEngineState(engine, compile=bool(options.get("compile", False)))
         app, fields = build_application(model, state, options)
         cors = bool(options.get("enable_cors", False))
-        middleware = Middleware(app, engine, model, tracker, config, fields=fields, cors=cors)
+        metrics = Metrics(engine, tracker, registry)
+        middleware = Middleware(
+            app, engine, model, tracker, config, metrics, fields=fields, cors=cors
+        )
         server = _Server(middleware, lambda: on_ready(_address(bound)))
         server.run(sockets=[bound])
         if server.failure is not None:

@@ -11,6 +11,7 @@ A row of logits that are no numbers ends its own request with an error, and no o
 """
 
 import functools
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -171,8 +172,10 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
     processors._retrieve_processors_kwargs()
 
 
-def isolate_rows(processor: Any, vocabulary: int) -> None:
+def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None]) -> None:
     """Make a batch processor end a request whose logits are not finite, and go on with the others.
+
+    `on_token` gets the state of each request that has a new token, in the engine's thread.
 
     Such a row has a token past the vocabulary, which tells the host without a second copy. Where a
     step takes the token of the last one on the device (asynchronous batching), it is taken back.
@@ -203,6 +206,7 @@ def isolate_rows(processor: Any, vocabulary: int) -> None:
             kept.append(request)
             if token is not None:
                 kept_tokens.append(token)
+                on_token(request.state)
         return kept, kept_tokens, None
 
     runner._sample = MethodType(sample, runner)
