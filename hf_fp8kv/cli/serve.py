@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -96,6 +97,19 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; others get 429.")
     ] = 128,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model. Default: its own name.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="A Jinja file instead of the model's chat template."
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a prompt and its answer. Default: the model's."),
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
@@ -105,7 +119,8 @@ def serve(
 ) -> None:
     """Serve a model from FP8 pages, with OpenAI's interface: transformers' server and its options.
 
-    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics.
+    POST /v1/chat/completions, /v1/completions, /v1/responses; GET /v1/models, /health, /metrics,
+    /version; POST /tokenize, /detokenize.
     """
     options: dict[str, Any] = ctx.obj
     pages = {
@@ -142,6 +157,9 @@ def serve(
             pages=pages,
             options=options,
             on_ready=lambda address: print_note(f"hf-fp8kv: serving {name} at {address}"),
+            served_name=served_model_name,
+            template=None if chat_template is None else chat_template.read_text("utf-8"),
+            max_model_tokens=max_model_len,
         )
 
 

@@ -12,12 +12,14 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
 import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
 from tests.helpers.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
@@ -33,6 +35,7 @@ def needed(name: str) -> types.ModuleType:
 
 
 openai, uvicorn, _ = map(needed, ("openai", "uvicorn", "fastapi"))
+listen = needed("hf_fp8kv.serving.server.config").listen
 limit_connections = needed("hf_fp8kv.serving.server.connections").limit_connections
 adapt = needed("hf_fp8kv.serving.server.handlers").adapt
 _renders_tools = needed("hf_fp8kv.serving.server.model")._renders_tools
@@ -582,6 +585,53 @@ def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, opt
     # Libraries keep pools of threads, which end with the process by themselves.
     new = [t for t in threading.enumerate() if t not in before and not t.daemon]
     assert not [t for t in new if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
+
+
+def test_two_servers_on_one_port_are_noticed_before_a_model_is_loaded(run, model):
+    with contextlib.closing(listen("127.0.0.1", 0)) as first:  # bound, and not listening yet
+        port = str(first.getsockname()[1])
+        with pytest.raises(ConfigError, match="cannot listen"):
+            listen("127.0.0.1", int(port))
+        code, _, err = run("serve", str(model), "--port", port, "--device", "cpu")
+    assert (code, "cannot listen" in err, "Traceback" in err) == (1, True, False)
+    with contextlib.closing(listen("127.0.0.1", int(port))):
+        pass
+
+
+def test_a_template_that_renders_nothing_is_explained(run, model, tmp_path):
+    (tmp_path / "template").write_text("{{ messages[0].content.nothing.more }}")
+    given = ("--chat-template", str(tmp_path / "template"))
+    code, _, err = run("serve", model, "--port", "0", "--device", "cpu", *given)
+    assert (code, "--chat-template: expected a template" in err) == (1, True), err
+
+
+def test_names_lengths_and_templates_of_ones_own(model, tmp_path):
+    (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
+    given = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
+    with serving(model, *given, "--max-model-len", "40") as server:
+        assert json.loads(server.ask("/v1/models")[1])["data"][0]["id"] == "mine"
+        found = json.loads(server.ask("/v1/models/mine")[1])
+        assert (found["id"], found["max_model_len"]) == ("mine", 40)
+        assert server.ask("/v1/models/tiny")[0] == 404
+        status, text, _ = server.ask(CHAT, body(model="mine", max_tokens=4))
+        assert (status, json.loads(text)["model"]) == (200, "mine")
+        assert server.ask(CHAT, body(model=model))[0] == 404
+        assert server.ask(CHAT, body(messages=STORY, max_tokens=1))[0] == 400
+        made = json.loads(server.ask("/tokenize", {"messages": [MESSAGE]})[1])
+        assert (made["count"], made["max_model_len"]) == (3, 40)
+        assert json.loads(server.ask("/detokenize", {"tokens": made["tokens"]})[1]) == {
+            "prompt": "<x>"
+        }
+        assert json.loads(server.ask("/tokenize", {"prompt": "abc"})[1])["tokens"] == [65, 66, 67]
+        assert json.loads(server.ask("/version")[1])["version"] == version("hf-fp8kv")
+        for path, sent in (
+            ("/tokenize", {}), ("/tokenize", {"prompt": 5}), ("/tokenize", {"text": "x"}),
+            ("/tokenize", {"prompt": "x", "messages": []}), ("/tokenize", {"messages": [5]}),
+            ("/detokenize", {"tokens": [95]}), ("/detokenize", {"tokens": "x"}),
+            ("/detokenize", {"tokens": [True]}),
+        ):  # fmt: skip
+            status, text, _ = server.ask(path, sent)
+            assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), sent
 
 
 def test_a_folder_that_is_no_model_is_explained(run, tmp_path):

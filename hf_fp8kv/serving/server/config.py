@@ -61,6 +61,10 @@ def listen(host: str, port: int) -> socket.socket:
             if os.name == "posix":
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            if os.name == "posix":
+                # Or another server could bind it, too, as long as neither listens: each would find
+                # out after its model is loaded.
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except BaseException:
             bound.close()
             raise

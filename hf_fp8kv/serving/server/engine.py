@@ -45,12 +45,13 @@ class Engine(CBGenerateManager):
 
     `model` is one that `hf_fp8kv.serving.enable` was called on, `config` a ContinuousBatchingConfig
     or None for transformers' own defaults; `seed` makes the answers of requests without a seed the
-    same in each run, as long as the requests come in the same order.
+    same in each run, as long as the requests come in the same order. `max_model_tokens`: of prompt
+    and answer, if that is fewer than the model has.
     """
 
     def __init__(
         self, model: Any, config: Any, tracker: RequestTracker, latencies: Latencies,
-        seed: int | None = None,
+        seed: int | None = None, max_model_tokens: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(cb_config=config)
         self._latencies = latencies
@@ -63,6 +64,8 @@ class Engine(CBGenerateManager):
         self.page_tokens = 0  # that one request may hold
         limit = getattr(text, "max_position_embeddings", None)
         self.model_tokens = limit if isinstance(limit, int) and limit > 0 else None
+        if max_model_tokens is not None:
+            self.model_tokens = min(max_model_tokens, self.model_tokens or max_model_tokens)
         self.stopping = False
 
     def begin(self) -> None:

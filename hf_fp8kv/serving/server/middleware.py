@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from .asgi import Replay, TrackedSend, wait_until_gone
 from .config import ServerConfig
+from .endpoints import DETOKENIZE, TOKENIZE, convert, describe
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
 from .metrics import Metrics
@@ -91,8 +92,14 @@ class Middleware:
             text = self.metrics.format()
             response = Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
             await response(scope, receive, send)
+        elif method == "GET" and (found := describe(path, self.model, self.engine)) is not None:
+            await JSONResponse(found)(scope, receive, send)
         elif method != "POST":
             await self.app(scope, receive, send)
+        elif path in (TOKENIZE, DETOKENIZE):
+            body = parse_body(await self._read(headers, receive))
+            converted = await convert(path, body, self.model, self.engine)
+            await JSONResponse(converted)(scope, receive, send)
         elif path in GENERATES:
             self._check_capacity()
             body = parse_body(await self._read(headers, receive))

@@ -17,14 +17,19 @@ _LONG_TOKEN = 128
 class SingleModelManager(ModelManager):
     """A ModelManager that loads one model and its tokenizer when it is made, and no other.
 
-    `pages` are keywords of `hf_fp8kv.serving.enable`, `loading` those of ModelManager.
+    `pages` are keywords of `hf_fp8kv.serving.enable`, `loading` those of ModelManager; clients call
+    the model `served_name`, or what it is called here; `template` stands for its chat template.
 
     Raises:
-        ConfigError: it is not a text model that continuous batching can run.
+        ConfigError: it is not a text model that continuous batching can run, or a template that
+            does not render a message.
     """
 
-    def __init__(self, name: str, *, pages: Mapping[str, Any], loading: Mapping[str, Any]) -> None:
-        self._pages = pages
+    def __init__(
+        self, name: str, *, pages: Mapping[str, Any], loading: Mapping[str, Any],
+        served_name: str | None = None, template: str | None = None,
+    ) -> None:  # fmt: skip
+        self._pages, self._served_name = pages, served_name
         super().__init__(force_model=name, **loading)
         (loaded,) = self.loaded_models.values()
         self.model: Any = loaded.model
@@ -35,12 +40,16 @@ class SingleModelManager(ModelManager):
                 f"{name}: expected a text model with continuous batching, got "
                 f"{type(self.model).__name__} ({modality.value}); choose another"
             )
+        if template is not None:
+            _replace_template(self.tokenizer, template)
         self.longest_token = _longest_token(self.tokenizer)
         self._renders_tools = _renders_tools(self.tokenizer)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the model that clients may use; the first is its own."""
+        if self._served_name is not None:
+            return (self._served_name,)
         name = str(self.force_model)
         short = name.rstrip("/").rsplit("/", 1)[-1]
         return tuple(dict.fromkeys([name, self.process_model_name(name), short]))
@@ -86,6 +95,17 @@ class SingleModelManager(ModelManager):
         model = super()._load_model(*args, **kwargs)
         serving.enable(model, **self._pages)
         return model
+
+
+def _replace_template(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except Exception as error:  # a template is a program, which may fail in any way
+        raise ConfigError(
+            f"--chat-template: expected a template that renders a user's message, got "
+            f"{type(error).__name__}: {error}; correct it, or leave it out for the model's own"
+        ) from error
 
 
 def _renders_tools(tokenizer: Any) -> bool:

@@ -50,13 +50,17 @@ def serve(
     pages: Mapping[str, Any],
     options: Mapping[str, Any],
     on_ready: Callable[[str], None],
+    served_name: str | None = None,
+    template: str | None = None,
+    max_model_tokens: int | None = None,
 ) -> None:
     """Serve a model until a signal ends it.
 
     SIGTERM or SIGINT: new requests get 503, running ones `config.grace` seconds; a second signal
     ends these at once. `name` is a folder or a hub id, `pages` the keywords of
     `hf_fp8kv.serving.enable`, `options` those of transformers' own command; `on_ready` gets the
-    address when requests are answered.
+    address when requests are answered. `served_name` and `template`: see `SingleModelManager`;
+    `max_model_tokens`: see `Engine`.
 
     Raises:
         ConfigError: the model, its pages or the address are not available.
@@ -68,13 +72,14 @@ def serve(
     batching_config(options, "")  # refused before the model is loaded
     with contextlib.ExitStack() as stack:
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model = _load(name, pages, options)
+        model = _load(name, pages, options, served_name=served_name, template=template)
         stack.callback(model.shutdown)
         tracker = RequestTracker()
         batching = batching_config(options, model.model.device.type)
         registry = CollectorRegistry()
         latencies = Latencies(model.names[-1], registry)
-        engine = Engine(model.model, batching, tracker, latencies, options.get("default_seed"))
+        seed = options.get("default_seed")
+        engine = Engine(model.model, batching, tracker, latencies, seed, max_model_tokens)
         stack.callback(engine.stop)
         engine.begin()
         state = SingleEngineState(engine, compile=bool(options.get("compile", False)))
@@ -93,7 +98,9 @@ def serve(
             )
 
 
-def _load(name: str, pages: Mapping[str, Any], options: Mapping[str, Any]) -> SingleModelManager:
+def _load(
+    name: str, pages: Mapping[str, Any], options: Mapping[str, Any], **more: Any
+) -> SingleModelManager:
     """Return the model. Raises ConfigError if it cannot be loaded as the options say."""
     if name.startswith(("/", ".", "~")) and not os.path.isdir(name):
         raise ConfigError(
@@ -101,7 +108,7 @@ def _load(name: str, pages: Mapping[str, Any], options: Mapping[str, Any]) -> Si
         )
     loading = {key: options[key] for key in LOADING_OPTIONS if key in options}
     try:
-        return SingleModelManager(name, pages=pages, loading=loading)
+        return SingleModelManager(name, pages=pages, loading=loading, **more)
     except ConfigError:
         raise
     except _LOADING_ERRORS as error:

@@ -1,0 +1,78 @@
+"""Paths that clients of other servers ask for, and transformers' application does not have."""
+
+import asyncio
+import importlib.metadata
+from typing import Any
+
+from .engine import Engine
+from .errors import APIError
+from .model import SingleModelManager
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+_MODEL = "/v1/models/"
+_PACKAGES = ("hf-fp8kv", "transformers", "torch")
+_FIELDS = {
+    TOKENIZE: {"model", "prompt", "messages", "add_special_tokens", "add_generation_prompt"},
+    DETOKENIZE: {"model", "tokens"},
+}
+
+
+def describe(path: str, model: SingleModelManager, engine: Engine) -> dict[str, Any] | None:
+    """Return the answer to GET /version or /v1/models/NAME; None for any other path.
+
+    Raises APIError for another model.
+    """
+    if path == "/version":
+        versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+        return {"version": versions["hf-fp8kv"], **versions}
+    if not path.startswith(_MODEL):
+        return None
+    name = model.check_name(path.removeprefix(_MODEL))
+    (found,) = model.get_gen_models()
+    return {**found, "id": name, "max_model_len": engine.max_tokens}
+
+
+async def convert(
+    path: str, body: dict[str, Any], model: SingleModelManager, engine: Engine
+) -> dict[str, Any]:
+    """Return the answer to POST /tokenize or /detokenize, as vLLM's server has them.
+
+    Raises APIError for a field that is unknown or invalid.
+    """
+    if unknown := sorted(body.keys() - _FIELDS[path]):
+        raise APIError(400, f"{unknown[0]:.100}: not a field of {path}; leave it out")
+    model.check_name(body.get("model"))
+    if path == DETOKENIZE:
+        tokens = body.get("tokens")
+        vocabulary = engine.vocabulary
+        if not isinstance(tokens, list) or not all(
+            type(token) is int and 0 <= token < vocabulary for token in tokens
+        ):
+            raise APIError(
+                400,
+                f"tokens: expected a list of integers from 0 to {vocabulary - 1}",
+                param="tokens",
+            )
+        return {"prompt": await asyncio.to_thread(model.tokenizer.decode, tokens)}
+    found = await asyncio.to_thread(_tokenize, body, model.tokenizer)
+    return {"tokens": found, "count": len(found), "max_model_len": engine.max_tokens}
+
+
+def _tokenize(body: dict[str, Any], tokenizer: Any) -> list[int]:
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if (prompt is None) == (messages is None):
+        raise APIError(400, "prompt, messages: expected one of them")
+    if prompt is not None and not isinstance(prompt, str):
+        raise APIError(400, "prompt: expected text", param="prompt")
+    if messages is None:
+        special = bool(body.get("add_special_tokens", True))
+        return list(tokenizer(prompt, add_special_tokens=special)["input_ids"])
+    generation = bool(body.get("add_generation_prompt", True))
+    try:
+        found = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=generation, return_dict=True
+        )
+    except Exception as error:  # a template is a program, which may refuse anything
+        text = f"{type(error).__name__}: {error}"
+        raise APIError(400, f"cannot make a prompt of these messages: {text:.300}") from error
+    return list(found["input_ids"])
