@@ -239,6 +239,32 @@ def test_the_beginning_of_a_prompt_is_not_computed_twice(server, client):
     assert after["tokens_held"] <= after["pages_used"] * PAGE
 
 
+def test_usage_says_what_was_not_computed(server, client, model):
+    text = "what is cached " * 6
+    asked = [
+        (CHAT, body(messages=[{"role": "user", "content": text}])),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/responses", {"input": text}),
+    ]
+    for path, fields in asked:
+        for stream in (False, True, True):
+            sent = {**fields, "max_output_tokens" if "input" in fields else "max_tokens": 3}
+            if stream and path != "/v1/responses":
+                sent["stream_options"] = {"include_usage": True}
+            found = server.ask(path, {**sent, "stream": stream})[1]
+            if stream:
+                *_, last = (
+                    json.loads(e) for e in events(found) if '"usage":' in e.replace(": ", ":")
+                )
+            else:
+                last = json.loads(found)
+            usage = last.get("response", last)["usage"]
+            details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+            total = usage.get("prompt_tokens") or usage["input_tokens"]
+            if stream:  # the one before had the same prompt
+                assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
+
+
 def test_health_has_the_form_of_transformers_and_the_log_has_a_line(server, client):
     status, text, _ = server.ask("/health")
     assert status == 200

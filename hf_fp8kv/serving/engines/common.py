@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -100,6 +100,8 @@ class EngineCache:
         self.storage = chosen.layer_storage(layers, heads, dim, device)
         self.backend = ops.choose_backend(chosen.options.backend, torch.device(device))
         self.prefix_hits = self.prefix_tokens = 0
+        # Told of each request that found a prefix, and of how many tokens.
+        self.on_prefix: Callable[[str, int], None] | None = None
         self._step = EngineStep([])
         self._batch: object = None
         self._work: dict[int, LayerWork] = {}
@@ -240,6 +242,8 @@ class EngineCache:
         tokens = int(engine.search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += tokens > 0
         self.prefix_tokens += tokens
+        if tokens and self.on_prefix is not None:
+            self.on_prefix(request_id, tokens)
         return tokens
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -91,6 +91,7 @@ class Engine(CBGenerateManager):
             time.sleep(0.01)
         isolate_rows(cb.batch_processor, self.vocabulary, self._note_token)
         share_steps(cb.batch_processor.scheduler)
+        cb.batch_processor.cache.on_prefix = self._note_prefix
         self.page_tokens = cb.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
             self.stop()
@@ -98,6 +99,12 @@ class Engine(CBGenerateManager):
                 f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
                 "--cb-num-blocks"
             )
+
+    def _note_prefix(self, request_id: str, tokens: int) -> None:
+        """Note how much of a prompt was there; the engine's thread calls this."""
+        request = self._requests.get(request_id)
+        if request is not None and request.last_token is None:  # or it was resumed
+            request.cached_tokens = tokens
 
     def _note_token(self, state: Any) -> None:
         """Note a new token; the engine's thread calls this."""

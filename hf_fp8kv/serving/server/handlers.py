@@ -19,6 +19,7 @@ from .validation import RESPONSES, count_characters
 # bytes.
 _LONG = 100_000
 _DONE = "data: [DONE]\n\n"
+_USAGE = '"usage":{'
 _COMPLETED = '"type":"response.completed"'
 _INCOMPLETE = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
 
@@ -94,9 +95,21 @@ def _complete_answer(path: str, answer: Any, request: ServerRequest) -> Any:
     if isinstance(answer, StreamingResponse):
         complete = _complete_responses if path == RESPONSES else _complete_chunks
         answer.body_iterator = complete(answer.body_iterator, request)
-    elif path == RESPONSES and request.truncated:
-        return JSONResponse(json.loads(answer.body) | _INCOMPLETE, answer.status_code)
+    elif isinstance(answer, JSONResponse):
+        content = json.loads(answer.body)
+        _add_cached_tokens(content, request)
+        if path == RESPONSES and request.truncated:
+            content |= _INCOMPLETE
+        return JSONResponse(content, answer.status_code)
     return answer
+
+
+def _add_cached_tokens(content: dict[str, Any], request: ServerRequest) -> None:
+    """Say how many of the prompt's tokens were not computed, where OpenAI's answers do."""
+    usage = content.get("usage")
+    if usage is not None:
+        details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+        usage[details] = {**(usage.get(details) or {}), "cached_tokens": request.cached_tokens}
 
 
 async def _complete_chunks(texts: Any, request: ServerRequest) -> AsyncIterator[str]:
@@ -108,6 +121,10 @@ async def _complete_chunks(texts: Any, request: ServerRequest) -> AsyncIterator[
                 if text.endswith(stock):
                     event = json.dumps(request.error.body())
                     text = f"{text.removesuffix(stock)}data: {event}\n\n"
+            elif _USAGE in text:
+                event = json.loads(text.removeprefix("data: "))
+                _add_cached_tokens(event, request)
+                text = f"data: {json.dumps(event)}\n\n"
             yield text
     yield _DONE
 
@@ -116,10 +133,12 @@ async def _complete_responses(texts: Any, request: ServerRequest) -> AsyncIterat
     async with contextlib.aclosing(texts):
         async for text in texts:
             # Text of the model has its quotes escaped.
-            if _COMPLETED in text and request.truncated:
+            if _COMPLETED in text:
                 event = json.loads(text.removeprefix("data: "))
-                event["type"] = "response.incomplete"
-                event["response"] |= _INCOMPLETE
+                _add_cached_tokens(event["response"], request)
+                if request.truncated:
+                    event["type"] = "response.incomplete"
+                    event["response"] |= _INCOMPLETE
                 yield f"data: {json.dumps(event)}\n\n"
             else:
                 yield text

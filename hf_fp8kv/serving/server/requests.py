@@ -24,6 +24,7 @@ class ServerRequest:
         self.id = uuid.uuid4().hex  # not one that a client chose: two alike would be mixed up
         self.submitted = False  # the engine has it: an error is no longer that of the request
         self.submitted_at = 0.0  # by `time.perf_counter`, as the engine counts
+        self.cached_tokens = 0  # of its prompt, that were in the pages
         self.last_token: float | None = None  # when the engine had its last token
         self.done = False  # the engine has finished it, or was told to drop it
         self.truncated = False  # its answer had all the tokens that it was given
