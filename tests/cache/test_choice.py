@@ -154,6 +154,18 @@ def test_every_head_has_to_gain(
     assert plan == LayerPlan(plans[0][2 if is_taken else 1], plans[1][0])
 
 
+@pytest.mark.parametrize("dead", ["query", "key", "value"])
+def test_a_head_without_errors_has_no_say(dead: str) -> None:
+    """As one of zeros, or one that nobody asks; if all heads are such, the safe plan is as good."""
+    q, k, v = states()
+    {"query": q[GROUPS:], "key": k[1:], "value": v[1:]}[dead].zero_()
+    assert choose(q, k, v) == choose(*states())
+    {"query": q, "key": k, "value": v}[dead].zero_()
+    plan = choose(q, k, v)
+    assert plan is not None
+    assert (plan.v == SAFE.v) if dead == "value" else (plan.k == SAFE.k)
+
+
 def test_too_few_tokens_and_other_numbers_say_nothing() -> None:
     q, k, v = states()
     k[0, 3, 7] = torch.inf
