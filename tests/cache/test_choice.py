@@ -358,8 +358,8 @@ def test_a_reset_chooses_again() -> None:
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
         ({"rotate_keys": 1.5}, "None, True or False, got 1.5; leave it out"),
         ({"rotate_keys": torch.ones(2)}, "None, True or False"),
-        ({"rotate_keys": True, "key_dtype": "auto"}, "'auto'"),
-        ({"rotate_values": True, "dtype": "auto"}, "'auto'"),
+        ({"rotate_keys": True, "key_dtype": "auto"}, "'auto', .*or choose a key_dtype"),
+        ({"rotate_values": True, "dtype": "auto"}, "'auto', .*or choose a value_dtype"),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.cache import first_write
+from hf_fp8kv.cache import choice, first_write
 from hf_fp8kv.cache.first_write import show_queries
 from hf_fp8kv.formats import LayerPlan
 from tests.helpers.tiny_models import tiny
@@ -73,6 +73,28 @@ def test_a_choice_is_told_of_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         assert turns == layer.turns
         assert one[8] is None
         assert other[8].tolist() == list(range(4, TOKENS))
+
+
+def test_autocast_does_not_change_a_choice() -> None:
+    """In bfloat16 logits of hundreds would be off by some, and the weights by a factor."""
+    chance = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, TOKENS, 16, generator=chance) for heads in (4, 2, 2))
+    q, k = 10 * q, k + 100 * torch.randn(1, 2, 1, 16, generator=chance)
+    seen: list[Any] = []
+
+    def choose(*args: Any) -> LayerPlan | None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(choice, "_cheapest", lambda plans, costs: seen.append(costs) or plans[0])
+            return choice.choose_plan(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first_write, "choose_plan", choose)
+        for enabled in (False, True):
+            cache = FP8PagedCache(tiny("gqa")[0].config, page_size=8)
+            given, _ = cache.update(k, v, 0)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                show_queries(q, given, 0.25)
+    assert seen[:2] == seen[2:]
 
 
 @pytest.mark.parametrize("way", ["these", "other keys", "other queries"])
