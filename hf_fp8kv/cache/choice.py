@@ -28,9 +28,10 @@ FEWEST_TOKENS = 32
 # some from in between.
 _FIRST, _LAST, _BETWEEN, _QUERIES = 16, 112, 128, 16
 # What another plan than the safe one has to cost at most in each head, relative to it: what one
-# head loses, others do not make up for. Costs are of the smallest scales, while K's are searched at
-# the write: of E3M4's cost that takes a quarter off Gaussian numbers, and two thirds where two
-# channels are 50 times larger; of int8's, next to nothing.
+# head loses, others do not make up for. A head that loses nothing, as one of zeros, agrees to all.
+# Costs are of the smallest scales, while K's are searched at the write: of E3M4's cost that takes a
+# quarter off Gaussian numbers, and two thirds where two channels are 50 times larger; of int8's,
+# next to nothing.
 _GAIN = 0.5
 # Other positions that keys are tried at, as far as the model goes.
 _MOVES = (1024, 4096, 16384)
@@ -131,7 +132,7 @@ def _cheapest(plans: Sequence[SidePlan], costs: Sequence[Sequence[float]]) -> Si
     better = [
         index
         for index, heads in enumerate(costs)
-        if all(cost < _GAIN * safe for cost, safe in zip(heads, costs[0], strict=True))
+        if all(cost <= _GAIN * safe for cost, safe in zip(heads, costs[0], strict=True))
     ]
     return plans[min(better, key=lambda index: sum(costs[index]), default=0)]
 

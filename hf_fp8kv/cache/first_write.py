@@ -7,6 +7,7 @@ what else looks at the pages, or the next layer, stores it without them, in the 
 import threading
 import weakref
 
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -59,11 +60,13 @@ class FirstWrite(PendingWrite):
         center = (
             key.new_zeros(key.shape[1], key.shape[3]) if self._center is None else self._center[row]
         )
-        chosen = choose_plan(
-            query[row].detach(), key[row], self.value[row], center,
-            (layer.options.k_plans, layer.options.v_plans), scaling, layer.group.window,
-            layer.turns, columns,
-        )  # fmt: skip
+        # Costs are in float32: 16 bits are not enough for the logits of keys with a large bias.
+        with torch.autocast(key.device.type, enabled=False):
+            chosen = choose_plan(
+                query[row].detach(), key[row], self.value[row], center,
+                (layer.options.k_plans, layer.options.v_plans), scaling, layer.group.window,
+                layer.turns, columns,
+            )  # fmt: skip
         if chosen is not None:
             layer.storage = chosen
 

@@ -118,14 +118,14 @@ class CacheOptions:
             )
             k_plans = side_plans(key_format, turn_k, centers, measures=measures)
             v_plans = side_plans(value_format, turn_v, (False,), measures=measures)
-        for name, asked, first in (
-            ("rotate_keys", rotate_keys, k_plans[0]),
-            ("rotate_values", rotate_values, v_plans[0]),
+        for name, asked, first, option in (
+            ("rotate_keys", rotate_keys, k_plans[0], "key_dtype"),
+            ("rotate_values", rotate_values, v_plans[0], "value_dtype"),
         ):
             if asked and first.format == AUTO:
                 raise ConfigError(
                     f"{name}=True expected an 8-bit format, got 'auto', which stores numbers as "
-                    f"they are; leave {name} out, or choose a dtype"
+                    f"they are; leave {name} out, or choose a {option}"
                 )
             if asked is not None and isinstance(scales, KVScales):
                 raise ConfigError(

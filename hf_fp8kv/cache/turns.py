@@ -59,6 +59,9 @@ class Turns:
             return STILL
         if kind == "full_attention" and config.model_type in _ROPE_WITH_WINDOW:
             return STILL
+        # Granite 4 has fields of RoPE, and uses it only if told so.
+        if getattr(config, "position_embedding_type", "rope") != "rope":
+            return STILL
         rope = config_field(config, "rope_parameters") or {}
         if kind is not None and isinstance(rope.get(kind), dict):
             rope = rope[kind]

@@ -1,6 +1,7 @@
 """How a layer is stored, chosen by its first call: what is taken, what is refused, what is kept."""
 
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
@@ -78,6 +79,8 @@ def test_a_bias_that_turns_away_is_not_trusted() -> None:
     turned = choose(q, k, v, turns=fast)
     assert turned is not None
     assert turned.k != choose(q, k, v).k  # type: ignore[union-attr]
+    # Of positions that the model does not have, nothing is asked.
+    assert choose(q, k, v, turns=dataclasses.replace(fast, positions=1000)) == choose(q, k, v)
 
 
 def test_keys_are_not_rotated_where_it_is_not_known_how_they_turn() -> None:
@@ -154,11 +157,45 @@ def test_every_head_has_to_gain(
     assert plan == LayerPlan(plans[0][2 if is_taken else 1], plans[1][0])
 
 
+@pytest.mark.parametrize("dead", ["query", "key", "value"])
+def test_a_head_without_errors_has_no_say(dead: str) -> None:
+    """As one of zeros, or one that nobody asks; if all heads are such, the safe plan is as good."""
+    q, k, v = states()
+    {"query": q[GROUPS:], "key": k[1:], "value": v[1:]}[dead].zero_()
+    assert choose(q, k, v) == choose(*states())
+    {"query": q, "key": k, "value": v}[dead].zero_()
+    plan = choose(q, k, v)
+    assert plan is not None
+    assert (plan.v == SAFE.v) if dead == "value" else (plan.k == SAFE.k)
+
+
 def test_too_few_tokens_and_other_numbers_say_nothing() -> None:
     q, k, v = states()
     k[0, 3, 7] = torch.inf
     assert choose(q, k, v) is None
     assert choose(q[:5], states()[1], v) is None  # heads that are not of these keys
+
+
+def test_tokens_that_are_not_looked_at_have_no_say() -> None:
+    """Those behind the window, and the first queries, which see few keys; the last one has."""
+    q, k, v = states()
+    expected = choose(q, k, v, window=100)
+    k[0, :190, 7] = 1e4
+    assert choose(q, k, v, window=100) == expected
+    assert choose(q, k, v) != expected
+    q, k, v = states()
+    q[:, : TOKENS // 4] = torch.inf
+    assert choose(q, k, v) == choose(*states())
+    v[0, -1, 7] = torch.inf
+    assert choose(q, k, v) is None
+
+
+def test_values_may_have_another_size() -> None:
+    q, k, v = states()
+    plan = choose(q, k, v[..., :48])
+    assert plan is not None
+    assert plan.k == choose(q, k, v).k  # type: ignore[union-attr]
+    assert plan.v.rotated
 
 
 def test_a_cost_is_that_of_what_is_read_back() -> None:
@@ -199,9 +236,11 @@ def run(tokens: int = 40, attention: str = "fp8_paged", **keywords: Any) -> FP8P
 
 
 def test_the_first_call_chooses_and_keeps() -> None:
-    cache = run()
+    # Layers with a center and without one.
+    cache = run(tokens=80)
     chosen = cache.plan
-    assert any(plan != SAFE for plan in chosen.values())
+    assert {plan.k.centered for plan in chosen.values()} == {False, True}
+    assert SAFE not in chosen.values()
     assert cache.fork().plan == chosen
     for layer in cache.paged_layers:
         assert (layer.k_center is not None) == layer.storage.k.centered
@@ -319,8 +358,8 @@ def test_a_reset_chooses_again() -> None:
         ({"plan": LayerPlan.parse("int8", "int8 centered")}, "; leave 'centered' out"),
         ({"rotate_keys": 1.5}, "None, True or False, got 1.5; leave it out"),
         ({"rotate_keys": torch.ones(2)}, "None, True or False"),
-        ({"rotate_keys": True, "key_dtype": "auto"}, "'auto'"),
-        ({"rotate_values": True, "dtype": "auto"}, "'auto'"),
+        ({"rotate_keys": True, "key_dtype": "auto"}, "'auto', .*or choose a key_dtype"),
+        ({"rotate_values": True, "dtype": "auto"}, "'auto', .*or choose a value_dtype"),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ DISTANCE = 37
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
     "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
-    "smollm3": {"no_rope_layers": [1, 0]}, "llama4_text": {},
+    "smollm3": {"no_rope_layers": [1, 0]}, "llama4_text": {}, "granitemoehybrid": {},
 }  # fmt: skip
 
 
@@ -50,6 +50,8 @@ def test_layers_without_rope_do_not_turn() -> None:
     assert Turns.of(causal_config("gpt2"), 0) == STILL
     smollm3 = causal_config("smollm3", no_rope_layers=[1, 0])
     assert [Turns.of(smollm3, index) == STILL for index in (0, 1)] == [False, True]
+    granite = [causal_config("granitemoehybrid", position_embedding_type=x) for x in (None, "rope")]
+    assert [Turns.of(config, 1) == STILL for config in granite] == [True, False]
     cohere2 = causal_config("cohere2")
     found = [Turns.of(cohere2, index) == STILL for index in range(len(cohere2.layer_types))]
     assert found == [kind == "full_attention" for kind in cohere2.layer_types]

@@ -8,7 +8,7 @@ import torch
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
 from hf_fp8kv.cache.queries import Queries
-from hf_fp8kv.calibration import measure, scoring
+from hf_fp8kv.calibration import measure, scoring, stages
 from hf_fp8kv.calibration.choose import Trial
 from hf_fp8kv.calibration.plans import Candidate, _pick
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
@@ -181,6 +181,21 @@ def test_outliers_that_turn_are_not_rotated() -> None:
     for granularity in ("head", "token"):
         scales = calibrate(model, texts(), plan="measured", granularity=granularity, **FEW)
         assert [plan.k.rotated for plan in scales.plan.values()] == [False, True]
+
+
+def test_keys_stay_as_they_are_where_other_positions_cannot_be_tried(
+    biased: Any, monkeypatch: Any
+) -> None:
+    real = stages.collect_sample
+
+    def sample(job: Any, batches: Any, partners: Any, name: str) -> Any:
+        if name.startswith("far"):
+            raise ConfigError("it takes no position_ids")
+        return real(job, batches, partners, name)
+
+    monkeypatch.setattr(stages, "collect_sample", sample)
+    scales = calibrate(biased, texts(), granularity="token", **FEW)
+    assert {plan.k for plan in scales.plan.values()} == {SidePlan("fp8_e3m4")}
 
 
 def test_a_scale_per_channel_is_one_per_head_where_k_is_rotated(biased: Any) -> None:
