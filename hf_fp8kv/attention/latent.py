@@ -10,7 +10,6 @@ as keys and as values, and W_K, W_V are applied to what is new only.
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +105,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     if passes is not None:
         vars(module)[_PASSES] = passes
     if passes:
-        # Not a method, which would be pickled as one of the module's class.
-        vars(module)[EXPAND] = partial(_pass_stored, module)
+        vars(module)[EXPAND] = _PassStored(module)
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -151,12 +149,29 @@ def passes_latents(module: Any, key: Tensor, value: Tensor) -> bool:
     return widths == (module.kv_lora_rank, module.qk_rope_head_dim)
 
 
-def _pass_stored(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored latents as they are, in place of a module's own expansion; expand others."""
-    stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
-    if stored and module.config._attn_implementation.startswith(ATTENTION):
-        return latent, positions
-    return expand(module, latent, positions)
+class _PassStored:
+    """A module's `expand_kv` that returns stored latents as they are; a copied module's its own.
+
+    Not a method, which would be pickled as one of the module's class.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = weakref.ref(module)  # weak, since the module holds this
+
+    def __call__(self, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        module = self._module()
+        assert module is not None
+        stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
+        if stored and module.config._attn_implementation.startswith(ATTENTION):
+            return latent, positions
+        return expand(module, latent, positions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PassStored":
+        module = self._module()
+        return _PassStored(memo.get(id(module), module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _PassStored, (self._module(),)
 
 
 def expand(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Latent attention (MLA) under "fp8_paged": the same answers, from latents as they are stored."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -330,6 +332,23 @@ def test_copies_of_a_model(change: Any, absorbed: list[int]) -> None:
                 parameter.mul_(-2)
         check_answer(twin, inputs, absorbed)
     check_answer(model, inputs, absorbed)
+
+
+@pytest.mark.parametrize("change", [None, Adapted])
+def test_a_model_that_nobody_holds_is_freed(change: Any, absorbed: list[int]) -> None:
+    """At once, as without this package: nothing waits for the garbage collector."""
+    model, inputs = build("deepseek_v3")
+    if change is not None:
+        replace_all(model, change)
+    check_answer(model, inputs, absorbed)
+    weights = [weakref.ref(weight) for weight in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 # -- numbers -------------------------------------------------------------------------------------
