@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +21,9 @@ from numba.core import event  # noqa: E402
 
 from hf_fp8kv import ops  # noqa: E402
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
+from hf_fp8kv.ops.numba import attend as attention  # noqa: E402
 from hf_fp8kv.ops.numba import backend as numba_backend  # noqa: E402
-from hf_fp8kv.ops.numba import lanes  # noqa: E402
+from hf_fp8kv.ops.numba import lanes, latent  # noqa: E402
 from hf_fp8kv.ops.torch import backend as torch_backend  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
@@ -87,6 +89,21 @@ def test_threads_share_latents(case):
     expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
     found = test_ops.attend(case, pages, query, "numba", **kwargs)
     assert test_ops.errors(found, expected).max() <= test_ops.bound(case)
+
+
+def test_the_scratch_of_latents_holds_what_products_read():
+    """Two vectors of latents at a time: of an odd number, one more than there are."""
+
+    @numba.njit
+    def floats(calls: Any) -> int:
+        return attention._make_scratch(calls[0]).strip.size
+
+    for rank, positions in ((16, 0), (33, 0), (32, 0), (16, 8), (512, 64)):
+        call = np.zeros(1, attention.ATTEND.dtype)
+        call["work_rows"], call["latent"] = 16, 1
+        call["k_dim"], call["v_dim"], call["p_dim"] = rank, rank, positions
+        read = -(-rank // (2 * lanes.LANES)) * 2
+        assert floats(call) >= read * latent.JUMP // 4
 
 
 @pytest.mark.usefixtures("many_threads")

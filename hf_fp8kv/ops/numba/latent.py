@@ -279,6 +279,6 @@ def add_latents(c: Call, count: int, all_seen: bool, rows: int, soon: int, s: Sc
             for _ in range(0, 2 * LANES * TILE * width_of(c.k_kind), 64):
                 prefetch(soon)
                 soon += 64
-        # Beyond an odd number of vectors, positions are added to a vector that nothing reads.
+        # Beyond an odd number of vectors, what follows is added to a vector that nothing reads.
         for row in range(0, rows, PAIRS):
             _add_pairs(weights + _LINE * row, count, line, to + stride * row, stride)
