@@ -1,6 +1,7 @@
 """What only the "numba" backend has: threads, a cache on disk, and cases that it hands over."""
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -265,6 +266,37 @@ def test_a_second_process_compiles_nothing(tmp_path):
         results.append(run.stdout.strip())
     assert results[0] != results[1]
     assert results[1] == "[0, [1, 1, 1, 1]]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other features")
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        # Fewer registers: fewer sums at once.
+        ({"NUMBA_CPU_FEATURES": "-avx512f"}, "4 True"),
+        # What numba leaves out would otherwise end the process.
+        ({"NUMBA_CPU_NAME": "generic"}, "4 False"),
+    ],
+)
+def test_settings_of_numba(setting, expected, tmp_path):
+    script = """
+        from hf_fp8kv.ops.numba import latent, memory
+        from tests.ops import test_ops
+
+        for case in test_ops.LATENTS:
+            pages, query, kwargs = test_ops.prepare(case)
+            want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+            found = test_ops.attend(case, pages, query, "numba", **kwargs)
+            assert test_ops.errors(found, want).max() <= test_ops.bound(case), case
+        print(latent.WIDE, memory.HAS_HALF)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **setting, "NUMBA_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.split("\n")[-2] == expected
 
 
 def test_a_changed_file_has_another_stamp(tmp_path, monkeypatch):
