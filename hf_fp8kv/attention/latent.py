@@ -230,8 +230,10 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
     if any(part._forward_pre_hooks_with_kwargs for part in projection.modules()):
         return None
     tensors = [*projection.parameters(), *projection.buffers()]
+    # Layers of packed weights may have no tensors that they tell of.
+    parts = [projection, *tensors]
     state = _state(projection, tensors, like)
-    if known is None or not known.is_of(state, tensors):
+    if known is None or not known.is_of(state, parts):
         weight = None
         if not projection.training:
             with torch.no_grad():
@@ -241,7 +243,7 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
                 weight = projection(torch.eye(rank).to(like)).T.contiguous()
                 if not all(map(_is_close, projection(tries), tries @ weight.T)):
                     weight = None
-        known = vars(module)[_ABSORBED] = _Absorbed(state, tensors, weight)
+        known = vars(module)[_ABSORBED] = _Absorbed(state, parts, weight)
     return known.weight
 
 
@@ -253,16 +255,16 @@ class _Absorbed:
     """
 
     def __init__(
-        self, state: object = None, tensors: Iterable[Tensor] = (), weight: Tensor | None = None
+        self, state: object = None, parts: Iterable[Any] = (), weight: Tensor | None = None
     ) -> None:
-        self._state, self._tensors = state, [weakref.ref(tensor) for tensor in tensors]
+        self._state, self._parts = state, [weakref.ref(part) for part in parts]
         self.weight = weight
 
-    def is_of(self, state: object, tensors: list[Tensor]) -> bool:
-        """Return whether it was found for these tensors in this state."""
-        if state != self._state or len(tensors) != len(self._tensors):
+    def is_of(self, state: object, parts: list[Any]) -> bool:
+        """Return whether it was found for this projection and these tensors, in this state."""
+        if state != self._state or len(parts) != len(self._parts):
             return False
-        return all(ref() is tensor for ref, tensor in zip(self._tensors, tensors, strict=True))
+        return all(ref() is part for ref, part in zip(self._parts, parts, strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Absorbed, ()

@@ -224,6 +224,17 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.up(self.down(x)) * self.scaling["default"]
 
 
+class Packed(nn.Module):
+    """As layers of packed weights, which are neither parameters nor buffers."""
+
+    def __init__(self, base: nn.Linear, factor: float = 1.0) -> None:
+        super().__init__()
+        self.packed = (factor * base.weight.detach(),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.packed[0].T
+
+
 def rounded(base: nn.Linear) -> nn.Module:
     layer = Rounded(base.in_features, base.out_features, bias=False)
     layer.weight = base.weight
@@ -302,6 +313,16 @@ def test_weights_that_change(absorbed: list[int]) -> None:
         handle = first.kv_b_proj.register_forward_hook(lambda *args, f=change: f(args[2]))
         check_answer(model, inputs, absorbed)
         handle.remove()
+
+
+def test_another_projection(absorbed: list[int]) -> None:
+    """One after the other, without tensors that tell them apart."""
+    model, inputs = build("deepseek_v3")
+    plain = [module.kv_b_proj for module in attentions(model)]
+    for factor in (1.0, -2.0):
+        for module, base in zip(attentions(model), plain, strict=True):
+            module.kv_b_proj = Packed(base, factor).eval()
+        check_answer(model, inputs, absorbed)
 
 
 def test_peft(absorbed: list[int]) -> None:
