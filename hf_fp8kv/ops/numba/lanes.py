@@ -22,6 +22,7 @@ from .. import visibility
 cgutils: Any = core.cgutils
 types: Any = core.types
 models: Any = extending.models
+_config: Any = core.config
 LANES = 16
 Floats: TypeAlias = Any  # sixteen float32 numbers
 Call: TypeAlias = Any  # the record of one call of a kernel
@@ -35,10 +36,10 @@ def has_feature(name: str) -> bool:
 
     Settings of numba (`NUMBA_CPU_NAME`, `NUMBA_CPU_FEATURES`) may leave out what the CPU has.
     """
-    chosen = (core.config.CPU_FEATURES or "").split(",")
+    chosen = (_config.CPU_FEATURES or "").split(",")
     if f"+{name}" in chosen or f"-{name}" in chosen:
         return f"+{name}" in chosen
-    if core.config.CPU_NAME is not None and core.config.CPU_FEATURES is not None:
+    if _config.CPU_NAME is not None and _config.CPU_FEATURES is not None:
         return False  # a CPU of this name may have it or not
     return bool(binding.get_host_cpu_features().get(name))
 
