@@ -196,6 +196,8 @@ def _latent_attention(
     projections, why = None, ""
     # What is stored has no gradient, but what is expanded has that of its weights.
     if latent.needs_gradient(module, query):
+        if module.training:
+            raise ConfigError(_NO_GRADIENT)
         why = _FOR_GRADIENT
     elif key.k_center is not None:
         why = _FOR_CENTER

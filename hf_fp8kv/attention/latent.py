@@ -10,7 +10,6 @@ as keys and as values, and W_K, W_V are applied to what is new only.
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +105,7 @@ def install(module: Any, like: Tensor | None = None) -> None:
     if passes is not None:
         vars(module)[_PASSES] = passes
     if passes:
-        # Not a method, which would be pickled as one of the module's class.
-        vars(module)[EXPAND] = partial(_pass_stored, module)
+        vars(module)[EXPAND] = _PassStored(module)
 
 
 def install_all(model: torch.nn.Module) -> None:
@@ -151,12 +149,29 @@ def passes_latents(module: Any, key: Tensor, value: Tensor) -> bool:
     return widths == (module.kv_lora_rank, module.qk_rope_head_dim)
 
 
-def _pass_stored(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return stored latents as they are, in place of a module's own expansion; expand others."""
-    stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
-    if stored and module.config._attn_implementation.startswith(ATTENTION):
-        return latent, positions
-    return expand(module, latent, positions)
+class _PassStored:
+    """A module's `expand_kv` that returns stored latents as they are; a copied module's its own.
+
+    Not a method, which would be pickled as one of the module's class.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = weakref.ref(module)  # weak, since the module holds this
+
+    def __call__(self, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        module = self._module()
+        assert module is not None
+        stored = isinstance(latent, PagedKV) and isinstance(positions, PagedKV)
+        if stored and module.config._attn_implementation.startswith(ATTENTION):
+            return latent, positions
+        return expand(module, latent, positions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_PassStored":
+        module = self._module()
+        return _PassStored(memo.get(id(module), module))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _PassStored, (self._module(),)
 
 
 def expand(module: Any, latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,8 +230,10 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
     if any(part._forward_pre_hooks_with_kwargs for part in projection.modules()):
         return None
     tensors = [*projection.parameters(), *projection.buffers()]
+    # Layers of packed weights may have no tensors that they tell of.
+    parts = [projection, *tensors]
     state = _state(projection, tensors, like)
-    if known is None or not known.is_of(state, tensors):
+    if known is None or not known.is_of(state, parts):
         weight = None
         if not projection.training:
             with torch.no_grad():
@@ -226,7 +243,7 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
                 weight = projection(torch.eye(rank).to(like)).T.contiguous()
                 if not all(map(_is_close, projection(tries), tries @ weight.T)):
                     weight = None
-        known = vars(module)[_ABSORBED] = _Absorbed(state, tensors, weight)
+        known = vars(module)[_ABSORBED] = _Absorbed(state, parts, weight)
     return known.weight
 
 
@@ -238,16 +255,16 @@ class _Absorbed:
     """
 
     def __init__(
-        self, state: object = None, tensors: Iterable[Tensor] = (), weight: Tensor | None = None
+        self, state: object = None, parts: Iterable[Any] = (), weight: Tensor | None = None
     ) -> None:
-        self._state, self._tensors = state, [weakref.ref(tensor) for tensor in tensors]
+        self._state, self._parts = state, [weakref.ref(part) for part in parts]
         self.weight = weight
 
-    def is_of(self, state: object, tensors: list[Tensor]) -> bool:
-        """Return whether it was found for these tensors in this state."""
-        if state != self._state or len(tensors) != len(self._tensors):
+    def is_of(self, state: object, parts: list[Any]) -> bool:
+        """Return whether it was found for this projection and these tensors, in this state."""
+        if state != self._state or len(parts) != len(self._parts):
             return False
-        return all(ref() is tensor for ref, tensor in zip(self._tensors, tensors, strict=True))
+        return all(ref() is part for ref, part in zip(self._parts, parts, strict=True))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Absorbed, ()

@@ -267,14 +267,14 @@ class CacheOptions:
             )  # fmt: skip
             k, v = (
                 None
-                if side.is_auto or scale is None
+                if side.is_auto or scale is None or not scale.numel()
                 else scale * FORMATS[side.format].scale_from_e4m3
                 for scale, side in ((layer.k, plan.k), (layer.v, plan.v))
             )
             return k, v, layer.k_center if plan.k.centered else None
         constant = torch.tensor(self.scales, dtype=torch.float32)
         k = None if plan.k.format == AUTO else constant.repeat(heads, k_dim)
-        v = None if plan.v.format == AUTO else constant.repeat(heads, v_dim)
+        v = None if plan.v.format == AUTO or not v_dim else constant.repeat(heads, v_dim)
         return k, v, None
 
 

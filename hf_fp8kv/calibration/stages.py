@@ -98,6 +98,11 @@ def collect_sample(
 def _measure_finite_range(
     job: Job, index: int, k: torch.Tensor, v: torch.Tensor, partners: Partners
 ) -> TensorDict:
+    if not v.shape[-1]:
+        raise ConfigError(
+            f"layer {index}: expected keys and values, got latents without positions, of which "
+            "nothing is V; leave scales out: dynamic ones are right for every layer"
+        )
     of_layer = measure_range(k, v, partners.k, partners.v)
     _check_finite(index, of_layer)
     if job.options.plan is not None:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError
-from ..formats import LayerPlan
+from ..formats import AUTO, LayerPlan, SidePlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import PageBytes, address_pages, page_bytes, put_pages, take_pages, upload
 from .block_table import Copies
@@ -17,6 +17,9 @@ from .pending_write import PendingWrite
 # Bytes of a block, at most, if a page is not larger: what a pool asks memory for at a time.
 BLOCK_BYTES = 16 << 20
 _NAMES = ("k", "v", "token_scales")
+# How values without channels are stored, whatever a plan says: some layers of latents have no
+# positions.
+_NOTHING = SidePlan(AUTO)
 
 
 class PagePool:
@@ -80,7 +83,8 @@ class PagePool:
             ):
                 return known
         k = StoredSide(self.k, k_scale, k_center, plan.k.format, self.k_dim, plan.k.rotated)
-        v = StoredSide(self.v, v_scale, None, plan.v.format, self.v_dim, plan.v.rotated)
+        v_plan = plan.v if self.v_dim else _NOTHING
+        v = StoredSide(self.v, v_scale, None, v_plan.format, self.v_dim, v_plan.rotated)
         pages = Pages(k, v, self.token_scales, table, self.addresses)
         if not is_compiling:
             self._record, self._recorded = pages, plan
@@ -109,6 +113,7 @@ class PagePool:
         """
         self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
         self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
+        self.v_is_auto = self.v_is_auto or not self.v_dim
         self.in_blocks = in_blocks
         if in_blocks:
             self._append(pages, self.device)

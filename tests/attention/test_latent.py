@@ -1,7 +1,9 @@
 """Latent attention (MLA) under "fp8_paged": the same answers, from latents as they are stored."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import DynamicCache
 from hf_fp8kv import FP8PagedCache, check_model, disable, enable, ops
 from hf_fp8kv.attention import latent
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.modeling.model_support import EXPAND, caches_latents
 from hf_fp8kv.utils import warn_once
 from tests.helpers.tiny_models import build, type_names
@@ -107,6 +110,31 @@ def test_every_family(name: str, absorbed: list[int]) -> None:
     assert absorbed.count(1) == len(absorbed)
 
 
+# In eight bits; static, and searched and rotated.
+EIGHT_BITS: list[dict[str, Any]] = [
+    {"scales": 0.01, "value_dtype": "fp8_e4m3"},
+    {"dtype": "fp8_e2m5", "value_dtype": "int8", "rotate_values": True},
+    {"dtype": "auto", "value_dtype": "fp8_e4m3", "max_cache_len": 30},
+]
+
+
+@pytest.mark.parametrize("name", ["mistral_large4", "glm5_next"])
+@pytest.mark.parametrize("options", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_layers_without_positions(name: str, options: dict[str, Any], backend: str) -> None:
+    """A format of positions concerns the layers that have some; numbers there are none to store."""
+    model, inputs = model_of(name)
+    model.set_attn_implementation("fp8_paged")
+    cache = FP8PagedCache(model.config, page_size=8, backend=backend, **options)
+    without = [layer for layer in cache.paged_layers if layer.index == 1]
+    logits = answer(model, inputs, cache)[1]
+    assert [layer.pool.v_dim for layer in without] == [0]
+    reference = FP8PagedCache(model.config, page_size=8, backend="reference", **options)
+    want = answer(model, inputs, reference)[1]
+    torch.testing.assert_close(logits, want, atol=CLOSE * float(want.std()), rtol=0)
+    assert torch.equal(copy.deepcopy(cache).layers[1].keys, cache.layers[1].keys)
+
+
 # Plain, with windows, with an indexer, with layers that read another's latents or no positions.
 SOME = ["deepseek_v3", "dots3_note_text", "glm_moe_dsa", "mistral_large4"]
 
@@ -196,6 +224,17 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.up(self.down(x)) * self.scaling["default"]
 
 
+class Packed(nn.Module):
+    """As layers of packed weights, which are neither parameters nor buffers."""
+
+    def __init__(self, base: nn.Linear, factor: float = 1.0) -> None:
+        super().__init__()
+        self.packed = (factor * base.weight.detach(),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.packed[0].T
+
+
 def rounded(base: nn.Linear) -> nn.Module:
     layer = Rounded(base.in_features, base.out_features, bias=False)
     layer.weight = base.weight
@@ -276,6 +315,16 @@ def test_weights_that_change(absorbed: list[int]) -> None:
         handle.remove()
 
 
+def test_another_projection(absorbed: list[int]) -> None:
+    """One after the other, without tensors that tell them apart."""
+    model, inputs = build("deepseek_v3")
+    plain = [module.kv_b_proj for module in attentions(model)]
+    for factor in (1.0, -2.0):
+        for module, base in zip(attentions(model), plain, strict=True):
+            module.kv_b_proj = Packed(base, factor).eval()
+        check_answer(model, inputs, absorbed)
+
+
 def test_peft(absorbed: list[int]) -> None:
     peft = pytest.importorskip("peft")
     model, inputs = build("deepseek_v3")
@@ -330,6 +379,23 @@ def test_copies_of_a_model(change: Any, absorbed: list[int]) -> None:
                 parameter.mul_(-2)
         check_answer(twin, inputs, absorbed)
     check_answer(model, inputs, absorbed)
+
+
+@pytest.mark.parametrize("change", [None, Adapted])
+def test_a_model_that_nobody_holds_is_freed(change: Any, absorbed: list[int]) -> None:
+    """At once, as without this package: nothing waits for the garbage collector."""
+    model, inputs = build("deepseek_v3")
+    if change is not None:
+        replace_all(model, change)
+    check_answer(model, inputs, absorbed)
+    weights = [weakref.ref(weight) for weight in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 # -- numbers -------------------------------------------------------------------------------------
@@ -394,6 +460,19 @@ def test_gradient_of_the_projection_alone(absorbed: list[int]) -> None:
     model.set_attn_implementation("fp8_paged")
     torch.testing.assert_close(gradient(paged(model)), want)
     assert not absorbed
+
+
+def test_training_through_stored_latents_is_refused(absorbed: list[int]) -> None:
+    """What is expanded has a gradient, what is stored has none: half of it would be lost."""
+    model, inputs = build("deepseek_v3", attn_implementation="fp8_paged")
+    model.train()
+    cache, step = paged(model), torch.tensor([[5], [9]])
+    loss = model(**inputs, past_key_values=cache).logits.square().sum()
+    loss.backward()
+    with pytest.raises(ConfigError, match=r"call model.eval\(\)"):
+        model(step, past_key_values=cache)
+    with torch.no_grad():
+        model(step, past_key_values=cache)
 
 
 def test_why_latents_are_expanded_is_said(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hf_fp8kv.calibration.observe import Batch, make_batches
 from hf_fp8kv.calibration.scoring import warn_if_worse
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.scales.report import REPORT_FILE
-from tests.helpers.tiny_models import VOCAB, tiny
+from tests.helpers.tiny_models import VOCAB, tiny, type_names
 
 pytestmark = pytest.mark.text
 
@@ -411,6 +411,14 @@ def test_other_architectures(name, granularity):
     assert set(scales.layers) == {layer.index for layer in cache.paged_layers}
     model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert scales.report.quality[1].kl < 0.2
+
+
+def test_layers_without_positions_are_refused():
+    if "glm5_next" not in type_names():
+        pytest.skip("this version of transformers has no such model")
+    model, _ = tiny("glm5_next")
+    with pytest.raises(ConfigError, match="layer 1: expected keys and values, got latents without"):
+        calibrate(model, texts(), **QUIET)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"plan": "measured"}, {"granularity": "token"}])

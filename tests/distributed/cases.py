@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 
 import hf_fp8kv
 from hf_fp8kv import FP8PagedCache, KVScales, LayerScales, calibrate, check_model, serving
@@ -33,6 +34,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered": ("olmo2", {}),
     "one-head": ("llama", {"num_key_value_heads": 1}),
 }
+# Its projection of latents is split, they are not. Older versions cache what they are expanded to.
+if hasattr(DeepseekV2Attention, "expand_kv"):
+    MODELS["latents"] = ("deepseek_v2", {})
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 Ranks = dict[str, int]
@@ -156,6 +160,16 @@ def saved(model: Any, ranks: Ranks, work: Path) -> Any:
     options = (read.options.tp_rank, read.options.tp_size)
     assert options == (ranks.get("tp_rank", 0), ranks.get("tp_size", 1))
     return generate(model, read)
+
+
+def latents(**keywords: Any) -> Case:
+    """Latents, which each process has all of, and how the model's layers run."""
+
+    def run(model: Any, ranks: Ranks, work: Path) -> Any:
+        cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
+        return [generate(model, cache), cache.layers[0].pool.heads, check_model(model).path]
+
+    return run
 
 
 def enabled(model: Any, ranks: Ranks, work: Path) -> Any:
@@ -295,6 +309,11 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "from_pretrained": ("8q-4kv", from_checkpoint),
     "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
     "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
+    **{
+        f"latents, {keywords or 'default'}": ("latents", latents(**keywords))
+        for keywords in ({}, {"dtype": "auto", "max_cache_len": 40}, {"scales": 0.02})
+        if "latents" in MODELS
+    },
     "generate_batch": ("8q-4kv", served("head")),
     "generate_batch, chunked, centers": ("biased-keys", served("centers", max_batch_tokens=16)),
     "generate_batch, dynamic": ("4q-2kv", served(None)),

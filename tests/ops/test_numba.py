@@ -1,6 +1,7 @@
 """What only the "numba" backend has: threads, a cache on disk, and cases that it hands over."""
 
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +22,9 @@ from numba.core import event  # noqa: E402
 
 from hf_fp8kv import ops  # noqa: E402
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
+from hf_fp8kv.ops.numba import attend as attention  # noqa: E402
 from hf_fp8kv.ops.numba import backend as numba_backend  # noqa: E402
-from hf_fp8kv.ops.numba import lanes  # noqa: E402
+from hf_fp8kv.ops.numba import lanes, latent  # noqa: E402
 from hf_fp8kv.ops.torch import backend as torch_backend  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
@@ -87,6 +90,21 @@ def test_threads_share_latents(case):
     expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
     found = test_ops.attend(case, pages, query, "numba", **kwargs)
     assert test_ops.errors(found, expected).max() <= test_ops.bound(case)
+
+
+def test_the_scratch_of_latents_holds_what_products_read():
+    """Two vectors of latents at a time: of an odd number, one more than there are."""
+
+    @numba.njit
+    def floats(calls: Any) -> int:
+        return attention._make_scratch(calls[0]).strip.size
+
+    for rank, positions in ((16, 0), (33, 0), (32, 0), (16, 8), (512, 64)):
+        call = np.zeros(1, attention.ATTEND.dtype)
+        call["work_rows"], call["latent"] = 16, 1
+        call["k_dim"], call["v_dim"], call["p_dim"] = rank, rank, positions
+        read = -(-rank // (2 * lanes.LANES)) * 2
+        assert floats(call) >= read * latent.JUMP // 4
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -248,6 +266,37 @@ def test_a_second_process_compiles_nothing(tmp_path):
         results.append(run.stdout.strip())
     assert results[0] != results[1]
     assert results[1] == "[0, [1, 1, 1, 1]]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other features")
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        # Fewer registers: fewer sums at once.
+        ({"NUMBA_CPU_FEATURES": "-avx512f"}, "4 True"),
+        # What numba leaves out would otherwise end the process.
+        ({"NUMBA_CPU_NAME": "generic"}, "4 False"),
+    ],
+)
+def test_settings_of_numba(setting, expected, tmp_path):
+    script = """
+        from hf_fp8kv.ops.numba import latent, memory
+        from tests.ops import test_ops
+
+        for case in test_ops.LATENTS:
+            pages, query, kwargs = test_ops.prepare(case)
+            want = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
+            found = test_ops.attend(case, pages, query, "numba", **kwargs)
+            assert test_ops.errors(found, want).max() <= test_ops.bound(case), case
+        print(latent.WIDE, memory.HAS_HALF)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **setting, "NUMBA_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.split("\n")[-2] == expected
 
 
 def test_a_changed_file_has_another_stamp(tmp_path, monkeypatch):

@@ -326,6 +326,8 @@ LATENTS = [
              lengths=(199, 199)),
         Case("latent, bias", value=AUTO, k_dim=64, v_dim=16, mask="bias", tokens=3, lengths=(70,)),
         Case("latent, no positions", value=AUTO, k_dim=32, v_dim=0, lengths=(70, 15), tokens=3),
+        Case("latent, no positions, an odd number of vectors", value=AUTO, k_dim=40, v_dim=0,
+             q_heads=20, lengths=(65, 15)),
         Case("latent, one head", value=AUTO, k_dim=24, v_dim=8, q_heads=1, lengths=(133, 70)),
         Case("latent, 3 heads", k_dim=40, v_dim=24, q_heads=3, tokens=5, lengths=(99,), page_size=8,
              value="fp8_e3m4", padding=13),

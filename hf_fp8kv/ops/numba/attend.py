@@ -205,8 +205,11 @@ def _make_scratch(c: Call) -> Scratch:
     vectors, v_dim, turned = count_vectors(c.k_dim), c.v_dim, 0
     strip, channels = max(vectors * LANES, TILE) + LANES, 0
     if c.latent:
+        # Latents are multiplied two vectors at a time, also the last of an odd number.
+        pairs = (vectors + 1) // 2 * 2
         v_dim, vectors = (vectors + 1) * LANES, vectors + count_vectors(c.p_dim)
-        strip, turned, channels = vectors * JUMP // 4, rows * vectors * LANES, LANES
+        strip, turned = max(vectors, pairs) * JUMP // 4, rows * vectors * LANES
+        channels = LANES
     scales = np.ones(4 * TILE, np.float32)
     return Scratch(
         _zeros(rows * vectors * LANES).reshape(rows, vectors * LANES),

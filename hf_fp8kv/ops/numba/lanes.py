@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import core, extending
 
 from .. import visibility
@@ -22,12 +22,26 @@ from .. import visibility
 cgutils: Any = core.cgutils
 types: Any = core.types
 models: Any = extending.models
+_config: Any = core.config
 LANES = 16
 Floats: TypeAlias = Any  # sixteen float32 numbers
 Call: TypeAlias = Any  # the record of one call of a kernel
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 HALF_IR, FLOAT_IR = ir.HalfType(), ir.FloatType()
+
+
+def has_feature(name: str) -> bool:
+    """Return whether kernels are compiled for a feature of this CPU, such as "avx512f".
+
+    Settings of numba (`NUMBA_CPU_NAME`, `NUMBA_CPU_FEATURES`) may leave out what the CPU has.
+    """
+    chosen = (_config.CPU_FEATURES or "").split(",")
+    if f"+{name}" in chosen or f"-{name}" in chosen:
+        return f"+{name}" in chosen
+    if _config.CPU_NAME is not None and _config.CPU_FEATURES is not None:
+        return False  # a CPU of this name may have it or not
+    return bool(binding.get_host_cpu_features().get(name))
 
 
 def vector_of(element: ir.Type) -> ir.VectorType:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 
 from .arithmetic import mul, splat
 from .lanes import (
@@ -26,6 +26,7 @@ from .lanes import (
     Call,
     Floats,
     call_intrinsic,
+    has_feature,
     jit,
     operation,
     pointer_to,
@@ -38,7 +39,7 @@ from .products import Scratch
 from .softmax import TILE
 
 # Sums at once, vectors each: what the registers of AVX-512 hold, or narrower ones.
-WIDE = 16 if binding.get_host_cpu_features().get("avx512f") else 4
+WIDE = 16 if has_feature("avx512f") else 4
 PAIRS = WIDE // 2  # the numbers that two vectors are multiplied with
 _SUMS = types.UniTuple(VECTOR, WIDE)
 _STEP = 4 * LANES  # bytes of a vector
@@ -279,6 +280,6 @@ def add_latents(c: Call, count: int, all_seen: bool, rows: int, soon: int, s: Sc
             for _ in range(0, 2 * LANES * TILE * width_of(c.k_kind), 64):
                 prefetch(soon)
                 soon += 64
-        # Beyond an odd number of vectors, positions are added to a vector that nothing reads.
+        # Beyond an odd number of vectors, what follows is added to a vector that nothing reads.
         for row in range(0, rows, PAIRS):
             _add_pairs(weights + _LINE * row, count, line, to + stride * row, stride)

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import extending
 
 from .lanes import (
@@ -28,6 +28,7 @@ from .lanes import (
     Floats,
     cgutils,
     constant,
+    has_feature,
     jit,
     operation,
     pointer_to,
@@ -40,9 +41,7 @@ from .lanes import (
 FP8, BF16, F16, F32 = 0, 1, 2, 3
 # Without these instructions (AMD and Intel have them since 2013) LLVM calls a function that is not
 # there, and ends the process. Other kinds of CPU that torch runs on convert float16 anyway.
-HAS_HALF = platform.machine() not in ("x86_64", "AMD64") or bool(
-    binding.get_host_cpu_features().get("f16c")
-)
+HAS_HALF = platform.machine() not in ("x86_64", "AMD64") or has_feature("f16c")
 Code: TypeAlias = tuple[int, int, int, int]  # how codes are read: `load_codes`
 
 
