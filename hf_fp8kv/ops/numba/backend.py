@@ -24,6 +24,7 @@ from ..reference import raise_overrun
 from ..torch import backend as torch_backend
 from . import attend as attention
 from . import gather as gathering
+from . import prompts
 from . import write as writing
 from .lanes import LANES
 from .memory import F32, HAS_HALF
@@ -159,6 +160,8 @@ def attend(
     """Return softmax attention, as `reference.attend` up to rounding."""
     if not _READABLE.issuperset((query.dtype, pages.k.codes.dtype, pages.v.codes.dtype)):
         return torch_backend.attend(query, pages, lengths, start, stop, spec)
+    if prompts.is_faster(query, pages, spec):
+        return prompts.attend(query, pages, lengths, spec, gather)
     pages, query, lengths = _plain(pages), no_gaps(query), no_gaps(lengths)
     scaling, causal, window, softcap, sinks, mask, bias, bounds, latent = spec
     k, v = pages.k, pages.k if latent else pages.v

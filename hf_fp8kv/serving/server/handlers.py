@@ -96,7 +96,7 @@ def _complete_answer(path: str, answer: Any, request: ServerRequest) -> Any:
         complete = _complete_responses if path == RESPONSES else _complete_chunks
         answer.body_iterator = complete(answer.body_iterator, request)
     elif isinstance(answer, JSONResponse):
-        content = json.loads(answer.body)
+        content = json.loads(bytes(answer.body))
         _add_cached_tokens(content, request)
         if path == RESPONSES and request.truncated:
             content |= _INCOMPLETE
