@@ -1,7 +1,8 @@
 """Serve suite: `hf-fp8kv serve` beside `transformers serve` under the same load.
 
-Both serve one model with continuous batching, and get the same bytes for their pages; with the FP8
-ones, twice as many tokens fit. Clients each send one request after another and read the answer as
+All serve one model with continuous batching, and get the same bytes for their pages; with the FP8
+ones, twice as many tokens fit. A third is ours with pages in the model's dtype: the same kernels
+without FP8. Clients each send one request after another and read the answer as
 it comes. The servers take turns, and what counts is the median over turns, and percentiles over
 the requests of all turns. Prompts begin differently, so that no prefix is found twice.
 """
@@ -21,7 +22,8 @@ from .serve_clients import Load, Server, run_server
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-STOCK, OURS = "transformers serve", "hf-fp8kv serve"
+STOCK, OURS, PLAIN = "transformers serve", "hf-fp8kv serve", "hf-fp8kv serve, auto"
+SERVERS = (STOCK, OURS, PLAIN)
 _PERCENTILES = (50, 90, 99)
 LOADS = (
     Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
@@ -59,19 +61,20 @@ def run_serve_suite(
     name = model or str(demo_model.model_path())
     rows: list[dict[str, Any]] = []
     for load in loads:
-        both = {
+        ours = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]
+        commands = {
             STOCK: ["-m", "transformers.cli.transformers", "serve", name,
                     "--continuous-batching", "--attn-implementation", "sdpa",
                     "--cb-num-blocks", str(load.blocks)],
-            OURS: ["-m", "hf_fp8kv.cli", "serve", name, "--kv-cache-dtype", dtype,
-                   "--metrics-interval", "0", "--cb-num-blocks",
+            OURS: [*ours, "--kv-cache-dtype", dtype, "--cb-num-blocks",
                    str(_same_bytes(name, load.blocks, page_size, dtype))],
+            PLAIN: [*ours, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
         }  # fmt: skip
         alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
                  str(page_size), "--cb-max-batch-tokens", str(batch_tokens)]  # fmt: skip
         with contextlib.ExitStack() as stack:
             servers = {}
-            for which, command in both.items():
+            for which, command in commands.items():
                 report(f"{load.name}: starting {which}")
                 servers[which] = stack.enter_context(run_server([*command, *alike], name))
             for turn in range(turns + 1):
@@ -126,9 +129,10 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
             used, total, size = server.pages
             rows.append(_row(load, f"pages in use, of {total:.0f}", name, [used], "pages"))
             rows.append(_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
-    pairs = zip(servers[OURS].throughput, servers[STOCK].throughput, strict=True)
-    ratios = [ours / stock for ours, stock in pairs]
-    rows.append({**_row(load, "throughput ratio", OURS, ratios, "×"), "against": STOCK})
+    for name, other in ((OURS, STOCK), (PLAIN, STOCK)):
+        pairs = zip(servers[name].throughput, servers[other].throughput, strict=True)
+        ratios = [one / stock for one, stock in pairs]
+        rows.append({**_row(load, "throughput ratio", name, ratios, "×"), "against": other})
     return rows
 
 
@@ -158,10 +162,10 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         key = (row["load"], row["measure"], row["unit"])
         cells.setdefault(key, {})[row["server"]] = f"{row['value']:.4g}{spread}{failed}"
     return build_table(
-        {"load": "left", "measure": "left", "unit": "left", STOCK: "right", OURS: "right"},
-        [(*key, by.get(STOCK, ""), by.get(OURS, "")) for key, by in cells.items()],
+        {"load": "left", "measure": "left", "unit": "left", **dict.fromkeys(SERVERS, "right")},
+        [(*key, *(by.get(server, "") for server in SERVERS)) for key, by in cells.items()],
         grouped=True,
         title=f"{settings['model']}, pages of {settings['page_size']} tokens, {settings['device']}",
-        caption=f"{hardware['cpu']}, {hardware['cores']} cores, {settings['turns']} turns, medians "
-        f"(quartiles), {result['date']}",
+        caption=f"{hardware['cpu']} ({', '.join(hardware['instructions'])}), {hardware['cores']} "
+        f"cores, {settings['turns']} turns, medians (quartiles), {result['date']}",
     )

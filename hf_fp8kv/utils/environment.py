@@ -9,6 +9,9 @@ from pathlib import Path
 
 PACKAGES = ("hf-fp8kv", "torch", "transformers", "triton", "numba", "safetensors", "gguf")
 
+# Instruction sets on which the speed of a CPU depends most, as Linux calls them.
+_INSTRUCTIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+
 
 def version(package: str) -> str:
     """Return the version of an installed package, or "not installed"."""
@@ -24,11 +27,12 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, object]:
-    """Return the processor, its cores, the number of torch threads, and the GPUs."""
+    """Return the processor, what it multiplies with, its cores, torch's threads, and the GPUs."""
     import torch
 
     return {
-        "cpu": _cpu(),
+        "cpu": _cpu("model name") or platform.processor() or platform.machine(),
+        "instructions": [name for name in _INSTRUCTIONS if name in _cpu("flags").split()],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -66,10 +70,11 @@ def describe_run(suite: str, **extra_hardware: object) -> dict[str, object]:
     }
 
 
-def _cpu() -> str:
+def _cpu(field: str) -> str:
+    """Return what Linux says of the first processor, or nothing."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(field):
                 return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return ""

@@ -17,7 +17,8 @@ def result() -> dict:
     """What `run_serve_suite` makes of two servers that nobody started."""
     load = bench_serve.Load("some", clients=2, requests=2, words=4, new_tokens=3, blocks=8)
     servers = {}
-    for name, factor in ((bench_serve.STOCK, 1.0), (bench_serve.OURS, 2.0)):
+    factors = (1.0, 2.0, 1.5)
+    for name, factor in zip(bench_serve.SERVERS, factors, strict=True):
         server = servers[name] = Server(None, 0, "model")  # type: ignore[arg-type]
         times = [n / factor for n in range(1, 101)]
         server.answers = [Answer(first=at, last=3 * at, tokens=3) for at in times]
@@ -25,8 +26,9 @@ def result() -> dict:
         server.peak = 2**20
     servers[bench_serve.OURS].pages, servers[bench_serve.STOCK].failed = [5, 15, 2**21], 1
     settings = {"model": "m", "page_size": 4, "device": "cpu", "turns": 3}
-    return {"rows": bench_serve._rows(load, servers), "settings": settings, "date": "today",
-            "hardware": {"cpu": "a processor", "cores": 2}}  # fmt: skip
+    hardware = {"cpu": "a processor", "cores": 2, "instructions": ["amx_bf16"]}
+    rows = bench_serve._rows(load, servers)
+    return {"rows": rows, "settings": settings, "date": "today", "hardware": hardware}
 
 
 def test_a_load_is_told_by_turns_and_by_percentiles(result):
@@ -41,15 +43,17 @@ def test_a_load_is_told_by_turns_and_by_percentiles(result):
     assert (throughput["value"], throughput["low"], throughput["high"]) == (12, 11, 13)
     assert throughput["failed"] == 1
     assert rows["throughput ratio", bench_serve.OURS]["value"] == 2
+    assert rows["throughput ratio", bench_serve.PLAIN]["value"] == 1.5
     assert rows["pages in use, of 15", bench_serve.OURS]["value"] == 5
 
 
 def test_the_table_of_a_load_has_the_servers_side_by_side(result):
-    console = Console(width=140, file=io.StringIO())
+    console = Console(width=170, file=io.StringIO())
     console.print(bench_serve.format_table(result))
     lines = [line.replace(" ", "") for line in console.file.getvalue().splitlines()]
-    assert "│some│throughput│tokens/s│12(11-13),1failed│24(22-26)│" in lines
-    assert "││bytesofallpages│MiB││2│" in lines
+    assert "│some│throughput│tokens/s│12(11-13),1failed│24(22-26)│18(16.5-19.5)│" in lines
+    assert "││bytesofallpages│MiB││2││" in lines
+    assert "(amx_bf16)" in console.file.getvalue()
 
 
 def test_both_servers_get_pages_of_the_same_bytes(tmp_path):
@@ -71,7 +75,7 @@ def test_both_servers_answer_under_load(tmp_path):
         model=name, device="cpu", loads=[load], page_size=16, turns=2, batch_tokens=64
     )
     rows = {(row["measure"], row["server"]): row for row in found["rows"]}
-    for server in (bench_serve.STOCK, bench_serve.OURS):
+    for server in bench_serve.SERVERS:
         assert rows["throughput", server]["failed"] == 0
         assert rows["throughput", server]["value"] > 0
         assert rows["first token, p50", server]["value"] > 0
