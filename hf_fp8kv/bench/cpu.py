@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
@@ -48,6 +49,8 @@ TARGETS = {DYNAMIC: 0.35, QUANTIZED: 0.10}
 _ROTATED = ("FP8PagedCache e2m5", "FP8PagedCache int8")
 _ROTATED_TARGET = 1.05
 _BEAMS = 4
+# Tokens of a chunk of a prompt.
+_CHUNK = 256
 # First calls: their tokens, the default, which decides how to store them, and its safe plan.
 _FIRST_TOKENS = (512, 2048)
 _CHOOSES, _SAFE = "FP8PagedCache default", "FP8PagedCache e3m4, K centered"
@@ -93,6 +96,8 @@ def run_cpu_suite(
         rows += _growth_rows({tokens: taken[E4M3] for tokens, taken in seconds.items()})
         report("first calls")
         rows += _first_call_rows(heads, backend, pairs)
+        report("chunks of prompts")
+        rows += _chunk_rows(context, heads, backend, pairs)
         report("updates, copies and the host's time")
         rows += _update_rows(context, heads, backend, pairs)
         rows += _copy_rows(max(context), heads, backend, pairs)
@@ -195,6 +200,36 @@ def _first_call_rows(heads: Heads, backend: str, turns: int) -> list[dict[str, A
         rows += _time_rows("first call", seconds, tokens)
         ratios = [a / b for a, b in zip(seconds[_CHOOSES], seconds[_SAFE], strict=True)]
         rows.append(make_row("ratio", _CHOOSES, ratios, "×", context=tokens, against=_SAFE))
+    return rows
+
+
+def _chunk_rows(
+    context: Sequence[int], heads: Heads, backend: str, turns: int
+) -> list[dict[str, Any]]:
+    """Return rows of some hundred new tokens on top of what is stored: storing, and attention."""
+    rows, module = [], AttentionLayer(heads[0] // heads[1])
+    query = random_states(heads[0], _CHUNK, heads[2])
+    key, value = (random_states(heads[1], _CHUNK, heads[2]) for _ in range(2))
+
+    def call(cache: Cache, attend: Callable[..., object], mask: torch.Tensor | None) -> None:
+        keys, values = cache.update(key, value, 0)
+        attend(module, query, keys, values, mask, scaling=heads[2] ** -0.5)
+        cache.crop(-_CHUNK)
+
+    for tokens in context:
+        pair = _make_pair(tokens, heads, backend)
+        # As transformers makes it; ours needs none.
+        mask = torch.ones((1, 1, _CHUNK, tokens + _CHUNK), dtype=torch.bool).tril(tokens)
+        steps: dict[str, Step] = {
+            E4M3: functools.partial(call, pair[E4M3], fp8_paged_attention, None),
+            "DynamicCache": functools.partial(
+                call, pair["DynamicCache"], sdpa_attention_forward, mask
+            ),
+        }
+        seconds = take_turns(steps, turns)
+        rows += _time_rows(f"{_CHUNK} tokens more", seconds, tokens)
+        ratios = [a / b for a, b in zip(seconds[E4M3], seconds["DynamicCache"], strict=True)]
+        rows.append(make_row("ratio", E4M3, ratios, "×", context=tokens, against="DynamicCache"))
     return rows
 
 
