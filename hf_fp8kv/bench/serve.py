@@ -29,7 +29,9 @@ LOADS = (
     Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
     Load("room for half", clients=12, requests=12, words=100, new_tokens=32, blocks=18),
     Load("long prompts", clients=4, requests=4, words=900, new_tokens=64, blocks=112),
-)
+    Load("beside a long prompt", clients=1, requests=3, words=20, new_tokens=8, blocks=112,
+         long_words=6000),
+)  # fmt: skip
 
 
 def run_serve_suite(
@@ -46,8 +48,9 @@ def run_serve_suite(
     """Return what was measured, ready for JSON.
 
     The model is a folder or a hub id; None: the demo's. Every server has each load in so many
-    turns, after one that does not count. Both have pages and steps of so many tokens; `dtype` is
-    that of the FP8 pages. `progress` is called with what is measured next.
+    turns, after one that does not count. All have pages and steps of so many tokens (steps as each
+    server has them by itself, beside a long prompt); `dtype` is that of the FP8
+    pages. `progress` is called with what is measured next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
@@ -71,7 +74,9 @@ def run_serve_suite(
             PLAIN: [*ours, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
         }  # fmt: skip
         alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
-                 str(page_size), "--cb-max-batch-tokens", str(batch_tokens)]  # fmt: skip
+                 str(page_size)]  # fmt: skip
+        if not load.long_words:  # or what each server does by itself
+            alike += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
             for which, command in commands.items():
@@ -124,6 +129,11 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
             for share in _PERCENTILES:
                 value = _percentile(values, share)
                 rows.append(_row(load, f"{measure}, p{share}", name, [value], unit))
+        if load.long_words:
+            gaps = [answer.gap for answer in server.streams]
+            rows.append(_row(load, "largest gap of a stream", name, gaps, "s"))
+            firsts = [answer.first for answer in server.long_prompts]
+            rows.append(_row(load, "first token of the long prompt", name, firsts, "s"))
         rows.append(_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
         if server.pages is not None:
             used, total, size = server.pages

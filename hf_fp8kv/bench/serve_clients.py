@@ -12,11 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ..errors import ConfigError
 
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
+# Seconds from an answer that is streamed to a long prompt, and from that to other requests.
+_AHEAD = 1.0
 _WORDS = [
     "page", "slot", "table", "length", "scale", "token", "layer", "head",
     "sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose",
@@ -33,6 +36,8 @@ class Load:
     words: int  # of a prompt, about a token each
     new_tokens: int  # of an answer, at most
     blocks: int  # pages of the stock server; the other one gets the same bytes
+    long_words: int = 0  # of one prompt that is read meanwhile, beside an answer that is streamed
+    streamed: int = 300  # tokens of that answer
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Answer:
     first: float
     last: float
     tokens: int
+    gap: float = 0.0  # the longest time between two pieces
 
     @property
     def per_token(self) -> float:
@@ -56,6 +62,9 @@ class Server:
         # Of the turns that count: answers, and new tokens a second of each turn.
         self.answers: list[Answer] = []
         self.throughput: list[float] = []
+        # Of each turn beside a long prompt: its answer, and the one that was streamed meanwhile.
+        self.long_prompts: list[Answer] = []
+        self.streams: list[Answer] = []
         # Requests without an answer, and bytes of memory at most.
         self.failed, self.peak = 0, 0
         # At most in use, all, bytes of all; None where the server does not tell.
@@ -67,10 +76,19 @@ class Server:
         watch = threading.Thread(target=self._watch, args=(done,))
         watch.start()
         began = time.perf_counter()
+        first = 1000 * seed
         try:
-            with ThreadPoolExecutor(load.clients) as pool:
-                ask = [pool.submit(self._ask, load, 1000 * seed + n) for n in range(load.requests)]
+            with ThreadPoolExecutor(2) as others, ThreadPoolExecutor(load.clients) as pool:
+                beside = []
+                if load.long_words:
+                    streamed = replace(load, new_tokens=load.streamed)
+                    long = replace(load, words=load.long_words, new_tokens=2)
+                    for number, other in enumerate((streamed, long), first + load.requests):
+                        beside.append(others.submit(self._ask, other, number))
+                        time.sleep(_AHEAD)
+                ask = [pool.submit(self._ask, load, first + n) for n in range(load.requests)]
                 replies = [request.result() for request in ask]
+                found = [request.result() for request in beside]
         finally:
             seconds = time.perf_counter() - began
             done.set()
@@ -82,6 +100,10 @@ class Server:
             self.failed += len(replies) - len(answers)
             self.answers += answers
             self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
+            self.failed += found.count(None)
+            for answer, kept in zip(found, (self.streams, self.long_prompts), strict=False):
+                if answer is not None:
+                    kept.append(answer)
 
     def _ask(self, load: Load, number: int) -> Answer | None:
         """Send one request and read its answer as it comes."""
@@ -111,7 +133,10 @@ class Server:
                     tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             except (OSError, http.client.HTTPException, ValueError, LookupError):
                 return None
-        return Answer(times[0], times[-1], tokens) if times and tokens else None
+        if not times or not tokens:
+            return None
+        gaps = [after - before for before, after in pairwise(times)]
+        return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
     def _watch(self, done: threading.Event) -> None:
         """Look at its memory and its pages until the turn is over."""

@@ -70,7 +70,9 @@ def test_both_servers_get_pages_of_the_same_bytes(tmp_path):
 @pytest.mark.slow
 def test_both_servers_answer_under_load(tmp_path):
     name = save_chat_model(tmp_path)
-    load = bench_serve.Load("some", clients=3, requests=6, words=10, new_tokens=8, blocks=32)
+    load = bench_serve.Load(
+        "some", clients=3, requests=6, words=4, new_tokens=8, blocks=64, long_words=30, streamed=40
+    )
     found = bench_serve.run_serve_suite(
         model=name, device="cpu", loads=[load], page_size=16, turns=2, batch_tokens=64
     )
@@ -79,6 +81,8 @@ def test_both_servers_answer_under_load(tmp_path):
         assert rows["throughput", server]["failed"] == 0
         assert rows["throughput", server]["value"] > 0
         assert rows["first token, p50", server]["value"] > 0
+        assert rows["largest gap of a stream", server]["value"] > 0
+        assert rows["first token of the long prompt", server]["value"] > 0
     sizes = [rows["bytes of all pages", s]["value"] for s in (bench_serve.STOCK, bench_serve.OURS)]
     assert sizes[1] <= sizes[0] < 1.1 * sizes[1]
     json.dumps(found)
