@@ -512,3 +512,19 @@ def test_the_table_of_tasks_is_that_of_the_run():
         assert f"\n| {cache['title']} | {' | '.join(cells)} |\n" in text
         assert lost == {"default": 0, "bf16": 0, "q8_0": 1, "e4m3": 4}[cache["cache"]]
     assert f"of {sum(map(int, right))} answers" in text
+
+
+def test_what_is_lost_on_the_second_model_is_that_of_the_run():
+    docs = Path(__file__).parents[2] / "docs"
+    result = json.loads((docs / "benchmarks" / "2026-11-23-tasks-gemma3-270m.json").read_text())
+    right = sum(round(task["ceiling"] * task["asked"]) for task in result["tasks"])
+    lost = dict.fromkeys(("default", "bf16", "q8_0", "e4m3"), 0)
+    for task in result["tasks"]:
+        for answer in task["answers"]:
+            lost[answer["cache"]] += answer["lost"]
+            assert task["task"] == "variables" or not answer["lost"]
+    names = dict(zip(lost, ("the default loses", "bfloat16", "q8_0", "E4M3"), strict=True))
+    *said, last = [f"{names[cache]} {count}" for cache, count in lost.items()]
+    expected = f"{right} answers that the unquantised cache has right {', '.join(said)} and {last}"
+    text = " ".join((docs / "accuracy.md").read_text().split())
+    assert expected in text
