@@ -24,6 +24,7 @@ from transformers.cli.serving.utils import (
 from ...errors import ConfigError
 from .. import Usage, usage
 from .errors import STOPPING, APIError
+from .grammars import GUIDE, Grammars, why_unavailable
 from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import isolate_rows, per_request_sampling, request_sampling
 from .scheduling import share_steps
@@ -90,6 +91,10 @@ class Engine(CBGenerateManager):
                 f"expected pages for some tokens, got {self.page_tokens}; pass a larger "
                 "--cb-num-blocks"
             )
+
+    def grammars(self, tokenizer: Any) -> Grammars:
+        """Return what compiles the grammars of requests, once the engine has begun."""
+        return Grammars(tokenizer, self.vocabulary, why_unavailable(self._cb.batch_processor))
 
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Do nothing: a handler calls this for every request, and the engine already runs."""
@@ -175,7 +180,7 @@ class Engine(CBGenerateManager):
                     return
                 if output.error is not None:
                     request.finish()
-                    on_error(self._output_error(output))
+                    on_error(self._output_error(request, output))
                 elif output.is_finished():
                     _note_end(request, config, output.generated_tokens)
                     request.finish()
@@ -206,7 +211,7 @@ class Engine(CBGenerateManager):
                 return
             if output.error is not None:
                 request.finish()
-                on_error(self._output_error(output))
+                on_error(self._output_error(request, output))
                 return
             tokens = list(output.generated_tokens)
             finished = output.is_finished()
@@ -274,7 +279,10 @@ class Engine(CBGenerateManager):
     def _stopping_error(self) -> APIError:
         return APIError(503, self.why_dead() or STOPPING, code="stopping")
 
-    def _output_error(self, output: Any) -> APIError:
+    def _output_error(self, request: ServerRequest, output: Any) -> APIError:
+        guide = request.guide
+        if guide is not None and guide.failures:
+            return APIError(400, str(output.error), param=guide.field)
         return APIError(500 if self.is_alive() else 503, str(output.error))
 
     def _submit(
@@ -304,6 +312,7 @@ class Engine(CBGenerateManager):
             max_new_tokens=gen_config.max_new_tokens,
             streaming=streaming,
             eos_token_id=gen_config.eos_token_id,
+            **({} if request.guide is None else {GUIDE: request.guide}),
             **request_sampling(
                 request.body, gen_config, self.vocabulary, self._seeds.getrandbits(63)
             ),
@@ -342,8 +351,9 @@ def _inner_tokenizer(processor: Any) -> Any:
 
 def _note_end(request: ServerRequest, gen_config: Any, tokens: list[int]) -> None:
     """Tell an answer that was truncated from one that ended by itself with its last token."""
-    ends = gen_config.eos_token_id
-    if tokens and tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+    ends, guide = gen_config.eos_token_id, request.guide
+    ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+    if ended or (guide is not None and guide.is_whole(tokens)):
         gen_config.max_new_tokens = None
     else:
         request.truncated = True

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .errors import APIError
+from .grammars import Guide
 
 
 class ServerRequest:
@@ -24,6 +25,7 @@ class ServerRequest:
         self.submitted = False  # the engine has it: an error is no longer that of the request
         self.done = False  # the engine has finished it, or was told to drop it
         self.truncated = False  # its answer had all the tokens that it was given
+        self.guide: Guide | None = None  # of its grammar
         self.error: APIError | None = None  # what ended its streamed answer early
         self._cancel: Callable[[], None] | None = None
         self._on_error: Callable[[APIError], None] | None = None
