@@ -123,7 +123,9 @@ def _ends(state: Any, vocabulary: int) -> list[int]:
 def _explain(matcher: Any) -> str:
     """Return llguidance's message without its state."""
     text = str(matcher.get_error()).split("\n<", 1)[0]
-    return " ".join(text.split())[:300] or "no more text can follow"
+    if text in ("", "NoExtensionBias"):
+        return "none of the model's tokens can follow"
+    return " ".join(text.split())[:300]
 
 
 class GrammarMask(stock.ContinuousBatchingLogitsProcessor):

@@ -149,7 +149,8 @@ class Middleware:
 
     def _check_length(self, body: dict[str, Any]) -> None:
         """Reject text that cannot fit, before its tokens are counted."""
-        tokens, length = self.engine.max_tokens, count_characters(body)
+        prompt = {name: value for name, value in body.items() if name not in FORMAT_FIELDS}
+        tokens, length = self.engine.max_tokens, count_characters(prompt)
         if length > tokens * self.model.longest_token:
             raise APIError(
                 400,

@@ -175,8 +175,9 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
 def isolate_rows(processor: Any, vocabulary: int) -> None:
     """Make a batch processor end a request that fails, and go on with the others.
 
-    That is one whose logits are not finite, or whose grammar has no next token. The first a row has a token past the vocabulary, which tells the host without a second copy. Where a
-    step takes the token of the last one on the device (asynchronous batching), it is taken back.
+    That is one whose logits are not finite, or whose grammar has no next token. Without finite
+    logits a row has a token past the vocabulary, which tells the host without a second copy. Where
+    a step takes the token of the last one on the device (asynchronous batching), it is taken back.
     """
     runner, tensors = processor.model_runner, processor.inputs_and_outputs
 

@@ -1,4 +1,4 @@
-"""What a request for structured output asks for: its fields, and the grammar that they stand for."""
+"""The fields of requests for structured output, and the grammars that they stand for."""
 
 import json
 import math
