@@ -31,6 +31,7 @@ _SECONDS = 10.0  # that a request waits for its grammar
 # States that the lexer of a grammar may have, some hundred bytes each. The other limits are
 # llguidance's own, about 30 ms for a step.
 _LEXER_STATES = 50_000
+_NO_TOKEN = "none of the model's tokens can follow"
 
 
 class GrammarError(Exception):
@@ -40,15 +41,15 @@ class GrammarError(Exception):
 class Guide:
     """Where one request is in its grammar. A deep copy goes on by itself.
 
-    `never` `[V]`, bool, are tokens that no grammar has: those without text.
-    Raises GrammarError.
+    `usable` `[n]`, uint8, has a bit for each token that may be part of a text, the first token's
+    lowest. Raises GrammarError.
     """
 
-    def __init__(self, field: str, matcher: Any, never: np.ndarray) -> None:
-        self.field, self._never = field, never
+    def __init__(self, field: str, matcher: Any, usable: np.ndarray) -> None:
+        self.field, self._usable = field, usable
         self.failures: list[GrammarError] = []  # of all copies
         self._start, self._matcher = matcher, matcher.deep_copy()
-        self._blocked, self._accepting = self._look(self._matcher)
+        self._look()
         if self.complete:
             raise GrammarError("it matches nothing but the empty text")
 
@@ -60,42 +61,42 @@ class Guide:
     @property
     def complete(self) -> bool:
         """Whether the text matches, and none that is longer begins with it."""
-        return self._accepting and bool(self._blocked.all())
+        return self._accepting and not self._allowed.any()
 
-    def accept(self, token: int) -> None:
-        """Go on by a token."""
-        if not self._matcher.consume_token(token):
+    def accept(self, *tokens: int) -> None:
+        """Go on by tokens."""
+        if not self._matcher.consume_tokens(list(tokens)):
             raise GrammarError(_explain(self._matcher))
-        self._blocked, self._accepting = self._look(self._matcher)
+        self._look()
 
-    def blocked(self, ends: list[int]) -> np.ndarray:
+    def blocked(self, ends: list[int], vocabulary: int) -> np.ndarray:
         """Return which tokens must not follow, bool `[V]`; `ends` are those that end the answer."""
-        blocked = self._blocked.copy()
-        blocked[ends] = not self._accepting
-        return blocked
+        bits = np.unpackbits(~self._allowed, count=vocabulary, bitorder="little")
+        bits[ends] = not self._accepting
+        return bits.view(bool)
 
     def is_whole(self, tokens: list[int]) -> bool:
         """Return whether an answer's tokens are all that the grammar has; for any thread."""
-        matcher = self._start.deep_copy()
-        if not matcher.consume_tokens(tokens):
+        other = copy.copy(self)
+        other._matcher = self._start.deep_copy()
+        try:
+            other.accept(*tokens)
+        except BaseException:  # as in `follow`, which reports it
             return False
-        blocked, accepting = self._look(matcher)
-        return accepting and bool(blocked.all())
+        return other.complete
 
-    def _look(self, matcher: Any) -> tuple[np.ndarray, bool]:
-        """Return which tokens must not follow, and whether the text may end."""
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        if matcher.is_error():
-            raise GrammarError(_explain(matcher))
-        allowed = np.unpackbits(bits, count=len(self._never), bitorder="little")
-        blocked = (allowed == 0) | self._never
-        accepting = matcher.is_accepting()
-        if not accepting and blocked.all():
-            raise GrammarError("none of the model's tokens can follow")
-        return blocked, accepting
+    def _look(self) -> None:
+        """Find which tokens may follow, and whether the text may end."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise GrammarError(_explain(self._matcher))
+        self._allowed = bits[: len(self._usable)] & self._usable
+        self._accepting = bool(self._matcher.is_accepting())
+        if not self._accepting and not self._allowed.any():
+            raise GrammarError(_NO_TOKEN)
 
 
-def follow(state: Any, token: int) -> str | None:
+def follow(state: Any, token: int, vocabulary: int) -> str | None:
     """Have a request's guide go on by its new token; return what went wrong.
 
     Where the model has no token that ends an answer, the engine's limit of new tokens does.
@@ -111,7 +112,7 @@ def follow(state: Any, token: int) -> str | None:
     except BaseException as error:  # a panic of the library is no Exception
         logger.exception("a grammar failed")
         return f"{guide.field}: the grammar failed: {type(error).__name__}: {error}"
-    if guide.complete and not _ends(state, len(guide._never)):
+    if guide.complete and not _ends(state, vocabulary):
         state._new_tokens_limit = state.generated_len() + 1
     return None
 
@@ -124,7 +125,7 @@ def _explain(matcher: Any) -> str:
     """Return llguidance's message without its state."""
     text = str(matcher.get_error()).split("\n<", 1)[0]
     if text in ("", "NoExtensionBias"):
-        return "none of the model's tokens can follow"
+        return _NO_TOKEN
     return " ".join(text.split())[:300]
 
 
@@ -147,7 +148,8 @@ class GrammarMask(stock.ContinuousBatchingLogitsProcessor):
         for row, request in enumerate(requests_with_new_token):
             guide = request.state.logit_processor_kwargs.get(GUIDE)
             if guide is not None:
-                blocked = guide.blocked(_ends(request.state, self._vocabulary))
+                ends = _ends(request.state, self._vocabulary)
+                blocked = guide.blocked(ends, self._vocabulary)
                 self._blocked.append((row, torch.from_numpy(blocked)))
         return self._nothing
 
@@ -214,19 +216,19 @@ class Grammars:
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._read_tokens(field)
-        tokens, never = self._tokens
+        tokens, usable = self._tokens
         limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
         try:
             text = grammar(llguidance.LLMatcher)
             matcher = llguidance.LLMatcher(tokens, text, limits=limits, log_level=0)
             if matcher.is_error():
                 raise GrammarError(_explain(matcher))
-            return Guide(field, matcher, never)
+            return Guide(field, matcher, usable)
         except (GrammarError, ValueError) as error:
             raise APIError(400, f"{field}: {error}", param=field) from None
 
     def _read_tokens(self, field: str) -> tuple[Any, np.ndarray]:
-        """Return llguidance's tokenizer, and which tokens have no text, bool `[V]`."""
+        """Return llguidance's tokenizer, and the bits of tokens that may be part of a text."""
         import llguidance
         from tokenizers import Tokenizer
 
@@ -243,10 +245,11 @@ class Grammars:
         except ValueError as error:
             text = f"this model's tokenizer is not supported ({error}); leave it out"
             raise _refused(field, text) from error
-        never = np.zeros(size, bool)
         added = tokenizer.added_tokens_decoder.items()
-        never[[end, *tokenizer.all_special_ids, *(i for i, t in added if t.special)]] = True
-        return tokens, never[: self._vocabulary]
+        special = [end, *tokenizer.all_special_ids, *(i for i, t in added if t.special)]
+        usable = np.arange(size) < self._vocabulary
+        usable[special] = False
+        return tokens, np.packbits(usable, bitorder="little")
 
 
 def _refused(field: str, why: str) -> APIError:

@@ -217,7 +217,7 @@ def isolate_rows(processor: Any, vocabulary: int) -> None:
 def _take(state: Any, token: int, vocabulary: int) -> str | None:
     """Have a request's grammar go on by a new token; return what is wrong with the token."""
     if token < vocabulary:
-        return follow(state, token)
+        return follow(state, token, vocabulary)
     return (
         f"expected finite logits, got none for token {state.position_offset}: the model overflows "
         "on this prompt, or with these weights and dtype"
