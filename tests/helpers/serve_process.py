@@ -33,7 +33,7 @@ def save_chat_model(folder: Path) -> str:
     letters = [chr(code) for code in range(32, 127)]
     inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.decoder = decoders.Fuse()
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

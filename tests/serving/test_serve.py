@@ -344,7 +344,7 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         (CHAT, "prompt", "x"),
         (CHAT, "generation_config.guidance_scale", {"generation_config": '{"guidance_scale": 2}'}),
         ("/v1/completions", "messages", []),
-        ("/v1/responses", "text", {"text": {"format": {"type": "json_object"}}}),
+        ("/v1/responses", "text.verbosity", {"text": {"verbosity": "low"}}),
         ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
         ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
         ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),

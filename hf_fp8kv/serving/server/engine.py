@@ -25,6 +25,7 @@ from transformers.cli.serving.utils import (
 from ...errors import ConfigError
 from .. import Usage, usage
 from .errors import STOPPING, APIError
+from .grammars import GUIDE, Grammars, why_unavailable
 from .latencies import Latencies
 from .requests import RequestTracker, ServerRequest, current_request
 from .sampling import isolate_rows, per_request_sampling, request_sampling
@@ -112,6 +113,10 @@ class Engine(CBGenerateManager):
         if request is not None:
             self._latencies.note_token(request, state)
 
+    def grammars(self, tokenizer: Any) -> Grammars:
+        """Return what compiles the grammars of requests, once the engine has begun."""
+        return Grammars(tokenizer, self.vocabulary, why_unavailable(self._cb.batch_processor))
+
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Do nothing: a handler calls this for every request, and the engine already runs."""
 
@@ -196,7 +201,7 @@ class Engine(CBGenerateManager):
                     return
                 if output.error is not None:
                     request.finish()
-                    on_error(self._output_error(output))
+                    on_error(self._output_error(request, output))
                 elif output.is_finished():
                     _note_end(request, config, output.generated_tokens)
                     self._latencies.note_end(request)
@@ -228,7 +233,7 @@ class Engine(CBGenerateManager):
                 return
             if output.error is not None:
                 request.finish()
-                on_error(self._output_error(output))
+                on_error(self._output_error(request, output))
                 return
             tokens = list(output.generated_tokens)
             finished = output.is_finished()
@@ -297,7 +302,10 @@ class Engine(CBGenerateManager):
     def _stopping_error(self) -> APIError:
         return APIError(503, self.why_dead() or STOPPING, code="stopping")
 
-    def _output_error(self, output: Any) -> APIError:
+    def _output_error(self, request: ServerRequest, output: Any) -> APIError:
+        guide = request.guide
+        if guide is not None and guide.failures:
+            return APIError(400, str(output.error), param=guide.field)
         return APIError(500 if self.is_alive() else 503, str(output.error))
 
     def _submit(
@@ -328,6 +336,7 @@ class Engine(CBGenerateManager):
             max_new_tokens=gen_config.max_new_tokens,
             streaming=streaming,
             eos_token_id=gen_config.eos_token_id,
+            **({} if request.guide is None else {GUIDE: request.guide}),
             **request_sampling(
                 request.body, gen_config, self.vocabulary, self._seeds.getrandbits(63)
             ),
@@ -366,8 +375,9 @@ def _inner_tokenizer(processor: Any) -> Any:
 
 def _note_end(request: ServerRequest, gen_config: Any, tokens: list[int]) -> None:
     """Tell an answer that was truncated from one that ended by itself with its last token."""
-    ends = gen_config.eos_token_id
-    if tokens and tokens[-1] in (ends if isinstance(ends, list) else [ends]):
+    ends, guide = gen_config.eos_token_id, request.guide
+    ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+    if ended or (guide is not None and guide.is_whole(tokens)):
         gen_config.max_new_tokens = None
     else:
         request.truncated = True

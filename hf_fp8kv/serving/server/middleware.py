@@ -23,6 +23,7 @@ from .errors import INTERNAL, STOPPING, APIError
 from .metrics import Metrics
 from .model import SingleModelManager
 from .requests import RequestTracker
+from .structured_output import FORMAT_FIELDS
 from .validation import GENERATES, OWN_FIELDS, check_body, count_characters, parse_body
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Middleware:
         self.stopping, self._fields = False, fields
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
         self._template_names = model.template_names()
+        self._grammars = engine.grammars(model.tokenizer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -155,7 +157,8 @@ class Middleware:
 
     def _check_length(self, body: dict[str, Any]) -> None:
         """Reject text that cannot fit, before its tokens are counted."""
-        tokens, length = self.engine.max_tokens, count_characters(body)
+        prompt = {name: value for name, value in body.items() if name not in FORMAT_FIELDS}
+        tokens, length = self.engine.max_tokens, count_characters(prompt)
         if length > tokens * self.model.longest_token:
             raise APIError(
                 400,
@@ -212,7 +215,9 @@ class Middleware:
     ) -> None:
         """Have the application answer, until the client goes away."""
         with self.tracker.track(body, name) as request:
-            stock = {name: value for name, value in body.items() if name not in OWN_FIELDS}
+            request.guide = await self._grammars.compile(body)
+            own = OWN_FIELDS | FORMAT_FIELDS
+            stock = {name: value for name, value in body.items() if name not in own}
             replay = Replay(scope, stock)
             work = asyncio.ensure_future(self.app(replay.scope, replay, send))
             gone = asyncio.ensure_future(wait_until_gone(receive))

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .errors import APIError
+from .grammars import Guide
 
 
 class ServerRequest:
@@ -28,6 +29,7 @@ class ServerRequest:
         self.last_token: float | None = None  # when the engine had its last token
         self.done = False  # the engine has finished it, or was told to drop it
         self.truncated = False  # its answer had all the tokens that it was given
+        self.guide: Guide | None = None  # of its grammar
         self.error: APIError | None = None  # what ended its streamed answer early
         self._cancel: Callable[[], None] | None = None
         self._on_error: Callable[[APIError], None] | None = None

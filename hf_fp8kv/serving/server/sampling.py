@@ -21,6 +21,7 @@ from transformers.generation.continuous_batching import cb_logits_processors as 
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from ...errors import ConfigError
+from .grammars import GrammarMask, follow
 
 ALL_TOKENS = 1.0
 # Below it, the most likely token: logits divided by less would not be finite.
@@ -165,7 +166,7 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
             "transformers has others. Tested with transformers 5.17 and 5.23: install one of them"
         )
     kept = [p for p in processors.logits_processor if not isinstance(p, _SAMPLERS)]
-    ours = [_Temperature(), _TopK(vocabulary), _TopP(), _Noise()]
+    ours = [GrammarMask(vocabulary), _Temperature(), _TopK(vocabulary), _TopP(), _Noise()]
     processors.logits_processor = LogitsProcessorList([*kept, *ours])
     processors.tensors_required = len(ours)
     processors.do_processing = True
@@ -173,12 +174,13 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
 
 
 def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None]) -> None:
-    """Make a batch processor end a request whose logits are not finite, and go on with the others.
+    """Make a batch processor end a request that fails, and go on with the others.
 
     `on_token` gets the state of each request that has a new token, in the engine's thread.
 
-    Such a row has a token past the vocabulary, which tells the host without a second copy. Where a
-    step takes the token of the last one on the device (asynchronous batching), it is taken back.
+    A request fails if its logits are not finite, or its grammar has no next token. Without finite
+    logits a row has a token past the vocabulary, which tells the host without a second copy. Where
+    a step takes the token of the last one on the device (asynchronous batching), it is taken back.
     """
     runner, tensors = processor.model_runner, processor.inputs_and_outputs
 
@@ -200,8 +202,9 @@ def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None
             token = next(ends) if request.has_new_token else None
             if request.state.error is not None:  # it was ended while this step ran
                 continue
-            if token is not None and token >= vocabulary:
-                _fail(processor, request.state)
+            error = None if token is None else _take(request.state, token, vocabulary)
+            if error is not None:
+                _fail(processor, request.state, error)
                 continue
             kept.append(request)
             if token is not None:
@@ -215,14 +218,19 @@ def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None
         tensors.carry_over_tokens = carry_over_tokens
 
 
-def _fail(processor: Any, state: Any) -> None:
-    """End one request with an error, and free its pages."""
-    position = state.position_offset
-    error = RuntimeError(
-        f"expected finite logits, got none for token {position}: the model overflows on this "
-        "prompt, or with these weights and dtype"
+def _take(state: Any, token: int, vocabulary: int) -> str | None:
+    """Have a request's grammar go on by a new token; return what is wrong with the token."""
+    if token < vocabulary:
+        return follow(state, token, vocabulary)
+    return (
+        f"expected finite logits, got none for token {state.position_offset}: the model overflows "
+        "on this prompt, or with these weights and dtype"
     )
-    processor._handle_request_error(error, state)
+
+
+def _fail(processor: Any, state: Any, error: str) -> None:
+    """End one request with an error, and free its pages."""
+    processor._handle_request_error(RuntimeError(error), state)
     processor.scheduler.finish_request(state.request_id)
     processor.scheduler.block_new_requests = False
 

@@ -17,7 +17,7 @@ GENERATES = (CHAT, COMPLETIONS, RESPONSES)
 Check = tuple[Callable[[Any], bool], str]
 
 # Fields that other servers have, and transformers' does not.
-OWN_FIELDS = frozenset({"top_k"})
+OWN_FIELDS = frozenset({"structured_outputs", "top_k"})
 # Items of the input of a response that are no messages, and the texts that they must have.
 _ITEMS: Mapping[str, tuple[str, ...]] = {
     "function_call": ("call_id", "name", "arguments"),
@@ -42,14 +42,12 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "tool_choice": ("auto", "none"),
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
     "background": (False,),
     "include": ([],),
     "reasoning": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }

@@ -1,0 +1,520 @@
+"""Structured output of the server, with a model that writes gibberish by itself."""
+
+import copy
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+
+from tests.helpers.serve_process import Server, save_chat_model, serving
+
+pytestmark = pytest.mark.text
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+llguidance = pytest.importorskip("llguidance", reason="needs the extra serve")
+from hf_fp8kv.serving.server import grammars  # noqa: E402
+from hf_fp8kv.serving.server.errors import APIError  # noqa: E402
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+END = "~"  # ends an answer, where the model has such a token
+UNKNOWN = "?"  # the tokenizer's special token
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 7, "maximum": 150},
+        "share": {"type": "number", "minimum": -2, "maximum": 2},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "minItems": 1, "maxItems": 3},
+        "home": {
+            "type": "object",
+            "properties": {"known": {"type": "boolean"}, "kind": {"const": "flat"}},
+            "required": ["known", "kind"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "age", "tags", "home"],
+    "additionalProperties": False,
+}
+NAMED = {"name": "person", "schema": PERSON, "strict": True}
+NUMBERS = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 5}
+
+
+def is_person(text: str) -> bool:
+    found = json.loads(text)
+    home, share = found["home"], found.get("share", 0)
+    return (
+        found.keys() - {"share"} == {"name", "age", "tags", "home"}
+        and len(found["name"]) <= 8
+        and type(found["age"]) is int
+        and 7 <= found["age"] <= 150
+        and type(share) in (int, float)
+        and -2 <= share <= 2
+        and 1 <= len(found["tags"]) <= 3
+        and set(found["tags"]) <= {"red", "blue"}
+        and home.keys() == {"known", "kind"}
+        and type(home["known"]) is bool
+        and home["kind"] == "flat"
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("structured"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with serving(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def ending(folder, tmp_path_factory):
+    """A server of the same model, with a token that ends answers."""
+    path = tmp_path_factory.mktemp("ending")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = END
+    tokenizer.save_pretrained(path)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig(eos_token_id=ord(END) - 32, pad_token_id=0)
+    model.save_pretrained(path)
+    with serving(str(path)) as server:
+        yield server
+
+
+def complete(server: Server, **fields: object) -> tuple[str, str]:
+    """Return the text of a completion, and why it ended."""
+    sent = {"prompt": "once upon", "max_tokens": 250} | fields
+    status, text, _ = server.ask(COMPLETIONS, sent)
+    assert status == 200, text
+    if not sent.get("stream"):
+        (choice,) = json.loads(text)["choices"]
+        return choice["text"], choice["finish_reason"]
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line)["choices"] for line in lines]
+    parts = [chunk[0]["text"] for chunk in chunks if chunk]
+    assert len(parts) > 2
+    return "".join(parts), chunks[-1][0]["finish_reason"]
+
+
+def structured(**form: object) -> dict[str, object]:
+    return {"structured_outputs": form}
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampled", [{}, {"temperature": 1.5, "top_p": 0.9, "top_k": 40, "seed": 5}]
+)
+def test_an_answer_is_json_of_its_schema(server, sampled):
+    for prompt in ("a", "tell me", "name, age"):
+        for stream in (False, True):
+            text, reason = complete(
+                server, prompt=prompt, **structured(json=PERSON), stream=stream, **sampled
+            )
+            assert is_person(text)
+            assert reason == "stop"
+
+
+def test_every_endpoint_has_its_own_field(server):
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 250}
+    form = {"type": "json_schema", "json_schema": NAMED}
+    status, text, _ = server.ask(CHAT, chat | {"response_format": form})
+    assert status == 200, text
+    assert is_person(json.loads(text)["choices"][0]["message"]["content"])
+
+    form = {"type": "json_schema", **NAMED}
+    asked = {"input": "hello", "max_output_tokens": 250, "text": {"format": form}}
+    status, text, _ = server.ask(RESPONSES, asked)
+    assert status == 200, text
+    assert is_person(json.loads(text)["output"][0]["content"][0]["text"])
+
+    text, _ = complete(server, **structured(json=json.dumps(PERSON)))
+    assert is_person(text)
+
+    # Words end a text that could go on.
+    kind = {"type": "json_object"}
+    for path, asked in (
+        (CHAT, chat | {"response_format": kind}),
+        (RESPONSES, {"input": "hello", "max_output_tokens": 250, "text": {"format": kind}}),
+        (CHAT, chat | structured(json_object=True)),
+    ):
+        status, text, _ = server.ask(path, asked)
+        assert status == 200, text
+        found = json.loads(text)
+        answer = found["output"][0]["content"][0] if path == RESPONSES else found["choices"][0]
+        content = answer["text"] if path == RESPONSES else answer["message"]["content"]
+        assert content.startswith("{")
+
+
+@pytest.mark.parametrize("name", ["response_format", "text"])
+def test_a_request_for_text_is_one_without_a_grammar(server, name):
+    path = CHAT if name == "response_format" else RESPONSES
+    asked = (
+        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+        if path == CHAT
+        else {"input": "hello", "max_output_tokens": 20}
+    )
+    form = {"type": "text"}
+    given = form if name == "response_format" else {"format": form, "verbosity": "medium"}
+    found = [json.loads(server.ask(path, asked | more)[1]) for more in ({}, {name: given})]
+    key = "output" if path == RESPONSES else "choices"
+    texts = [json.dumps(one[key]).split('"text"')[-1].split('"content"')[-1] for one in found]
+    assert re.sub(r'"id": "[^"]*"', "", texts[0]) == re.sub(r'"id": "[^"]*"', "", texts[1])
+
+
+@pytest.mark.parametrize(
+    "regex", [r"[a-z]{3,5}-\d{2}", r"^(yes|no), [A-Z]{4}!$", r"(a/b|\"#|\\\\) [^b-y]x{7}"]
+)
+@pytest.mark.parametrize("temperature", [0, 1.8])
+def test_an_answer_matches_its_regular_expression(server, regex, temperature):
+    for seed in range(3):
+        text, reason = complete(
+            server, **structured(regex=regex), temperature=temperature, seed=seed
+        )
+        assert re.fullmatch(regex, text)
+        assert reason == "stop"
+
+
+def test_an_answer_is_one_of_the_choices(server):
+    choices = ["red wine", 'say "no" \\ (.*) //', "white"]
+    found = {
+        complete(server, prompt=f"{n}", **structured(choice=choices), temperature=2.0, seed=n)[0]
+        for n in range(20)
+    }
+    assert found == set(choices)
+
+
+def test_a_seed_gives_the_same_structure(server):
+    def sampled(seed: int) -> str:
+        return complete(server, **structured(json=PERSON), temperature=1.5, seed=seed)[0]
+
+    found = [sampled(seed) for seed in (1, 2, 1, 2)]
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
+def test_a_stop_string_ends_a_structured_answer(server):
+    whole, _ = complete(server, **structured(json=PERSON))
+    for stream in (False, True):
+        text, reason = complete(server, **structured(json=PERSON), stop='"tags"', stream=stream)
+        assert text == whole[: whole.index('"tags"')]
+        assert reason == "stop"
+
+
+def test_an_answer_that_is_cut_says_so(server):
+    whole, _ = complete(server, **structured(json=PERSON))
+    text, reason = complete(server, **structured(json=PERSON), max_tokens=len(whole) - 1)
+    assert (text, reason) == (whole[:-1], "length")
+    assert complete(server, **structured(json=PERSON), max_tokens=len(whole)) == (whole, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_with_an_end_ends_with_it(server, ending, stream):
+    """It must not come before the grammar allows it, and nothing else after that."""
+    for seed in range(4):
+        sampled = {"temperature": 2.0, "seed": seed, "stream": stream}
+        text, reason = complete(ending, **structured(json=PERSON), **sampled)
+        assert is_person(text)
+        assert reason == "stop"
+        # May end anywhere: one that has no end of its own goes on.
+        asked = structured(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
+        text, reason = complete(ending, **asked, stream=stream)
+        assert re.fullmatch(r"[a-f]+", text)
+        assert reason == "stop" if len(text) < 200 else reason == "length"
+        if not seed:
+            assert complete(server, **asked)[1] == "length"
+    sent = {"prompt": "x", "max_tokens": 9} | structured(choice=["ready"])
+    usage = json.loads(ending.ask(COMPLETIONS, sent)[1])["usage"]
+    assert usage["completion_tokens"] == len("ready") + 1
+    usage = json.loads(server.ask(COMPLETIONS, sent)[1])["usage"]
+    assert usage["completion_tokens"] == len("ready")
+
+
+# -- side by side ----------------------------------------------------------------------------------
+
+
+def requests() -> list[dict[str, object]]:
+    """Twenty: grammars of four kinds, none, greedy and sampled."""
+    forms = [
+        structured(json=PERSON),
+        {},
+        structured(regex=r"([a-f]{3} ){12}\."),
+        structured(json=NUMBERS),
+        structured(choice=["first", "second", "third"]),
+    ]
+    sampled = [{}, {"temperature": 1.5}]
+    return [
+        {
+            **forms[n % 5], **sampled[n // 5 % 2], "prompt": f"{n} " + "page " * (n % 4),
+            "seed": n, "max_tokens": 160, "stream": n % 3 == 0,
+        }
+        for n in range(20)
+    ]  # fmt: skip
+
+
+def test_requests_do_not_change_each_others_answers(server):
+    alone = [complete(server, **asked) for asked in requests()]
+    assert len(set(alone)) > 16
+    with ThreadPoolExecutor(20) as pool:
+        together = list(pool.map(lambda asked: complete(server, **asked), requests()))
+    assert together == alone
+    for (text, reason), asked in zip(together, requests(), strict=True):
+        if "json" in (form := asked.get("structured_outputs", {})):
+            assert is_person(text) if form["json"] is PERSON else len(json.loads(text)) <= 5
+        assert (reason == "stop") is bool(form)
+
+
+PREEMPTED = """
+from transformers.generation.continuous_batching.requests import RequestState
+
+create = RequestState.create_equivalent_initial_request
+
+def note(self):
+    if "guide" in self.logit_processor_kwargs and self.generated_tokens:
+        print("preempted a grammar", flush=True)
+    return create(self)
+
+RequestState.create_equivalent_initial_request = note
+from hf_fp8kv.cli import main
+main()
+"""
+
+
+def test_a_preempted_request_goes_on_in_its_grammar(server, folder):
+    """Twelve requests of up to 15 pages each, and 24 pages."""
+    asked = [
+        structured(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
+        | {"prompt": f"{n}", "temperature": 1.0, "seed": n, "max_tokens": 240}
+        for n in range(12)
+    ]
+    alone = [complete(server, **one) for one in asked]
+    with serving(folder, program=("-c", PREEMPTED)) as crowded:
+        with ThreadPoolExecutor(12) as pool:
+            together = list(pool.map(lambda one: complete(crowded, **one), asked))
+        crowded.wait_for("preempted a grammar")
+    assert together == alone
+    assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in together)
+
+
+BROKEN = """
+from hf_fp8kv.serving.server import grammars
+
+accept = grammars.Guide.accept
+
+class Panic(BaseException):
+    pass
+
+def fail(self, *tokens):
+    if ord("z") - 32 in tokens:
+        raise Panic("a bug of the library")
+    accept(self, *tokens)
+
+grammars.Guide.accept = fail
+grammars._LEXER_STATES = 30
+from hf_fp8kv.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_ends_its_own_request(folder, stream):
+    good = [{"prompt": "steady", "max_tokens": 60}, structured(regex="[a-y]+") | {"max_tokens": 60}]
+    bad = {"prompt": "x", "max_tokens": 60, "stream": stream}
+    with serving(folder, program=("-c", BROKEN)) as server:
+        alone = [complete(server, **one) for one in good]
+        with ThreadPoolExecutor(8) as pool:
+            steady = [pool.submit(complete, server, **one) for one in good * 2]
+            panics = [
+                pool.submit(server.ask, COMPLETIONS, bad | structured(regex="[a-y]{9}z[a-y]{9}"))
+                for _ in range(2)
+            ]
+            limits = [
+                pool.submit(server.ask, COMPLETIONS, bad | structured(regex="[a-y]{50}"))
+                for _ in range(2)
+            ]
+            assert [one.result() for one in steady] == alone * 2
+        for asked, expected, says in (
+            (panics, 500, "the grammar failed: Panic: a bug of the library"),
+            (limits, 400, "lexer error: too many states"),
+        ):
+            for one in asked:
+                status, text, _ = one.result()
+                assert status == (200 if stream else expected)
+                assert f"structured_outputs.regex: {says}" in text
+        assert [complete(server, **one) for one in good] == alone
+        found = server.wait_until(requests_active=0)
+        assert found["requests_waiting"] == 0
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def form(schema: object, **more: object) -> dict[str, object]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **more}}}
+
+
+SCHEMA = "response_format.json_schema.schema"
+BAD = {
+    "no such kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
+    "a text": ({"response_format": "json"}, "response_format.type"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    "a list": (form([]), SCHEMA),
+    "no type": (form({"type": "objekt"}), SCHEMA),
+    "not supported": (form({"type": "array", "uniqueItems": True}), SCHEMA),
+    "not satisfiable": (form({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA),
+    "no end": (form({"$ref": "#"}), SCHEMA),
+    "no such part": (form({"$ref": "#/$defs/x"}), SCHEMA),
+    "another file": (form({"$ref": "http://localhost/x.json"}), SCHEMA),
+    "huge": (form({"enum": ["x" * 70_000]}), SCHEMA),
+    "long numbers": (form({"type": "integer", "minimum": -(10**30)}), SCHEMA),
+    "not finite": (form({"type": "integer", "multipleOf": 1e999}), SCHEMA),
+    "many states": (form({"type": "integer", "multipleOf": 1_000_003}), SCHEMA),
+    "many states, in two": (
+        form({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}),
+        SCHEMA,
+    ),
+    "many patterns": (form({"patternProperties": {f"a{n}": {} for n in range(101)}}), SCHEMA),
+    "another name": (form({}, grammar="x"), "response_format.json_schema.grammar"),
+    "a schema beside": (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        "response_format.schema",
+    ),
+    "nothing": (structured(), "structured_outputs"),
+    "two": (structured(regex="a", choice=["a"]), "structured_outputs"),
+    "two fields": (form({}) | structured(regex="a"), "structured_outputs.regex"),
+    "no expression": (structured(regex="(a"), "structured_outputs.regex"),
+    "ahead": (structured(regex="(?=a)b"), "structured_outputs.regex"),
+    "no text": (structured(regex="()"), "structured_outputs.regex"),
+    "no character": (structured(regex=r"[^\s\S]"), "structured_outputs.regex"),
+    "no token": (structured(regex="[ä-ü]"), "structured_outputs.regex"),
+    "a special token": (structured(regex=r"\?+"), "structured_outputs.regex"),
+    "no choice": (structured(choice=[]), "structured_outputs.choice"),
+    "an empty choice": (structured(choice=[""]), "structured_outputs.choice"),
+    "no text of json": (structured(json="{"), "structured_outputs.json"),
+    "another grammar": (structured(grammar="x"), "structured_outputs.grammar"),
+    "an older name": ({"guided_regex": "a"}, "guided_regex"),
+}
+
+
+@pytest.mark.parametrize(("sent", "field"), BAD.values(), ids=BAD)
+def test_a_bad_grammar_is_refused_by_its_field(server, sent, field):
+    given = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4} | sent
+    status, text, _ = server.ask(CHAT, raw=json.dumps(given).replace("Infinity", "1e999").encode())
+    error = json.loads(text)["error"]
+    assert (status, error["param"]) == (400, field), text
+    assert error["message"].startswith(f"{field}: ")
+    assert len(error["message"]) < 500
+
+
+def test_a_grammar_of_a_step_that_is_already_planned_is_refused(folder):
+    def why(**parts: object) -> str | None:
+        settings = {"use_async_batching": False, "model_runner": SimpleNamespace(pad_inputs=False)}
+        return grammars.why_unavailable(SimpleNamespace(**settings | parts))
+
+    assert why() is None
+    assert "asynchronous" in str(why(use_async_batching=True))
+    assert "CUDA graphs" in str(why(model_runner=SimpleNamespace(pad_inputs=True)))
+    assert "tensor parallelism" in str(why(distributed_helper=SimpleNamespace(tp_size=2)))
+
+
+# -- one step --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guide(folder):
+    made = grammars.Grammars(AutoTokenizer.from_pretrained(folder), 95, None)
+
+    def guide(regex: str) -> grammars.Guide:
+        return made._compile("regex", lambda matcher: matcher.grammar_from_regex(regex))
+
+    return guide
+
+
+def letters(blocked: np.ndarray) -> str:
+    return "".join(chr(32 + token) for token in (~blocked).nonzero()[0])
+
+
+def state(guide: grammars.Guide | None, *ends: int) -> SimpleNamespace:
+    kwargs = {} if guide is None else {"guide": guide}
+    return SimpleNamespace(
+        state=SimpleNamespace(
+            logit_processor_kwargs=kwargs, _eos_token_ids=set(ends), generated_len=lambda: 4
+        )
+    )
+
+
+def test_rows_have_the_masks_of_their_requests(guide):
+    """Behind them are rows of prompts that are not finished, whose scores nobody reads."""
+    vocabulary = 95
+    mask = grammars.GrammarMask(vocabulary)
+    requests = [state(None), state(guide("[a-c]x")), state(None), state(guide("[d-f]?y"), 5)]
+    scores = torch.randn(6, vocabulary)
+    args = torch.zeros(4, 6, dtype=torch.int32)
+    args[0, :0] = mask.prepare_tensor_args(requests)
+    found = mask(scores.clone(), args[0])
+    assert torch.equal(found[[0, 2, 4, 5]], scores[[0, 2, 4, 5]])
+    assert letters(found[1].isinf().numpy()) == "abc"
+    assert letters(found[3].isinf().numpy()) == "defy"
+    for row in (1, 3):
+        kept = found[row].isfinite()
+        assert torch.equal(found[row][kept], scores[row][kept])
+    mask.prepare_tensor_args([state(None)])
+    assert mask(scores, args[0]) is scores
+
+
+def test_an_end_is_allowed_where_the_grammar_may_end_and_only_there(guide):
+    end = ord("b") - 32  # a token of the grammar's own text
+    one = guide("ab?c?")
+    assert letters(one.blocked([end], 95)) == "a"
+    one.accept(ord("a") - 32)
+    assert letters(one.blocked([], 95)) == "bc"
+    assert letters(one.blocked([end, 1], 95)) == "!bc"
+    one.accept(ord("c") - 32)
+    assert one.complete
+    assert letters(one.blocked([1], 95)) == "!"
+    assert letters(guide(r"[?@]").blocked([], 95)) == "@"  # without the special token
+
+
+def test_the_limit_of_a_request_ends_what_no_token_can_end(guide):
+    for ends, limit in (((), 5), ((5,), 100), ((10**6,), 5)):
+        one = state(guide("a"), *ends).state
+        one._new_tokens_limit = 100
+        assert grammars.follow(one, ord("a") - 32, 95) is None
+        assert one._new_tokens_limit == limit
+    one = state(guide("aa"), 5).state
+    assert grammars.follow(one, 5, 95) is None  # an end is no text
+    assert "doesn't satisfy the grammar" in str(grammars.follow(one, ord("b") - 32, 95))
+    assert one.logit_processor_kwargs["guide"].failures
+
+
+def test_a_copy_of_a_guide_goes_on_by_itself(guide):
+    one = guide("a(bc|de)")
+    one.accept(ord("a") - 32)
+    other = copy.deepcopy({"guide": one})["guide"]
+    one.accept(ord("b") - 32)
+    other.accept(ord("d") - 32)
+    assert letters(one.blocked([], 95)) == "c"
+    assert letters(other.blocked([], 95)) == "e"
+    tokens = [ord(x) - 32 for x in "abc"]
+    assert one.is_whole(tokens)
+    assert not one.is_whole(tokens[:2])
+    assert not one.is_whole([*tokens, 3])
+
+
+def test_a_tokenizer_without_bytes_is_refused(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    from tokenizers import decoders
+
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    made = grammars.Grammars(tokenizer, 95, None)
+    with pytest.raises(APIError, match=r"x: .*this model's tokenizer is not supported"):
+        made._compile("x", lambda matcher: matcher.grammar_from_regex("a"))
