@@ -383,6 +383,8 @@ BAD = {
         SCHEMA,
     ),
     "many patterns": (form({"patternProperties": {f"a{n}": {} for n in range(101)}}), SCHEMA),
+    "long patterns": (form({"items": {"pattern": "a?" * 5_000}}), SCHEMA),
+    "a long expression": (structured(regex="a?" * 5_000), "structured_outputs.regex"),
     "another name": (form({}, grammar="x"), "response_format.json_schema.grammar"),
     "a schema beside": (
         {"response_format": {"type": "json_object", "schema": {}}},

@@ -205,7 +205,8 @@ class Grammars:
                 return await work
         except TimeoutError:
             expected = f"a grammar that is compiled within {_SECONDS:g} s"
-            raise APIError(400, f"{field}: expected {expected}; simplify it", param=field) from None
+            text = f"{field}: expected {expected}; simplify it, or try again later"
+            raise APIError(400, text, param=field) from None
 
     def _compile(self, field: str, grammar: Callable[[Any], str]) -> Guide:
         try:

@@ -11,8 +11,9 @@ from .errors import APIError
 # Between the parts of JSON: a space, or a line break and an indentation. Models that do not know
 # how to go on would write white space without end.
 _WHITESPACE = r"( |\n {0,32})"
-# Limits of a grammar: its characters, and parts whose cost is not linear in these.
+# Limits of a grammar: its characters, and parts whose time or memory is not linear in these.
 _CHARACTERS = 65_536
+_EXPRESSIONS = 8_192  # characters of regular expressions
 _PATTERN_PROPERTIES = 100
 _MULTIPLES = 10_000
 
@@ -95,7 +96,9 @@ def _read_structured_outputs(given: Any) -> _Asked | None:
     if name == "regex":
         if not isinstance(value, str) or not value:
             raise _wrong(where, "a regular expression")
-        return _limited(where, value, lambda matcher: str(matcher.grammar_from_regex(value)))
+        if len(value) > _EXPRESSIONS:
+            raise _wrong(where, f"at most {_EXPRESSIONS} characters")
+        return where, lambda matcher: str(matcher.grammar_from_regex(value))
     texts = value if isinstance(value, list) else []
     if not texts or not all(isinstance(text, str) and text for text in texts):
         raise _wrong(where, "a list of texts")
@@ -120,9 +123,13 @@ def _json(where: str, schema: dict[str, Any]) -> _Asked:
     if sum(multiples) > _MULTIPLES or math.lcm(*multiples) > _MULTIPLES:
         expected = f"numbers after multipleOf with a sum and a multiple of at most {_MULTIPLES}"
         raise _wrong(where, expected)
-    patterns = [v["patternProperties"] for v in values if "patternProperties" in v]
-    if sum(len(v) for v in patterns if isinstance(v, dict)) > _PATTERN_PROPERTIES:
+    named = [v["patternProperties"] for v in values if "patternProperties" in v]
+    names = [name for v in named if isinstance(v, dict) for name in v]
+    if len(names) > _PATTERN_PROPERTIES:
         raise _wrong(where, f"at most {_PATTERN_PROPERTIES} patternProperties")
+    patterns = [v["pattern"] for v in values if isinstance(v.get("pattern"), str)]
+    if sum(map(len, names + patterns)) > _EXPRESSIONS:
+        raise _wrong(where, f"patterns of at most {_EXPRESSIONS} characters")
     options = {"whitespace_pattern": _WHITESPACE}
     text = json.dumps(schema, ensure_ascii=False)
     return _limited(
