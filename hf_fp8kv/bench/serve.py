@@ -30,7 +30,7 @@ LOADS = (
     Load("room for half", clients=12, requests=12, words=100, new_tokens=32, blocks=18),
     Load("long prompts", clients=4, requests=4, words=900, new_tokens=64, blocks=112),
     Load("beside a long prompt", clients=1, requests=3, words=20, new_tokens=8, blocks=112,
-         long_words=6000),
+         long_words=5000),
 )  # fmt: skip
 
 
