@@ -22,16 +22,19 @@ class _Row:
     first: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedStep:
-    """A step whose operations were made before the model runs."""
+    """A step whose operations were made before the model runs; vLLM adds attributes to it."""
 
     work: LayerWork
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecodeStep:
-    """A step in which each request has one token; its arguments are those of `plan_step`."""
+    """A step in which each request has one token; its arguments are those of `plan_step`.
+
+    vLLM adds attributes to it.
+    """
 
     lengths: torch.Tensor
     table: torch.Tensor

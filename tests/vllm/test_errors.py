@@ -148,3 +148,35 @@ class TestWithVLLM:
             pytest.raises(ConfigError, match="got one with latents"),
         ):
             attention.get_class()
+
+    def test_what_pages_are_not_for(self):
+        import torch
+        from vllm.config import CacheConfig, VllmConfig
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
+
+        from hf_fp8kv.vllm.layers import refuse_spec, refuse_unsupported
+
+        sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.int8}
+        name = "hf_fp8kv_e3m4"
+        refuse_spec(name, FullAttentionSpec(**sizes))
+        for spec, message in (
+            (SinkFullAttentionSpec(**sizes, sink_len=32), "got pages of type SinkFull"),
+            (RSWASpec(**sizes, rswa_window=8), "got pages of type RSWASpec"),
+            (FullAttentionSpec(**sizes, non_causal=True), "that is not causal"),
+            (FullAttentionSpec(**sizes, head_size_v=32), "values of another size"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                refuse_spec(name, spec)
+        config = VllmConfig(cache_config=CacheConfig(cache_dtype=name))
+        refuse_unsupported(name, "decoder", None, config)
+        for kind, slopes, message in (
+            ("encoder_decoder", None, "'encoder_decoder'"), ("decoder", [1.0], "got ALiBi"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=message):
+                refuse_unsupported(name, kind, slopes, config)
+        config.cache_config.kv_sharing_fast_prefill = True
+        with pytest.raises(ConfigError, match="got --kv-sharing-fast-prefill"):
+            refuse_unsupported(name, "decoder", None, config)
+        config.attention_config.use_non_causal = True
+        with pytest.raises(ConfigError, match="that is not causal"):
+            refuse_unsupported(name, "decoder", None, config)
