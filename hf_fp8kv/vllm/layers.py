@@ -1,6 +1,6 @@
 """The attention of vLLM's layers over pages in its pool: the same on every platform."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -72,19 +72,24 @@ def bind_layers(
     """
     check_block_size(block_size)
     model_config = vllm_config.model_config
-    config = model_config.hf_text_config
     # A layer that reads another one's pages is stored as that one is.
     owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
     indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
         impl = layer.impl
-        impl.model.check_layers(
-            indices.values(), config.num_hidden_layers, getattr(config, "model_type", None)
-        )
+        _check_model(impl.model, model_config, indices.values())
         impl.bound = BoundLayer(
             impl.model, indices[name], impl.num_kv_heads, impl.head_size, model_config.dtype,
             torch.device(device),
         )  # fmt: skip
+
+
+def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
+    """Raise ScaleError for scales of another model than vLLM's `ModelConfig` says."""
+    text = config.hf_text_config
+    # Of a model with images calibration knows the name of the whole.
+    types = [x.model_type for x in (text, config.hf_config) if hasattr(x, "model_type")]
+    storage.check_layers(indices, text.num_hidden_layers, types)
 
 
 class BoundLayer:
@@ -167,7 +172,9 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         self.model = read_storage(
             kv_cache_dtype, config.additional_config, config.model_config.model,
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
+            config.model_config.revision, config.instance_id,
         )  # fmt: skip
+        _check_model(self.model, config.model_config)
         self.bound: BoundLayer | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:

@@ -5,6 +5,7 @@ import importlib.metadata
 import pytest
 
 import hf_fp8kv.vllm
+from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.vllm.dtypes import DTYPES, find_dtype
 from hf_fp8kv.vllm.storage import read_storage
@@ -29,6 +30,36 @@ class TestWithoutVLLM:
         with pytest.raises(ConfigError, match="expected a dict of scales and backend"):
             read("hf_fp8kv", {"scale": 1.0})
 
+    @pytest.mark.parametrize("option", [{"scales": ["a"]}, {"scales": {}}, {"backend": ["torch"]}])
+    def test_an_option_of_another_type(self, option):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}: expected a .*got [{{\\[]"):
+            read("hf_fp8kv_static", option)
+
+    def test_a_constant_that_cannot_be_one(self):
+        assert read("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
+        with pytest.raises(ScaleError, match="expected a finite number above 0"):
+            read("hf_fp8kv_static", {"scales": True})
+
+    def test_files_are_read_for_each_engine(self, tmp_path):
+        """The second engine of a process may find other scales in the same folder."""
+        config = {"hf_fp8kv": {"scales": str(tmp_path)}}
+        for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
+            make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
+            model = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
+            assert model.config.options.scales.layers[0].k.shape == shape
+
+    def test_the_revision_of_a_checkpoint(self, monkeypatch, tmp_path):
+        make_scales("head").save_pretrained(tmp_path)
+        asked = []
+
+        def from_pretrained(name, **options):
+            asked.append((name, options["revision"]))
+            return KVScales.from_file(tmp_path / "kv_scales.safetensors")
+
+        monkeypatch.setattr(KVScales, "from_pretrained", from_pretrained)
+        read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
+        assert asked == [("org/model", "v2")]
+
     def test_static_scales_for_slots_with_scales(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="use hf_fp8kv_e4m3_static"):
@@ -41,13 +72,14 @@ class TestWithoutVLLM:
     def test_scales_of_another_model(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
         model = read("hf_fp8kv_static", {"scales": str(tmp_path)})
-        model.check_layers([0, 1], 2, "mistral")
+        model.check_layers([0, 1], 2, ["mistral"])
+        model.check_layers([0, 1], 2, ["mistral_text", "mistral"])
         with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
-            model.check_layers([0, 1], 2, "llama")
+            model.check_layers([0, 1], 2, ["llama"])
         with pytest.raises(ScaleError, match="got none for layers \\[2\\]"):
-            model.check_layers([0, 1, 2], 3, "mistral")
+            model.check_layers([0, 1, 2], 3, ["mistral"])
         with pytest.raises(ScaleError, match="expected layers from 0 to 0"):
-            model.check_layers([0], 1, "mistral")
+            model.check_layers([0], 1, ["mistral"])
 
     def test_scales_of_each_rank(self, tmp_path):
         """A rank of two has the second half of the heads, a rank of four shares a head."""
@@ -75,6 +107,23 @@ class TestWithoutVLLM:
         monkeypatch.setitem(__import__("sys").modules, "hf_fp8kv.vllm.registration", None)
         hf_fp8kv.vllm.register()
         assert f"expected vLLM 0.32.x or 0.33.x, got {version}" in caplog.text
+
+    def test_hooks_that_have_changed(self, monkeypatch, caplog):
+        """vLLM would not start if this raised an error, whichever dtype is asked for."""
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+        monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.33.9")
+        monkeypatch.setitem(__import__("sys").modules, "hf_fp8kv.vllm.registration", Changed())
+        hf_fp8kv.vllm.register()
+        assert "could not register its dtypes in vLLM 0.33.9" in caplog.text
+        assert "AttributeError: no such hook" in caplog.text
+
+
+class Changed:
+    """A module whose function fails."""
+
+    @staticmethod
+    def register_dtypes():
+        raise AttributeError("no such hook")
 
 
 class TestWithVLLM:
