@@ -98,9 +98,6 @@ def _plan_batch(
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens."""
     count = max(row.tokens for row in group)
-    # A step that only decodes is taken as it is: requests are in the order of their tokens.
-    if count == 1 and len(group) == step_tokens:
-        group = sorted(group, key=lambda row: row.first)
     numbers = np.array([row.number for row in group], np.int64)
     if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
         chosen = upload(numbers, lengths.device)
