@@ -10,7 +10,7 @@ import importlib.util
 import logging
 
 from .dtypes import DTYPES
-from .versions import installed_version, is_supported, unsupported_message
+from .versions import failed_message, installed_version, is_supported, unsupported_message
 
 __all__ = ["DTYPES", "register"]
 
@@ -31,4 +31,7 @@ def register() -> None:
         return
     from .registration import register_dtypes
 
-    register_dtypes()
+    try:
+        register_dtypes()
+    except Exception:  # whatever a build of vLLM has changed: it may serve something else
+        logger.exception("%s", failed_message(version))

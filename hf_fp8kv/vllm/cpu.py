@@ -1,7 +1,8 @@
 """Attention on vLLM's CPU platform: our pages for our dtypes, vLLM's own for every other one."""
 
-from typing import Any, ClassVar
+from typing import Any
 
+import torch
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
@@ -44,31 +45,50 @@ class PagedCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
         return PagedCPUBuilder
 
 
-class PagedCPUImpl(PagedImpl):
-    """The attention of one layer. For another dtype than ours an instance is vLLM's own."""
+class PagedCPUImpl(PagedImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """The attention of one layer; of one without our dtype or a cache it is vLLM's own.
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an attention of ours, or vLLM's."""
+    It and the builder are both by inheritance, since vLLM derives classes from them: for chunked
+    and for bidirectional attention.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        kind = given.get("attn_type") or AttentionType.DECODER
-        if given["kv_cache_dtype"] not in DTYPES or kind in _WITHOUT_CACHE:
-            return CPUAttentionBackendImpl(*args, **kwargs)
-        return super().__new__(cls)
+        ours = given["kv_cache_dtype"] in DTYPES
+        if ours and given.get("attn_type", AttentionType.DECODER) in _WITHOUT_CACHE:
+            ours, given["kv_cache_dtype"] = False, "auto"
+        self._kind: Any = PagedImpl if ours else CPUAttentionBackendImpl
+        self._kind.__init__(self, **given)
+
+    @property
+    def is_paged(self) -> bool:
+        """Return whether keys and values are in our pages."""
+        return self._kind is PagedImpl
+
+    def do_kv_cache_update(self, *args: Any, **kwargs: Any) -> None:
+        """Store keys and values, if they are in vLLM's own pages."""
+        self._kind.do_kv_cache_update(self, *args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Write the attention to `output`; see `PagedImpl.forward`."""
+        result: torch.Tensor = self._kind.forward(self, *args, **kwargs)
+        return result
 
 
-class PagedCPUBuilder(PagedBuilder):
-    """What prepares a step for a group of layers; for layers that are not ours vLLM's own."""
+class PagedCPUBuilder(PagedBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
+    """What prepares a step for a group of layers; for layers that are not ours as vLLM does it."""
 
-    _stock: ClassVar[type] = CPUAttentionMetadataBuilder
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        ours = any(isinstance(x.impl, PagedCPUImpl) and x.impl.is_paged for x in layers)
+        self._kind: Any = PagedBuilder if ours else CPUAttentionMetadataBuilder
+        self._kind.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
-    def __new__(
-        cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
-    ) -> Any:
-        """Return a builder of ours, or vLLM's."""
-        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        if not any(isinstance(layer.impl, PagedCPUImpl) for layer in layers.values()):
-            return cls._stock(kv_cache_spec, layer_names, vllm_config, device)
-        return super().__new__(cls)
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the operations of a step, or vLLM's metadata of it."""
+        return self._kind.build(self, *args, **kwargs)
 
 
 # What vLLM passes by position to an attention of a layer.

@@ -87,6 +87,11 @@ class PagedGPUBackend(AttentionBackend):  # type: ignore[misc]
         return True
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return False: steps are planned from the tokens of requests on the host."""
+        return False
+
+    @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
         """Return True: of a checkpoint that has some."""
         return True

@@ -1,6 +1,6 @@
 """The attention of vLLM's layers over pages in its pool: the same on every platform."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +21,34 @@ from .step import DecodeStep, PlannedStep, is_decoding, plan_step
 from .storage import ModelStorage, read_storage
 
 
-def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object) -> None:
-    """Raise ConfigError for a kind of attention that our pages are not for."""
-    for what, present in (
+def refuse_unsupported(dtype: str, attn_type: str, alibi_slopes: object, config: Any) -> None:
+    """Raise ConfigError for a kind of attention that our pages are not for.
+
+    `config`: vLLM's, of the model.
+    """
+    _refuse(
+        dtype,
         (f"attention of type {attn_type!r}", attn_type != "decoder"),
         ("ALiBi", alibi_slopes is not None),
-    ):
+        ("attention that is not causal", config.attention_config.use_non_causal),
+        # Its steps have numbers on the host that are still on their way from the device.
+        ("--kv-sharing-fast-prefill", config.cache_config.kv_sharing_fast_prefill),
+    )
+
+
+def refuse_spec(dtype: str, spec: Any) -> None:
+    """Raise ConfigError for layers whose pages, as vLLM describes them, are not like ours."""
+    _refuse(
+        dtype,
+        # Such as layers with tokens that vLLM itself writes into their pages.
+        (f"pages of type {type(spec).__name__}", type(spec).__name__ not in _SPECS),
+        ("attention that is not causal", getattr(spec, "non_causal", False)),
+        ("values of another size than keys", spec.head_size != spec.head_size_v),
+    )
+
+
+def _refuse(dtype: str, *kinds: tuple[str, bool]) -> None:
+    for what, present in kinds:
         if present:
             raise ConfigError(
                 f"--kv-cache-dtype {dtype}: expected causal attention without ALiBi, got {what}; "
@@ -50,17 +72,24 @@ def bind_layers(
     """
     check_block_size(block_size)
     model_config = vllm_config.model_config
-    config = model_config.hf_text_config
-    indices = {name: extract_layer_index(name) for name in layers}
+    # A layer that reads another one's pages is stored as that one is.
+    owners = {name: layer.kv_sharing_target_layer_name or name for name, layer in layers.items()}
+    indices = {name: extract_layer_index(owner) for name, owner in owners.items()}
     for name, layer in layers.items():
         impl = layer.impl
-        impl.model.check_layers(
-            indices.values(), config.num_hidden_layers, getattr(config, "model_type", None)
-        )
+        _check_model(impl.model, model_config, indices.values())
         impl.bound = BoundLayer(
             impl.model, indices[name], impl.num_kv_heads, impl.head_size, model_config.dtype,
             torch.device(device),
         )  # fmt: skip
+
+
+def _check_model(storage: ModelStorage, config: Any, indices: Iterable[int] = ()) -> None:
+    """Raise ScaleError for scales of another model than vLLM's `ModelConfig` says."""
+    text = config.hf_text_config
+    # Of a model with images calibration knows the name of the whole.
+    types = [x.model_type for x in (text, config.hf_config) if hasattr(x, "model_type")]
+    storage.check_layers(indices, text.num_hidden_layers, types)
 
 
 class BoundLayer:
@@ -112,6 +141,10 @@ class BoundLayer:
         )  # fmt: skip
 
 
+# What vLLM calls pages in which each token of its own has a slot.
+_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+
+
 class PagedImpl(AttentionImpl):  # type: ignore[misc]
     """The attention of one layer over our pages."""
 
@@ -129,17 +162,19 @@ class PagedImpl(AttentionImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        refuse_unsupported(kv_cache_dtype, attn_type, alibi_slopes)
+        config = get_current_vllm_config()
+        refuse_unsupported(kv_cache_dtype, attn_type, alibi_slopes, config)
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self.sliding_window, self.softcap = sliding_window or 0, logits_soft_cap or 0.0
         self.sinks, self.shares = sinks, kv_sharing_target_layer_name is not None
-        config = get_current_vllm_config()
         # Here already, so that what cannot be is refused before weights are loaded.
         self.model = read_storage(
             kv_cache_dtype, config.additional_config, config.model_config.model,
             get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size(),
+            config.model_config.revision, config.instance_id,
         )  # fmt: skip
+        _check_model(self.model, config.model_config)
         self.bound: BoundLayer | None = None
 
     def do_kv_cache_update(self, *_: Any) -> None:
@@ -181,8 +216,11 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Not the next class of a class that inherits from two: it would prepare its own kernels.
+        AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        self._dtype = next(iter(layers.values())).kv_cache_dtype
+        refuse_spec(self._dtype, kv_cache_spec)
         bind_layers(layers, vllm_config, kv_cache_spec.block_size, device)
 
     def build(
@@ -190,6 +228,8 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> DecodeStep | PlannedStep:
         """Return the operations of a step."""
         common, size = common_attn_metadata, self.kv_cache_spec.block_size
+        if common.causal is not True:
+            _refuse(self._dtype, ("attention that is not causal", True))
         requests = common.num_reqs
         lengths = common.seq_lens[:requests].to(torch.int32)
         table, slots = common.block_table_tensor[:requests], common.slot_mapping

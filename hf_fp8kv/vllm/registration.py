@@ -6,7 +6,7 @@ import torch
 
 from .dtypes import DTYPES, CacheDType
 
-_CPU_BACKEND = "hf_fp8kv.vllm.cpu.PagedCPUBackend"
+_CPU_BACKENDS = "hf_fp8kv.vllm.select"
 _GPU_NAME, _GPU_BACKEND = "HF_FP8KV", "hf_fp8kv.vllm.gpu.PagedGPUBackend"
 
 
@@ -70,15 +70,14 @@ def _extend_literal() -> None:
 
 
 def _register_attention() -> None:
-    """Put ours in place of the CPU's attention, to which it hands every other dtype over.
+    """Have `select.py` asked which attention a CPU has; for GPUs there is a name of its own.
 
-    vLLM's CPU platform accepts no other name than CPU_ATTN. For GPUs there is a name of its own.
+    vLLM's CPU platform accepts no names but those of its own attention.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND)
-    for name in ("CPU_MLA", "AMX_MLA"):
+    for name in ("CPU_ATTN", "CPU_MLA", "AMX_MLA"):
         if hasattr(AttentionBackendEnum, name):
-            register_backend(AttentionBackendEnum[name], f"hf_fp8kv.vllm.mla.{name}")
+            register_backend(AttentionBackendEnum[name], f"{_CPU_BACKENDS}.{name}")
     if not hasattr(AttentionBackendEnum, _GPU_NAME):
         register_backend(_GPU_NAME, _GPU_BACKEND)

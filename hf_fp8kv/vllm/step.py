@@ -22,16 +22,19 @@ class _Row:
     first: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class PlannedStep:
-    """A step whose operations were made before the model runs."""
+    """A step whose operations were made before the model runs; vLLM adds attributes to it."""
 
     work: LayerWork
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecodeStep:
-    """A step in which each request has one token; its arguments are those of `plan_step`."""
+    """A step in which each request has one token; its arguments are those of `plan_step`.
+
+    vLLM adds attributes to it.
+    """
 
     lengths: torch.Tensor
     table: torch.Tensor
@@ -95,9 +98,6 @@ def _plan_batch(
 ) -> AttendBatch:
     """Return the operation of requests with about the same number of new tokens."""
     count = max(row.tokens for row in group)
-    # A step that only decodes is taken as it is: requests are in the order of their tokens.
-    if count == 1 and len(group) == step_tokens:
-        group = sorted(group, key=lambda row: row.first)
     numbers = np.array([row.number for row in group], np.int64)
     if len(numbers) < len(lengths) or (np.diff(numbers) != 1).any():
         chosen = upload(numbers, lengths.device)

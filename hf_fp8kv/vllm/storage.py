@@ -7,13 +7,13 @@ environment variables do not:
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import ConfigError, ScaleError
-from ..scales.kv_scales import KVScales
+from ..scales.kv_scales import KVScales, resolve
 from ..serving.config import LayerStorage, ServingConfig
 from .dtypes import CacheDType, find_dtype
 
@@ -33,13 +33,13 @@ class ModelStorage:
         """What a user said of the backend of the operations."""
         return self.config.options.backend
 
-    def check_layers(self, indices: Iterable[int], count: int, model_type: str | None) -> None:
+    def check_layers(self, indices: Iterable[int], count: int, model_types: Sequence[str]) -> None:
         """Raise ScaleError for scales that cannot be those of a model.
 
         Args:
             indices: the layers that are here.
             count: the model's layers.
-            model_type: as transformers names it.
+            model_types: as transformers names the model, and what it has for text.
         """
         scales = self.config.options.scales
         self.config.options.check_layers(list(indices), count)
@@ -50,9 +50,9 @@ class ModelStorage:
                 f"scales ({scales.origin}): expected layers from 0 to {count - 1}, which the model "
                 f"has, got {more}, too; use the scales of this very model"
             )
-        if None not in (scales.model_type, model_type) and scales.model_type != model_type:
+        if scales.model_type is not None and model_types and scales.model_type not in model_types:
             raise ScaleError(
-                f"scales ({scales.origin}): expected scales of a {model_type!r} model, got "
+                f"scales ({scales.origin}): expected scales of a {model_types[0]!r} model, got "
                 f"{scales.model_type!r}; use the scales of this very model"
             )
 
@@ -76,8 +76,9 @@ class ModelStorage:
 
 
 def read_storage(
-    dtype: str, additional_config: object, checkpoint: str, rank: int, size: int
-) -> ModelStorage:
+    dtype: str, additional_config: object, checkpoint: str, rank: int, size: int,
+    revision: str | None = None, engine: str = "",
+) -> ModelStorage:  # fmt: skip
     """Return how a model is stored.
 
     Args:
@@ -86,6 +87,8 @@ def read_storage(
         checkpoint: where the model is: static scales are looked for there if none are named.
         rank: of this process among the tensor-parallel ones.
         size: how many these are.
+        revision: of the checkpoint, if it is a repository.
+        engine: a name of its own for each engine; files are read once for one.
 
     Raises:
         ConfigError, ScaleError: something that cannot be, or not together.
@@ -96,16 +99,31 @@ def read_storage(
             f"--additional-config {_KEY}: expected a dict of {' and '.join(_OPTIONS)}, got "
             f"{given!r}; leave the rest out"
         )
-    return _read(dtype, given.get("scales"), given.get("backend", "auto"), checkpoint, rank, size)
+    scales, backend = given.get("scales"), given.get("backend", "auto")
+    for option, value, kinds in (
+        ("scales", scales, str | float | int | None),
+        ("backend", backend, str),
+    ):
+        if not isinstance(value, kinds):
+            expected = "a path, a repository id or a number" if option == "scales" else "a name"
+            raise ConfigError(
+                f"--additional-config {_KEY}: {option}: expected {expected}, got {value!r}; leave "
+                "it out, or name one"
+            )
+    return _read(dtype, scales, backend, checkpoint, rank, size, revision, engine)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8, typed=True)
 def _read(
-    name: str, scales: str | float | None, backend: str, checkpoint: str, rank: int, size: int
-) -> ModelStorage:
+    name: str, given: str | float | None, backend: str, checkpoint: str, rank: int, size: int,
+    revision: str | None, engine: str,
+) -> ModelStorage:  # fmt: skip
     dtype = find_dtype(name)
-    if scales is None and not dtype.dynamic:
-        scales = checkpoint
+    scales: KVScales | float | None
+    if given is None and not dtype.dynamic:
+        scales = resolve(checkpoint, tp_rank=rank, tp_size=size, revision=revision)
+    else:
+        scales = resolve(given, tp_rank=rank, tp_size=size)
     config = ServingConfig.parse(
         scales=scales, dtype=dtype.format, backend=backend, tp_rank=rank, tp_size=size
     )

@@ -29,3 +29,11 @@ def unsupported_message(version: str) -> str:
         f"hf_fp8kv's plugin expected vLLM {expected}, got {version}: no dtype was registered, and "
         "--kv-cache-dtype hf_fp8kv... will be refused; install one of these versions"
     )
+
+
+def failed_message(version: str) -> str:
+    """Say what an error in the hooks of a supported version means."""
+    return (
+        f"hf_fp8kv's plugin could not register its dtypes in vLLM {version}, whose hooks are other "
+        "than expected: --kv-cache-dtype hf_fp8kv... cannot be used; the error"
+    )

@@ -30,7 +30,7 @@ _MODELS = {
     "qwen3": {},
     "mistral": {"sliding_window": 40},
     "gemma2": {
-        "sliding_window": 40, "attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 32,
+        "sliding_window": 40, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 32,
     },
     "gpt_oss": {"sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
@@ -54,6 +54,8 @@ def models(tmp_path_factory):
                         parameter.copy_(torch.linspace(-1, 2, len(parameter)))
                     elif parameter.ndim > 1:
                         parameter.mul_(3)  # tokens then depend on what is attended to
+                    elif path.endswith("post_attention_layernorm.weight") and name == "gemma2":
+                        parameter.add_(5)  # or tokens follow from the last one alone
                     elif name == "qwen2":
                         parameter.add_(torch.randn_like(parameter))
             folder = tmp_path_factory.mktemp(name)

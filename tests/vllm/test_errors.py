@@ -5,6 +5,7 @@ import importlib.metadata
 import pytest
 
 import hf_fp8kv.vllm
+from hf_fp8kv import KVScales
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.vllm.dtypes import DTYPES, find_dtype
 from hf_fp8kv.vllm.storage import read_storage
@@ -29,6 +30,36 @@ class TestWithoutVLLM:
         with pytest.raises(ConfigError, match="expected a dict of scales and backend"):
             read("hf_fp8kv", {"scale": 1.0})
 
+    @pytest.mark.parametrize("option", [{"scales": ["a"]}, {"scales": {}}, {"backend": ["torch"]}])
+    def test_an_option_of_another_type(self, option):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))}: expected a .*got [{{\\[]"):
+            read("hf_fp8kv_static", option)
+
+    def test_a_constant_that_cannot_be_one(self):
+        assert read("hf_fp8kv_static", {"scales": 1.0}).config.options.scales == 1.0
+        with pytest.raises(ScaleError, match="expected a finite number above 0"):
+            read("hf_fp8kv_static", {"scales": True})
+
+    def test_files_are_read_for_each_engine(self, tmp_path):
+        """The second engine of a process may find other scales in the same folder."""
+        config = {"hf_fp8kv": {"scales": str(tmp_path)}}
+        for engine, granularity, shape in (("a", "head", (2, 1)), ("b", "tensor", ())):
+            make_scales(granularity).save_pretrained(tmp_path, overwrite=True)
+            model = read_storage("hf_fp8kv_static", config, "nowhere", 0, 1, engine=engine)
+            assert model.config.options.scales.layers[0].k.shape == shape
+
+    def test_the_revision_of_a_checkpoint(self, monkeypatch, tmp_path):
+        make_scales("head").save_pretrained(tmp_path)
+        asked = []
+
+        def from_pretrained(name, **options):
+            asked.append((name, options["revision"]))
+            return KVScales.from_file(tmp_path / "kv_scales.safetensors")
+
+        monkeypatch.setattr(KVScales, "from_pretrained", from_pretrained)
+        read_storage("hf_fp8kv_static", {}, "org/model", 0, 1, revision="v2")
+        assert asked == [("org/model", "v2")]
+
     def test_static_scales_for_slots_with_scales(self, tmp_path):
         make_scales("head").save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="use hf_fp8kv_e4m3_static"):
@@ -41,13 +72,14 @@ class TestWithoutVLLM:
     def test_scales_of_another_model(self, tmp_path):
         make_scales("head", model_type="mistral").save_pretrained(tmp_path)
         model = read("hf_fp8kv_static", {"scales": str(tmp_path)})
-        model.check_layers([0, 1], 2, "mistral")
+        model.check_layers([0, 1], 2, ["mistral"])
+        model.check_layers([0, 1], 2, ["mistral_text", "mistral"])
         with pytest.raises(ScaleError, match="expected scales of a 'llama' model, got 'mistral'"):
-            model.check_layers([0, 1], 2, "llama")
+            model.check_layers([0, 1], 2, ["llama"])
         with pytest.raises(ScaleError, match="got none for layers \\[2\\]"):
-            model.check_layers([0, 1, 2], 3, "mistral")
+            model.check_layers([0, 1, 2], 3, ["mistral"])
         with pytest.raises(ScaleError, match="expected layers from 0 to 0"):
-            model.check_layers([0], 1, "mistral")
+            model.check_layers([0], 1, ["mistral"])
 
     def test_scales_of_each_rank(self, tmp_path):
         """A rank of two has the second half of the heads, a rank of four shares a head."""
@@ -75,6 +107,23 @@ class TestWithoutVLLM:
         monkeypatch.setitem(__import__("sys").modules, "hf_fp8kv.vllm.registration", None)
         hf_fp8kv.vllm.register()
         assert f"expected vLLM 0.32.x or 0.33.x, got {version}" in caplog.text
+
+    def test_hooks_that_have_changed(self, monkeypatch, caplog):
+        """vLLM would not start if this raised an error, whichever dtype is asked for."""
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
+        monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.33.9")
+        monkeypatch.setitem(__import__("sys").modules, "hf_fp8kv.vllm.registration", Changed())
+        hf_fp8kv.vllm.register()
+        assert "could not register its dtypes in vLLM 0.33.9" in caplog.text
+        assert "AttributeError: no such hook" in caplog.text
+
+
+class Changed:
+    """A module whose function fails."""
+
+    @staticmethod
+    def register_dtypes():
+        raise AttributeError("no such hook")
 
 
 class TestWithVLLM:
@@ -148,3 +197,35 @@ class TestWithVLLM:
             pytest.raises(ConfigError, match="got one with latents"),
         ):
             attention.get_class()
+
+    def test_what_pages_are_not_for(self):
+        import torch
+        from vllm.config import CacheConfig, VllmConfig
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
+
+        from hf_fp8kv.vllm.layers import refuse_spec, refuse_unsupported
+
+        sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.int8}
+        name = "hf_fp8kv_e3m4"
+        refuse_spec(name, FullAttentionSpec(**sizes))
+        for spec, message in (
+            (SinkFullAttentionSpec(**sizes, sink_len=32), "got pages of type SinkFull"),
+            (RSWASpec(**sizes, rswa_window=8), "got pages of type RSWASpec"),
+            (FullAttentionSpec(**sizes, non_causal=True), "that is not causal"),
+            (FullAttentionSpec(**sizes, head_size_v=32), "values of another size"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                refuse_spec(name, spec)
+        config = VllmConfig(cache_config=CacheConfig(cache_dtype=name))
+        refuse_unsupported(name, "decoder", None, config)
+        for kind, slopes, message in (
+            ("encoder_decoder", None, "'encoder_decoder'"), ("decoder", [1.0], "got ALiBi"),
+        ):  # fmt: skip
+            with pytest.raises(ConfigError, match=message):
+                refuse_unsupported(name, kind, slopes, config)
+        config.cache_config.kv_sharing_fast_prefill = True
+        with pytest.raises(ConfigError, match="got --kv-sharing-fast-prefill"):
+            refuse_unsupported(name, "decoder", None, config)
+        config.attention_config.use_non_causal = True
+        with pytest.raises(ConfigError, match="that is not causal"):
+            refuse_unsupported(name, "decoder", None, config)

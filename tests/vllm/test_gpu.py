@@ -58,7 +58,8 @@ def test_what_vllm_selects_it_for():
     for other in (
         {"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "auto"}, {"block_size": 24},
         {"use_mla": True}, {"attn_type": "encoder_decoder"},
-        {"device_capability": DeviceCapability(7, 5)},
+        {"device_capability": DeviceCapability(7, 5)}, {"use_non_causal": True},
+        {"use_adaptive_verification": True},
     ):  # fmt: skip
         assert len(reasons(**asked | other)) == 1, other
 

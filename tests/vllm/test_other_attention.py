@@ -1,0 +1,97 @@
+"""Layers for which vLLM derives classes from an attention, or that have no pages of their own.
+
+With our dtypes, and with vLLM's: there our package must not be noticed.
+"""
+
+import pytest
+import torch
+
+from .conftest import DIM, HEADS, LAYERS, generate, generate_here, make_scales
+
+_SIZES = {
+    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256,
+    "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 1024,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_BERT = {
+    name: size for name, size in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+}
+_KINDS = {
+    # Layers see the tokens of their own chunk of 64, but for every second one.
+    "llama4_text": _SIZES | {
+        "num_hidden_layers": 4, "intermediate_size_mlp": 128, "num_local_experts": 2,
+        "attention_chunk_size": 64, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 5,
+        "attn_temperature_tuning": False, "use_qk_norm": False,
+    },
+    # The last two layers read the pages of those before.
+    "gemma3n_text": _SIZES | {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
+        "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
+        "activation_sparsity_pattern": None,
+    },
+    "bert": _BERT | {"num_hidden_layers": LAYERS},
+}  # fmt: skip
+
+
+def make_model(name, folder):
+    """Return a model of transformers, which is saved in the folder."""
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(name, **_KINDS[name])
+    torch.manual_seed(1)
+    kind = AutoModel if name == "bert" else AutoModelForCausalLM
+    model = kind.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3 if name != "gemma3n_text" else 2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_int8"])
+def test_chunks(prompts, serve, tmp_path, dtype):
+    model = make_model("llama4_text", tmp_path)
+    first = generate(serve(str(tmp_path), dtype), prompts, tokens=1)[0]
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    assert [ids[0] for ids in first] == [int(x.argmax()) for x in logits]
+
+
+@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
+def test_layers_that_share_pages(prompts, serve, tmp_path, dtype):
+    """They read with the scales that were written with; scales of their own there are none."""
+    model = make_model("gemma3n_text", tmp_path / "model")
+    model.set_attn_implementation("fp8_paged")
+    options, path = {"dtype": "fp8_e3m4"}, None
+    if dtype == "hf_fp8kv_static":
+        options, path = {"scales": make_scales("head", centered=True, layers=4)}, tmp_path
+        options["scales"].save_pretrained(path)
+    tokens, _ = generate(serve(str(tmp_path / "model"), dtype, path), prompts)
+    assert tokens == generate_here(model, prompts, **options)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "hf_fp8kv_e3m4"])
+def test_an_encoder(prompts, serve, tmp_path, dtype):
+    """Its attention is not causal, and has no cache."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from vllm.config import PoolerConfig
+
+    model = make_model("bert", tmp_path)
+    words = models.WordLevel({str(i): i for i in range(256)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path)
+    llm = serve(
+        str(tmp_path), dtype, runner="pooling", skip_tokenizer_init=False,
+        max_num_batched_tokens=1024,
+        pooler_config=PoolerConfig(task="embed", seq_pooling_type="CLS"),
+    )  # fmt: skip
+    out = llm.encode(
+        [{"prompt_token_ids": prompt} for prompt in prompts], pooling_task="embed", use_tqdm=False
+    )
+    for prompt, x in zip(prompts, out, strict=True):
+        with torch.no_grad():
+            want = model(torch.tensor([prompt])).last_hidden_state[0, 0]
+        got = x.outputs.data.float().flatten()
+        assert torch.cosine_similarity(got, want, dim=0) > 0.999
