@@ -7,6 +7,7 @@ from typing import Any
 from .engine import Engine
 from .errors import APIError
 from .model import SingleModelManager
+from .validation import check_messages
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 _MODEL = "/v1/models/"
@@ -67,6 +68,7 @@ def _tokenize(body: dict[str, Any], tokenizer: Any) -> list[int]:
     if messages is None:
         special = bool(body.get("add_special_tokens", True))
         return list(tokenizer(prompt, add_special_tokens=special)["input_ids"])
+    check_messages(body)
     generation = bool(body.get("add_generation_prompt", True))
     try:
         found = tokenizer.apply_chat_template(

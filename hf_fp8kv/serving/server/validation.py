@@ -242,12 +242,17 @@ _CONFIG_ONLY = {
 # -- the body of each path -------------------------------------------------------------------------
 
 
-def _check_chat(body: dict[str, Any]) -> None:
+def check_messages(body: Mapping[str, Any]) -> None:
+    """Raise APIError unless `messages` is what a chat template takes."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages", "a list of one message or more", messages)
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message)
+
+
+def _check_chat(body: dict[str, Any]) -> None:
+    check_messages(body)
     _check_tools(body)
 
 
