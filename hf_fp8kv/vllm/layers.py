@@ -99,6 +99,12 @@ class BoundLayer:
         self, model: ModelStorage, index: int, heads: int, dim: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
+        if device.type != "cpu" and model.backend not in ("auto", "triton"):
+            # Only Triton's kernels leave rows of no request out, which CUDA graphs are padded with.
+            raise ConfigError(
+                f"--additional-config hf_fp8kv.backend: expected triton on a GPU, got "
+                f"{model.backend!r}; leave it out"
+            )
         self._dynamic = model.dtype.dynamic
         self._storage: LayerStorage = model.layer(index, heads, dim, device)
         self._backend = choose_backend(model.backend, device)

@@ -3,6 +3,7 @@
 import importlib.metadata
 
 import pytest
+import torch
 
 import hf_fp8kv.vllm
 from hf_fp8kv import KVScales
@@ -83,8 +84,6 @@ class TestWithoutVLLM:
 
     def test_scales_of_each_rank(self, tmp_path):
         """A rank of two has the second half of the heads, a rank of four shares a head."""
-        import torch
-
         scales = make_scales("head", centered=True)
         scales.save_pretrained(tmp_path)
         config = {"scales": str(tmp_path)}
@@ -130,6 +129,16 @@ class TestWithVLLM:
     @pytest.fixture(autouse=True)
     def _vllm(self):
         pytest.importorskip("vllm")
+
+    @pytest.mark.parametrize("backend", ["torch", "numba"])
+    def test_a_backend_that_a_cuda_graph_cannot_hold(self, backend):
+        from hf_fp8kv.vllm.layers import BoundLayer
+
+        model = read("hf_fp8kv", {"backend": backend})
+        sizes = (0, 2, 32, torch.float32)
+        BoundLayer(model, *sizes, torch.device("cpu"))
+        with pytest.raises(ConfigError, match=f"expected triton on a GPU, got '{backend}'"):
+            BoundLayer(model, *sizes, torch.device("cuda"))
 
     def test_registering_again_changes_nothing(self):
         from vllm.config import CacheConfig, cache
@@ -199,7 +208,6 @@ class TestWithVLLM:
             attention.get_class()
 
     def test_what_pages_are_not_for(self):
-        import torch
         from vllm.config import CacheConfig, VllmConfig
         from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
 
