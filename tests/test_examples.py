@@ -194,6 +194,6 @@ def test_sixteen_clients_are_answered_by_one_server(run, tmp_path):
     streamed = re.findall(r"^streamed (.+)$", out, re.MULTILINE)
     assert len(streamed) == len(set(streamed)) == 8
     assert re.findall(r"^at once  (.+)$", out, re.MULTILINE) == streamed
-    assert 'requests_total{status="200"} 16\n' in out
+    assert 'requests_total{status="200"} 16.0\n' in out
     assert _numbers(r"generated_tokens_total (\d+)", out) == (16 * 8,)
     assert "the server ended with 0" in out
