@@ -132,7 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="KL in vLLM, by dtype of the KV cache")
     parser.add_argument("--dtypes", nargs="*", default=DTYPES)
     parser.add_argument("--tokens", type=int, default=512, help="of each of four texts")
-    parser.add_argument("--calibrated", type=int, default=2**14, help="tokens of other texts")
+    parser.add_argument("--calibrated", type=int, default=2**13, help="tokens of other texts")
     chosen = parser.parse_args()
     # In this process, where the model can be reached.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
