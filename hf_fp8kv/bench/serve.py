@@ -129,7 +129,7 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
             for share in _PERCENTILES:
                 value = _percentile(values, share)
                 rows.append(_row(load, f"{measure}, p{share}", name, [value], unit))
-        if load.long_words:
+        if server.streams and server.long_prompts:
             gaps = [answer.gap for answer in server.streams]
             rows.append(_row(load, "largest gap of a stream", name, gaps, "s"))
             firsts = [answer.first for answer in server.long_prompts]

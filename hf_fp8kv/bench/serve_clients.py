@@ -128,7 +128,10 @@ class Server:
                     if not line.startswith(b"data: {"):
                         continue
                     chunk = json.loads(line[6:])
-                    if chunk["choices"][0]["delta"].get("content"):
+                    choice = chunk["choices"][0]
+                    # An answer may be nothing but its end.
+                    ends = choice.get("finish_reason") is not None and not times
+                    if choice["delta"].get("content") or ends:
                         times.append(time.perf_counter() - began)
                     tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
             except (OSError, http.client.HTTPException, ValueError, LookupError):
