@@ -49,8 +49,8 @@ def run_serve_suite(
 
     The model is a folder or a hub id; None: the demo's. Every server has each load in so many
     turns, after one that does not count. All have pages and steps of so many tokens (steps as each
-    server has them by itself, beside a long prompt); `dtype` is that of the FP8
-    pages. `progress` is called with what is measured next.
+    server has them by itself, beside a long prompt); `dtype` is that of the FP8 pages. `progress`
+    is called with what is measured next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
@@ -139,10 +139,10 @@ def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
             used, total, size = server.pages
             rows.append(_row(load, f"pages in use, of {total:.0f}", name, [used], "pages"))
             rows.append(_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
-    for name, other in ((OURS, STOCK), (PLAIN, STOCK)):
-        pairs = zip(servers[name].throughput, servers[other].throughput, strict=True)
-        ratios = [one / stock for one, stock in pairs]
-        rows.append({**_row(load, "throughput ratio", name, ratios, "×"), "against": other})
+    for name in (OURS, PLAIN):
+        pairs = zip(servers[name].throughput, servers[STOCK].throughput, strict=True)
+        ratios = [ours / stock for ours, stock in pairs]
+        rows.append({**_row(load, "throughput ratio", name, ratios, "×"), "against": STOCK})
     return rows
 
 
