@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from hf_fp8kv.serving.server import sampling
-from hf_fp8kv.serving.server.stop_strings import StopFinder
+from hf_fp8kv.serving.server.answer_text import StopFinder
 from tests.helpers.serve_process import Server, save_chat_model, serving
 
 pytestmark = pytest.mark.text
@@ -92,10 +92,12 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
     text = "hello world!"
     tokens = tokenizer(text)["input_ids"]
     finder = StopFinder(stops, tokenizer._tokenizer)
-    found = [n for n in range(1, len(tokens) + 1) if finder.has_stop(tokens[:n])]
-    ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-    assert found == ends[:1]
-    assert StopFinder(stops, tokenizer._tokenizer).has_stop(tokens) is bool(ends)
+    ends = [(text.index(stop) + len(stop), text.index(stop)) for stop in stops if stop in text]
+    found = ((n, finder.find(tokens[:n])) for n in range(1, len(tokens) + 1))
+    assert [pair for pair in found if pair[1] is not None] == ends[:1]
+    at_once = StopFinder(stops, tokenizer._tokenizer)
+    assert at_once.find(tokens) == (ends[0][1] if ends else None)
+    assert not stops or text.startswith(at_once.text)
 
 
 @pytest.fixture(scope="module")

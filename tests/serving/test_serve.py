@@ -306,8 +306,8 @@ REFUSED = {
     "hot": (body(temperature="hot"), 400),
     "top_p": (body(top_p=0), 400),
     "seed": (body(seed=2**70), 400),
-    "two answers": (body(n=2), 400),
-    "a penalty": (body(frequency_penalty=0.5), 400),
+    "many answers": (body(n=129), 400),
+    "a penalty": (body(frequency_penalty=3), 400),
     "a stop": (body(stop=[""]), 400),
     "many stops": (body(stop=list("abcde")), 400),
     "another model": (body(model="no/such"), 404),
@@ -318,7 +318,7 @@ REFUSED = {
     "a config": (body(generation_config="{"), 400),
     "beams": (body(generation_config='{"num_beams": 4}'), 400),
     "a penalty in a config": (body(generation_config='{"repetition_penalty": 1.1}'), 400),
-    "min_p": (body(generation_config='{"min_p": 0.5}'), 400),
+    "typical_p": (body(generation_config='{"typical_p": 0.5}'), 400),
     "a stop in a config": (body(generation_config='{"stop_strings": ["a"]}'), 400),
     "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
     "no stream": (body(stream="yes"), 400),
@@ -353,7 +353,27 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
         (CHAT, "messages[0].content", {"messages": [{"role": "assistant", "tool_calls": []}]}),
+        (CHAT, "tool_choice", {"tool_choice": "required"}),
+        (CHAT, "top_logprobs", {"top_logprobs": 3}),
+        (CHAT, "logprobs", {"logprobs": 3}),
+        (CHAT, "echo", {"echo": True}),
+        (CHAT, "logit_bias", {"logit_bias": {"a": 1}}),
+        (CHAT, "logit_bias", {"logit_bias": {"100000": 1}}),
+        (CHAT, "stop_token_ids", {"stop_token_ids": [100_000]}),
+        (CHAT, "repetition_penalty", {"repetition_penalty": 0}),
+        (CHAT, "best_of", {"best_of": 3, "n": 2}),
+        (CHAT, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
+        (CHAT, "guided_json", {"guided_json": {}}),
+        ("/v1/responses", "prompt_logprobs", {"prompt_logprobs": 1}),
         ("/v1/completions", "suffix", {"suffix": "the end"}),
+        ("/v1/completions", "logprobs", {"logprobs": True}),
+        ("/v1/completions", "logprobs", {"logprobs": 21}),
+        ("/v1/completions", "max_tokens", {"max_tokens": 0}),
+        ("/v1/completions", "prompt", {"prompt": []}),
+        ("/v1/completions", "prompt", {"prompt": ["x", ""]}),
+        ("/v1/completions", "prompt", {"prompt": [[1, 2], [-1]]}),
+        ("/v1/completions", "prompt", {"prompt": [1, 100_000]}),
+        ("/v1/completions", "prompt", {"prompt": ["x"] * 40, "n": 30}),
         ("/v1/responses", "input[0].type", {"input": [{"type": "junk"}]}),
         ("/v1/responses", "input[0].call_id", {"input": [{"type": "function_call", "name": "x"}]}),
         (
@@ -377,6 +397,10 @@ def test_what_is_refused_is_named(server, path, field, sent):
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "parallel_tool_calls": False},
         {"parallel_tool_calls": True, "suffix": None},
+        {"n": 1, "logprobs": 0, "top_logprobs": 0, "echo": False, "min_p": 0},
+        {"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": []},
+        {"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True},
+        {"guided_json": None, "truncate_prompt_tokens": None, "priority": 0, "user": "me"},
     ],
 )
 def test_what_changes_no_answer_is_taken(server, sent):
@@ -481,7 +505,7 @@ def test_long_prompts_take_turns_and_short_ones_do_not_wait():
 
     async def all_of_them() -> list[object]:
         handler, tracker = Handler(), RequestTracker()
-        adapt(handler, CHAT, asyncio.Semaphore(1))
+        adapt(handler, CHAT, asyncio.Semaphore(1), None)
 
         async def ask(name: str) -> object:
             content = "x" * 200_000 if "long" in name else "x"

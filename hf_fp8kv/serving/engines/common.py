@@ -102,6 +102,8 @@ class EngineCache:
         self.prefix_hits = self.prefix_tokens = 0
         # Told of each request that found a prefix, and of how many tokens.
         self.on_prefix: Callable[[str, int], None] | None = None
+        # Whether a request may find one; None: all may.
+        self.takes_prefix: Callable[[str], bool] | None = None
         self._step = EngineStep([])
         self._batch: object = None
         self._work: dict[int, LayerWork] = {}
@@ -238,6 +240,8 @@ class EngineCache:
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
+        if self.takes_prefix is not None and not self.takes_prefix(request_id):
+            return 0
         engine: Any = super()
         tokens = int(engine.search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += tokens > 0

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from .answers import TokenTexts
 from .errors import INTERNAL, APIError
 from .handlers import adapt
 from .options import template_arguments
@@ -40,7 +41,8 @@ def build_application(
 ) -> tuple[Any, dict[str, frozenset[str]]]:
     """Return transformers' FastAPI application, and the fields that its handlers take, by path.
 
-    `models` is a ModelManager, `state` a GenerationState, `options` those of the stock command.
+    `models` is a SingleModelManager, `state` a GenerationState, `options` are those of the stock
+    command.
 
     Raises:
         ConfigError: this transformers puts its application together in another way.
@@ -54,13 +56,13 @@ def build_application(
         "decision_config": None,
     }
     fields = {}
-    turns = asyncio.Semaphore(_LONG_PROMPTS)
+    turns, texts = asyncio.Semaphore(_LONG_PROMPTS), TokenTexts(models.tokenizer)
     for name, (module, kind, path) in _HANDLERS.items():
         if name in inspect.signature(build).parameters:
             handler = getattr(importlib.import_module(f"{_PACKAGE}.{module}"), kind)
             known[name] = handler(**_select_keywords(handler, known))
             if path is not None:
-                adapt(known[name], path, turns)
+                adapt(known[name], path, turns, texts)
                 fields[path] = frozenset(handler._valid_params_class.__mutable_keys__)
     app = build(**_select_keywords(build, known))
     _convert_errors(app)

@@ -26,7 +26,7 @@ class TrackedSend:
 
 
 class Replay:
-    """The `receive` of a request with another body, and its `scope`; later, its client's end."""
+    """The `receive` of a request with another body, and its `scope`; its client does not leave."""
 
     def __init__(self, scope: Scope, body: dict[str, Any]) -> None:
         self._content = json.dumps(body).encode()
@@ -34,15 +34,14 @@ class Replay:
         length = str(len(self._content)).encode()
         headers += [(b"content-type", b"application/json"), (b"content-length", length)]
         self.scope: Scope = {**scope, "headers": headers}
-        self.gone = asyncio.Event()
         self._sent = False
 
     async def __call__(self) -> Message:
         if not self._sent:
             self._sent = True
             return {"type": "http.request", "body": self._content, "more_body": False}
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
+        await asyncio.Event().wait()  # whoever waits is cancelled when the client has gone
+        raise AssertionError
 
 
 async def wait_until_gone(receive: Receive) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 from .engine import Engine
 from .errors import APIError
+from .messages import check_messages
 from .model import SingleModelManager
-from .validation import check_messages
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 _MODEL = "/v1/models/"

@@ -20,11 +20,13 @@ from .config import ServerConfig
 from .endpoints import DETOKENIZE, TOKENIZE, convert, describe
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
+from .fan_out import OnBegin, answer_all, split_body
+from .fields import take_fields
 from .metrics import Metrics
 from .model import SingleModelManager
-from .requests import RequestTracker
+from .requests import RequestTracker, ServerRequest
 from .structured_output import FORMAT_FIELDS
-from .validation import GENERATES, OWN_FIELDS, check_body, count_characters, parse_body
+from .validation import GENERATES, check_body, count_characters, parse_body
 
 logger = logging.getLogger(__name__)
 
@@ -214,26 +216,36 @@ class Middleware:
         self, body: dict[str, Any], name: str, scope: Scope, receive: Receive, send: TrackedSend
     ) -> None:
         """Have the application answer, until the client goes away."""
-        with self.tracker.track(body, name) as request:
-            request.guide = await self._grammars.compile(body)
-            own = OWN_FIELDS | FORMAT_FIELDS
-            stock = {name: value for name, value in body.items() if name not in own}
-            replay = Replay(scope, stock)
-            work = asyncio.ensure_future(self.app(replay.scope, replay, send))
-            gone = asyncio.ensure_future(wait_until_gone(receive))
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                # A client that has its last token may leave before the last, empty part is sent.
-                if not work.done() and not send.complete and not request.done:
-                    replay.gone.set()
-                    raise _ClientGoneError
-                await work
-            finally:
-                gone.cancel()
-                if not work.done():
-                    work.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Exception):
-                        await work
+        bodies = split_body(scope["path"], body)
+        running: list[ServerRequest] = []
+
+        async def answer(part: dict[str, Any], send: Send, on_begin: OnBegin) -> None:
+            with self.tracker.track(part, name) as request:
+                running.append(request)
+                on_begin(request)
+                request.guide = await self._grammars.compile(part)
+                stock = take_fields(request, self.engine, self.model.tokenizer)
+                replay = Replay(scope, stock)
+                await self.app(replay.scope, replay, send)
+
+        if len(bodies) == 1:
+            work = asyncio.ensure_future(answer(bodies[0], send, lambda _: None))
+        else:
+            work = asyncio.ensure_future(answer_all(bodies, body.get("n", 1), answer, send))
+        gone = asyncio.ensure_future(wait_until_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # A client that has its last token may leave before the last, empty part is sent.
+            done = all(request.done for request in running) and len(running) == len(bodies)
+            if not work.done() and not send.complete and not done:
+                raise _ClientGoneError
+            await work
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await work
 
     def end_all(self) -> None:
         """End all answers that are being generated."""

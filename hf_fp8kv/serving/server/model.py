@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import Modality
 
 from ... import serving
 from ...errors import ConfigError
@@ -34,7 +35,7 @@ class SingleModelManager(ModelManager):
         (loaded,) = self.loaded_models.values()
         self.model: Any = loaded.model
         self.tokenizer: Any = loaded.processor
-        modality = self.get_model_modality(self.model, processor=self.tokenizer)
+        modality = super().get_model_modality(self.model, processor=self.tokenizer)
         if modality.value != "LLM" or not hasattr(self.model, "init_continuous_batching"):
             raise ConfigError(
                 f"{name}: expected a text model with continuous batching, got "
@@ -84,6 +85,10 @@ class SingleModelManager(ModelManager):
     def template_names(self) -> frozenset[str]:
         """Return the arguments of the chat template that a request must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+
+    def get_model_modality(self, *_: Any, **__: Any) -> Any:  # theirs is a static method
+        """Return that the model generates text, whatever stands for its tokenizer in a request."""
+        return Modality.LLM
 
     def get_gen_models(  # type: ignore[override]  # theirs is a static method with a cache
         self, cache_dir: str | None = None

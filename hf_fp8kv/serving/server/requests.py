@@ -11,6 +11,8 @@ from typing import Any
 
 from .errors import APIError
 from .grammars import Guide
+from .logits import Logprobs, TokenRules
+from .tool_calls import ForcedCall
 
 
 class ServerRequest:
@@ -29,7 +31,18 @@ class ServerRequest:
         self.last_token: float | None = None  # when the engine had its last token
         self.done = False  # the engine has finished it, or was told to drop it
         self.truncated = False  # its answer had all the tokens that it was given
+        self.prompt_tokens: list[int] | None = None  # as its body has them, instead of a text
+        self.prompt_ids: list[int] = []  # that the engine has
+        self.sent_tokens = 0  # of its streamed answer
         self.guide: Guide | None = None  # of its grammar
+        self.rules: TokenRules | None = None
+        self.logprobs: Logprobs | None = None
+        self.stop_tokens = frozenset(body.get("stop_token_ids", ()))
+        self.min_tokens: int = body.get("min_tokens", 0)
+        self.tool_call: ForcedCall | None = None  # that it must make
+        self.scores_only = False  # it wants nothing but what is said of its prompt
+        self.cut_text: str | None = None  # of its answer, before a stop string
+        self.first_token: asyncio.Event | None = None  # set when the engine has it, if wanted
         self.error: APIError | None = None  # what ended its streamed answer early
         self._cancel: Callable[[], None] | None = None
         self._on_error: Callable[[APIError], None] | None = None

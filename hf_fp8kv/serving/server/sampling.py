@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and seed of each request by itself.
+"""Temperature, top-k, top-p, min-p and seed of each request by itself.
 
 transformers' engine decides once whether it samples, draws from one generator for all, and its
 server takes seeds and all else from whichever request comes. Here each request's arguments are
@@ -11,6 +11,7 @@ A row of logits that are no numbers ends its own request with an error, and no o
 """
 
 import functools
+import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -21,7 +22,8 @@ from transformers.generation.continuous_batching import cb_logits_processors as 
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from ...errors import ConfigError
-from .grammars import GrammarMask, follow
+from .grammars import GUIDE, GrammarMask, follow
+from .logits import RULES, LogprobRecorder, RuleProcessor
 
 ALL_TOKENS = 1.0
 # Below it, the most likely token: logits divided by less would not be finite.
@@ -78,6 +80,33 @@ class _TopP(stock.ContinuousBatchingTopPLogitsWarper):
         if _skips(scores, tensor_arg[: len(scores)].view(torch.float32) >= ALL_TOKENS):
             return scores
         return super().__call__(scores, tensor_arg)
+
+
+class _MinP(stock.ContinuousBatchingLogitsProcessor):
+    """The least share of the most likely token's probability of each request (Nguyen et al. 2024).
+
+    It comes last: what top-k and top-p take away changes no ratio of probabilities.
+    """
+
+    supported_kwargs: dict[str, type] = {"min_p": float}  # noqa: RUF012
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """Fill in what a request without min_p has: 0.0."""
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Return each request's share, fp32 as int32."""
+        given = [r.state.logit_processor_kwargs.get("min_p", 0.0) for r in requests_with_new_token]
+        return torch.tensor(given, dtype=torch.float32).view(torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds fp32 as int32."""
+        share = tensor_arg[: len(scores)].view(torch.float32)
+        if _skips(scores, share <= 0):
+            return scores
+        least = scores.amax(-1, keepdim=True) + share.log()[:, None]  # -inf for 0
+        return scores.masked_fill(scores < least, -math.inf)
 
 
 class _Noise(stock.ContinuousBatchingLogitsProcessor):
@@ -153,8 +182,10 @@ def _skips(scores: torch.Tensor, unused: torch.Tensor) -> bool:
     return scores.device.type == "cpu" and bool(unused.all())
 
 
-def per_request_sampling(manager: Any, vocabulary: int) -> None:
+def per_request_sampling(manager: Any, vocabulary: int) -> LogprobRecorder:
     """Make a manager that has not started choose each request's tokens as that request says.
+
+    Returns what records the log probabilities of tokens, for `isolate_rows`.
 
     Raises ConfigError if this transformers builds its engine in another way.
     """
@@ -166,17 +197,23 @@ def per_request_sampling(manager: Any, vocabulary: int) -> None:
             "transformers has others. Tested with transformers 5.17 and 5.23: install one of them"
         )
     kept = [p for p in processors.logits_processor if not isinstance(p, _SAMPLERS)]
-    ours = [GrammarMask(vocabulary), _Temperature(), _TopK(vocabulary), _TopP(), _Noise()]
-    processors.logits_processor = LogitsProcessorList([*kept, *ours])
-    processors.tensors_required = len(ours)
+    recorder = LogprobRecorder()
+    changes = [RuleProcessor(), GrammarMask(vocabulary)]
+    samplers = [_Temperature(), _TopK(vocabulary), _TopP(), _MinP(), _Noise()]
+    processors.logits_processor = LogitsProcessorList([recorder, *kept, *changes, *samplers])
+    processors.tensors_required = 1 + len(changes) + len(samplers)
     processors.do_processing = True
     processors._retrieve_processors_kwargs()
+    return recorder
 
 
-def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None]) -> None:
+def isolate_rows(
+    processor: Any, vocabulary: int, recorder: LogprobRecorder, on_token: Callable[[Any], None]
+) -> None:
     """Make a batch processor end a request that fails, and go on with the others.
 
-    `on_token` gets the state of each request that has a new token, in the engine's thread.
+    `on_token` gets the state of each request that has a new token, in the engine's thread;
+    `recorder` is told the tokens.
 
     A request fails if its logits are not finite, or its grammar has no next token. Without finite
     logits a row has a token past the vocabulary, which tells the host without a second copy. Where
@@ -197,9 +234,9 @@ def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None
 
     def prepare_batch_update() -> tuple[list[Any], list[int], None]:
         requests, tokens, _ = finish()
-        kept, kept_tokens, ends = [], [], iter(tokens)
+        kept, kept_tokens, rows = [], [], enumerate(tokens)
         for request in requests:
-            token = next(ends) if request.has_new_token else None
+            row, token = next(rows) if request.has_new_token else (None, None)
             if request.state.error is not None:  # it was ended while this step ran
                 continue
             error = None if token is None else _take(request.state, token, vocabulary)
@@ -207,7 +244,8 @@ def isolate_rows(processor: Any, vocabulary: int, on_token: Callable[[Any], None
                 _fail(processor, request.state, error)
                 continue
             kept.append(request)
-            if token is not None:
+            if row is not None and token is not None:
+                recorder.record(row, token)
                 kept_tokens.append(token)
                 on_token(request.state)
         return kept, kept_tokens, None
@@ -222,9 +260,14 @@ def _take(state: Any, token: int, vocabulary: int) -> str | None:
     """Have a request's grammar go on by a new token; return what is wrong with the token."""
     if token < vocabulary:
         return follow(state, token, vocabulary)
+    given = state.logit_processor_kwargs
+    if RULES in given or GUIDE in given:
+        why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
+    else:
+        why = ""
     return (
-        f"expected finite logits, got none for token {state.position_offset}: the model overflows "
-        "on this prompt, or with these weights and dtype"
+        f"expected finite logits, got none for token {state.position_offset}: {why}the model "
+        "overflows on this prompt, or with these weights and dtype"
     )
 
 
@@ -240,14 +283,18 @@ def request_sampling(
 ) -> dict[str, Any]:
     """Return the sampling arguments of `add_request` for a request; `seed`: if it has none.
 
-    A temperature above zero, top_p or top_k asks for sampling, whatever the model's own default is.
+    A temperature above zero, top_p, top_k or min_p asks for sampling, whatever the model's own
+    default is.
     """
-    asked = any(body.get(name) is not None for name in ("temperature", "top_p", "top_k"))
+    asked = any(body.get(name) is not None for name in ("temperature", "top_p", "top_k", "min_p"))
     temperature = 1.0 if config.temperature is None else float(config.temperature)
     if not (config.do_sample or asked) or temperature < LEAST_TEMPERATURE:
-        return {"temperature": 0.0, "top_k": vocabulary, "top_p": ALL_TOKENS, "seed": 0}
+        greedy = {"temperature": 0.0, "top_k": vocabulary, "top_p": ALL_TOKENS}
+        return {**greedy, "min_p": 0.0, "seed": 0}
     top_k = int(body.get("top_k", config.top_k) or 0)
     top_k = min(top_k, vocabulary) if top_k > 0 else vocabulary
     top_p = ALL_TOKENS if config.top_p is None else float(config.top_p)
     seed = int(body.get("seed", seed))
-    return {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    min_p = float(body.get("min_p", config.min_p) or 0.0)
+    chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return {**chosen, "min_p": min_p, "seed": seed}

@@ -13,6 +13,8 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 
+from .logits import PROMPT_STEP_TOKENS, wants_prompt
+
 
 def share_steps(scheduler: Any) -> None:
     """Make a first-in-first-out scheduler share each step between prompts; others stay as is."""
@@ -30,6 +32,8 @@ def share_steps(scheduler: Any) -> None:
 
     def schedule_request(state: Any, tokens: Any, token_budget: int, *others: Any) -> None:
         limit = limits.get(state.request_id, token_budget)
+        if wants_prompt(state):
+            limit = min(limit, PROMPT_STEP_TOKENS)
         schedule(state, tokens, min(limit, token_budget), *others)
 
     scheduler._process_candidates = process_candidates

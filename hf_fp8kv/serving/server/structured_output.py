@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from .errors import APIError
+from .tool_calls import CHOICE, forced_tool, tool_functions
 
 # Between the parts of JSON: a space, or a line break and an indentation. Models that do not know
 # how to go on would write white space without end.
@@ -27,7 +28,7 @@ def read_grammar(body: Mapping[str, Any]) -> _Asked | None:
     Raises APIError: fields are wrong, or two of them have a grammar.
     """
     found = [read(body[name]) for name, read in _READERS.items() if name in body]
-    asked = [one for one in found if one is not None]
+    asked = [one for one in [_read_tools(body), *found] if one is not None]
     if len(asked) > 1:
         (field, _), (other, _) = asked[:2]
         raise _wrong(other, f"nothing beside {field}, since an answer has one form")
@@ -114,9 +115,43 @@ _READERS: Mapping[str, Callable[[Any], _Asked | None]] = {
 FORMAT_FIELDS = frozenset(_READERS)
 
 
+def _read_tools(body: Mapping[str, Any]) -> _Asked | None:
+    """Read the tools of a request that has to call one.
+
+    Of one that is named, the answer is its arguments; else a list of names and parameters, as in
+    vLLM's server.
+    """
+    name = forced_tool(body)
+    if name is None:
+        return None
+    schemas = {f["name"]: f.get("parameters") or {"type": "object"} for f in tool_functions(body)}
+    if name:
+        return _json(CHOICE, schemas[name])
+    _check_cost(CHOICE, *schemas.values())
+    rules = []
+    for index, (tool, schema) in enumerate(schemas.items()):
+        begin = json.dumps(f'{{"name": {json.dumps(tool)}, "parameters": ')
+        options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+        rules.append(f'call_{index}: {begin} %json {json.dumps(schema | options)} "}}"')
+    any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
+    more = "" if body.get("parallel_tool_calls") is False else ' (", " call)*'
+    lark = "\n".join([f'start: "[" call{more} "]"', f"call: {any_call}", *rules])
+    return _limited(CHOICE, lark, lambda matcher: str(matcher.grammar_from_lark(lark)))
+
+
 def _json(where: str, schema: dict[str, Any]) -> _Asked:
     """Return the grammar of a schema. Raises APIError if compiling it would take minutes."""
-    values = list(_walk(schema))
+    _check_cost(where, schema)
+    options = {"whitespace_pattern": _WHITESPACE}
+    text = json.dumps(schema, ensure_ascii=False)
+    return _limited(
+        where, text, lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))
+    )
+
+
+def _check_cost(where: str, *schemas: dict[str, Any]) -> None:
+    """Raise APIError if compiling schemas would take minutes."""
+    values = list(_walk(list(schemas)))
     # llguidance makes a state for each remainder, also of several at once.
     numbers = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]
     multiples = [Fraction(str(n)).numerator for n in numbers if math.isfinite(n) and n > 0]
@@ -130,11 +165,6 @@ def _json(where: str, schema: dict[str, Any]) -> _Asked:
     patterns = [v["pattern"] for v in values if isinstance(v.get("pattern"), str)]
     if sum(map(len, names + patterns)) > _EXPRESSIONS:
         raise _wrong(where, f"patterns of at most {_EXPRESSIONS} characters")
-    options = {"whitespace_pattern": _WHITESPACE}
-    text = json.dumps(schema, ensure_ascii=False)
-    return _limited(
-        where, text, lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))
-    )
 
 
 def _walk(schema: Any) -> Iterator[dict[str, Any]]:

@@ -1,30 +1,66 @@
 """Validation of request bodies.
 
-What transformers' server would silently ignore (penalties, several answers, pictures for a text
-model, ...) is rejected: an answer to another question is worse than none.
+What the server would silently ignore (beams, pictures for a text model, ...) is rejected: an answer
+to another question is worse than none.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from .checks import (
+    Check,
+    are_end_tokens,
+    check_field,
+    instance,
+    integer,
+    integer_within,
+    invalid,
+    is_integer,
+    is_number,
+    is_same,
+    is_stop,
+    listed,
+    number_within,
+    unsupported,
+)  # fmt: skip
 from .errors import APIError
+from .messages import check_item, check_messages, check_tools
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATES = (CHAT, COMPLETIONS, RESPONSES)
 
-# Whether a value is valid, and what is expected.
-Check = tuple[Callable[[Any], bool], str]
-
-# Fields that other servers have, and transformers' does not.
-OWN_FIELDS = frozenset({"structured_outputs", "top_k"})
-# Items of the input of a response that are no messages, and the texts that they must have.
-_ITEMS: Mapping[str, tuple[str, ...]] = {
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": (),
-}
-_TEXT_PARTS = ("text", "input_text", "output_text")
+# Choices of one request, of all its prompts.
+MAX_CHOICES = 1024
+# Fields of other servers with the only values that mean what this one does anyway.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys((
+        "use_beam_search", "include_stop_str_in_output", "continue_final_message", "watermark",
+        "return_token_ids", "return_tokens_as_token_ids", "details", "return_hidden_states",
+    ), (False,)),
+    **dict.fromkeys((
+        "skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt",
+        "include_reasoning", "separate_reasoning", "stream_reasoning", "cache_prompt",
+    ), (True,)),
+    **dict.fromkeys((
+        "priority", "min_length", "no_repeat_ngram_size", "mirostat", "dry_multiplier",
+        "xtc_probability", "top_n_tokens",
+    ), (0,)),
+    **dict.fromkeys(("length_penalty", "typical_p", "repeat_penalty", "num_beams"), (1,)),
+    **dict.fromkeys((
+        "truncate_prompt_tokens", "allowed_token_ids", "logits_processors", "chat_template",
+        "documents", "mm_processor_kwargs", "guided_json", "guided_regex", "guided_choice",
+        "guided_grammar", "regex", "ebnf", "json_schema", "lora_path", "kv_transfer_params",
+        "vllm_xargs", "cache_salt",
+    ), ()),
+}  # fmt: skip
+# Fields that other servers have, and transformers' does not; the rest of them it has.
+OWN_FIELDS = frozenset({
+    "structured_outputs", "top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "prompt_logprobs", "add_special_tokens", "echo", *_NEUTRAL,
+})  # fmt: skip
+READ_FIELDS = frozenset({"n", "best_of", "echo", "logprobs", "top_logprobs", "tool_choice"})
 # Fields that must be absent, and those of which only these values mean what the server does anyway.
 _ABSENT = (
     "audio", "prediction", "previous_response_id", "conversation", "reasoning_effort",
@@ -32,16 +68,8 @@ _ABSENT = (
 )  # fmt: skip
 _ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ABSENT, ()),
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
+    **_NEUTRAL,
     "suffix": ("",),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -103,74 +131,23 @@ def check_body(
         raise APIError(400, message, param=name, code="unknown_parameter")
     for name, check in _FIELDS.items():
         if name in body:
-            _check_field(name, body[name], check)
+            check_field(name, body[name], check)
     if "generation_config" in body:
         _check_generation_config("generation_config", body["generation_config"])
     for name, values in _ONLY.items():
-        if name in body and not any(_is_same(body[name], value) for value in values):
-            raise _unsupported(name, " or ".join(map(json.dumps, values)) or "nothing", body[name])
+        if name in body and not any(is_same(body[name], value) for value in values):
+            raise unsupported(name, " or ".join(map(json.dumps, values)) or "nothing", body[name])
     _CHECKS[path](body)
+    if "best_of" in body and body["best_of"] != body.get("n", 1):
+        raise unsupported("best_of", "as many as n", body["best_of"])
+    if body.get("stream") and "prompt_logprobs" in body:
+        raise unsupported("prompt_logprobs", "no stream", body["prompt_logprobs"])
     _check_template_arguments(body, template_names)
     body.setdefault("stream", False)  # transformers would stream what `responses` does not stream
     return body
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return (type(a) is type(b) or (_is_number(a) and _is_number(b))) and bool(a == b)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _format(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _invalid(name: str, expected: str, value: Any) -> APIError:
-    return APIError(400, f"{name}: expected {expected}, got {_format(value)}", param=name)
-
-
-def _unsupported(name: str, expected: str, value: Any) -> APIError:
-    error = _invalid(name, expected, value)
-    message = f"{error.message}; this server supports nothing else"
-    return APIError(400, message, param=name, code="unsupported_parameter")
-
-
 # -- one field -------------------------------------------------------------------------------------
-
-
-def _check_field(name: str, value: Any, check: Check) -> None:
-    is_valid, expected = check
-    if not is_valid(value):
-        raise _invalid(name, expected, value)
-
-
-def _is_integer(value: Any, low: int) -> bool:
-    return type(value) is int and low <= value < 2**63
-
-
-def _integer(low: int) -> Check:
-    return lambda value: _is_integer(value, low), f"an integer of at least {low}"
-
-
-def _instance(kind: type, expected: str) -> Check:
-    return lambda value: isinstance(value, kind), expected
-
-
-def _is_stop(value: Any) -> bool:
-    stops = [value] if isinstance(value, str) else value
-    return (
-        isinstance(stops, list)
-        and len(stops) <= 4
-        and all(isinstance(stop, str) and stop for stop in stops)
-    )
-
-
-def _are_end_tokens(value: Any) -> bool:
-    tokens = value if isinstance(value, list) else [value]
-    return all(_is_integer(token, -1) for token in tokens)
 
 
 def _check_generation_config(name: str, value: Any) -> None:
@@ -184,46 +161,78 @@ def _check_generation_config(name: str, value: Any) -> None:
         GenerationConfig(**config)
     except Exception:  # it checks its values in many ways
         expected = "a GenerationConfig as a JSON object in a string"
-        raise _invalid(name, expected, value) from None
+        raise invalid(name, expected, value) from None
     for field, given in config.items():
         where = f"{name}.{field}"
         if given is None or field in _CONFIG_IGNORED:
             continue
         if field in _CONFIG:
-            _check_field(where, given, _CONFIG[field])
+            check_field(where, given, _CONFIG[field])
         elif given is not False and not (
-            field in _CONFIG_ONLY and _is_same(given, _CONFIG_ONLY[field])
+            field in _CONFIG_ONLY and is_same(given, _CONFIG_ONLY[field])
         ):
-            raise _unsupported(where, f"one of {', '.join(_CONFIG)}", given)
+            raise unsupported(where, f"one of {', '.join(_CONFIG)}", given)
 
 
-_BOOL = _instance(bool, "true or false")
-_COUNT = _integer(1)
-_SAMPLING: Mapping[str, Check] = {  # NaN is in no range
-    "temperature": (lambda x: _is_number(x) and 0 <= x <= 2, "a number from 0 to 2"),
-    "top_p": (lambda x: _is_number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        token.isascii() and token.isdigit() and len(token) < 10
+        and is_number(number) and -100 <= number <= 100
+        for token, number in value.items()
+    )  # fmt: skip
+
+
+_BOOL = instance(bool, "true or false")
+_COUNT = integer(1)
+_SAMPLING: Mapping[str, Check] = {
+    "temperature": number_within(0, 2),
+    "top_p": (lambda x: is_number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
+    "min_p": number_within(0, 1),
 }
+_PENALTIES: Mapping[str, Check] = {
+    "repetition_penalty": (
+        lambda x: is_number(x) and 0 < x <= 100, "a number above 0 and at most 100",
+    ),
+    "presence_penalty": number_within(-2, 2),
+    "frequency_penalty": number_within(-2, 2),
+}  # fmt: skip
+_TOP = integer_within(0, 20)
+_AT_LEAST_ONE = object()
 _FIELDS: Mapping[str, Check] = {
     **_SAMPLING,
-    "stop": (_is_stop, "a text, or a list of up to four"),
+    **_PENALTIES,
+    "stop": (is_stop, "a text, or a list of up to four"),
+    "stop_token_ids": listed(lambda x: is_integer(x, 0), 128, "tokens"),
+    "ignore_eos": _BOOL,
+    "min_tokens": integer(0),
+    "bad_words": listed(
+        lambda x: isinstance(x, str) and 0 < len(x) <= 256, 128, "texts of up to 256 characters"
+    ),
     "stream": _BOOL,
-    "max_tokens": _COUNT,
+    "max_tokens": integer(0),
     "max_completion_tokens": _COUNT,
     "max_output_tokens": _COUNT,
-    "top_k": _integer(-1),
-    "seed": _integer(-(2**63)),
+    "n": integer_within(1, 128),
+    "best_of": integer_within(1, 128),
+    "echo": _BOOL,
+    "top_logprobs": _TOP,
+    "prompt_logprobs": _TOP,
+    "logit_bias": (_is_bias, "an object of tokens, as texts, and numbers from -100 to 100"),
+    "add_special_tokens": _BOOL,
+    "top_k": integer(-1),
+    "seed": integer(-(2**63)),
     "parallel_tool_calls": _BOOL,
-    "instructions": _instance(str, "text"),
-    "chat_template_kwargs": _instance(dict, "an object"),
-    "stream_options": _instance(dict, "an object"),
+    "instructions": instance(str, "text"),
+    "chat_template_kwargs": instance(dict, "an object"),
+    "stream_options": instance(dict, "an object"),
 }
 # Of a GenerationConfig: what may be set, ...
 _CONFIG: Mapping[str, Check] = {
     **_SAMPLING,
     "do_sample": _BOOL,
-    "top_k": _integer(0),
+    "top_k": integer(0),
     "max_new_tokens": _COUNT,
-    "eos_token_id": (_are_end_tokens, "an integer of at least -1, or a list of them"),
+    "eos_token_id": (are_end_tokens, "an integer of at least -1, or a list of them"),
 }
 # ... what changes no answer here, and values that do nothing.
 _CONFIG_IGNORED = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
@@ -242,99 +251,69 @@ _CONFIG_ONLY = {
 # -- the body of each path -------------------------------------------------------------------------
 
 
-def check_messages(body: Mapping[str, Any]) -> None:
-    """Raise APIError unless `messages` is what a chat template takes."""
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _invalid("messages", "a list of one message or more", messages)
-    for index, message in enumerate(messages):
-        _check_message(f"messages[{index}]", message)
-
-
 def _check_chat(body: dict[str, Any]) -> None:
     check_messages(body)
-    _check_tools(body)
+    check_tools(body)
+    _check_only(body, echo=False, add_special_tokens=False, max_tokens=_AT_LEAST_ONE)
+    if is_same(body.get("logprobs"), 0):
+        del body["logprobs"]
+    check_field("logprobs", body.get("logprobs", False), _BOOL)
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        raise invalid("top_logprobs", "logprobs to be true", body["top_logprobs"])
 
 
 def _check_completions(body: dict[str, Any]) -> None:
-    if not isinstance(body.get("prompt"), str) or not body["prompt"]:
-        raise _invalid("prompt", "text", body.get("prompt"))
+    prompts = split_prompts(body.get("prompt"))
+    if not prompts or not all(map(_is_prompt, prompts)):
+        expected = "text, a list of tokens, or a list of prompts of one or the other"
+        raise invalid("prompt", expected, body.get("prompt"))
+    if len(prompts) * body.get("n", 1) > MAX_CHOICES:
+        text = f"at most {MAX_CHOICES} answers, {body.get('n', 1)} to each prompt"
+        raise invalid("prompt", text, f"{len(prompts)} prompts")
+    if body.get("logprobs") is False:
+        del body["logprobs"]
+    check_field("logprobs", body.get("logprobs", 0), _TOP)
+    if not body.get("echo"):
+        _check_only(body, max_tokens=_AT_LEAST_ONE)
 
 
 def _check_responses(body: dict[str, Any]) -> None:
     if "prompt" in body:  # a stored template
-        raise _invalid("prompt", "nothing", body["prompt"])
+        raise invalid("prompt", "nothing", body["prompt"])
+    _check_only(body, echo=False, add_special_tokens=False, top_logprobs=0, prompt_logprobs=None)
     given = body.get("input")
     items = [given] if isinstance(given, dict) else given
     if not isinstance(items, str | list) or not items:
-        raise _invalid("input", "text, or a list of one message or more", given)
+        raise invalid("input", "text, or a list of one message or more", given)
     for index, item in enumerate(items if isinstance(items, list) else []):
-        _check_item(f"input[{index}]", item)
-    _check_tools(body)
+        check_item(f"input[{index}]", item)
+    check_tools(body)
 
 
 _CHECKS = {CHAT: _check_chat, COMPLETIONS: _check_completions, RESPONSES: _check_responses}
 
 
-def _check_message(where: str, message: Any) -> None:
-    if not isinstance(message, dict):
-        raise _invalid(where, "an object", message)
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise _invalid(f"{where}.role", "text", role)
-    calls = message.get("tool_calls")
-    # An assistant that calls tools may have nothing to say.
-    if not isinstance(content, str | list) and not (content is None and calls):
-        raise _invalid(f"{where}.content", "text, or a list of parts", content)
-    for index, part in enumerate(content if isinstance(content, list) else []):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise _invalid(f"{where}.content[{index}]", "a part with type text and a text", part)
-    if calls is not None and not isinstance(calls, list):
-        raise _invalid(f"{where}.tool_calls", "a list", calls)
-    for index, call in enumerate(calls or []):
-        if not _has_name(call.get("function") if isinstance(call, dict) else None):
-            expected = "an object with a function's name"
-            raise _invalid(f"{where}.tool_calls[{index}]", expected, call)
+def split_prompts(given: Any) -> list[Any]:
+    """Return the prompts of a completion, each a text or a list of tokens."""
+    is_many = isinstance(given, list) and not all(type(one) is int for one in given)
+    return given if is_many else [given]
 
 
-def _check_item(where: str, item: Any) -> None:
-    """Check one item of the input of a response."""
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    if kind == "message":
-        _check_message(where, item)
-        return
-    if kind not in _ITEMS:
-        raise _invalid(f"{where}.type", f"one of message, {', '.join(_ITEMS)}", kind)
-    for name in _ITEMS[kind]:
-        if not isinstance(item.get(name), str):
-            raise _invalid(f"{where}.{name}", "text", item.get(name))
-    parts = item.get("content") or [] if kind == "reasoning" else []
-    if not isinstance(parts, list) or not all(_has_text(part) for part in parts):
-        raise _invalid(f"{where}.content", "a list of parts with a text", parts)
+def _is_prompt(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return prompt != ""
+    return isinstance(prompt, list) and bool(prompt) and all(is_integer(t, 0) for t in prompt)
 
 
-def _has_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)
-
-
-def _check_tools(body: dict[str, Any]) -> None:
-    """Check tools; leave them out where the request says that none are to be called."""
-    if body.get("tool_choice") == "none":
-        body.pop("tools", None)
-    tools = body.get("tools", [])
-    if not isinstance(tools, list):
-        raise _invalid("tools", "a list of functions", tools)
-    for index, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not _has_name(function) or tool.get("type", "function") != "function":
-            raise _invalid(f"tools[{index}]", "a function with a name", tool)
-    if tools and body.get("parallel_tool_calls") is False:
-        raise _unsupported("parallel_tool_calls", "true", False)
-
-
-def _has_name(function: Any) -> bool:
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+def _check_only(body: Mapping[str, Any], **fields: Any) -> None:
+    """Check fields that have one value on this path; None: they must be absent."""
+    for name, value in fields.items():
+        if name not in body:
+            continue
+        if value is _AT_LEAST_ONE:
+            check_field(name, body[name], _COUNT)
+        elif not is_same(body[name], value):
+            raise unsupported(name, "nothing" if value is None else json.dumps(value), body[name])
 
 
 def _check_template_arguments(body: dict[str, Any], names: frozenset[str]) -> None:
@@ -344,4 +323,4 @@ def _check_template_arguments(body: dict[str, Any], names: frozenset[str]) -> No
         if name in names:
             raise APIError(400, f"{where}: the server sets it; leave it out", param=where)
         if not isinstance(value, str | bool | int | float | None):
-            raise _invalid(where, "text, a number, true, false or null", value)
+            raise invalid(where, "text, a number, true, false or null", value)
