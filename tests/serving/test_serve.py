@@ -397,7 +397,7 @@ def test_what_is_refused_is_named(server, path, field, sent):
         {"tools": [TOOL], "tool_choice": "none"},
         {"tools": [], "parallel_tool_calls": False},
         {"parallel_tool_calls": True, "suffix": None},
-        {"n": 1, "logprobs": 0, "top_logprobs": 0, "echo": False, "min_p": 0},
+        {"n": 1, "logprobs": 0, "top_logprobs": 0, "echo": False},
         {"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": []},
         {"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True},
         {"guided_json": None, "truncate_prompt_tokens": None, "priority": 0, "user": "me"},
