@@ -25,8 +25,11 @@ ARGUMENTS = {
     "serve_client.py": ["--new-tokens", "8"],
     "quickstart.py": ["--prompt-tokens", "400", "--new-tokens", "8"],
 }
-# Those that need other packages, and the tests that run them.
-ELSEWHERE = {"vllm_serve.py": "tests/vllm/test_processes.py"}
+# Those that need other packages, and what runs them.
+ELSEWHERE = {
+    "ray_serve.py": "docs/serving.md: run by hand, Ray is not among the packages for tests",
+    "vllm_serve.py": "tests/vllm/test_processes.py",
+}
 # Of SmolLM2-135M: layers, KV heads, head size; bytes of K and V of a token in bf16 and in pages.
 LAYERS, HEADS, DIM, PAGE = 30, 3, 64, 64
 BF16 = LAYERS * HEADS * 2 * DIM * 2

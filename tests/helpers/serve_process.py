@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -45,6 +47,24 @@ def save_chat_model(folder: Path) -> str:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def generate_answer(folder: str, question: str, tokens: int) -> str:
+    """Return what `generate()` answers from FP8 pages that it reads as they are stored."""
+    model, tokenizer = (
+        LlamaForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    messages = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    cache = FP8PagedCache(model.config, prefill="stored")
+    with torch.inference_mode():
+        found = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False
+        )
+    return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 class Server:

@@ -15,14 +15,20 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
 import pytest
-import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig
 
-from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
-from tests.helpers.serve_process import CONTEXT, PAGE, PAGES, Server, save_chat_model, serving
+from tests.helpers.serve_process import (
+    CONTEXT,
+    PAGE,
+    PAGES,
+    Server,
+    generate_answer,
+    save_chat_model,
+    serving,
+)  # fmt: skip
 
 pytestmark = pytest.mark.text
 
@@ -89,24 +95,6 @@ def events(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.splitlines() if line]
 
 
-def expected(folder: str, question: str, tokens: int) -> str:
-    """What `generate()` answers from FP8 pages that it reads as they are stored."""
-    model, tokenizer = (
-        LlamaForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
-    messages = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    cache = FP8PagedCache(model.config, prefill="stored")
-    with torch.inference_mode():
-        found = model.generate(
-            **inputs, past_key_values=cache, max_new_tokens=tokens, do_sample=False
-        )
-    return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
 # -- what it answers -------------------------------------------------------------------------------
 
 
@@ -123,7 +111,7 @@ def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(
         ]
         answers = [one.result() for one in ask]
     assert answers[:8] == answers[8:]
-    assert answers[:8] == [expected(model, question, 40) for question in questions[:8]]
+    assert answers[:8] == [generate_answer(model, question, 40) for question in questions[:8]]
     assert len(set(answers)) == 8
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 

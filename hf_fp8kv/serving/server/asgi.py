@@ -9,6 +9,12 @@ from starlette.types import Message, Receive, Scope, Send
 _BODY_HEADERS = (b"content-length", b"transfer-encoding", b"content-type", b"content-encoding")
 
 
+def route_path(scope: Scope) -> str:
+    """Return the path of a request inside this application, which may be mounted at another."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
 class TrackedSend:
     """A `send` that notes the status of the answer, and how much of it has been sent."""
 

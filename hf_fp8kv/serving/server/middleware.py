@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from .asgi import Replay, TrackedSend, wait_until_gone
+from .asgi import Replay, TrackedSend, route_path, wait_until_gone
 from .config import ServerConfig
 from .endpoints import DETOKENIZE, TOKENIZE, convert, describe
 from .engine import Engine
@@ -62,11 +62,8 @@ class Middleware:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         tracked = TrackedSend(send)
-        method, path = scope["method"], scope["path"]
+        method, path = scope["method"], route_path(scope)
         try:
             await self._answer(scope, receive, tracked)
         except _ClientGoneError:
@@ -85,7 +82,7 @@ class Middleware:
                 self.tracker.statuses[tracked.status] += 1
 
     async def _answer(self, scope: Scope, receive: Receive, send: TrackedSend) -> None:
-        method, path = scope["method"], scope["path"]
+        method, path = scope["method"], route_path(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
         if path == "/health" and method in ("GET", "HEAD"):
             await self._health()(scope, receive, send)

@@ -102,6 +102,21 @@ class SingleModelManager(ModelManager):
         return model
 
 
+class GivenModel(SingleModelManager):
+    """A SingleModelManager of a model that is there, and enabled for FP8 pages; see there."""
+
+    def __init__(self, model: Any, tokenizer: Any, served_name: str | None = None) -> None:
+        self._given = model, tokenizer
+        name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+        super().__init__(name, pages={}, loading={}, served_name=served_name)
+
+    def _load_model(self, *args: Any, **kwargs: Any) -> Any:
+        return self._given[0]
+
+    def _load_processor(self, *args: Any, **kwargs: Any) -> Any:
+        return self._given[1]
+
+
 def _replace_template(tokenizer: Any, template: str) -> None:
     tokenizer.chat_template = template
     try:

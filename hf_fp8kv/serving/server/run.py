@@ -13,20 +13,15 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry
 from transformers.utils import logging as transformers_logging
 
 from ...errors import ConfigError, EngineError
-from .application import build_application
 from .config import ServerConfig, listen
 from .connections import backlog, limit_connections, max_connections
-from .engine import Engine, SingleEngineState
-from .latencies import Latencies
-from .metrics import Metrics, format_summary
-from .middleware import Middleware
+from .metrics import format_summary
 from .model import SingleModelManager
-from .options import LOADING_OPTIONS, batching_config
-from .requests import RequestTracker
+from .mount import Application
+from .options import LOADING_OPTIONS, batching_config, template_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -74,22 +69,18 @@ def serve(
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
         model = _load(name, pages, options, served_name=served_name, template=template)
         stack.callback(model.shutdown)
-        tracker = RequestTracker()
-        batching = batching_config(options, model.model.device.type)
-        registry = CollectorRegistry()
-        latencies = Latencies(model.names[-1], registry)
-        seed = options.get("default_seed")
-        engine = Engine(model.model, batching, tracker, latencies, seed, max_model_tokens)
-        stack.callback(engine.stop)
-        engine.begin()
-        state = SingleEngineState(engine, compile=bool(options.get("compile", False)))
-        app, fields = build_application(model, state, options)
-        cors = bool(options.get("enable_cors", False))
-        metrics = Metrics(engine, tracker, registry)
-        middleware = Middleware(
-            app, engine, model, tracker, config, metrics, fields=fields, cors=cors
-        )
-        server = _Server(middleware, lambda: on_ready(_address(bound)))
+        app = Application(
+            model, config,
+            batching=batching_config(options, model.model.device.type),
+            seed=options.get("default_seed"),
+            max_model_tokens=max_model_tokens,
+            cors=bool(options.get("enable_cors", False)),
+            template_arguments=template_arguments(options),
+            compile=bool(options.get("compile", False)),
+        )  # fmt: skip
+        stack.callback(app.stop)
+        app.start()  # before uvicorn: an error is one line then, and a signal ends the process
+        server = _Server(app, lambda: on_ready(_address(bound)))
         server.run(sockets=[bound])
         if server.failure is not None:
             raise EngineError(
@@ -127,11 +118,11 @@ def _address(bound: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """Stops when its requests are done, and logs its metrics in between."""
 
-    def __init__(self, middleware: Middleware, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: Application, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
-                middleware,
-                http=limit_connections(max_connections(), middleware.config.head_seconds),
+                app,
+                http=limit_connections(max_connections(), app.config.head_seconds),
                 backlog=backlog(),
                 log_level="info",
                 lifespan="on",
@@ -139,7 +130,8 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(_END_SECONDS),
             )
         )
-        self._middleware, self._tracker = middleware, middleware.tracker
+        assert app.middleware is not None  # it is started
+        self._middleware, self._tracker = app.middleware, app.middleware.tracker
         self._on_ready = on_ready
         self._stop_requested = asyncio.Event()
         self._stop_forced = asyncio.Event()

@@ -15,7 +15,6 @@ from ...errors import ConfigError
 from .answers import TokenTexts
 from .errors import INTERNAL, APIError
 from .handlers import adapt
-from .options import template_arguments
 from .requests import current_request
 from .validation import CHAT, COMPLETIONS, RESPONSES
 
@@ -37,12 +36,12 @@ _SERVER_ERRORS = (RuntimeError, OSError, ArithmeticError, AssertionError)
 
 
 def build_application(
-    models: Any, state: Any, options: Mapping[str, Any]
+    models: Any, state: Any, *, cors: bool, template_arguments: dict[str, Any]
 ) -> tuple[Any, dict[str, frozenset[str]]]:
     """Return transformers' FastAPI application, and the fields that its handlers take, by path.
 
-    `models` is a SingleModelManager, `state` a GenerationState, `options` are those of the stock
-    command.
+    `models` is a SingleModelManager, `state` a GenerationState; `cors`: whether pages of other origins
+    may read answers; `template_arguments` are filled into the chat template.
 
     Raises:
         ConfigError: this transformers puts its application together in another way.
@@ -51,8 +50,8 @@ def build_application(
     known: dict[str, Any] = {
         "model_manager": models,
         "generation_state": state,
-        "enable_cors": options.get("enable_cors", False),
-        "chat_template_kwargs": template_arguments(options),
+        "enable_cors": cors,
+        "chat_template_kwargs": template_arguments,
         "decision_config": None,
     }
     fields = {}

@@ -1,0 +1,60 @@
+"""Two replicas under Ray Serve (2.60): a conversation goes where its beginning is in the pages.
+
+    python examples/ray_serve.py
+
+Asks eight conversations with the header x-session-id, and eight without.
+"""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from openai import OpenAI
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
+
+from hf_fp8kv import serving
+from hf_fp8kv.serving.server import application
+from hf_fp8kv.utils.demo_model import model_path
+
+ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+FACT = "Fact {} of {} is kept in a page of its own, number {}, and a page has many slots. "
+
+
+def replicas(name: str) -> serve.Application:
+    def build() -> object:  # in each replica
+        model = serving.enable(AutoModelForCausalLM.from_pretrained(name))
+        batching = ContinuousBatchingConfig(num_blocks=256, page_size=64, max_batch_tokens=256)
+        return application(model, AutoTokenizer.from_pretrained(name), batching=batching)
+
+    options = {"request_router_config": RequestRouterConfig(request_router_class=ROUTER)}
+    return serve.deployment(serve.ingress(build)(), num_replicas=2, **options).bind()
+
+
+def talk(client: OpenAI, header: bool, number: int) -> tuple[int, int]:
+    session = f"conversation {number}, header {header}"
+    name, messages, found, tokens = client.models.list().data[0].id, [], 0, 0
+    facts = "".join(FACT.format(n, session, n * 7) for n in range(8))
+    for question in (f"{facts}How many facts are there?", "Why?", "Is that so?", "And then?"):
+        messages.append({"role": "user", "content": question})
+        how = {"max_tokens": 8, "extra_headers": {"x-session-id": session} if header else {}}
+        answer = client.chat.completions.create(model=name, messages=messages, **how)
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        found += answer.usage.prompt_tokens_details.cached_tokens
+        tokens += answer.usage.prompt_tokens
+    return found, tokens
+
+
+def main() -> None:
+    serve.run(replicas(sys.argv[1] if len(sys.argv) > 1 else str(model_path())))
+    client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    for header in (False, True):
+        began, pool = time.perf_counter(), ThreadPoolExecutor(4)
+        used = pool.map(talk, [client] * 8, [header] * 8, range(8))
+        found, tokens = map(sum, zip(*used, strict=True))
+        print(f"header {header}: {found / tokens:.0%} found, {time.perf_counter() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

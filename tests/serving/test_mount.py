@@ -1,0 +1,135 @@
+"""The server as an ASGI application: run by another server, or mounted in another application."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausalLM
+
+from hf_fp8kv import serving
+from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.serving.server import application
+from tests.helpers.serve_process import PAGE, PAGES, generate_answer, save_chat_model
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+pytestmark = pytest.mark.text
+
+CHAT = "/v1/chat/completions"
+QUESTION = "what is a page of a cache"
+BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
+BATCHING = {"num_blocks": PAGES, "block_size": PAGE, "max_batch_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return save_chat_model(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture
+def make(folder):
+    """Makes an application of the model in the folder; its engine must have ended in the end."""
+    before = {thread for thread in threading.enumerate() if not thread.daemon}
+    model, tokenizer = (
+        LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder),
+    )  # fmt: skip
+    attention = model.config._attn_implementation
+    serving.enable(model)
+    yield lambda **options: application(
+        model, tokenizer, **{"batching": ContinuousBatchingConfig(**BATCHING), **options}
+    )
+    left = {thread for thread in threading.enumerate() if not thread.daemon} - before
+    assert not [thread for thread in left if "generation_loop" in thread.name]
+    assert model.config._attn_implementation == attention
+
+
+def mounted(llm, path: str = "/llm", **options: object) -> TestClient:
+    return TestClient(Starlette(routes=[Mount(path, llm)], **options))
+
+
+# At /v1 a path begins like its place does: only one of the two is the application's.
+@pytest.mark.parametrize("path", ["/llm", "/v1", ""])
+def test_a_mounted_application_answers_what_generate_does(make, folder, path):
+    llm = make()
+    with mounted(llm, path, lifespan=llm.lifespan) as client:
+        assert llm.failure is None
+        answer = client.post(f"{path}{CHAT}", json=BODY)
+        assert answer.status_code == 200, answer.text
+        text = generate_answer(folder, QUESTION, 12)
+        assert answer.json()["choices"][0]["message"]["content"] == text
+        streamed = client.post(f"{path}{CHAT}", json={**BODY, "stream": True}).text
+        *chunks, end = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
+        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == text
+        assert end == "[DONE]"
+        assert client.get(f"{path}/health").json()["status"] == "ok"
+        assert len(client.get(f"{path}/v1/models").json()["data"]) == 1
+        assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text
+        assert f"'{path}/openapi.json'" in client.get(f"{path}/docs").text
+        if path:
+            assert client.get("/health").status_code == 404
+    assert llm.failure == "the engine was not started"
+
+
+def test_nobody_starts_a_mounted_application_by_itself(make):
+    llm = make()
+    with mounted(llm) as client:
+        answer = client.post(f"/llm{CHAT}", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_started")
+        assert "lifespan=application.lifespan" in answer.json()["error"]["message"]
+
+
+def test_a_server_starts_an_application_and_stops_it_again_and_again(make):
+    llm = make(served_name="mine", api_key="sesame")
+    for _ in range(2):
+        with TestClient(llm, headers={"authorization": "Bearer sesame"}) as client:
+            answer = client.post(CHAT, json={**BODY, "model": "mine"})
+            assert (answer.status_code, answer.json()["model"]) == (200, "mine")
+            refused = client.post(CHAT, json=BODY, headers={"authorization": "Bearer simsim"})
+            assert refused.status_code == 401
+        assert llm.failure == "the engine was not started"
+
+
+def test_what_the_engine_cannot_do_ends_the_start(make):
+    llm = make(batching=ContinuousBatchingConfig(max_memory_percent=1e-9))
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(llm({"type": "lifespan"}, receive, send))
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+    assert "expected an engine" in sent[0]["message"]
+    assert "Traceback" not in sent[0]["message"]
+    client = mounted(llm, lifespan=llm.lifespan)
+    with pytest.raises(ConfigError, match="expected an engine"), client:
+        pass
+
+
+def test_an_engine_that_ended_is_seen(make, monkeypatch):
+    llm = make()
+    with TestClient(llm) as client:
+        processor = llm.middleware.engine._cb.batch_processor
+        monkeypatch.setattr(processor, "update_batch", lambda: 1 / 0)
+        assert client.post(CHAT, json=BODY).status_code in (500, 503)
+        llm.middleware.engine._cb._generation_thread.join(60)
+        assert llm.failure == "division by zero"
+        assert client.get("/health").status_code == 503
+
+
+def test_what_is_no_model_to_serve_is_refused(folder):
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"enable\(\) was called on, got another Llama"):
+        application(model, tokenizer)
+    serving.enable(model)
+    for wrong in ({"max_waiting": 0}, {"max_body": 0}, {"api_key": " "}):
+        with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", ".")):
+            application(model, tokenizer, **wrong)
