@@ -91,7 +91,7 @@ class AnswerStream:
         for token in new:
             if self._ended:
                 return
-            self.total_tokens = self._request.sent_tokens = self.total_tokens + 1
+            self.total_tokens += 1
             last = output.is_finished() and self.total_tokens == self._seen
             if last and token in self._request.stop_tokens:
                 continue
@@ -152,4 +152,5 @@ class AnswerStream:
 
     def _put(self, items: Sequence[Any]) -> None:
         for item in items:
+            self._request.part_tokens.append(self.total_tokens)
             self._queue.put_nowait(item)

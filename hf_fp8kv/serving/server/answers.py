@@ -220,18 +220,15 @@ class _Chunks:
         if self._echoes and self._path == COMPLETIONS:
             self._echoes = False
             choice["text"] = self._writer.echo() + choice["text"]
-        if self._logprobs and (ended or self._has_text(choice)):
-            choice["logprobs"] = self._writer.take(request.sent_tokens)
+        if self._logprobs and (self._path == COMPLETIONS or "role" not in choice["delta"]):
+            tokens = event["usage"]["completion_tokens"] if ended else request.part_tokens.popleft()
+            choice["logprobs"] = self._writer.take(tokens)
         if not (ended and self._usage_apart):
             return format_event(event)
         # OpenAI's last chunk, which clients of `include_usage` wait for, has no choices.
         last = {**event, "choices": []}
         del event["usage"]
         return format_event(event) + format_event(last)
-
-    def _has_text(self, choice: dict[str, Any]) -> bool:
-        delta = choice.get("delta", {})
-        return "text" in choice or "content" in delta or "reasoning_content" in delta
 
 
 def _complete_response(part: str, request: ServerRequest) -> str:

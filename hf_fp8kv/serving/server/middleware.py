@@ -213,7 +213,7 @@ class Middleware:
         self, body: dict[str, Any], name: str, scope: Scope, receive: Receive, send: TrackedSend
     ) -> None:
         """Have the application answer, until the client goes away."""
-        bodies = split_body(scope["path"], body)
+        bodies = split_body(route_path(scope), body)
         running: list[ServerRequest] = []
 
         async def answer(part: dict[str, Any], send: Send, on_begin: OnBegin) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -33,7 +33,8 @@ class ServerRequest:
         self.truncated = False  # its answer had all the tokens that it was given
         self.prompt_tokens: list[int] | None = None  # as its body has them, instead of a text
         self.prompt_ids: list[int] = []  # that the engine has
-        self.sent_tokens = 0  # of its streamed answer
+        # For each part of its streamed answer, how many tokens the answer had then.
+        self.part_tokens: deque[int] = deque()
         self.guide: Guide | None = None  # of its grammar
         self.rules: TokenRules | None = None
         self.logprobs: Logprobs | None = None

@@ -40,8 +40,8 @@ def build_application(
 ) -> tuple[Any, dict[str, frozenset[str]]]:
     """Return transformers' FastAPI application, and the fields that its handlers take, by path.
 
-    `models` is a SingleModelManager, `state` a GenerationState; `cors`: whether pages of other origins
-    may read answers; `template_arguments` are filled into the chat template.
+    `models` is a SingleModelManager, `state` a GenerationState; `cors`: whether pages of other
+    origins may read answers; `template_arguments` are filled into the chat template.
 
     Raises:
         ConfigError: this transformers puts its application together in another way.

@@ -60,7 +60,10 @@ OWN_FIELDS = frozenset({
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "prompt_logprobs", "add_special_tokens", "echo", *_NEUTRAL,
 })  # fmt: skip
-READ_FIELDS = frozenset({"n", "best_of", "echo", "logprobs", "top_logprobs", "tool_choice"})
+READ_FIELDS = frozenset({
+    "n", "best_of", "echo", "logprobs", "top_logprobs", "tool_choice", "stream_options",
+    "parallel_tool_calls",
+})  # fmt: skip
 # Fields that must be absent, and those of which only these values mean what the server does anyway.
 _ABSENT = (
     "audio", "prediction", "previous_response_id", "conversation", "reasoning_effort",
