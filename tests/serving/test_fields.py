@@ -1,0 +1,542 @@
+"""Fields of requests that transformers' server ignores: log probabilities, penalties, n, ..."""
+
+import asyncio
+import json
+from collections import Counter, deque
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from tests.helpers.serve_process import PAGE, Server, save_chat_model, serving
+
+pytestmark = pytest.mark.text
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+from transformers.cli.serving.utils import ReasoningText  # noqa: E402
+
+from hf_fp8kv.serving.server import answers, logits  # noqa: E402
+from hf_fp8kv.serving.server.answer_text import AnswerStream  # noqa: E402
+from hf_fp8kv.serving.server.fan_out import split_body  # noqa: E402
+from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
+from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+# Shows the last message, and tools.
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ (t.function or t).name }};{% endfor %}{{ messages[-1].content }}"
+)
+QUESTION = [{"role": "user", "content": "why"}]
+PROMPT = "the pages of a cache are stored in eight bits, and this prompt has more than one step"
+MARGIN = {"rtol": 1e-3, "atol": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("fields"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE)
+    with serving(folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)) as server:
+        yield server
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) - 32 for letter in text]
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(chr(token + 32) for token in tokens)
+
+
+def ask(server: Server, path: str, **body: object) -> dict:
+    status, text, _ = server.ask(path, body)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def choices(server: Server, path: str = COMPLETIONS, **body: object) -> list[dict]:
+    """Return the choices of an answer, put together from its parts if it is streamed."""
+    if not body.get("stream"):
+        return ask(server, path, **body)["choices"]
+    status, text, _ = server.ask(path, body)
+    assert status == 200, text
+    found: dict[int, dict] = {}
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    for line in lines:
+        for choice in json.loads(line)["choices"]:
+            one = found.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": []})
+            delta = choice.get("delta", {})
+            one["text"] += choice.get("text") or delta.get("content") or ""
+            one["calls"] += delta.get("tool_calls", [])
+            one["logprobs"].append(choice.get("logprobs"))
+            one["finish_reason"] = choice.get("finish_reason")
+    return [found[index] for index in sorted(found)]
+
+
+def generate(model, prompt: str, count: int, *processors: object) -> str:
+    inputs = torch.tensor([ids(prompt)])
+    with torch.inference_mode():
+        found = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
+            logits_processor=LogitsProcessorList(processors),
+        )  # fmt: skip
+    return text_of(found[0, inputs.shape[1] :].tolist())
+
+
+@torch.inference_mode()
+def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
+    """The log probabilities of what follows each token, `[T, V]`."""
+    return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+# -- log probabilities -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 1.5, "seed": 4, "top_k": 3}])
+def test_log_probabilities_of_prompt_and_answer_are_the_models(server, model, stream, sampled):
+    assert len(PROMPT) > 64 + PAGE  # more than a step, and the second time in the pages
+    for _ in range(2):
+        (found,) = choices(
+            server, prompt=PROMPT, max_tokens=9, logprobs=3, echo=True, stream=stream,
+            frequency_penalty=1.0, **sampled,
+        )  # fmt: skip
+        assert found["text"].startswith(PROMPT)
+        parts = found["logprobs"] if stream else [found["logprobs"]]
+        joined = {name: [*chain.from_iterable(p[name] for p in parts)] for name in parts[0]}
+        tokens = ids(found["text"])
+        assert len(tokens) == len(PROMPT) + 9
+        assert joined["tokens"] == list(found["text"])
+        assert joined["text_offset"] == list(range(len(tokens)))
+        expected = logprobs_of(model, tokens)
+        assert joined["token_logprobs"][0] is None is joined["top_logprobs"][0]
+        own = expected[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(joined["token_logprobs"][1:]), own, **MARGIN)
+        best = expected[:-1].topk(3).values
+        for row, top in enumerate(joined["top_logprobs"][1:]):
+            values = sorted(top.values(), reverse=True)
+            torch.testing.assert_close(torch.tensor(values[:3]), best[row], **MARGIN)
+            assert joined["tokens"][row + 1] in top
+            assert len(top) in (3, 4)
+
+
+def test_log_probabilities_of_a_chat_and_of_its_prompt(server, model):
+    asked = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    answer = ask(server, CHAT, **asked, prompt_logprobs=1)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == answer["choices"][0]["message"]["content"]
+    tokens = ids("why" + answer["choices"][0]["message"]["content"])
+    expected = logprobs_of(model, tokens)
+    for place, one in enumerate(content, 2):
+        torch.testing.assert_close(one["logprob"], expected[place].max().item(), **MARGIN)
+        assert one["top_logprobs"][0] == {k: one[k] for k in ("token", "logprob", "bytes")}
+        assert bytes(one["bytes"]).decode() == one["token"]
+        assert len(one["top_logprobs"]) == 2
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    for place, one in enumerate(others):
+        found = one[str(tokens[place + 1])]
+        own = expected[place, tokens[place + 1]]
+        torch.testing.assert_close(found["logprob"], own.item(), **MARGIN)
+        assert found["rank"] == 1 + int((expected[place] > own).sum())
+    (streamed,) = choices(server, CHAT, **asked, stream=True)
+    parts = [part["content"] for part in streamed["logprobs"] if part]
+    assert [one["token"] for one in chain.from_iterable(parts)] == [one["token"] for one in content]
+    assert max(map(len, parts)) == 1
+
+
+def test_a_prompt_alone_is_scored(server, model):
+    asked = {"prompt": [ids("first"), ids("second one")], "max_tokens": 0, "echo": True}
+    found = ask(server, COMPLETIONS, **asked, logprobs=1)
+    assert found["usage"]["completion_tokens"] == 0
+    assert [one["text"] for one in found["choices"]] == ["first", "second one"]
+    assert {one["finish_reason"] for one in found["choices"]} == {"length"}
+    for one in found["choices"]:
+        tokens = ids(one["text"])
+        own = logprobs_of(model, tokens)[:-1].gather(1, torch.tensor(tokens[1:])[:, None])
+        given = torch.tensor(one["logprobs"]["token_logprobs"][1:])
+        torch.testing.assert_close(given, own[:, 0], **MARGIN)
+    streamed = choices(server, **asked, logprobs=1, stream=True)
+    assert [one["text"] for one in streamed] == ["first", "second one"]
+
+
+def test_scores_of_a_request_that_is_computed_again_are_its_own():
+    wanted = logits.Logprobs(1, 1)
+    state = SimpleNamespace(
+        logit_processor_kwargs={logits.LOGPROBS: wanted}, _true_initial_tokens=3,
+        initial_tokens=[5, 6, 7, 8], generated_tokens=[9], position_offset=0,
+    )  # fmt: skip
+    other = SimpleNamespace(**{**vars(state), "logit_processor_kwargs": {}})
+    requests = [SimpleNamespace(state=one, query_length=4) for one in (other, state)]
+    (span,) = logits._find_spans(requests)
+    assert (span.first, span.position, span.tokens) == (4, 1, [6, 7])
+    state.position_offset = 2
+    assert logits._find_spans(requests) == []
+
+
+def test_texts_of_tokens_within_a_text(folder):
+    texts = answers.TokenTexts(AutoTokenizer.from_pretrained(folder))
+    assert [texts(token) for token in ids("a b")] == ["a", " ", "b"]
+    assert texts.decode(ids("a b")) == "a b"
+
+
+# -- several answers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_several_answers_are_those_of_the_next_seeds(server, path, stream):
+    asked = {"messages": QUESTION} if path == CHAT else {"prompt": PROMPT}
+    asked |= {"max_tokens": 10, "temperature": 1.2, "stream": stream}
+
+    def texts(**more: object) -> list[str]:
+        found = choices(server, path, **asked, **more)
+        return [one.get("message", {}).get("content") or one["text"] for one in found]
+
+    several = texts(n=3, seed=2**63 - 2)
+    alone = [texts(seed=seed)[0] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
+    assert several == alone
+    assert len(set(several)) == 3
+
+
+def test_a_prompt_of_several_answers_counts_once_and_is_computed_once(server):
+    prompt = "z" * (3 * PAGE + 1)
+    found = ask(server, COMPLETIONS, prompt=[prompt, "ab"], n=3, max_tokens=4)
+    assert found["usage"]["prompt_tokens"] == len(prompt) + 2
+    assert found["usage"]["completion_tokens"] == 24
+    assert [one["index"] for one in found["choices"]] == list(range(6))
+    before = server.metrics()
+    ask(server, COMPLETIONS, prompt="y" + prompt, n=3, max_tokens=4)
+    after = server.metrics()
+    assert after["prefix_hits_total"] - before["prefix_hits_total"] == 2
+
+
+def test_prompts_of_a_list_and_of_tokens_are_answered_as_alone(server):
+    prompts = ["one", "two and more", "three"]
+    alone = [choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
+    for given in (prompts, [ids(p) for p in prompts], [prompts[0], ids(prompts[1]), prompts[2]]):
+        for stream in (False, True):
+            found = choices(server, prompt=given, max_tokens=8, stream=stream)
+            assert [one["text"] for one in found] == alone
+    assert choices(server, prompt=ids("one"), max_tokens=8)[0]["text"] == alone[0]
+    (echoed,) = choices(server, prompt=ids("one"), max_tokens=8, echo=True)
+    assert echoed["text"] == "one" + alone[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_with_one_of_several_is_the_error_of_all(server, stream):
+    sent = {"prompt": ["fine", "x" * 400], "max_tokens": 4, "stream": stream}
+    status, text, _ = server.ask(COMPLETIONS, sent)
+    if status == 200:  # the first had begun
+        text = text.split("data: ")[-2]
+    else:
+        assert status == 400
+    assert json.loads(text)["error"]["code"] == "context_length_exceeded"
+    assert server.wait_until(requests_active=0)["requests_waiting"] == 0
+
+
+def test_each_choice_has_a_body_of_its_own():
+    body = {"prompt": ["a", [1, 2]], "n": 2, "seed": -1, "best_of": 2, "max_tokens": 3}
+    found = split_body(COMPLETIONS, body)
+    assert [(one["prompt"], one["seed"]) for one in found] == [
+        ("a", -1), ("a", 0), ([1, 2], -1), ([1, 2], 0),
+    ]  # fmt: skip
+    assert not any({"n", "best_of"} & one.keys() for one in found)
+    assert split_body(CHAT, {"messages": QUESTION}) == [{"messages": QUESTION}]
+
+
+# -- rules of logits -------------------------------------------------------------------------------
+
+
+class OpenAIPenalties(LogitsProcessor):
+    """Presence and frequency penalties of an answer to a prompt of some tokens."""
+
+    def __init__(self, prompt: str, presence: float, frequency: float) -> None:
+        self.start, self.presence, self.frequency = len(prompt), presence, frequency
+
+    def __call__(self, input_ids, scores):
+        for token, count in Counter(input_ids[0, self.start :].tolist()).items():
+            scores[0, token] -= self.presence + self.frequency * count
+        return scores
+
+
+class Bias(LogitsProcessor):
+    def __init__(self, values: dict[int, float]) -> None:
+        self.values = values
+
+    def __call__(self, input_ids, scores):
+        for token, value in self.values.items():
+            scores[0, token] += value
+        return scores
+
+
+def test_penalties_and_biases_are_those_of_generate(server, model):
+    plain = generate(model, PROMPT, 40)
+    bias = dict.fromkeys(ids(plain[:2]), -3.0) | {7: 2.5}
+    cases = [
+        ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
+        ({"presence_penalty": 0.8, "frequency_penalty": 0.6}, [OpenAIPenalties(PROMPT, 0.8, 0.6)]),
+        ({"logit_bias": {str(t): value for t, value in bias.items()}}, [Bias(bias)]),
+    ]
+    for fields, processors in cases:
+        expected = generate(model, PROMPT, 40, *processors)
+        assert expected != plain
+        for path in (COMPLETIONS, RESPONSES):
+            given = {"prompt": PROMPT, "max_tokens": 40} if path == COMPLETIONS else {}
+            given = given or {"input": PROMPT, "max_output_tokens": 40}
+            found = ask(server, path, **given, **fields)
+            text = (
+                found["choices"][0]["text"]
+                if path == COMPLETIONS
+                else found["output"][0]["content"][0]["text"]
+            )
+            assert text == expected.replace("?", ""), fields  # the tokenizer's special token
+
+
+def test_tokens_and_words_that_must_not_come(server, model):
+    plain = generate(model, PROMPT, 40)
+    letter, pair = plain[0], plain[10:12]
+    (found,) = choices(server, prompt=PROMPT, max_tokens=40, bad_words=[letter, pair])
+    assert letter not in found["text"]
+    assert pair not in found["text"]
+    assert pair[0] in found["text"] or pair[0] == letter
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_end_an_answer_and_not_too_early(server, model, stream):
+    plain = generate(model, PROMPT, 60)
+    end = plain[12]
+    first, second = plain.index(end), plain.index(end, plain.index(end) + 1)
+    asked = {"prompt": PROMPT, "max_tokens": 60, "stream": stream}
+    asked["stop_token_ids"] = ids(end)
+    (found,) = choices(server, **asked)
+    assert (found["text"], found["finish_reason"]) == (plain[:first], "stop")
+    (later,) = choices(server, **asked, min_tokens=first + 1)
+    assert len(later["text"]) >= first + 1
+    assert end not in later["text"]
+    (stopped,) = choices(
+        server, prompt=PROMPT, max_tokens=60, stream=stream, stop=end, min_tokens=first + 1
+    )
+    assert stopped["text"] == plain[:second]
+
+
+def test_min_p_keeps_what_is_nearly_as_likely_as_the_best(server):
+    asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 2.0}
+    greedy = choices(server, prompt=PROMPT, max_tokens=20)[0]["text"]
+    found = {choices(server, **asked, min_p=1.0, seed=n)[0]["text"] for n in range(3)}
+    assert found == {greedy}
+    assert len({choices(server, **asked, min_p=0.01, seed=n)[0]["text"] for n in range(3)}) > 1
+
+
+# -- forced tools, and stops where answers have a form ---------------------------------------------
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"day": {"$ref": "#/$defs/day"}},
+        "required": ["day"],
+        "additionalProperties": False,
+        "$defs": {"day": {"enum": ["today", "tomorrow"]}},
+    },
+}
+CLOCK = {
+    "name": "clock",
+    "parameters": {
+        "type": "object",
+        "properties": {"zone": {"$ref": "#/$defs/day"}},
+        "required": ["zone"],
+        "additionalProperties": False,
+        "$defs": {"day": {"type": "integer", "minimum": 0, "maximum": 9}},
+    },
+}
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, CLOCK)]
+
+
+def is_call(call: dict) -> bool:
+    given = json.loads(call["function"]["arguments"])
+    if call["function"]["name"] == "clock":
+        return given.keys() == {"zone"} and given["zone"] in range(10)
+    return given.keys() == {"day"} and given["day"] in ("today", "tomorrow")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_that_must_be_called_are_called(server, stream):
+    asked = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "stream": stream}
+    names = set()
+    for seed in range(6):
+        (found,) = choices(
+            server, CHAT, **asked, tool_choice="required", parallel_tool_calls=False,
+            temperature=1.5, seed=seed,
+        )  # fmt: skip
+        calls = found["calls"] if stream else found["message"]["tool_calls"]
+        assert len(calls) == 1
+        assert all(map(is_call, calls))
+        assert found["finish_reason"] == "tool_calls"
+        names.add(calls[0]["function"]["name"])
+    assert names == {"weather", "clock"}
+    named = {"type": "function", "function": {"name": "clock"}}
+    (found,) = choices(server, CHAT, **asked, tool_choice=named)
+    calls = found["calls"] if stream else found["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["clock"]
+    assert is_call(calls[0])
+    (cut,) = choices(server, CHAT, **asked | {"max_tokens": 4}, tool_choice=named)
+    assert cut["finish_reason"] == "length"
+
+
+def test_a_response_calls_its_tool(server):
+    tools = [{"type": "function", **one} for one in (WEATHER, CLOCK)]
+    choice = {"type": "function", "name": "weather"}
+    asked = {"input": "why", "tools": tools, "tool_choice": choice, "max_output_tokens": 60}
+    found = ask(server, RESPONSES, **asked)
+    calls = [item for item in found["output"] if item["type"] == "function_call"]
+    assert [call["name"] for call in calls] == ["weather"]
+    assert json.loads(calls[0]["arguments"])["day"] in ("today", "tomorrow")
+
+
+def test_the_beginning_of_a_list_of_calls_is_not_lost():
+    forced = ForcedCall("")
+    forced.text = '[{"name": "f", "param'
+    assert forced.read() == [forced.text]
+    forced.text = '[{"name": "f", "parameters": {"x": 1}}]'
+    (call,) = forced.read()
+    assert (call.name, json.loads(call.arguments)) == ("f", {"x": 1})
+    assert ForcedCall("").read() == []
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "nobody"}}}),
+        ("tool_choice", {"tool_choice": "sometimes"}),
+        ("tool_choice", {"tool_choice": {"type": "function"}}),
+        ("parallel_tool_calls", {"parallel_tool_calls": False}),
+        (
+            "response_format",
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+        ),
+    ],
+)
+def test_a_choice_of_tools_that_cannot_be_is_refused(server, field, fields):
+    status, text, _ = server.ask(CHAT, {"messages": QUESTION, "tools": TOOLS, **fields})
+    assert (status, json.loads(text)["error"]["param"]) == (400, field)
+
+
+# -- parts by themselves ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_rules_count_each_token_of_prompt_and_answer(lost):
+    prompt, answer = [1, 2, 2], [4, 5, 5]
+    state = SimpleNamespace(
+        initial_tokens=prompt + (answer[:2] if lost else []),
+        _true_initial_tokens=len(prompt) if lost else 0,
+        generated_tokens=answer[2:] if lost else answer, _eos_token_ids={9, 400},
+    )  # fmt: skip
+
+    def change(**rules: object) -> list[float]:
+        scores = torch.tensor([3.0, -2.0] * 5)
+        logits.TokenRules(**rules).apply(scores, state)
+        return (scores - torch.tensor([3.0, -2.0] * 5)).tolist()
+
+    assert change(presence_penalty=0.5) == [0, 0, 0, 0, -0.5, -0.5, 0, 0, 0, 0]
+    assert change(frequency_penalty=0.5) == [0, 0, 0, 0, -0.5, -1.0, 0, 0, 0, 0]
+    assert change(repetition_penalty=2.0) == [0, -2, -1.5, 0, -1.5, -2, 0, 0, 0, 0]
+    assert change(logit_bias={3: 1.5, 5: -1}) == [0, 0, 0, 1.5, 0, -1, 0, 0, 0, 0]
+    never = float("-inf")
+    assert change(min_tokens=3) == [0] * 10
+    assert change(min_tokens=4) == [0] * 9 + [never]
+    words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
+    assert change(bad_words=words) == [never, 0, 0, 0, 0, 0, never, never, 0, 0]
+    assert not logits.TokenRules()
+    assert logits.TokenRules(min_tokens=1)
+
+
+class Parser:
+    """Thoughts between brackets, as transformers' parsers find them."""
+
+    initial_events: tuple[dict, ...] = ()
+
+    def __init__(self) -> None:
+        self.field = "content"
+
+    def feed(self, text: str) -> list[dict]:
+        events = []
+        for letter in text:
+            if letter in "[]":
+                self.field = "reasoning_content" if letter == "[" else "content"
+            else:
+                events.append({"type": "region_chunk", "field": self.field, "text": letter})
+        return events
+
+    def finalize(self) -> tuple[None, list[dict]]:
+        return None, []
+
+
+@pytest.mark.parametrize(("parser", "thoughts"), [(None, ""), (Parser(), "so it is")])
+def test_a_stop_string_ends_an_answer_that_is_parsed(folder, parser, thoughts):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    request = SimpleNamespace(
+        scores_only=False, stop_tokens=frozenset(), min_tokens=0, tool_call=None,
+        part_tokens=deque(),
+    )  # fmt: skip
+    queue, ends = asyncio.Queue(), []
+    stream = AnswerStream(
+        request, tokenizer._tokenizer, queue, ("]END",), parser, lambda: ends.append(1)
+    )
+    text = "[so it is]EN[]END and more"
+    for count in range(1, len(text) + 1):
+        if not ends:
+            tokens = ids(text[:count])
+            stream.put(SimpleNamespace(generated_tokens=tokens, is_finished=lambda: False))
+    items = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert items.pop() is None
+    assert ends == [1]
+    assert len(request.part_tokens) == len(items)
+    said = "".join(item for item in items if not isinstance(item, ReasoningText))
+    assert "".join(item for item in items if isinstance(item, ReasoningText)) == thoughts
+    assert said == ("EN" if parser else "[so it is]EN[")
+    assert stream.total_tokens == text.index("]END") + 4
+
+
+def test_a_cut_answer_is_parsed_up_to_its_end():
+    class Tokenizer:
+        def parse_response(self, given, _template, **_):
+            if isinstance(given, list):
+                raise ValueError("no whole message")
+            return {"content": given.upper()}
+
+        def decode(self, tokens, skip_special_tokens):
+            assert skip_special_tokens
+            return text_of(tokens)
+
+    request = SimpleNamespace(tool_call=None, cut_text="said", prompt_tokens=[4, 5], body={})
+    processor = RequestProcessor(Tokenizer(), request)
+    assert processor.tokenizer("anything") == {"input_ids": [4, 5]}
+    assert processor.parse_response(ids("said more"), {}, prefix="") == {"content": "SAID"}
+    request.cut_text = None
+    assert processor.parse_response(ids("half"), {}, prefix="") == {"content": "half"}
+    assert processor.response_template is None
+    request.tool_call = ForcedCall("f")
+    request.tool_call.text = '{"x": 1}'
+    assert processor.response_template == {}
+    (call,) = processor.parse_response([], {})["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
