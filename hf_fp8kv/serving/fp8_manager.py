@@ -208,7 +208,9 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             StockManager._create_batch_processor,
             PagedAttentionCache=cache_class(self._enabled.config),
         )
-        return create(self)
+        processor = create(self)
+        processor.cache.scheduler = weakref.ref(processor.scheduler)
+        return processor
 
     def _generation_step(self) -> None:
         with engine_step():

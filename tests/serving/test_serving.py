@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching import ContinuousBatchingManager, ContinuousMixin
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    ContinuousMixin,
+    cache,
+)
 
 from hf_fp8kv import BackendError, ConfigError, FP8PagedCache, KVScales, ScaleError, ops, serving
 from hf_fp8kv.attention import masks
@@ -362,6 +366,37 @@ class TestManagers:
             manager.add_requests(prompts(), max_new_tokens=NEW)
             for _ in range(3):
                 assert torch.equal(plain(), wanted)
+
+    @pytest.mark.skipif(
+        not hasattr(cache, "FULL_ATTENTION"), reason="transformers 5.17 has a method of its own"
+    )
+    def test_prefixes_are_given_up_one_by_one(self, llama: Any) -> None:
+        """The least recently used one first, its end before its beginning; no more than needed."""
+        serving.enable(llama)
+        texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
+        with llama.continuous_batching_context_manager(
+            generation_config=greedy(), continuous_batching_config=batching(pages=32)
+        ) as manager:
+
+            def hits(text: list[int]) -> tuple[int, int]:
+                before = serving.usage(manager)
+                manager.add_request(text, max_new_tokens=2)
+                finished(manager)
+                after = serving.usage(manager)
+                return (
+                    after.prefix_hits - before.prefix_hits,
+                    after.prefix_tokens - before.prefix_tokens,
+                )
+
+            for text in texts[:4]:  # 6 pages each, of 32
+                assert hits(text) == (0, 0)
+            assert hits(texts[0]) == (1, 6 * PAGE)  # the second is now the oldest
+            assert hits(texts[4]) == (0, 0)
+            found = [hits(texts[n]) for n in (4, 0, 3, 2)]
+            assert found[:3] == [(1, 6 * PAGE)] * 3
+            kept = hits(texts[1])[1]
+            assert kept < 6 * PAGE
+            assert serving.usage(manager).tokens_held >= 24 * PAGE
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:
         serving.enable(llama)

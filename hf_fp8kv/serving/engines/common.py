@@ -1,6 +1,7 @@
 """The part of an engine's cache that does not depend on the engine: pages, steps, attention."""
 
 import math
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -102,6 +103,8 @@ class EngineCache:
         self.prefix_hits = self.prefix_tokens = 0
         # Told of each request that found a prefix, and of how many tokens.
         self.on_prefix: Callable[[str, int], None] | None = None
+        # The engine's scheduler, if it has one.
+        self.scheduler: weakref.ref[Any] | None = None
         # Whether a request may find one; None: all may.
         self.takes_prefix: Callable[[str], bool] | None = None
         self._step = EngineStep([])

@@ -5,6 +5,7 @@ common multiple of the kinds' blocks. All pages have the same size here, whichev
 to, so that page `n` is the same bytes for every kind; a block starts at a multiple of its layers.
 """
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from .common import EngineCache, count_tokens, peak_elements, sizes
 
 # What it has depends on the version of transformers.
 stock: Any = cache
+# Prefixes are given up by this part of all blocks at a time, and so much stays free.
+_PORTIONS = 32
 
 
 class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
@@ -87,6 +90,45 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             for allocator in self.cache_allocators.values()
         ]
 
+    def evict_cached_blocks(self) -> bool:
+        """Give up prefixes until requests have room, the least recently used first.
+
+        The engine's own method gives up all of them. Returns whether any was given up.
+        """
+        evicted = False
+        for allocator in self.cache_allocators.values():
+            ledger = allocator.ledger
+            portion = -(-allocator.num_blocks // _PORTIONS)
+            while ledger.cached_blocks and not (evicted and self._has_room()):
+                blocks = list(islice(ledger.cached_blocks, portion))
+                for block in blocks:
+                    del ledger.cached_blocks[block]
+                    del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+                self.pool.free_blocks(allocator.index, blocks)
+                self.pool.try_to_free_sectors()
+                evicted = True
+        return evicted
+
+    def _has_room(self) -> bool:
+        """Return whether the requests that want pages can have them, and some are free after that.
+
+        Without a scheduler there is no room: all prefixes are given up.
+        """
+        scheduler = None if self.scheduler is None else self.scheduler()
+        starved = getattr(scheduler, "starved_requests", None)  # not of older engines
+        if scheduler is None or starved is None:
+            return False
+        needed = [
+            {
+                name: allocator.needs_new_blocks(state.request_id, state.current_len(), tokens)
+                for name, allocator in self.cache_allocators.items()
+            }
+            for state, tokens in starved
+        ]
+        least = min(scheduler.safety_margin + 1 / _PORTIONS, 1.0)
+        enough = self.count_storable_requests(needed) == len(needed)
+        return enough and bool(self.compute_free_capacity() >= least)
+
     def memory_usage(self, lengths: dict[str, int]) -> tuple[int, int, int, int]:
         total = self.num_sectors * self.bytes_per_sector
         free = int(self.compute_free_capacity(relative=False))
@@ -120,6 +162,13 @@ class _FP8Pages:
         self._copy_view = BlockRows(self.fp8_pages, self.pages_per_block)
         allocator: Any = self
         allocator._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+
+    def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Free a request's blocks, the last one first: without its beginning none can be found."""
+        if request_id in self.block_table:
+            self.block_table[request_id].reverse()
+        engine: Any = super()
+        engine.free_blocks(request_id, *args, **kwargs)
 
     def fill_block_table(
         self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
