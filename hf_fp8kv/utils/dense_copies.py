@@ -106,6 +106,7 @@ def _publish(copy: Path, folder: Path) -> None:
 def _convert(source: Path, folder: Path, name: str, *, progress: bool) -> None:
     """Write a dense bf16 copy of `source` to `folder`, with tokenizer and chat template."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     with _steps(name, progress) as steps, hide_progress_bars():
@@ -123,7 +124,13 @@ def _convert(source: Path, folder: Path, name: str, *, progress: bool) -> None:
         next(steps)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
         next(steps)
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # not an OSError, whatever is wrong with the disk
+            raise OSError(
+                f"cannot write {name} to {folder.parent.parent}: {error}; make room, or set "
+                "HF_HOME to a folder with room"
+            ) from error
         tokenizer.save_pretrained(folder)
         next(steps)
         AutoTokenizer.from_pretrained(folder)

@@ -395,7 +395,7 @@ class TestManagers:
             found = [hits(texts[n]) for n in (4, 0, 3, 2)]
             assert found[:3] == [(1, 6 * PAGE)] * 3
             kept = hits(texts[1])[1]
-            assert kept < 6 * PAGE
+            assert 0 < kept < 6 * PAGE  # its beginning
             assert serving.usage(manager).tokens_held >= 24 * PAGE
 
     def test_a_persistent_manager_keeps_its_prefixes(self, llama: Any) -> None:

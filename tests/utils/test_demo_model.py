@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
@@ -153,3 +155,18 @@ def test_the_model_is_dense_and_speaks(demo_model_path):
         **inputs, max_new_tokens=3, do_sample=False, logits_processor=wide_margins(0.1)
     )
     assert tokenizer.decode(answer[0]) == "London is the capital of the United Kingdom"
+
+
+def test_a_full_disk_is_explained(tmp_path, monkeypatch):
+    class Full:
+        @staticmethod
+        def from_pretrained(*_, **__):
+            return Full()
+
+        def save_pretrained(self, _folder):
+            raise SafetensorError("no space left on device")
+
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        monkeypatch.setattr(transformers, name, Full)
+    with pytest.raises(OSError, match="cannot write a-model to .*no space left.*HF_HOME"):
+        dense_copies._convert(tmp_path / "x.gguf", tmp_path / "copy", "a-model", progress=False)

@@ -76,6 +76,8 @@ def batching_config(options: Mapping[str, Any], device: str) -> Any:
         for name, value in options.items()
         if name.startswith("cb_") and value is not None
     }
+    if "block_size" in chosen and hasattr(ContinuousBatchingConfig, "page_size"):
+        chosen["page_size"] = chosen.pop("block_size")  # its name since then
     try:
         return ContinuousBatchingConfig(**chosen)
     except (TypeError, ValueError) as error:
