@@ -168,5 +168,5 @@ def test_a_full_disk_is_explained(tmp_path, monkeypatch):
 
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(transformers, name, Full)
-    with pytest.raises(OSError, match="cannot write a-model to .*no space left.*HF_HOME"):
+    with pytest.raises(OSError, match=r"cannot write a-model to .*no space left.*HF_HOME"):
         dense_copies._convert(tmp_path / "x.gguf", tmp_path / "copy", "a-model", progress=False)
