@@ -158,7 +158,7 @@ class TextHolder(DynamicCache):
         rows, shared = self.text.match(text)
         shared = min(shared, text.length - 1)
         if not shared or not self._can_crop(length - shared):
-            self.reset()
+            self.reset()  # type: ignore[no-untyped-call]
             return 0
         if rows != list(range(len(self.text.ids))):
             self.batch_select_indices(torch.tensor(rows))
@@ -183,6 +183,7 @@ def _can_crop(layer: Any, tokens: int) -> bool:
         return False  # its state is that of the last token
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         length, window = layer.get_seq_length(), layer.sliding_window
-        held = layer.keys.shape[-2] - tokens
+        keys: Any = layer.keys
+        held = keys.shape[-2] - tokens
         return held >= min(length - tokens, window - 1) and (length < window or layer.record_past)
     return bool(getattr(layer, "is_croppable", False))
