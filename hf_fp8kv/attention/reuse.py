@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 
 from ..cache.held_text import Text, TextHolder
 
@@ -21,6 +22,9 @@ _NEUTRAL = frozenset(
         "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
     }
 )  # fmt: skip
+
+# Before 5.21 a prompt that is computed in chunks is taken to begin in an empty cache.
+CHUNKS_BEGIN_EMPTY = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
 
 
 def install_reuse(model: Any) -> None:
@@ -76,7 +80,9 @@ class _Prefill(_Method):
         if not isinstance(cache, TextHolder):
             return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
         text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
-        if text is not None:
+        if text is not None and config.prefill_chunk_size and CHUNKS_BEGIN_EMPTY:
+            cache.reset()  # type: ignore[no-untyped-call]
+        elif text is not None:
             cache.reused += len(input_ids) * cache.keep_prefix(text)
         # Not known before all of it is stored.
         cache.text, cache.in_prefill = None, True

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
 from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
+from hf_fp8kv.attention.reuse import CHUNKS_BEGIN_EMPTY
 from hf_fp8kv.cache.held_text import Text
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.text
 # Token 0 is padding: transformers takes it for that wherever it stands in a prompt.
 GREEDY = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 STORED = {"prefill": "stored", "page_size": 8}
-LEAST_MARGIN = 1e-4
+LEAST_MARGIN = 1e-5
 # Windows of 8 tokens.
 MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "kv_sharing", "latent", "sparse", "hybrid")
 ENDS_WITH_STATE = ("sliding", "sliding_and_full", "kv_sharing", "hybrid")
@@ -124,9 +125,10 @@ def test_preallocated_and_chunked(name: str, room: int | None) -> None:
     said, computed = chat.answer(chat.words(21), **how)
     assert computed == 21
     said, computed = chat.answer(torch.cat([said, chat.words(12)], 1), **how)
-    assert computed == 13
+    assert computed == (42 if CHUNKS_BEGIN_EMPTY else 13)
     _, computed = chat.answer(said[:, :-12], **how)
-    assert computed == said.shape[1] - 12 - expect_prefix(name, said.shape[1] - 13)
+    kept = 0 if CHUNKS_BEGIN_EMPTY else expect_prefix(name, said.shape[1] - 13)
+    assert computed == said.shape[1] - 12 - kept
 
 
 @pytest.mark.parametrize("name", ["gqa", "mha", "sliding_and_full"])
