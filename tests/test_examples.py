@@ -18,6 +18,7 @@ FOLDER = Path(__file__).parent.parent / "examples"
 # Small enough for a test, and the same way through the script.
 ARGUMENTS = {
     "calibrate_and_export.py": ["--max-tokens", "512", "--held-out", "256"],
+    "chat.py": ["--new-tokens", "6", "--questions", "Name a fruit.", "Another?"],
     "encoder_decoder.py": [],
     "fork_chat.py": ["--characters", "1500"],
     "long_context.py": ["--max-pages", "8", "--chunk", "128"],
@@ -115,6 +116,15 @@ def test_forks_answer_like_caches_of_their_own_and_share_their_pages(run):
 def test_a_single_question_can_be_asked_of_a_fork(run):
     printed = run("fork_chat.py", "--characters", "300", "--questions", "Who?")
     assert "the same answers without forks: True" in printed
+
+
+def test_a_chat_computes_what_is_new(run):
+    turns = re.findall(r"\((\d+) tokens, (\d+) of them known\)", run("chat.py"))
+    (first, none), (second, known), (third, again) = [tuple(map(int, turn)) for turn in turns]
+    assert none == 0
+    # Six tokens of an answer, of which the last was never put into the cache.
+    assert first < known <= first + 5 < second
+    assert (third, again) == (second, second - 1)
 
 
 def test_a_budget_that_is_used_up_shortens_the_text(run):

@@ -15,6 +15,7 @@ from ..modeling.tensor_parallel import tensor_parallel
 from ..scales.fingerprint import warn_if_stale
 from . import latent
 from .full_rows import install_full_rows, remove_full_rows
+from .reuse import install_reuse, remove_reuse
 from .switching import get_implementations, install_rounding, remove_rounding, set_implementations
 from .training import prepare_rounding
 
@@ -73,6 +74,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
         latent.install_all(base)
     vars(base)[_HOOK] = _PrepareCache(base, cache_keywords)
     vars(base)[_SAVED] = before
+    install_reuse(base)
     if roundings:
         install_rounding(roundings)
         install_full_rows(base)
@@ -85,6 +87,7 @@ def disable(model: _Model) -> _Model:
     before = vars(base).pop(_SAVED, None)
     if before is not None:
         del vars(base)[_HOOK]
+        remove_reuse(base)
         remove_rounding(base)
         remove_full_rows(base)
         latent.remove_all(base)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache
 
 from ..errors import ConfigError, Fp8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
@@ -24,6 +23,7 @@ from ..scales.kv_scales import resolve
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization
+from .held_text import TextHolder
 from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -33,7 +33,7 @@ from .snapshot import CacheSnapshot
 logger = logging.getLogger(__name__)
 
 
-class FP8PagedCache(DynamicCache):
+class FP8PagedCache(TextHolder):
     """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
 
     ```python
@@ -75,6 +75,8 @@ class FP8PagedCache(DynamicCache):
         tp_rank: this process's rank among those that share the heads of the model, for `scales`;
             `tensor_parallel(model)` gives both.
         tp_size: how many processes share the heads.
+        reuse_prefix: whether `generate()` of an enabled model goes back to where its prompt and
+            what is cached part. False: that is taken for the beginning of every prompt.
         offloading: only False; some models pass it when they make a cache of the same kind.
 
     Raises:
@@ -104,6 +106,7 @@ class FP8PagedCache(DynamicCache):
         backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
+        reuse_prefix: bool = True,
         offloading: bool = False,
     ) -> None:
         if offloading:
@@ -123,6 +126,7 @@ class FP8PagedCache(DynamicCache):
         )  # fmt: skip
         self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
         self.layers = self._paged.layers_for(skip_layers)
+        self.reuse_prefix = reuse_prefix
         if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,
@@ -196,11 +200,6 @@ class FP8PagedCache(DynamicCache):
         return self._paged.layers
 
     @property
-    def stock_layers(self) -> list[Any]:
-        """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
-
-    @property
     def plan(self) -> dict[int, LayerPlan]:
         """How each paged layer is stored; before the first call, how it is unless that decides."""
         for group in self.groups.values():
@@ -254,9 +253,8 @@ class FP8PagedCache(DynamicCache):
         """
         if isinstance(query_length, int) and query_length == 0:
             raise ConfigError(
-                "expected at least one token that the cache does not hold yet, got none; the cache "
-                f"holds {self.host_length()} tokens: pass the whole text, the cached part "
-                "included, and at least one token more, or make a new cache (or cache.reset())"
+                f"expected a token that the cache does not hold yet, got none (it holds "
+                f"{self.host_length()}); pass a longer text, or call crop, reset or enable(model)"
             )
         self._paged.ask_for_padding(query_length)
         pass_exact_states()  # before the first layer; a model may have come after its cache
@@ -276,12 +274,14 @@ class FP8PagedCache(DynamicCache):
         for layer in self.stock_layers:
             layer.crop(tokens_to_remove)
         self._paged.crop(tokens)
+        self._crop_text(tokens)
 
     def reset(self) -> None:
         """Remove all tokens; the layers stay, and so do addresses of the preallocated form."""
         for layer in self.stock_layers:
             layer.reset()
         self._paged.reset()
+        self.text = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was; moves page numbers, not bytes.
@@ -290,7 +290,7 @@ class FP8PagedCache(DynamicCache):
         """
         for layer in self.stock_layers:
             layer.reorder_cache(beam_idx)
-        self._paged.select(beam_idx)
+        self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times, side by side; no bytes are copied.
@@ -301,7 +301,7 @@ class FP8PagedCache(DynamicCache):
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
         for layer in self.stock_layers:
             layer.batch_repeat_interleave(repeats)
-        self._paged.select(torch.arange(self._paged.batch).repeat_interleave(repeats))
+        self._select(torch.arange(self._paged.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in that order; no bytes are copied.
@@ -311,7 +311,7 @@ class FP8PagedCache(DynamicCache):
         for layer in self.stock_layers:
             layer.batch_select_indices(indices)
         if batch := self._paged.batch:
-            self._paged.select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
+            self._select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
 
     # -- forks, files, sizes -----------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class FP8PagedCache(DynamicCache):
         """
         snapshot = self._snapshot()
         twin = self._restore(replace(snapshot, stock_layers=copy.deepcopy(snapshot.stock_layers)))
-        # Attributes of a subclass, too, and what a user has set.
+        # Attributes of a subclass, too, what a user has set, and the text.
         vars(twin).update({**vars(self), **vars(twin)})
         return twin
 
@@ -350,7 +350,11 @@ class FP8PagedCache(DynamicCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         packed = serialization.pack(self._snapshot())
-        return _unpickle, (type(self), *packed, self.options, self.stock_layers)
+        return self._unpack, (*packed, self.options, self.stock_layers)
+
+    @classmethod
+    def _unpack(cls, *packed: Any) -> "FP8PagedCache":
+        return cls._restore(serialization.unpack(*packed))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write what the cache holds to a safetensors file, whole or not at all.
@@ -379,21 +383,18 @@ class FP8PagedCache(DynamicCache):
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 
     def memory_footprint(self) -> dict[str, Any]:
-        """Return what the cache takes, in bytes (but for `tokens` and `plans`).
+        """Return what the cache takes, in bytes (but for the last three).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
         scales, centers), `tables` (block tables and lengths), `other` (stock layers, indexers),
         `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
-        this cache), `tokens` (tokens held, over all sequences), and `plans` (how many layers are
+        this cache), `tokens` (tokens held, over all sequences), `reused` (those that `generate()`
+        found here instead of computing them, over all calls) and `plans` (how many layers are
         stored how). Forks share pages: each reports all of them under `pages`.
         """
         sizes = self._paged.memory_footprint()
         used = sizes.pop("used")
         sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
         tokens = self._paged.batch * self.host_length()
-        held = {"total": sizes.total(), "used": used, "tokens": tokens}
+        held = {"total": sizes.total(), "used": used, "tokens": tokens, "reused": self.reused}
         return {**sizes, **held, "plans": count_plans(self.plan)}
-
-
-def _unpickle(kind: type[FP8PagedCache], *packed: Any) -> FP8PagedCache:
-    return kind._restore(serialization.unpack(*packed))

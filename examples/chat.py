@@ -1,0 +1,47 @@
+"""A chat: one cache, the whole conversation at each turn, and only what is new is computed.
+
+    python examples/chat.py
+    python examples/chat.py --model path/or/hub-id --questions "Who are you?" "Why?"
+
+After `enable`, `generate()` tells a cache its tokens. It goes on where a prompt and the cache part,
+whether the prompt is longer, an answer was edited, or the question is asked again.
+"""
+
+import argparse
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_fp8kv import FP8PagedCache, enable
+from hf_fp8kv.utils.demo_model import model_path
+
+QUESTIONS = ["Name a fruit.", "Name another one.", "And one more?"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", help="a folder or a Hub id; default: the demo model")
+    parser.add_argument("--questions", nargs="+", default=QUESTIONS)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(name := args.model or model_path())
+    model = enable(AutoModelForCausalLM.from_pretrained(name).float())
+    cache = FP8PagedCache(model.config)
+    chat: list[dict[str, str]] = []
+    for question in [*args.questions, args.questions[-1]]:
+        if chat and chat[-2]["content"] == question:
+            chat = chat[:-2]  # the last question once more
+        chat.append({"role": "user", "content": question})
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        length, before = inputs.input_ids.shape[1], cache.reused
+        out = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=args.new_tokens, do_sample=False
+        )
+        answer = tokenizer.decode(out[0, length:], skip_special_tokens=True)
+        print(f"{question} {answer!r} ({length} tokens, {cache.reused - before} of them known)")
+        chat.append({"role": "assistant", "content": answer})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Reuse: `generate` with a text whose beginning a cache holds goes on where the two part.
+
+transformers takes what a cache holds for the beginning of the prompt, without a look at either. Two
+methods of an enabled model are given the tokens of each step, and tell the cache.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+
+from ..cache.held_text import Text, TextHolder
+
+_PREFILL, _PREPARE = "_prefill", "prepare_inputs_for_generation"
+# What a model may be given beside tokens, such that the same tokens have the same keys and values.
+_NEUTRAL = frozenset(
+    {
+        "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep",
+        "return_dict", "output_attentions", "output_hidden_states", "output_router_logits",
+    }
+)  # fmt: skip
+
+# Before 5.21 a prompt that is computed in chunks is taken to begin in an empty cache.
+CHUNKS_BEGIN_EMPTY = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 21)
+
+
+def install_reuse(model: Any) -> None:
+    """Let each `generate` of a model tell its cache the text, and go back where texts part."""
+    for name, method in ((_PREFILL, _Prefill), (_PREPARE, _PrepareInputs)):
+        if hasattr(model, name) and not isinstance(vars(model).get(name), _Method):
+            vars(model)[name] = method(model, name, vars(model).get(name))
+
+
+def remove_reuse(model: Any) -> None:
+    """Undo `install_reuse`."""
+    for name in (_PREFILL, _PREPARE):
+        method = vars(model).get(name)
+        if isinstance(method, _Method):
+            del vars(model)[name]
+            if method.before is not None:
+                vars(model)[name] = method.before
+
+
+class _Method:
+    """A method of one model; a copied model gets its own."""
+
+    def __init__(self, model: Any, name: str, before: Callable[..., Any] | None) -> None:
+        self._model = weakref.ref(model)  # weak, since the model holds this
+        self._name, self.before = name, before
+
+    @property
+    def _stock(self) -> Callable[..., Any]:
+        model = self._model()
+        stock: Callable[..., Any] = self.before or getattr(type(model), self._name).__get__(model)
+        return stock
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of what is called; transformers looks at it."""
+        return inspect.signature(self._stock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Method":
+        model = self._model()
+        return type(self)(memo.get(id(model), model), self._name, self.before)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._model(), self._name, self.before)
+
+
+class _Prefill(_Method):
+    """`_prefill` of a model, which is given a prompt before any of it is cut off."""
+
+    def __call__(
+        self, input_ids: Any, config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = model_kwargs.get("past_key_values")
+        if not isinstance(cache, TextHolder):
+            return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+        text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
+        if text is not None and config.prefill_chunk_size and CHUNKS_BEGIN_EMPTY:
+            cache.reset()  # type: ignore[no-untyped-call]
+        elif text is not None:
+            cache.reused += len(input_ids) * cache.keep_prefix(text)
+        # Not known before all of it is stored.
+        cache.text, cache.in_prefill = None, True
+        try:
+            outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+            cache.text = text
+        finally:
+            cache.in_prefill = False
+        return outputs
+
+
+def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:
+    """Return the whole text of a `generate`, or None if it is not known by its tokens alone."""
+    mask, positions = (model_kwargs.get(name) for name in ("attention_mask", "position_ids"))
+    # So transformers tells new tokens alone from all tokens: the mask is that of all.
+    width = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    others = [name for name, x in model_kwargs.items() if x is not None and name not in _NEUTRAL]
+    is_whole = width == ids.shape[1] and (positions is None or positions.shape[-1] == width)
+    if ids.ndim != 2 or not is_whole or others or config.is_assistant:
+        return None
+    return Text(ids, mask, positions)
+
+
+class _PrepareInputs(_Method):
+    """`prepare_inputs_for_generation` of a model, which is given all tokens at each step."""
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if isinstance(cache, TextHolder) and cache.text is not None and not cache.in_prefill:
+            # Assisted decoding has no prefill: what it goes on with may be new tokens alone.
+            is_new = kwargs.get("is_first_iteration", False)
+            cache.text = None if is_new else cache.text.extend(input_ids)
+        return self._stock(input_ids, *args, **kwargs)
