@@ -13,7 +13,7 @@ from ..errors import ScaleError
 from ..utils.files import PICKLES, read_header, read_json, write_all
 from ..utils.text import format_list, format_value
 from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
-from .checkpoint.config import HF_QUANT_CONFIG, Declaration, text_config
+from .checkpoint.config import HF_QUANT_CONFIG, Declaration, check_layer_counts, text_config
 from .checkpoint.folder import LocalFolder
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
 from .formats.tensor_format import to_json
@@ -68,6 +68,7 @@ def copy_checkpoint(
 def open_source(source: Path, format: ScaleFormat, *, overwrite: bool) -> Checkpoint:
     """Return a checkpoint to copy, without its scales; ScaleError for some without `overwrite`."""
     config = read_json(source / "config.json", unique=False)
+    check_layer_counts(source / "config.json", config)
     checkpoint = Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
     _check_files(source, checkpoint.files)
     present = find_scales(checkpoint)

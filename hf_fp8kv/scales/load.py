@@ -11,9 +11,11 @@ from ..errors import ScaleError
 from ..utils.files import CACHE_FORMAT, PICKLES, read_header, read_json, read_weight_map
 from .checkpoint.checkpoint import Checkpoint
 from .checkpoint.config import (
+    CACHE_ENTRIES,
     HF_QUANT_CONFIG,
     Declaration,
     as_mapping,
+    check_layer_counts,
     get_entry,
     nested_configs,
     parse_entry,
@@ -101,6 +103,7 @@ def _open_checkpoint(folder: Folder) -> Checkpoint:
     path, second_path = folder.path("config.json"), folder.path(HF_QUANT_CONFIG)
     config = {} if path is None else read_json(path, unique=False)
     second = None if second_path is None else read_json(second_path, unique=False)
+    check_layer_counts(path, config)
     declared = find_declaration(config, second)
     return Checkpoint(folder, config, declared, TENSOR_NAMES, OWN_FILES)
 
@@ -146,7 +149,7 @@ def _find_dialect(entry: str, block: Mapping[str, object]) -> str:
 def _parse_block(where: str, block: Mapping[str, object], dialect: str) -> list[Declaration]:
     inner = as_mapping(block.get("quantization"))
     declarations: list[Declaration] = []
-    for entry in ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype"):
+    for entry in CACHE_ENTRIES:
         for prefix, owner in (("quantization.", inner), ("", block)):
             declarations += parse_entry(f"{where}.{prefix}{entry}", owner.get(entry))
     for format in SCALE_FORMATS.values():

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from ..errors import ScaleError
 from .checkpoint.checkpoint import Checkpoint
-from .checkpoint.config import Config, nested_configs
+from .checkpoint.config import CACHE_ENTRIES, Config, nested_configs
 from .checkpoint.tensor_names import FOREIGN, ZERO_POINT
 from .formats import SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
 from .load import find_declaration
 
 _BLOCKS = ("quantization_config", "compression_config", "quantization")
-_OF_BLOCKS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype")
 _OF_CONFIGS = ("kv_cache_torch_dtype", "kv_cache_dtype")
 _PIECE = 2**24  # bytes that are copied at a time
 
@@ -45,8 +44,8 @@ def remove_declaration(
                 for other in SCALE_FORMATS.values():
                     other.remove_declaration(block)
                 if not stays:
-                    _pop(block, _OF_BLOCKS)
-                    _pop(block.get("quantization"), _OF_BLOCKS)
+                    _pop(block, CACHE_ENTRIES)
+                    _pop(block.get("quantization"), CACHE_ENTRIES)
                     if _says_nothing(block):
                         del owner[entry]
         if not stays:

@@ -62,7 +62,7 @@ def quark(*layers: str, **changes: object) -> dict[str, object]:
         "quant_method": "quark",
         "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "min_kv_scale": 0.0},
         "layer_quant_config": dict.fromkeys(layers or ("*k_proj", "*v_proj"), entry),
-        "kv_cache_post_rope": False,
+        "kv_cache_post_rope": True,
     }
 
 
@@ -190,7 +190,29 @@ GOOD = {
         of("mixer.{side}_proj.{side}_scale", (), "backbone.layers"),
         ALGO,
     ),
-    "quark-fp8-mode": ("autofp8", quantized(**STATIC), of(ATTENTION)),
+    "quark-fp8-mode": (
+        "autofp8",
+        quantized(**STATIC, export={"kv_cache_group": ["*k_proj", "*v_proj"]}),
+        of(ATTENTION),
+    ),
+    **{
+        f"quark-fused-{module}": (
+            "quark",
+            quantized(**quark(f"*{module}") | {"export": {"kv_cache_group": [f"*{module}"]}}),
+            of(f"{attention}.{module}.output_scale", (), prefix),
+        )
+        for prefix, attention, module in (
+            ("model.layers", "self_attn", "qkv_proj"),
+            ("gpt_neox.layers", "attention", "query_key_value"),
+            ("transformer.blocks", "attn", "Wqkv"),
+            ("transformer.h", "attn", "c_attn"),
+        )
+    },
+    "auto-round": (
+        "autofp8",
+        quantized(quant_method="auto-round", bits=8, data_type="fp", static_kv_dtype="fp8"),
+        of(ATTENTION, (1,)),
+    ),
     "quark": ("quark", quantized(**quark()), of(OUTPUTS)),
     "quark-one-dimension": ("quark", quantized(**quark()), of(OUTPUTS, (1,))),
     "quark-entries-by-layer": (
@@ -245,6 +267,31 @@ def test_every_dialect_is_read(tmp_path, caplog, name):
     assert scales.model_type == config.get("model_type")
 
 
+@pytest.mark.parametrize("said", [{"kv_cache_post_rope": False}, {}], ids=["said", "older"])
+def test_scales_from_before_rope_are_a_warning(tmp_path, caplog, said):
+    block = {n: v for n, v in quark().items() if n != "kv_cache_post_rope"} | said
+    scales = KVScales.from_pretrained(folder_of(tmp_path, quantized(**block), of(OUTPUTS)))
+    assert numbers(scales, "k") == list(K)
+    [record] = caplog.records
+    assert "Quark took the scales of K before RoPE" in record.message
+
+
+def test_a_vector_of_as_many_numbers_as_heads_is_per_head(tmp_path):
+    tensors = {n: torch.stack([t, t / 2]) for n, t in of(ATTENTION).items()}
+    scales = KVScales.from_pretrained(folder_of(tmp_path, PER_HEAD, tensors))
+    assert [s.k.tolist() for s in scales.layers.values()] == [[[k], [k / 2]] for k in K]
+    assert [s.v.tolist() for s in scales.layers.values()] == [[[v], [v / 2]] for v in V]
+
+
+@pytest.mark.parametrize(
+    "name", ["self_attn.k_proj.pre_quant_scale", "attention.qkv.activation_scaling_factor"]
+)
+def test_scales_of_activations_are_not_mentioned(tmp_path, caplog, name):
+    tensors = PAIR | {f"model.layers.0.{name}": torch.ones(4)}
+    KVScales.from_pretrained(folder_of(tmp_path, COMPRESSED_OK, tensors))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", GOOD)
 def test_every_dialect_halves_what_is_made_for_fnuz(tmp_path, name):
     _, config, tensors, *second = GOOD[name]
@@ -261,7 +308,7 @@ def test_every_dialect_halves_what_is_made_for_fnuz(tmp_path, name):
 def test_a_declared_dialect_is_announced(name):
     _, config, _, *second = GOOD[name]
     if not second:
-        assert "kv_cache" in (declared_kv_scales(config) or "")
+        assert "kv_" in (declared_kv_scales(config) or "")
 
 
 # The ranks of TensorRT-LLM.
@@ -315,6 +362,7 @@ def int8_of(tensors: Tensors) -> Tensors:
 HEADS = (2, 1, 1)
 PER_HEAD = quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "attn_head"})
 PAIR = of(ATTENTION, (1,))
+WEIGHT = {"model.layers.0.self_attn.k_proj.weight": torch.ones(1)}
 COMPRESSED_OK = quantized(**COMPRESSED, kv_cache_scheme=SCHEME)
 TRT = of(FACTOR, (1,), "transformer.layers")
 Bad = tuple[dict[str, object] | None, Tensors | dict[str, Tensors], dict[str, object] | None, str]
@@ -323,7 +371,7 @@ BAD: dict[str, Bad] = {
         PER_HEAD, of(ATTENTION, (3, 1, 1)), None, r"heads that config.json names .*got 3"
     ),
     "heads-in-the-last-dimension": (PER_HEAD, of(ATTENTION, (1, 1, 2)), None, r"got \[1, 1, 2\]"),
-    "heads-without-their-ones": (PER_HEAD, of(ATTENTION, (2,)), None, r"got \[2\]"),
+    "a-vector-of-more-than-heads": (PER_HEAD, of(ATTENTION, (8,)), None, r"got \[8\]"),
     "heads-with-a-zero": (
         PER_HEAD,
         of(ATTENTION, HEADS) | {LAYER_1 + "v_scale": torch.tensor([0.5, 0.0]).view(HEADS)},
@@ -347,6 +395,53 @@ BAD: dict[str, Bad] = {
         PAIR,
         None,
         "strategy tensor_group",
+    ),
+    "int8-without-tensors": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"type": "int"}), WEIGHT, None, "INT8"
+    ),
+    "int4-without-tensors": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"type": "int", "num_bits": 4}),
+        WEIGHT,
+        None,
+        "INT4",
+    ),
+    **{
+        name: (
+            quantized(
+                **COMPRESSED, kv_cache_scheme=SCHEME | {"num_bits": 4, "group_size": size}
+            ),
+            WEIGHT,
+            None,
+            rf"4-bit float \({name.upper()}\)",
+        )
+        for name, size in (("nvfp4", 16), ("mxfp4", 32))
+    },
+    "quark-mxfp4": (
+        quantized(**quark(dtype="fp4", qscheme="per_group", group_size=32)), WEIGHT, None, "MXFP4"
+    ),
+    "dynamic-without-tensors": (
+        quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"dynamic": True}),
+        WEIGHT,
+        None,
+        "expected a config that declares static scales, got .*, dynamic, which needs none",
+    ),
+    "a-dynamic-word-of-vllm": (
+        quantized(**COMPRESSED, kv_cache_dtype="fp8_per_token_head"), WEIGHT, None, "needs none"
+    ),
+    "static-without-tensors": (
+        quantized(**MODELOPT, kv_cache_scheme="FP8"), WEIGHT, None, "servers use 1.0 then"
+    ),
+    **{
+        f"layers-of-{type(count).__name__}": (
+            COMPRESSED_OK | {"num_hidden_layers": count},
+            PAIR,
+            None,
+            "num_hidden_layers: expected an integer, got ",
+        )
+        for count in ("three", 3.0, True, [3])
+    },
+    "layers-a-word-inside": (
+        {"text_config": COMPRESSED_OK | {"num_hidden_layers": "3"}}, PAIR, None, "got '3'"
     ),
     "per-token": (
         quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": "token"}),
@@ -493,7 +588,7 @@ BAD: dict[str, Bad] = {
         LLAMA, of(PROJECTION), {"quantization": {"kv_cache_quant_algo": ["FP8"]}}, r"\['FP8'\]"
     ),
     "modelopt-with-a-bias": (
-        LLAMA, of(PROJECTION) | {LAYER_1 + "v_proj.v_bias": torch.ones(4)}, ALGO, "affine NVFP4"
+        LLAMA, of(PROJECTION) | {LAYER_1 + "v_proj.v_bias": torch.ones(4)}, ALGO, "FP8_AFFINE"
     ),
     "modelopt-negative": (
         LLAMA, of(PROJECTION) | {LAYER_1 + "k_proj.k_scale": torch.tensor(-5.0)}, ALGO, "got -5.0"

@@ -7,6 +7,9 @@ from typing import Literal
 
 import torch
 
+from ...errors import ScaleError
+from ...utils.text import format_value
+
 Config = dict[str, object]
 # A second config that may lie beside config.json.
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -20,9 +23,14 @@ _LAYER_COUNTS = (
 _HYBRID = ("hybrid_override_pattern", "attn_layer_indices", "attn_layer_period", "ssm_cfg")
 _HEADS = re.compile(r"heads$|^n_head|^multi_query_group_num$")
 
-# Words for a KV cache.
+# Words for a KV cache, and the entries of a quantization config that hold one.
+CACHE_ENTRIES = (
+    "kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_dtype",
+    "static_kv_dtype", "static_attention_dtype",  # of AutoRound
+)  # fmt: skip
 _STATIC = ("static", "fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3", "float8_e4m3fn")
 _FNUZ = ("fp8_e4m3fnuz", "float8_e4m3fnuz")
+_DYNAMIC = ("dynamic", "fp8_per_token_head")
 _UNQUANTIZED = ("", "auto", "none", "bf16", "fp16", "bfloat16", "float16", "float32")
 
 
@@ -53,6 +61,16 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the innermost config of the language model."""
     inner = next((m for m in (as_mapping(config.get(n)) for n in _TEXT_CONFIGS) if m), None)
     return config if inner is None else text_config(inner)
+
+
+def check_layer_counts(where: object, config: Mapping[str, object]) -> None:
+    """Raise ScaleError for a `config.json` whose number of layers is no integer."""
+    for name, count in text_config(config).items():
+        if name in _LAYER_COUNTS and count is not None and type(count) is not int:
+            raise ScaleError(
+                f"{where}: {name}: expected an integer, got {format_value(count)}; transformers "
+                "refuses it too, fetch the config again"
+            )
 
 
 def layers_with_cache(config: Mapping[str, object]) -> Sequence[int] | None:
@@ -87,6 +105,7 @@ class Declaration:
     what: str = "nothing about a KV cache"  # the entry and its value, for messages
     dialect: str = ""  # the format whose tensor names to expect
     fnuz: bool = False  # the scales are made for E4M3FNUZ: twice those for E4M3FN
+    remark: str = ""  # what is odd about the scales, for people
 
 
 def parse_entry(where: str, value: object) -> list[Declaration]:
@@ -105,7 +124,14 @@ def parse_entry(where: str, value: object) -> list[Declaration]:
         return []
     if word in _STATIC or word in _FNUZ:
         return [Declaration("static", what, fnuz=word in _FNUZ)]
-    return [Declaration("dynamic" if word == "dynamic" else "refused", what)]
+    return [Declaration("dynamic" if word in _DYNAMIC else "refused", what)]
+
+
+def name_format(bits: object, number: object, group_size: object = None) -> str:
+    """Return what a format of numbers is usually called: "INT8", "NVFP4", "MXFP4"."""
+    if (bits, number) == (4, "float") and group_size in (16, 32):
+        return "NVFP4" if group_size == 16 else "MXFP4"
+    return f"{'FP' if number == 'float' else str(number).upper()}{bits}"
 
 
 def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
@@ -116,11 +142,14 @@ def _parse_scheme(where: str, scheme: Mapping[str, object]) -> Declaration:
     # The defaults are those of compressed-tensors.
     bits, number, strategy = entry("num_bits", 8), entry("type", "int"), entry("strategy")
     symmetric, dynamic = entry("symmetric", True), entry("dynamic", False)
+    fp8 = (bits, number) == (8, "float")
+    name = "" if fp8 else f" ({name_format(bits, number, entry('group_size'))})"
     what = (
-        f"{where}: {bits}-bit {number}, strategy {strategy or 'tensor'}, "
+        f"{where}: {bits}-bit {number}{name}, "
+        f"strategy {strategy or 'tensor'}, "
         f"{'symmetric' if symmetric else 'asymmetric'}, {'dynamic' if dynamic else 'static'}"
     )
     supported = strategy in (None, "tensor", "attn_head")
-    if (bits, number) != (8, "float") or not symmetric or not supported:
+    if not fp8 or not symmetric or not supported:
         return Declaration("refused", what)
     return Declaration("dynamic" if dynamic else "static", what)

@@ -27,9 +27,9 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
     """Return the scales among tensors whose names and files are given; raise ScaleError if none."""
     origin, config = checkpoint.origin, checkpoint.config
     scale_tensors, unknown = match_tensors(files, checkpoint.tensor_names, checkpoint.declaration)
+    _check_declaration(checkpoint, bool(scale_tensors))
     if not scale_tensors:
         raise _no_scales(checkpoint, files)
-    _check_declaration(checkpoint)
     _check_foreign(checkpoint, files)
     layers = _pair_sides(checkpoint, files, scale_tensors)
     _check_heads(layers, head_counts(config))
@@ -47,7 +47,7 @@ def read_tensors(checkpoint: Checkpoint, files: Mapping[str, str], request: Requ
     return ScaleData(layers, scale_tensors[0].tensor_name.format, model_type, origin)
 
 
-def _check_declaration(checkpoint: Checkpoint) -> None:
+def _check_declaration(checkpoint: Checkpoint, has_scales: bool) -> None:
     origin, declaration = checkpoint.origin, checkpoint.declaration
     if declaration.kind == "refused":
         raise ScaleError(
@@ -58,8 +58,13 @@ def _check_declaration(checkpoint: Checkpoint) -> None:
         raise ScaleError(
             f"{origin}: expected no scales in the checkpoint, as its config declares "
             f"{declaration.what}, got some; use scales=None (dynamic), or correct the config"
+            if has_scales
+            else f"{origin}: expected a config that declares static scales, got {declaration.what},"
+            " which needs none; use scales=None, which is dynamic"
         )
-    if declaration.kind == "none":
+    if declaration.remark and has_scales:
+        logger.warning("%s: %s", origin, declaration.remark)
+    if declaration.kind == "none" and has_scales:
         logger.warning(
             "%s: %s; its KV scales are taken to be of float8_e4m3fn",
             origin,
@@ -99,8 +104,11 @@ def _check_heads(layers: Mapping[int, LayerScales], heads: set[int]) -> None:
                 )
 
 
-def _load(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return scales as float32: `[]`, or `[heads, 1]` for those per head."""
+def _load(path: Path, names: Iterable[str], heads: set[int]) -> dict[str, torch.Tensor]:
+    """Return scales as float32: `[]`, or `[heads, 1]` for those per head.
+
+    `heads` are the numbers of heads that make a vector one of scales per head.
+    """
     loaded = {}
     with convert_read_errors(path, "a safetensors file"), safe_open(path, "pt") as file:
         present = set(file.keys())
@@ -118,10 +126,11 @@ def _load(path: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
                     "these are not scales of an FP8 cache"
                 )
             single, per_head = all(n == 1 for n in shape), shape[1:] in ([1], [1, 1])
-            if not (single or (per_head and shape[0] > 0)):
+            vector = len(shape) == 1 and shape[0] in heads
+            if not (single or vector or (per_head and shape[0] > 0)):
                 raise ScaleError(
-                    f"{path}: {name}: expected one number, or the shape [heads, 1, 1], got "
-                    f"{shape}; calibrate per tensor or per head"
+                    f"{path}: {name}: expected one number, or the shape [heads] or [heads, 1, 1] "
+                    f"with the heads of config.json, got {shape}; calibrate per tensor or per head"
                 )
             tensor = file.get_tensor(name).float()
             loaded[name] = tensor.reshape(()) if single else tensor.reshape(-1, 1)
@@ -149,11 +158,11 @@ def _pair_sides(
     checkpoint: Checkpoint, files: Mapping[str, str], scale_tensors: list[ScaleTensor]
 ) -> dict[int, LayerScales]:
     """Return one pair for each layer, in the unit of E4M3FN; log oddities once a file."""
-    unit = 0.5 if checkpoint.declaration.fnuz else 1.0
+    unit, heads = 0.5 if checkpoint.declaration.fnuz else 1.0, head_counts(checkpoint.config)
     values = {
         name: value * unit
         for file, names in _group_by_file([s.name for s in scale_tensors], files).items()
-        for name, value in _load(_require(checkpoint, file), names).items()
+        for name, value in _load(_require(checkpoint, file), names, heads).items()
     }
     by_layer: dict[int, list[ScaleTensor]] = defaultdict(list)
     for tensor in scale_tensors:
@@ -220,8 +229,10 @@ def _no_scales(checkpoint: Checkpoint, files: Iterable[str]) -> ScaleError:
     pickles = [n for suffix in PICKLES for n in checkpoint.folder.list_files(suffix)]
     if pickles:
         got += f" (pickles are never loaded: {format_list(pickles)})"
+    declared = checkpoint.declaration
+    servers = ", and servers use 1.0 then" if declared.kind == "static" and not likely else ""
     return ScaleError(
         f"{checkpoint.origin}: expected {', '.join(checkpoint.own_files)}, or scale tensors such "
         f"as {', '.join(names)} under the layers of the language model, {got}; the config declares "
-        f"{checkpoint.declaration.what}; use scales=None, which is dynamic, or calibrate"
+        f"{declared.what}{servers}; use scales=None, which is dynamic, or calibrate"
     )

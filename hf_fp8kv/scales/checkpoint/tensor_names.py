@@ -22,11 +22,13 @@ ATTENTION_MODULE = re.compile(f"(?P<path>{LAYER}{_MODULES})\\.")
 class TensorName:
     """What a format calls the tensor of a scale."""
 
-    tail: str  # a regex for what follows the attention module; its group `side` is k, v or kv
+    # A regex for what follows the attention module; its group `side` is k, v or kv, which is also
+    # meant without the group.
+    tail: str
     name: str  # the same for a writer: what follows the layer, with a place for `{side}`
     # Of two names that match in one layer, the one with the lower number is used: 0 beside the
     # attention, 1 of a projection, 2 of a cache, 3 of a projection's output, 4 of both sides, 5 and
-    # 6 of TensorRT-LLM.
+    # 6 of TensorRT-LLM, 7 of the output of one projection for Q, K and V.
     priority: int
     own_dialect: bool = False  # valid only under a config of the format's own tool
     # Other numbers have the name too: only a config that declares static FP8 scales makes it valid.
@@ -49,12 +51,19 @@ SHARED = TensorName(r"(?P<side>kv)_scale", "self_attn.kv_scale", 4, own_dialect=
 OUTPUTS = TensorName(
     r"(?P<side>[kv])_proj\.output_scale", "self_attn.{side}_proj.output_scale", 3, True, True
 )
+FUSED_OUTPUT = TensorName(
+    r"(?:qkv|qkv_proj|query_key_value|Wqkv|c_attn)\.output_scale",
+    "self_attn.qkv_proj.output_scale",
+    7,
+    True,
+    True,
+)
 # Names that say that the scales beside them are not those of an FP8 cache.
 FOREIGN = tuple(
     (re.compile(LAYER + _ATTENTION + tail), what)
     for tail, what in (
         (r"[kv]_global_scale", "an NVFP4 cache"),
-        (r"[kv]_proj\.[kv]_bias", "an affine NVFP4 cache"),
+        (r"[kv]_proj\.[kv]_bias", "an affine cache (FP8_AFFINE or NVFP4_AFFINE)"),
         (r"(?:[kv]_proj\.)?kv_cache_(?:scale|offset)", "an INT8 cache"),
     )
 )
@@ -64,7 +73,7 @@ ZERO_POINT = re.compile(
 # What somebody may have meant as a scale of K or V, for the messages.
 LIKELY = re.compile(
     r"(?:^|[._])(?:k|v|kv|key|value|qkv|qkqkv)(?:_cache|_proj)?[._]"
-    r"(?![\w.]*(?:weight|input|bias|norm|zero_point))[\w.]*(?:scales?|scaling_factor|amax)$"
+    r"(?![\w.]*(?:weight|input|activation|pre_quant|bias|norm|zero_point))[\w.]*(?:scales?|scaling_factor|amax)$"
 )
 
 
@@ -95,7 +104,8 @@ def match_tensors(
         for known in valid:
             match = known.pattern.fullmatch(name)
             if match is not None:
-                scales.append(ScaleTensor(known, int(match["layer"]), match["side"], name))
+                side = match.groupdict().get("side", "kv")
+                scales.append(ScaleTensor(known, int(match["layer"]), side, name))
                 break
         else:
             if LIKELY.search(name):

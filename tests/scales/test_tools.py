@@ -1,0 +1,117 @@
+"""What quantization tools wrote themselves: config and scale tensors of tiny models, on disk.
+
+`tests/data/tools/TOOL-VERSION/LAYOUT` holds them; `make tools` writes them again. The numbers to
+read are those of the tool's tensors, under the names that the table here gives.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_fp8kv.errors import ScaleError
+from hf_fp8kv.scales import KVScales
+from tests.scales.test_sources import assert_helpful
+
+DATA = Path(__file__).parents[1] / "data" / "tools"
+ATTENTION = "self_attn.{}_scale"
+PROJECTION = "self_attn.{0}_proj.{0}_scale"
+OUTPUT = "self_attn.{}_proj.output_scale"
+BEFORE_ROPE = "Quark took the scales of K before RoPE"
+ONES = "every KV scale is exactly 1.0"
+
+# The format that each is read as, the name of its tensors in a layer, and the warning.
+AUTO_ROUND = {
+    "llama-attn-llmc": ("compressed-tensors", ATTENTION, None),
+    "llama-fp8-ar": ("autofp8", ATTENTION, None),
+    "llama-fp8-llmc": ("compressed-tensors", ATTENTION, None),
+}
+MODELOPT = {
+    **dict.fromkeys(
+        (
+            "gemma3-fp8-kv", "gemma3vl-fp8-kv", "llama-fp8-kv", "llama-fp8-qkv", "llama-kv",
+            "llama-kv-asis", "llava-fp8-kv", "phi3-fp8-kv", "qwen2-fp8-kv", "qwen2-nvfp4-kv",
+            "qwen25vl-fp8-kv", "qwen3-int8-kv", "qwen3moe-fp8-kv", "qwen3vl-fp8-kv", "smol-kv",
+        ),
+        ("modelopt", PROJECTION, None),
+    ),
+    "llama-trtllm": ("trtllm", "attention.{}_cache_scaling_factor", ONES),
+    "llama-trtllm-tp2": ("trtllm", "attention.{}_cache_scaling_factor", ONES),
+}  # fmt: skip
+QUARK = {
+    **dict.fromkeys(
+        (
+            "llama-fp8-attn", "llama-fp8-kv-quark", "llama-int4-kv", "llama-mxfp4-kv",
+            "llama-minscale", "qwen3-fp8-kv", "qwen3moe-fp8-kv", "smol-fp8-kv",
+        ),
+        ("quark", OUTPUT, BEFORE_ROPE),
+    ),
+    "phi3-fp8-kv": ("quark", "self_attn.qkv_proj.output_scale", BEFORE_ROPE),
+    "llama-fp8-kv-postrope": ("quark", OUTPUT, None),
+    "llama-fp8-kv": ("autofp8", ATTENTION, None),
+    "qwen2-fp8-kv": ("autofp8", ATTENTION, None),
+    "llama-fp8-kv-postrope-fp8mode": ("autofp8", OUTPUT, None),
+}  # fmt: skip
+READ = {
+    f"{tool}/{name}": row
+    for tool, rows in (
+        ("auto-round-0.15.1", AUTO_ROUND), ("modelopt-0.47.0", MODELOPT), ("quark-0.13", QUARK),
+    )
+    for name, row in rows.items()
+}  # fmt: skip
+REFUSED = {
+    "auto-round-0.15.1/llama-w4-ar": "K scale .*got 0.0",  # weights alone were calibrated
+    "modelopt-0.47.0/llama-fp8-affine": "FP8_AFFINE",
+    "modelopt-0.47.0/llama-fp8-cast": "got none; .* static, and servers use 1.0 then",
+    "modelopt-0.47.0/llama-fp8-nvfp4affine": "'NVFP4_AFFINE'",
+    "modelopt-0.47.0/llama-fp8-nvfp4kv": "'NVFP4'",
+    "modelopt-0.47.0/llama-fp8w": "got none; the config declares nothing about a KV cache",
+    "quark-0.13/llama-fp8w": "got none; the config declares nothing about a KV cache",
+    "quark-0.13/llama-fp8w-fp8mode": "got none; the config declares nothing about a KV cache",
+}
+
+
+def tools_numbers(folder: Path, tail: str, side: str) -> dict[int, torch.Tensor]:
+    """The largest scale of each layer that any file has under the name."""
+    pattern = re.compile(rf".*\blayers\.([0-9]+)\.{re.escape(tail.format(side))}")
+    numbers: dict[int, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            match = pattern.fullmatch(name)
+            if match is not None:
+                index = int(match[1])
+                value = tensor.float().squeeze()
+                numbers[index] = torch.maximum(numbers.get(index, value), value)
+    return numbers
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_numbers_of_the_tool_are_read(caplog, name):
+    format, tail, warning = READ[name]
+    scales = KVScales.from_pretrained(DATA / name)
+    assert scales.format == format
+    for side in "kv":
+        wanted = tools_numbers(DATA / name, tail, side)
+        assert len(wanted) >= 3
+        assert {
+            i: getattr(layer, side).squeeze().tolist() for i, layer in scales.layers.items()
+        } == {i: value.tolist() for i, value in sorted(wanted.items())}
+    warnings = {record.getMessage().split(": ", 1)[1] for record in caplog.records}
+    assert (warning is None) == (not warnings)
+    assert all(text.startswith((BEFORE_ROPE, ONES)) for text in warnings)
+    assert warning is None or any(text.startswith(warning) for text in warnings)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_holds_no_scales_is_refused_by_name(name):
+    with pytest.raises(ScaleError, match=REFUSED[name]) as error:
+        KVScales.from_pretrained(DATA / name)
+    assert_helpful(error)
+
+
+def test_every_folder_is_in_a_table():
+    folders = {str(path.parent.relative_to(DATA)) for path in DATA.glob("*/*/config.json")}
+    assert folders == {*READ, *REFUSED}
+    assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 300_000
