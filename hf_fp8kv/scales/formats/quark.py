@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from ...errors import ScaleError
 from ...utils.text import format_value
@@ -75,7 +76,7 @@ class Quark(QuantizationFormat):
                     return [Declaration("refused", what)]
                 dynamic = dynamic or bool(output.get("is_dynamic"))
         remark = "" if block.get("kv_cache_post_rope") else _BEFORE_ROPE
-        kind = "dynamic" if dynamic else "static"
+        kind: Literal["dynamic", "static"] = "dynamic" if dynamic else "static"
         return [Declaration(kind, f"{where} = {patterns!r}", remark=remark)]
 
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
@@ -99,8 +100,9 @@ class Quark(QuantizationFormat):
             )
         export |= {"kv_cache_group": list(_PROJECTIONS), "min_kv_scale": 0.0}
         general = _UNQUANTIZED | dict(as_mapping(block.get("global_quant_config")))
-        block["layer_quant_config"] = layers | {
+        projections = {
             projection: {**general, **(layers.get(projection) or {}), "output_tensors": _OUTPUT}
             for projection in _PROJECTIONS
         }
-        block["kv_cache_quant_config"] = {p: block["layer_quant_config"][p] for p in _PROJECTIONS}
+        block["layer_quant_config"] = layers | projections
+        block["kv_cache_quant_config"] = projections

@@ -50,7 +50,7 @@ class Generation(CBGenerateManager):
     def why_dead(self) -> str | None:
         """Return what stopped the engine's thread."""
 
-    def generate_streaming(
+    def generate_streaming(  # type: ignore[override]  # what it returns is used alike
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str,
         response_parser: Any = None,
     ) -> tuple[asyncio.Queue[Any], AnswerStream]:  # fmt: skip

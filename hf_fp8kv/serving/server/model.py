@@ -86,7 +86,9 @@ class SingleModelManager(ModelManager):
         """Return the arguments of the chat template that a request must not set."""
         return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters)
 
-    def get_model_modality(self, *_: Any, **__: Any) -> Any:  # theirs is a static method
+    def get_model_modality(  # type: ignore[override]  # theirs is a static method
+        self, *_: Any, **__: Any
+    ) -> Any:
         """Return that the model generates text, whatever stands for its tokenizer in a request."""
         return Modality.LLM
 
