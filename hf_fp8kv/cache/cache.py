@@ -168,8 +168,8 @@ class FP8PagedCache(TextHolder):
         Args:
             repo_or_dir: a local folder, or a repository of the Hub.
             config: the model's config; None: read from the same place.
-            revision, token, cache_dir, local_files_only, force_download, subfolder,
-                trust_remote_code: as everywhere in transformers.
+            revision, token, cache_dir, local_files_only: as everywhere in transformers.
+            force_download, subfolder, trust_remote_code: the same.
             tp_rank, tp_size: as in the constructor.
             strict: whether an incomplete set of scales is an error.
             cache_keywords: those of the constructor.

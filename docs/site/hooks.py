@@ -1,0 +1,202 @@
+"""Pages of the site that the repository has in another form, and the charts of its benchmarks.
+
+MkDocs calls `on_files` and `on_page_markdown`. Links between files of the repository become links
+between pages; a link to a file that is no page fails the build, as in every page.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "docs" / "benchmarks"
+# Files beside docs/ that are pages, and where.
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "LICENSE": "license.txt",
+    "constraints.txt": "constraints.txt",
+}
+EXAMPLES = "examples.md"
+CSS = ".md-grid{max-width:76rem}.md-typeset table:not([class]){font-size:.68rem}"
+# Text and lines of a chart, by the site's color scheme; bars are of Okabe and Ito's colors, which
+# the color-blind can tell apart.
+SCHEMES = {"light": "#222222", "dark": "#dddddd"}
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and charts."""
+
+    def add(path: str, content: str | bytes) -> None:
+        files.append(File.generated(config, path, content=content))
+
+    for source, page in PAGES.items():
+        add(page, (ROOT / source).read_text())
+    add("api.md", "".join(_api()))
+    add(EXAMPLES, "".join(_examples()))
+    add("site.css", CSS)
+    add("benchmarks/index.md", "".join(_benchmarks(add)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return a page with links to other files of the repository as links to pages."""
+    source = page.file.src_uri
+    depth = source.count("/")
+    here = {page: name for name, page in PAGES.items()}.get(source, f"docs/{source}")
+
+    def link(match: re.Match[str]) -> str:
+        target, _, anchor = match[1].partition("#")
+        if "://" in target or not target:
+            return match[0]
+        path = (ROOT / here).parent.joinpath(target).resolve().relative_to(ROOT).as_posix()
+        found = _page_of(path)
+        return f"]({'../' * depth}{found}{'#' + anchor if anchor else ''})"
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
+
+
+def _page_of(path: str) -> str:
+    """Return the page that a file of the repository is on."""
+    if path in PAGES:
+        return PAGES[path]
+    if path.startswith("examples"):
+        return f"{EXAMPLES}#{Path(path).stem}" if path.endswith(".py") else EXAMPLES
+    if path == "docs/benchmarks":
+        return "benchmarks/index.md"
+    return path.removeprefix("docs/")
+
+
+def _api() -> Iterator[str]:
+    """Yield the page of the public names."""
+    import hf_fp8kv
+    from hf_fp8kv import serving
+
+    yield "# API\n\nThe public names of the package. Everything else may change at any time.\n\n"
+    for module in (hf_fp8kv, serving):
+        yield f"## `{module.__name__}`\n\n"
+        for name in module.__all__:
+            if not name.startswith("_") and (callable(getattr(module, name))):
+                yield f"::: {module.__name__}.{name}\n    options:\n      heading_level: 3\n\n"
+
+
+def _examples() -> Iterator[str]:
+    yield "# Examples\n\nEach runs from a clone, after `make venv`, with `.venv/bin/python`.\n\n"
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        yield f"## {path.name} {{ #{path.stem} }}\n\n```python\n{path.read_text()}```\n\n"
+
+
+# -- benchmarks ------------------------------------------------------------------------------------
+
+
+def _benchmarks(add: Callable[[str, str | bytes], None]) -> Iterator[str]:
+    """Yield the page of the benchmarks' runs, and add its charts."""
+    yield (
+        "# Benchmarks\n\nCharts of runs that are in the repository, made when this site is built. "
+        "None of them ran on a GPU.\n\n"
+    )
+    for name, title, draw in CHARTS:
+        path, run = _last_run(name)
+        yield f"## {title}\n\n"
+        for scheme, color in SCHEMES.items():
+            chart = f"benchmarks/{name}-{scheme}.svg"
+            add(chart, _draw(draw, run, color))
+            yield f"![{title}]({Path(chart).name}#only-{scheme}){{ width=100% }}\n"
+        yield f"\n{_hardware(run)}; {run['date'][:10]}; `{run['command']}` ([run]({path.name}))\n\n"
+    yield "## All runs\n\n| run | date | command |\n|---|---|---|\n"
+    for path in sorted(BENCHMARKS.glob("*.json")):
+        run = json.loads(path.read_text())
+        yield f"| [{path.stem}]({path.name}) | {run['date'][:10]} | `{run['command']}` |\n"
+
+
+def _last_run(name: str) -> tuple[Path, dict[str, Any]]:
+    path = sorted(BENCHMARKS.glob(f"*-{name}.json"))[-1]
+    return path, json.loads(path.read_text())
+
+
+def _hardware(run: dict[str, Any]) -> str:
+    hardware = run["hardware"]
+    return str(hardware.get("cpu", hardware)) if isinstance(hardware, dict) else str(hardware)
+
+
+def _draw(draw: Callable[[Axes, dict[str, Any]], None], run: dict[str, Any], color: str) -> bytes:
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, run)
+    axes.tick_params(colors=color)
+    legend = axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    for text in (axes.xaxis.label, axes.yaxis.label, *legend.get_texts()):
+        text.set_color(color)
+    for spine in axes.spines.values():
+        spine.set_color(color)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=color, alpha=0.2)
+    axes.set_axisbelow(True)
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    return file.getvalue()
+
+
+def _bars(axes: Axes, groups: list[str], series: dict[str, list[float | None]]) -> None:
+    """Draw one bar of each series in each group; None: there is none."""
+    width = 0.8 / len(series)
+    for place, (name, values) in enumerate(series.items()):
+        known = [(group, value) for group, value in enumerate(values) if value is not None]
+        left = [group + (place - (len(series) - 1) / 2) * width for group, _ in known]
+        heights = [value for _, value in known]
+        axes.bar(left, heights, 0.9 * width, label=name, color=COLORS[place % len(COLORS)])
+    axes.set_xticks(range(len(groups)), groups)
+
+
+def _draw_divergence(axes: Axes, run: dict[str, Any]) -> None:
+    titles = {
+        cache["cache"]: f"{cache['title']} ({cache['bits']:g} bits)" for cache in run["caches"]
+    }
+    rows = [row for row in run["predictions"] if row["kind"] == "all"]
+    positions = sorted({row["position"] for row in rows})
+    names = ["default", "e3m4", "q8_0", "e4m3"]
+    found = {(row["cache"], row["position"]): 1e3 * row["kl"] for row in rows}
+    series = {titles[n]: [found.get((n, p)) for p in positions] for n in names if n in titles}
+    _bars(axes, [f"{position:,} tokens" for position in positions], series)
+    axes.set_ylabel("KL divergence × 1000")
+
+
+def _draw_decode(axes: Axes, run: dict[str, Any]) -> None:
+    caches = ("FP8PagedCache e4m3", "DynamicCache + sdpa", "QuantizedCache fp8 + sdpa")
+    rows = [row for row in run["rows"] if row["measure"] == "decode step" and row["unit"] == "ms"]
+    found = {(row["cache"], row["context"]): row["value"] for row in rows}
+    contexts = sorted({context for cache, context in found if cache in caches})
+    _bars(
+        axes,
+        [f"{context:,} tokens" for context in contexts],
+        {cache: [found.get((cache, context)) for context in contexts] for cache in caches},
+    )
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=1)
+    axes.set_ylabel("attention of one layer, ms")
+
+
+def _draw_serving(axes: Axes, run: dict[str, Any]) -> None:
+    rows = [row for row in run["rows"] if row["measure"] == "throughput" and not row["against"]]
+    loads = list(dict.fromkeys(row["load"] for row in rows))
+    servers = list(dict.fromkeys(row["server"] for row in rows))
+    found = {(row["server"], row["load"]): row["value"] for row in rows}
+    _bars(axes, loads, {s: [found.get((s, load)) for load in loads] for s in servers})
+    axes.set_ylabel("tokens per second")
+
+
+CHARTS = (
+    ("long-smollm2-135m", "Divergence from the unquantised cache, SmolLM2-135M", _draw_divergence),
+    ("cpu-xeon", "One step of decoding on a CPU", _draw_decode),
+    ("serve-xeon", "Serving on a CPU, SmolLM2-135M", _draw_serving),
+)

@@ -1,0 +1,40 @@
+"""Try the installed package: `python -I smoke.py`, outside the repository (`make dist`)."""
+
+import sys
+from importlib.metadata import distribution, version
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_fp8kv
+
+
+def main() -> None:
+    """Check what is installed, and generate some tokens."""
+    package = Path(hf_fp8kv.__file__).parent
+    assert "site-packages" in package.parts, package
+    assert (package / "py.typed").is_file()
+    files = [str(file) for file in distribution("hf-fp8kv").files or ()]
+    assert any(file.endswith("licenses/LICENSE") for file in files), files
+    assert not [file for file in files if file.split("/")[0] in ("tests", "docs", "examples")]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    prompt = torch.arange(1, 41)[None]
+    stock = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    model.set_attn_implementation("fp8_paged")
+    for dtype, equal in (("auto", True), (None, False)):
+        given = {} if dtype is None else {"dtype": dtype}
+        cache = hf_fp8kv.FP8PagedCache(config, **given)
+        found = model.generate(prompt, past_key_values=cache, max_new_tokens=8, do_sample=False)
+        assert found.shape == stock.shape
+        assert not equal or torch.equal(found, stock)
+    print("hf_fp8kv", version("hf-fp8kv"), "in", package, "works", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
