@@ -116,8 +116,8 @@ class KVScales(ScaleData):
         """Read the scales of a checkpoint: a local folder, or a repository of the Hub.
 
         Looked for in this order: `kv_scales.safetensors`, in `kv_scales/` or beside the config, the
-        scale tensors of the checkpoint, `kv_cache_scales.json`. Of a repository only the configs and the safetensors files that
-        hold scales are fetched.
+        scale tensors of the checkpoint, `kv_cache_scales.json`. Of a repository only the configs
+        and the safetensors files that hold scales are fetched.
 
         Args:
             repo_or_dir: the folder, or the name of the repository.
