@@ -183,8 +183,9 @@ def _check_planned(options: dict[str, Any], format: str) -> None:
 def _check_out(folder: Path, format: str, overwrite: bool) -> None:
     """Check that the scales can be written to the folder, before minutes are spent."""
     from ..scales import SCALE_FORMATS, KVScales
+    from ..scales.copy_checkpoint import open_source
     from ..scales.formats.tensor_format import SCALES_FILE
-    from ..scales.save import check_folder
+    from ..scales.save import check_folder, find_weights
 
     if folder.exists() and not folder.is_dir():
         raise ScaleError(f"--out: expected a folder, got the file {str(folder)!r}; choose another")
@@ -197,7 +198,9 @@ def _check_out(folder: Path, format: str, overwrite: bool) -> None:
             f"{folder}: expected a folder without {', '.join(existing)}, got one with it; choose "
             "another --out, or pass --overwrite"
         )
-    check_folder(folder, files, overwrite=overwrite)
+    there = check_folder(folder, files, overwrite=overwrite)
+    if "config.json" in files and find_weights(name for name in there if name not in files):
+        open_source(folder, SCALE_FORMATS[format], overwrite=True)
 
 
 def _check_checkpoint(checkpoint: str | None, format: str, copy: Path, overwrite: bool) -> None:

@@ -10,13 +10,14 @@ from typing import Literal
 import torch
 
 from ..errors import ScaleError
-from ..utils.files import PICKLES, read_header, read_json, write_all
+from ..utils.files import WEIGHTS, read_header, read_json, write_all
 from ..utils.text import format_list, format_value
 from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
 from .checkpoint.config import HF_QUANT_CONFIG, Declaration, check_layer_counts, text_config
 from .checkpoint.folder import LocalFolder
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES, ScaleFormat
-from .formats.tensor_format import to_json
+from .formats.hf_fp8kv import OWN_FOLDER
+from .formats.tensor_format import TensorFormat, to_json, with_own_file
 from .layer_scales import LayerScales, ScaleData, take_rank
 from .load import read_checkpoint
 from .reduce import reduce_scales
@@ -24,7 +25,6 @@ from .remove_scales import copy_without, find_scales, remove_declaration, remove
 from .request import Request
 
 Weights = Literal["copy", "link"]
-_WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 
 
 def copy_checkpoint(
@@ -65,11 +65,56 @@ def copy_checkpoint(
     return [target / name for name in (*changed, *new_files)], losses
 
 
+def add_to_checkpoint(
+    scales: ScaleData, folder: Path, format: ScaleFormat, tp_size: int
+) -> list[Path]:
+    """Add the scales to the checkpoint in a folder, as a copy of it would have them.
+
+    Each file is replaced as a whole, and the config comes last: until then the folder holds the
+    same weights under the old config, by either of two names.
+    """
+    place = folder.resolve()
+    staging = place.with_name(f".{place.name}.{os.getpid()}.new")
+    try:
+        written, _ = copy_checkpoint(
+            scales, folder, staging, format, "link", tp_size, overwrite=True
+        )
+        copied = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
+        new = [name for name in copied if staging / name in written or not (folder / name).exists()]
+        shards = [path for path in folder.glob("*.safetensors") if Path(path.name) not in copied]
+        for name in sorted(new, key=lambda n: (n.suffix == ".json", "config" in n.name, n.name)):
+            if name.name == "config.json":
+                for path in shards:
+                    path.unlink()
+            (staging / name).replace(folder / name)
+    except ScaleError as error:
+        raise ScaleError(str(error).replace(str(staging), str(folder))) from error
+    except OSError as error:
+        raise ScaleError(
+            f"{folder}: expected a folder that can be written, got {error}; choose another"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return [folder / name for name in sorted(new)]
+
+
 def open_source(source: Path, format: ScaleFormat, *, overwrite: bool) -> Checkpoint:
-    """Return a checkpoint to copy, without its scales; ScaleError for some without `overwrite`."""
+    """Return a checkpoint to copy, without its scales; ScaleError for some without `overwrite`.
+
+    It is also raised for one that cannot have scales in the format.
+    """
     config = read_json(source / "config.json", unique=False)
     check_layer_counts(source / "config.json", config)
-    checkpoint = Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
+    checkpoint = with_own_file(
+        Checkpoint(LocalFolder(source), config, Declaration(), TENSOR_NAMES, OWN_FILES)
+    )
+    if format.no_checkpoint:
+        raise ScaleError(
+            f"format {format.name!r}: expected no checkpoint, got {source}; write the scales "
+            f"alone, {format.no_checkpoint}"
+        )
+    if isinstance(format, TensorFormat) and not checkpoint.files:
+        raise ScaleError(f"{source}: expected weights in safetensors, got none; convert them")
     _check_files(source, checkpoint.files)
     present = find_scales(checkpoint)
     if present and not overwrite:
@@ -139,7 +184,8 @@ def _transfer_files(
     the names of the copies that differ are returned.
     """
     changed = []
-    left_out = {*new_files, *(n for f in SCALE_FORMATS.values() for n in f.own_files)}
+    own_files = {name for f in SCALE_FORMATS.values() for name in f.own_files}
+    left_out = {*new_files, *own_files, *(f"{OWN_FOLDER}/{name}" for name in own_files)}
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)
@@ -157,7 +203,7 @@ def _transfer_files(
             if not set(names) <= set(removed):
                 copy_without(path, place, removed)
                 changed.append(str(relative))
-        elif weights == "link" and path.suffix.lower() in _WEIGHTS:
+        elif weights == "link" and path.suffix.lower() in WEIGHTS:
             # The Hub's cache holds symbolic links: the file itself is what stays.
             os.link(path.resolve(), place)
         else:

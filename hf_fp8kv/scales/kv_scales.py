@@ -16,7 +16,7 @@ import torch
 from ..errors import ScaleError
 from ..utils.text import format_list
 from .checkpoint.folder import HubOptions
-from .copy_checkpoint import Weights, copy_checkpoint
+from .copy_checkpoint import Weights, add_to_checkpoint, copy_checkpoint
 from .fingerprint import compare_weights
 from .formats import CHECKPOINT_FORMATS, SCALE_FORMATS, ScaleFormat
 from .layer_scales import LayerScales, ScaleData
@@ -24,7 +24,7 @@ from .load import read_checkpoint, read_file
 from .reduce import reduce_scales
 from .report import CalibrationReport
 from .request import Request
-from .save import upload_files, write_files
+from .save import check_folder, find_weights, keep_config, upload_files, write_files
 from .validation import KEEP_OUT, check_constant, check_ranks, scalar
 
 logger = logging.getLogger(__name__)
@@ -115,9 +115,9 @@ class KVScales(ScaleData):
     ) -> "KVScales":
         """Read the scales of a checkpoint: a local folder, or a repository of the Hub.
 
-        Looked for in this order: `kv_scales.safetensors`, the scale tensors of the checkpoint,
-        `kv_cache_scales.json`. Of a repository only the configs and the safetensors files that
-        hold scales are fetched.
+        Looked for in this order: `kv_scales.safetensors`, in `kv_scales/` or beside the config, the
+        scale tensors of the checkpoint, `kv_cache_scales.json`. Of a repository only the configs
+        and the safetensors files that hold scales are fetched.
 
         Args:
             repo_or_dir: the folder, or the name of the repository.
@@ -172,7 +172,7 @@ class KVScales(ScaleData):
         overwrite: bool = False,
         tp_size: int = 1,
     ) -> list[Path]:
-        """Write the scales in a format, alone or into a copy of a checkpoint; return the paths.
+        """Write the scales in a format, alone or into a checkpoint; return the paths.
 
         All files appear whole or not at all. "hf_fp8kv" holds every granularity and the centers
         exactly; what another format cannot hold is reduced to the largest scale, with a warning.
@@ -183,8 +183,9 @@ class KVScales(ScaleData):
             checkpoint: a folder with a checkpoint; `folder`, which must be new or empty, is then
                 a copy of it with the scales. Its weights stay the same to the byte.
             weights: "link": the weights of the copy are hard links, on the same disk.
-            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy;
-                never the files of a checkpoint.
+            overwrite: replaces the scales that are there, or those of `checkpoint` in its copy.
+                In the folder of a model it adds the scales to that: its weights stay the same,
+                and its `config.json` has every entry that it had.
             tp_size: for "vllm-json": for how many ranks; each gets the largest scale of its heads.
 
         Raises:
@@ -197,8 +198,14 @@ class KVScales(ScaleData):
             )
         else:
             reduced, losses = reduce_scales(self, scale_format, tp_size)
-            losses += scale_format.missing_facts(self)
-            paths = write_files(target, scale_format.files(reduced, tp_size), overwrite=overwrite)
+            files = scale_format.files(reduced, tp_size)
+            existing = check_folder(target, files, overwrite=overwrite)
+            if "config.json" in files and find_weights(n for n in existing if n not in files):
+                paths = add_to_checkpoint(self, target, scale_format, tp_size)
+            else:
+                losses += scale_format.missing_facts(self)
+                files = keep_config(target, files, scale_format, reduced)
+                paths = write_files(target, files, overwrite=overwrite)
         if losses:
             logger.warning("%s: written as %s: %s", target, format, "; ".join(losses))
         return paths

@@ -24,7 +24,7 @@ from .checkpoint.folder import Folder, HubFolder, HubOptions, LocalFolder
 from .checkpoint.read_tensors import read_tensors
 from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES
 from .formats.autofp8 import AutoFP8
-from .formats.hf_fp8kv import OWN_FILE
+from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER
 from .formats.modelopt import ModelOpt
 from .formats.tgi import Tgi
 from .layer_scales import ScaleData
@@ -80,10 +80,11 @@ def read_checkpoint(name: str, request: Request, **hub_options: Unpack[HubOption
 
 
 def _read_folder(folder: Folder, request: Request) -> ScaleData:
-    own = folder.path(OWN_FILE)
-    if own is not None:
-        folder.path(REPORT_FILE)  # fetched to lie beside it
-        return read_file(own, request)
+    for place in (f"{OWN_FOLDER}/", ""):
+        own = folder.path(place + OWN_FILE)
+        if own is not None:
+            folder.path(place + REPORT_FILE)  # fetched to lie beside it
+            return read_file(own, request)
     checkpoint = _open_checkpoint(folder)
     for format in reversed(SCALE_FORMATS.values()):
         scales = format.read(checkpoint, request)

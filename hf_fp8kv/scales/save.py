@@ -1,32 +1,74 @@
 """Writing files of scales into a folder or a repository, where they replace nothing else."""
 
-from collections.abc import Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from huggingface_hub import HfApi
 
 from ..errors import ScaleError
-from ..utils.files import write_all
+from ..utils.files import WEIGHTS, read_header, read_json, write_all
 from ..utils.text import format_list
+from .checkpoint.config import HF_QUANT_CONFIG
 from .checkpoint.folder import translate_hub_errors
-from .formats.hf_fp8kv import OWN_FILE
+from .formats import TENSOR_NAMES, ScaleFormat
+from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER, HfFp8kv
+from .formats.tensor_format import MINIMAL_ENTRIES, SCALES_FILE, TensorFormat
+from .layer_scales import ScaleData
+from .remove_scales import remove_declaration
 from .report import REPORT_FILE
+
+_T = TypeVar("_T")
+
+
+def find_weights(names: Iterable[str]) -> list[str]:
+    """Return the names of a model's weights among those of the files in its folder."""
+    return [
+        name
+        for name in names
+        if PurePath(name).suffix.lower() in WEIGHTS
+        and name not in (OWN_FILE, SCALES_FILE)
+        and "/" not in name
+    ]
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, and of those in the folder of our own file."""
+    paths = [*folder.glob("*"), *folder.glob(f"{OWN_FOLDER}/*")]
+    return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def write_files(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) -> list[Path]:
     """Write files of scales, all of them or none; return their paths."""
-    paths = {folder / name: content for name, content in files.items()}
     try:
-        check_folder(folder, files, overwrite=overwrite)
-        folder.mkdir(parents=True, exist_ok=True)
+        existing = check_folder(folder, files, overwrite=overwrite)
+        placed = _place_files(existing, files)
+        paths = {folder / name: content for name, content in placed.items()}
         write_all(paths)
-        if OWN_FILE in files and REPORT_FILE not in files:
-            (folder / REPORT_FILE).unlink(missing_ok=True)  # it was about other scales
+        if OWN_FILE in files:
+            # What was in another place, and the report about other scales.
+            for name in {*HfFp8kv.own_files, f"{OWN_FOLDER}/{REPORT_FILE}"} - {*placed}:
+                (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise ScaleError(
             f"{folder}: expected a folder that can be written, got {error}; choose another"
         ) from error
     return list(paths)
+
+
+def keep_config(
+    folder: Path, files: Mapping[str, bytes], format: ScaleFormat, scales: ScaleData
+) -> Mapping[str, bytes]:
+    """Return the files with a `config.json` that has every entry of the one that is there."""
+    path, second_path = folder / "config.json", folder / HF_QUANT_CONFIG
+    if not isinstance(format, TensorFormat) or not path.is_file():
+        return files
+    config = read_json(path, unique=False)
+    if MINIMAL_ENTRIES.issuperset(config):
+        return files  # it is that of other scales alone
+    second = read_json(second_path, unique=False) if second_path.is_file() else None
+    config = remove_declaration(str(folder), config, second, format)
+    return {**files, **format.config_files(config, second, scales, ())}
 
 
 def upload_files(
@@ -40,47 +82,91 @@ def upload_files(
 ) -> str:
     """Upload the files of scales in a folder, see `KVScales.push_to_hub`."""
     api = HfApi(token=token)
-    files = [path.name for path in folder.iterdir()]
+    files = {path.name: path for path in folder.iterdir()}
     with translate_hub_errors(repo_id, "written"):
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         existing = api.list_repo_files(repo_id, revision=revision)
         _check_existing(repo_id, existing, files, overwrite)
+        _check_config(repo_id, existing, files)
+        placed = _place_files(existing, files)
+        for name, path in placed.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            path.rename(folder / name)
+        moved = [n for n in HfFp8kv.own_files if OWN_FILE in files and n in {*existing} - {*placed}]
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision
-        )
+            repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision,
+            delete_patterns=moved or None,
+        )  # fmt: skip
     return str(commit.commit_url)
 
 
-def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> None:
-    """Raise ScaleError unless files of scales can be written into a folder.
+def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> list[str]:
+    """Return what is in a folder; raise ScaleError unless files of scales can be written there.
 
-    They replace no scales without `overwrite`, never the config of a checkpoint, and they do not
-    come beside scales that would be read instead of them.
+    They replace no scales without `overwrite`, and never weights, and they do not come beside
+    scales that would be read instead of them.
     """
-    existing = [path.name for path in folder.iterdir()] if folder.exists() else []
+    existing = list_files(folder)
     _check_existing(str(folder), existing, files, overwrite)
-    if OWN_FILE in existing and OWN_FILE not in files:
+    for name in sorted({*files} & {*existing}):
+        if name.endswith(".safetensors") and not _holds_scales(folder / name):
+            raise ScaleError(
+                f"{folder / name}: expected a file of scales to replace, got one with weights; "
+                "choose another folder"
+            )
+    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
         raise ScaleError(
             f"{folder}: expected a folder without {OWN_FILE}, which is read before all others, "
             "got one that has it; choose another, or delete it"
         )
+    return existing
+
+
+def _place_files(existing: Collection[str], files: Mapping[str, _T]) -> dict[str, _T]:
+    """Return the files by their names in the folder: our own are apart from weights."""
+    apart = find_weights(existing) or f"{OWN_FOLDER}/{OWN_FILE}" in existing
+    if OWN_FILE in files and apart:
+        return {f"{OWN_FOLDER}/{name}": content for name, content in files.items()}
+    return dict(files)
 
 
 def _check_existing(
     target: str, existing: Collection[str], files: Collection[str], overwrite: bool
 ) -> None:
-    replaced = sorted(set(files) & set(existing))
-    if replaced and not overwrite:
+    if overwrite:
+        return
+    own = [f"{OWN_FOLDER}/{OWN_FILE}"] if OWN_FILE in files else []
+    replaced = sorted({*files, *own} & {*existing})
+    if replaced:
         raise ScaleError(
             f"{target}: expected a place without {format_list(replaced)}, got one that has it; "
             "choose another, or pass overwrite=True (--overwrite)"
         )
-    weights = [n for n in existing if n.endswith(".safetensors") and n not in (*files, OWN_FILE)]
+    weights = [name for name in find_weights(existing) if name not in files]
     if "config.json" in files and weights:
         raise ScaleError(
             f"{target}: expected a place without weights, got {format_list(weights)}; choose "
             "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
             "scales, which can be uploaded"
         )
+
+
+def _check_config(repo_id: str, existing: Collection[str], files: Collection[str]) -> None:
+    """Raise ScaleError if the config of a model would be replaced in a repository."""
+    kept = [*(n for n in find_weights(existing) if n not in files), "config.json"]
+    of_scales = {*files} & {*existing} - {"config.json", "README.md"}
+    if "config.json" in files and (kept[:-1] or ("config.json" in existing and not of_scales)):
+        raise ScaleError(
+            f"{repo_id}: expected a place without weights and their config.json, got "
+            f"{format_list(n for n in kept if n in existing)}; choose another, or write the scales "
+            "into a copy of the checkpoint (checkpoint=) and upload that"
+        )
+
+
+def _holds_scales(path: Path) -> bool:
+    """Return whether a safetensors file holds scales and nothing else."""
+    names, metadata = read_header(path)
+    known = all(any(k.pattern.fullmatch(name) for k in TENSOR_NAMES) for name in names)
+    return known or HfFp8kv.name in metadata

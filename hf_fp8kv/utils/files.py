@@ -13,6 +13,8 @@ from .text import format_value
 
 # Suffixes of files that are not opened: reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
+# Suffixes of files that hold the weights of a model.
+WEIGHTS = (".safetensors", ".gguf", *PICKLES)
 # What the metadata of a file of `FP8PagedCache.save` says as its format.
 CACHE_FORMAT = "hf_fp8kv.cache"
 
@@ -77,12 +79,15 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
 def write_all(files: Mapping[Path, bytes]) -> None:
     """Write every file completely, or leave all of them as they were if one cannot be written.
 
+    Folders that are not there are made.
+
     A process that is killed between two renames leaves the first files replaced, each complete: so
     pass the file without which the others are not read last.
     """
     parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
     try:
         for path, content in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             with parts[path].open("wb") as file:
                 file.write(content)
                 file.flush()

@@ -20,13 +20,13 @@ class Refused(Exception):
     """The server would not start, or would run at a scale of 1.0."""
 
 
-def checkpoint(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def checkpoint(folder: Path, *, by_index: bool = True) -> tuple[dict, dict[str, torch.Tensor]]:
     """The config, and the tensors of the files that the index names, or of all."""
     config = json.loads((folder / "config.json").read_text())
     index = folder / "model.safetensors.index.json"
     files = {path.name for path in folder.glob("*.safetensors")}
     tensors: dict[str, torch.Tensor] = {}
-    if index.exists():
+    if by_index and index.exists():
         weight_map = json.loads(index.read_text())["weight_map"]
         if not set(weight_map.values()) <= files:
             raise Refused("the index names a file that is not there")
@@ -36,7 +36,7 @@ def checkpoint(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
         if set(content) & set(tensors):
             raise Refused("a tensor is there twice")
         tensors |= content
-    if index.exists() and set(tensors) != set(weight_map):
+    if by_index and index.exists() and set(tensors) != set(weight_map):
         raise Refused("the index names other tensors than the files hold")
     return config, tensors
 
@@ -123,8 +123,11 @@ def scaling_factors(
 
 
 def tgi(folder: Path) -> Pairs:
-    """The scales that TGI 3 uses: both sides, each one number, beside its attention."""
-    config, tensors = checkpoint(folder)
+    """The scales that TGI 3 uses: both sides, each one number, beside its attention.
+
+    It takes every file in the folder, whatever the index says.
+    """
+    config, tensors = checkpoint(folder, by_index=False)
     if config.get("kv_cache_torch_dtype") not in ("float8_e4m3fn", None):
         raise Refused("an unknown dtype")
     pairs = {}

@@ -287,10 +287,8 @@ def test_nothing_is_replaced_without_being_asked(tmp_path, format):
 def test_the_files_of_a_checkpoint_are_never_replaced(tmp_path, model, format):
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     before = content(folder)
-    with pytest.raises(ScaleError, match=r"without weights|without config\.json"):
+    with pytest.raises(ScaleError, match=r"without weights|without config\.json") as error:
         random_scales("tensor").save_pretrained(folder, format=format)
-    with pytest.raises(ScaleError, match="expected a place without weights") as error:
-        random_scales("tensor").save_pretrained(folder, format=format, overwrite=True)
     assert_helpful(error)
     assert content(folder) == before
 
@@ -466,6 +464,177 @@ def test_linked_weights_are_the_same_file(tmp_path, model, format):
     assert numbers(KVScales.from_pretrained(copy), "v")
 
 
+def set_config(**entries: object):
+    """Changes the config of a checkpoint."""
+
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text()) | entries
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+BAD_SOURCES = {
+    "no-config": (lambda f: (f / "config.json").unlink(), "config.json, got none"),
+    "config-cut-off": (lambda f: (f / "config.json").write_text("{"), "expected a JSON file"),
+    "weights-cut-off": (
+        lambda f: (f / "model.safetensors").write_bytes(b"x"),
+        "expected a safetensors file",
+    ),
+    "pickled-weights": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        "expected weights in safetensors",
+    ),
+    "scales-already-there": (
+        lambda f: save_file(
+            load_file(f / "model.safetensors")
+            | {"model.layers.0.self_attn.k_scale": torch.ones(1)},
+            f / "model.safetensors",
+        ),
+        "expected a checkpoint without KV scales",
+    ),
+    "another-model": (set_config(model_type="qwen2"), "expected a 'llama' model"),
+    "more-layers": (set_config(num_hidden_layers=9), "missing 3, 4"),
+    "other-layers": (
+        lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
+        "expected one attention module in layer 0, got none",
+    ),
+    "another-cache-declared": (set_config(kv_cache_dtype="int8"), "'int8'"),
+    "fnuz-declared": (
+        set_config(kv_cache_dtype="fp8_e4m3fnuz"),
+        "expected to read back what was written",
+    ),
+    "a-cache-of-latents": (set_config(kv_lora_rank=512), "they cache the latent"),
+    "weights-of-another-tool": (
+        set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        "the quant_method 'fp8', got 'gptq'",
+    ),
+}
+
+
+# Into the folder of a model.
+
+
+@pytest.mark.parametrize("format", [f for f in ROW_FORMATS if f != "trtllm"])
+@pytest.mark.parametrize("source", ["model", "shards"])
+def test_scales_are_added_to_a_model(tmp_path, request, source, format):
+    source = request.getfixturevalue(source)
+    folder = Path(shutil.copytree(source, tmp_path / "folder"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"mine": {"nested": [1]}}))
+    entries = json.loads(config.read_text())
+    before = content(folder)
+    for seed in (0, 1):  # the second time there are scales to replace
+        scales = random_scales("tensor", seed)
+        scales.save_pretrained(folder, format=format, overwrite=True)
+        assert numbers(KVScales.from_pretrained(folder), "k") == numbers(scales, "k")
+        assert numbers(KVScales.from_pretrained(folder), "v") == numbers(scales, "v")
+    written = json.loads(config.read_text())
+    assert {name: written[name] for name in entries} == entries
+    assert weights_of(folder) == weights_of(source)
+    after = content(folder)
+    weights = {name for name in before if name.endswith((".safetensors", ".index.json"))}
+    kept = {*before} - weights - {"config.json"}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+    if format != "quark":  # whose package transformers asks for
+        assert_loads_the_same(source, folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder).config.to_dict()
+        assert loaded["mine"] == entries["mine"]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_model_loads_whenever_adding_scales_ends(tmp_path, model, monkeypatch, at):
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    replace, calls = Path.replace, []
+
+    def end(self: Path, target: Path) -> None:
+        if target.parent == folder:
+            calls.append(target.name)
+            if len(calls) > at:
+                raise KeyboardInterrupt
+        replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", end)
+    with pytest.raises(KeyboardInterrupt):
+        random_scales("tensor").save_pretrained(folder, format="modelopt", overwrite=True)
+    assert_loads_the_same(model, folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+
+
+@pytest.mark.parametrize("name", sorted({*BAD_SOURCES} - {"scales-already-there"}))
+def test_a_model_that_cannot_have_the_scales_stays_as_it_was(tmp_path, model, name):
+    spoil, message = BAD_SOURCES[name]
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    spoil(folder)
+    before = content(folder)
+    with pytest.raises(ScaleError, match=message) as error:
+        random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
+    assert ".new" not in str(error.value)
+    assert_helpful(error)
+    assert content(folder) == before
+
+
+def test_what_replaces_weights_is_refused(tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    with pytest.raises(ScaleError, match="TensorRT-LLM converts the weights"):
+        random_scales("tensor").save_pretrained(folder, format="trtllm", overwrite=True)
+    save_file({"transformer.layers.0.mlp.weight": torch.ones(1)}, tmp_path / "rank0.safetensors")
+    before = content(tmp_path)
+    with pytest.raises(ScaleError, match="got one with weights") as error:
+        random_scales("tensor").save_pretrained(tmp_path, format="trtllm", overwrite=True)
+    assert_helpful(error)
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("format", ROW_FORMATS)
+def test_a_config_without_weights_keeps_its_entries(tmp_path, model, format):
+    shutil.copy(model / "config.json", tmp_path)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    for seed in (0, 1):
+        scales = random_scales("tensor", seed)
+        scales.save_pretrained(tmp_path, format=format, overwrite=True)
+        assert numbers(KVScales.from_pretrained(tmp_path), "v") == numbers(scales, "v")
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert {name: written[name] for name in entries} == entries
+
+
+def test_our_own_file_is_apart_from_weights(tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    before = content(folder)
+    first, second = random_scales("centered-head", 1), random_scales("channel", 2)
+    paths = first.save_pretrained(folder)
+    assert {path.relative_to(folder).as_posix() for path in paths} == {
+        "kv_scales/kv_scales.json", "kv_scales/kv_scales.safetensors"
+    }  # fmt: skip
+    with pytest.raises(ScaleError, match="pass overwrite=True"):
+        second.save_pretrained(folder)
+    # The place of before: it is read, and emptied where other scales are written.
+    for path in (folder / "kv_scales").iterdir():
+        path.rename(folder / path.name)
+    assert KVScales.from_pretrained(folder).digest == first.digest
+    with pytest.raises(ScaleError, match="pass overwrite=True"):
+        second.save_pretrained(folder)
+    second.save_pretrained(folder, overwrite=True)
+    assert KVScales.from_pretrained(folder).digest == second.digest
+    after = content(folder)
+    assert {*after} - {*before} == {"kv_scales/kv_scales.json", "kv_scales/kv_scales.safetensors"}
+    assert {name: after[name] for name in before} == before
+    with pytest.raises(ScaleError, match="read before all others"):
+        first.save_pretrained(folder, format="autofp8", overwrite=True)
+    assert_loads_the_same(model, folder)
+
+
+@pytest.mark.parametrize("format", PATCHED)
+@pytest.mark.parametrize("source", ["model", "shards"])
+def test_no_file_of_a_copy_is_taken_for_weights(tmp_path, request, source, format):
+    """vLLM and SGLang take the files of the index, or without one all of them."""
+    copy = patched(request.getfixturevalue(source), tmp_path / "copy", format)
+    _, tensors = server_rules.checkpoint(copy)
+    others = {name for name in tensors if not name.endswith("weight")}
+    assert bool(others) == (format in ("compressed-tensors", "autofp8", "modelopt", "quark"))
+
+
 def test_old_scale_files_do_not_come_along(tmp_path, model):
     source = Path(shutil.copytree(model, tmp_path / "source"))
     KVScales.uniform(LAYERS, k=8.0).save_pretrained(source, format="vllm-json")
@@ -552,54 +721,6 @@ def test_scales_lie_beside_the_attention_that_they_are_of(tmp_path, prefix):
     assert set(scales) == {
         f"{prefix}.{i}.{module}.{s}_proj.{s}_scale" for i in range(LAYERS) for s in "kv"
     }
-
-
-def set_config(**entries: object):
-    """Changes the config of a checkpoint."""
-
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text()) | entries
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return change
-
-
-BAD_SOURCES = {
-    "no-config": (lambda f: (f / "config.json").unlink(), "config.json, got none"),
-    "config-cut-off": (lambda f: (f / "config.json").write_text("{"), "expected a JSON file"),
-    "weights-cut-off": (
-        lambda f: (f / "model.safetensors").write_bytes(b"x"),
-        "expected a safetensors file",
-    ),
-    "pickled-weights": (
-        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
-        "expected weights in safetensors",
-    ),
-    "scales-already-there": (
-        lambda f: save_file(
-            load_file(f / "model.safetensors")
-            | {"model.layers.0.self_attn.k_scale": torch.ones(1)},
-            f / "model.safetensors",
-        ),
-        "expected a checkpoint without KV scales",
-    ),
-    "another-model": (set_config(model_type="qwen2"), "expected a 'llama' model"),
-    "more-layers": (set_config(num_hidden_layers=9), "missing 3, 4"),
-    "other-layers": (
-        lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
-        "expected one attention module in layer 0, got none",
-    ),
-    "another-cache-declared": (set_config(kv_cache_dtype="int8"), "'int8'"),
-    "fnuz-declared": (
-        set_config(kv_cache_dtype="fp8_e4m3fnuz"),
-        "expected to read back what was written",
-    ),
-    "a-cache-of-latents": (set_config(kv_lora_rank=512), "they cache the latent"),
-    "weights-of-another-tool": (
-        set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
-        "the quant_method 'fp8', got 'gptq'",
-    ),
-}
 
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)
@@ -753,7 +874,7 @@ class FakeApi:
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, **options: object):
         self.answer("upload")
-        self.uploaded = content(folder_path)
+        self.uploaded, self.deleted = content(folder_path), options["delete_patterns"]
         return SimpleNamespace(commit_url=f"https://hf.co/{repo_id}/{options['commit_message']}")
 
 
@@ -787,18 +908,20 @@ def test_a_branch_is_made_first(hub):
 
 
 def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
-    fake = hub("kv_scales.safetensors", "model.safetensors")
+    fake = hub("kv_scales.safetensors", "model.safetensors", "config.json")
     with pytest.raises(ScaleError, match="pass overwrite=True") as error:
         random_scales("tensor").push_to_hub("org/model")
     assert_helpful(error)
     assert not fake.uploaded
     random_scales("tensor").push_to_hub("org/model", overwrite=True)
-    assert set(fake.uploaded) == {"kv_scales.json", "kv_scales.safetensors"}
+    assert set(fake.uploaded) == {"kv_scales/kv_scales.json", "kv_scales/kv_scales.safetensors"}
+    assert fake.deleted == ["kv_scales.safetensors"]
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
-def test_the_config_of_a_repository_is_never_replaced(hub, format):
-    fake = hub("config.json", "model.safetensors")
+@pytest.mark.parametrize("weights", [("model.safetensors",), ("pytorch_model.bin",), ()])
+def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
+    fake = hub("config.json", *weights)
     with pytest.raises(ScaleError, match="expected a place without weights") as error:
         random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert_helpful(error)

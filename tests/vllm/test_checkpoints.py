@@ -1,5 +1,7 @@
 """Checkpoints that we write, judged by the server: vLLM's own loader reads the scales back."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -42,13 +44,22 @@ class TestLoader:
         for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8"))):
             assert [k.item(), v.item()] == [x.item() for x in scales.layers[index].static]
 
-    def test_scales_that_it_does_not_take(self, models, serve, tmp_path):
-        """TGI has no quantisation config: vLLM does not look for scales, and finds them."""
+    @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
+    def test_scales_that_it_does_not_take(self, models, serve, tmp_path, format):
+        """Without a quantisation config it would stop at scales among the weights."""
         _, folder = models("llama")
         copy = tmp_path / "copy"
-        make_scales("tensor").save_pretrained(copy, format="tgi", checkpoint=folder)
-        with pytest.raises(ValueError, match=r"no module or parameter named .*k_scale"):
-            serve(str(copy), "fp8")
+        make_scales("tensor").save_pretrained(copy, format=format, checkpoint=folder)
+        assert all(k == v == 1 for k, v in loaded_scales(serve(str(copy), "fp8")))
+
+    def test_a_model_that_scales_were_added_to(self, models, serve, tmp_path):
+        _, folder = models("llama")
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        scales = make_scales("head")
+        scales.save_pretrained(copy, format="compressed-tensors", overwrite=True)
+        for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8"))):
+            assert torch.equal(k, scales.layers[index].k[:, 0])
+            assert torch.equal(v, scales.layers[index].v[:, 0])
 
     def test_per_head(self, models, serve, tmp_path):
         _, folder = models("llama")

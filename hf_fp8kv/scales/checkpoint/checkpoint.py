@@ -1,7 +1,7 @@
 """Checkpoint: which tensors lie in which files, and what the configs beside them declare."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...errors import ScaleError
@@ -26,6 +26,8 @@ class Checkpoint:
     tensor_names: Sequence[TensorName]
     own_files: Sequence[str]  # those that the formats keep scales in, apart from the weights
     left_out: Collection[str] = ()  # tensors that are not part of it
+    # The files of tensors that are part of it, though its index does not name them.
+    not_indexed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def origin(self) -> str:
@@ -46,7 +48,7 @@ class Checkpoint:
     @cached_property
     def files(self) -> dict[str, str]:
         """The file of each tensor; the order of preference is that of transformers."""
-        files = self._find_files()
+        files = {**self._find_files(), **self.not_indexed}
         return {name: file for name, file in files.items() if name not in self.left_out}
 
     def _find_files(self) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The format "hf_fp8kv": our own file, which holds every granularity and the centers exactly.
 
 Beside `kv_scales.safetensors` lies `kv_scales.json`, for people, and the report of the calibration.
+In the folder of a model all of them are in a folder of their own.
 """
 
 import json
@@ -18,6 +19,7 @@ from ...errors import ConfigError, ScaleError
 from ...formats import LayerPlan
 from ...utils.files import convert_read_errors, read_header, read_json
 from ...utils.text import format_list, format_value
+from ..checkpoint.checkpoint import Checkpoint
 from ..layer_scales import LayerScales, ScaleData
 from ..report import REPORT_FILE, CalibrationReport
 from ..request import Request
@@ -27,6 +29,9 @@ from .tensor_format import to_json
 logger = logging.getLogger(__name__)
 
 OWN_FILE, _SUMMARY = "kv_scales.safetensors", "kv_scales.json"
+# Where they are beside weights: servers take every safetensors file beside them for more,
+# and look into no folder in it.
+OWN_FOLDER = "kv_scales"
 _METADATA, _DTYPE = "hf_fp8kv", "float8_e4m3fn"
 # Version 2 has plans, which nobody may ignore. What has none is written as version 1, which readers
 # of before know.
@@ -84,6 +89,11 @@ class HfFp8kv(ScaleFormat):
             _SUMMARY: to_json(summary),
             OWN_FILE: to_safetensors(tensors, {_METADATA: json.dumps(about)}),
         }
+
+    def checkpoint_files(
+        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
+    ) -> dict[str, bytes]:
+        return {f"{OWN_FOLDER}/{n}": file for n, file in self.files(scales, tp_size).items()}
 
 
 def _read_layers(

@@ -4,6 +4,7 @@ import copy
 import json
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -22,6 +23,11 @@ from ..request import Request
 from .base import ScaleFormat
 
 SCALES_FILE = "model-kv-scales.safetensors"
+# All that a config.json of scales alone can have, whichever the format.
+MINIMAL_ENTRIES = frozenset((
+    "model_type", "num_hidden_layers", "num_key_value_heads", "quantization_config", "quantization",
+    "kv_cache_torch_dtype",
+))  # fmt: skip
 
 
 def to_json(data: object) -> bytes:
@@ -29,10 +35,17 @@ def to_json(data: object) -> bytes:
     return json.dumps(data, indent=2).encode() + b"\n"
 
 
+def with_own_file(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with the tensors of our file of scales, also without an index."""
+    names = checkpoint.folder.header(SCALES_FILE) or ()
+    return replace(checkpoint, not_indexed=dict.fromkeys(names, SCALES_FILE))
+
+
 class TensorFormat(ScaleFormat):
     """Scales as tensors of a checkpoint."""
 
     layers_path: ClassVar[str] = "model.layers"  # of a model, in a file of the scales alone
+    indexed: ClassVar[bool] = True  # whether the index of a copy of a checkpoint names the scales
 
     @abstractmethod
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
@@ -65,10 +78,6 @@ class TensorFormat(ScaleFormat):
         self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
     ) -> dict[str, bytes]:
         folder, files = checkpoint.folder, checkpoint.files
-        if not files:
-            raise ScaleError(
-                f"{checkpoint.origin}: expected weights in safetensors, got none; convert them"
-            )
         tensors = self.tensors(scales.layers, _attention_modules(checkpoint, scales.layers))
         index, second = folder.path(INDEX_FILE), folder.path(HF_QUANT_CONFIG)
         # Sizes in the metadata are of all tensors: without some they are counted again.
@@ -79,7 +88,7 @@ class TensorFormat(ScaleFormat):
         renamed = {n: FIRST_FILE if f == ONLY_FILE else f for n, f in files.items()}
         return {
             SCALES_FILE: to_safetensors(tensors, {"format": "pt"}),
-            INDEX_FILE: _index(renamed, tensors, total, metadata),
+            INDEX_FILE: _index(renamed, tensors if self.indexed else {}, total, metadata),
             **self.config_files(
                 copy.deepcopy(checkpoint.config),
                 None if second is None else read_json(second, unique=False),

@@ -49,16 +49,9 @@ class TensorRT(TensorFormat):
         files = super().files(scales, tp_size)
         return {"rank0.safetensors": files[SCALES_FILE], "config.json": files["config.json"]}
 
-    def checkpoint_files(
-        self, scales: ScaleData, checkpoint: Checkpoint, tp_size: int
-    ) -> dict[str, bytes]:
-        raise ScaleError(
-            f"format {self.name!r}: expected no checkpoint, got one; {self.no_checkpoint}, "
-            "write the scales alone"
-        )
-
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        config["quantization"] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+        block = dict(as_mapping(config.get("quantization"))) or {"quant_algo": None}
+        config["quantization"] = block | {"kv_cache_quant_algo": "FP8"}
 
     def _find_rank_files(self, checkpoint: Checkpoint) -> dict[int, str]:
         """Return the files of the ranks; of a repository only where its config declares them."""
