@@ -425,7 +425,6 @@ def test_a_grammar_of_a_step_that_is_already_planned_is_refused(folder):
     assert why() is None
     assert "asynchronous" in str(why(use_async_batching=True))
     assert "CUDA graphs" in str(why(model_runner=SimpleNamespace(pad_inputs=True)))
-    assert "tensor parallelism" in str(why(distributed_helper=SimpleNamespace(tp_size=2)))
 
 
 # -- one step --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ the engine, and one whose client has gone runs to its end unless it was streamin
 """
 
 import contextlib
+import functools
 import logging
 import time
 from typing import Any
@@ -19,7 +20,8 @@ from .errors import APIError
 from .generation import Generation
 from .grammars import Grammars, why_unavailable
 from .latencies import Latencies
-from .logits import score_prompts
+from .logits import LogprobRecorder, score_prompts, wants_prompt
+from .ranks import join_ranks
 from .requests import RequestTracker
 from .sampling import isolate_rows, per_request_sampling
 from .scheduling import share_steps
@@ -65,6 +67,9 @@ class Engine(Generation):
             continuous_batching_config=self._cb_config,
         )
         recorder = per_request_sampling(cb, self.vocabulary)
+        # Before the first step: other processes may ask for it before this one returns here.
+        create = cb._create_batch_processor
+        cb._create_batch_processor = lambda: self._prepare(cb, create(), recorder)
         self._cb = cb
         cb.start()
         deadline = time.monotonic() + _START_SECONDS
@@ -77,15 +82,7 @@ class Engine(Generation):
                     "--cb-num-blocks and --cb-max-batch-tokens make it smaller"
                 ) from error
             time.sleep(0.01)
-        processor = cb.batch_processor
-        self.fixed_steps = why_unavailable(processor)
-        isolate_rows(processor, self.vocabulary, recorder, self._note_token)
-        if self.fixed_steps is None:
-            score_prompts(processor)
-        share_steps(processor.scheduler)
-        processor.cache.on_prefix = self._note_prefix
-        processor.cache.takes_prefix = self._takes_prefix
-        self.page_tokens = processor.cache.max_request_tokens()
+        self.page_tokens = cb.batch_processor.cache.max_request_tokens()
         if self.page_tokens < 2:
             self.stop()
             raise ConfigError(
@@ -93,17 +90,29 @@ class Engine(Generation):
                 "--cb-num-blocks"
             )
 
+    def _prepare(self, cb: Any, processor: Any, recorder: LogprobRecorder) -> Any:
+        """Make a new batch processor ours; the engine's thread calls this."""
+        self.fixed_steps = why_unavailable(processor)
+        isolate_rows(processor, self.vocabulary, recorder, self._note_token)
+        if self.fixed_steps is None:
+            score_prompts(processor)
+        share_steps(processor.scheduler)
+        processor.cache.on_prefix = self._note_prefix
+        processor.cache.takes_prefix = functools.partial(_takes_prefix, processor.scheduler)
+        join_ranks(cb, processor)
+        return processor
+
+    def wait(self) -> None:
+        """Wait until the engine has ended."""
+        thread = self._cb._generation_thread
+        if thread is not None:
+            thread.join()
+
     def _note_prefix(self, request_id: str, tokens: int) -> None:
         """Note how much of a prompt was there; the engine's thread calls this."""
         request = self._requests.get(request_id)
         if request is not None and request.last_token is None:  # or it was resumed
             request.cached_tokens = tokens
-
-    def _takes_prefix(self, request_id: str) -> bool:
-        """Return whether a request may find its beginning in the pages; in the engine's thread."""
-        request = self._requests.get(request_id)
-        # What is found is not computed: it has no logits.
-        return request is None or request.logprobs is None or request.logprobs.prompt_top is None
 
     def _note_token(self, state: Any) -> None:
         """Note a new token; the engine's thread calls this."""
@@ -157,6 +166,14 @@ class Engine(Generation):
     def max_tokens(self) -> int:
         """Tokens that one request may have, in the pages and for the model."""
         return min(self.page_tokens, self.model_tokens or self.page_tokens)
+
+
+def _takes_prefix(scheduler: Any, request_id: str) -> bool:
+    """Return whether a request may find its beginning in the pages; the same in all processes."""
+    queues = scheduler.waiting_requests, scheduler.active_requests
+    state = next((queue[request_id] for queue in queues if request_id in queue), None)
+    # What is found is not computed: it has no logits.
+    return state is None or not wants_prompt(state)
 
 
 class SingleEngineState(GenerationState):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import torch
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
@@ -22,6 +23,7 @@ from .metrics import format_summary
 from .model import SingleModelManager
 from .mount import Application
 from .options import LOADING_OPTIONS, batching_config, template_arguments
+from .ranks import Ranks, check_batching
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +59,29 @@ def serve(
     address when requests are answered. `served_name` and `template`: see `SingleModelManager`;
     `max_model_tokens`: see `Engine`.
 
+    Of several processes that torchrun started each has a part of the model, and the first listens;
+    the others return when it has ended.
+
     Raises:
         ConfigError: the model, its pages or the address are not available.
         EngineError: the engine ended while it served, which no request can bring about: whatever
             supervises the process has to start it again.
     """
-    level = str(options.get("log_level", "warning")).lower()
+    ranks = Ranks.from_environment()
+    level = "error" if ranks.rank else str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
     batching_config(options, "")  # refused before the model is loaded
     with contextlib.ExitStack() as stack:
-        bound = stack.enter_context(contextlib.closing(listen(host, port)))
-        model = _load(name, pages, options, served_name=served_name, template=template)
+        stack.enter_context(_said_once(ranks))
+        bound = None if ranks.rank else stack.enter_context(contextlib.closing(listen(host, port)))
+        model = _load(
+            name, pages, options, served_name=served_name, template=template, processes=ranks.size
+        )
         stack.callback(model.shutdown)
+        batching = batching_config(options, model.model.device.type)
         app = Application(
             model, config,
-            batching=batching_config(options, model.model.device.type),
+            batching=batching if ranks.size == 1 else check_batching(batching),
             seed=options.get("default_seed"),
             max_model_tokens=max_model_tokens,
             cors=bool(options.get("enable_cors", False)),
@@ -79,14 +89,36 @@ def serve(
             compile=bool(options.get("compile", False)),
         )  # fmt: skip
         stack.callback(app.stop)
+        if ranks.rank:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # the first process gets it, too
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
-        server = _Server(app, lambda: on_ready(_address(bound)))
-        server.run(sockets=[bound])
-        if server.failure is not None:
+        assert app.middleware is not None
+        engine = app.middleware.engine
+        if bound is None:
+            engine.wait()
+        else:
+            _Server(app, lambda: on_ready(_address(bound))).run(sockets=[bound])
+            app.stop()
+        failure = engine.why_dead()
+        if failure is not None:
             raise EngineError(
-                f"the engine ended: {server.failure}; start the server again, and if it ends again "
+                f"the engine ended: {failure}; start the server again, and if it ends again "
                 "report what its log says"
             )
+        if ranks.size > 1:
+            torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _said_once(ranks: Ranks) -> Iterator[None]:
+    """Let the first process explain an error that all have, and end the others, inside."""
+    try:
+        yield
+    except ConfigError:
+        if ranks.rank:
+            time.sleep(_END_SECONDS)
+        raise
 
 
 def _load(
@@ -135,7 +167,6 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._stop_requested = asyncio.Event()
         self._stop_forced = asyncio.Event()
-        self.failure: str | None = None  # why the engine ended, if it did by itself
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -193,10 +224,8 @@ class _Server(uvicorn.Server):
         engine = self._middleware.engine
         while engine.is_alive():
             await asyncio.sleep(_WATCH_SECONDS)
-        if not self._middleware.stopping:
-            self.failure = engine.why_dead() or "for no known reason"
-            self._stop_forced.set()  # the engine has ended its requests, with an error
-            self._stop_requested.set()
+        self._stop_forced.set()  # the engine has ended its requests, with an error
+        self._stop_requested.set()
 
     async def _log_metrics(self) -> None:
         """Log a line at intervals, while requests run or have run since the last one."""
