@@ -12,6 +12,7 @@ from .attention.enable import disable, enable
 from .attention.fp8_paged import register
 from .cache.cache import FP8PagedCache
 from .cache.ds_mla import from_ds_mla, to_ds_mla
+from .cache.prefix_store import PrefixStore, StoreUsage
 from .calibration import calibrate
 from .errors import BackendError, ConfigError, Fp8KVError, OutOfPagesError, ScaleError
 from .formats import LayerPlan, SidePlan
@@ -28,8 +29,10 @@ __all__ = [
     "LayerScales",
     "ModelReport",
     "OutOfPagesError",
+    "PrefixStore",
     "ScaleError",
     "SidePlan",
+    "StoreUsage",
     "calibrate",
     "check_model",
     "disable",

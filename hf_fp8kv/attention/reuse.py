@@ -5,14 +5,22 @@ methods of an enabled model are given the tokens of each step, and tell the cach
 """
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
 
 from ..cache.held_text import Text, TextHolder
+from ..cache.prefix_pages import identify_options, kept_for_store, restore_prefix, row_keys
+from ..errors import ConfigError
+from ..modeling.weights import identify_model
+from ..utils.warn_once import warn_once
+
+logger = logging.getLogger(__name__)
 
 _PREFILL, _PREPARE = "_prefill", "prepare_inputs_for_generation"
 # What a model may be given beside tokens, such that the same tokens have the same keys and values.
@@ -80,18 +88,41 @@ class _Prefill(_Method):
         if not isinstance(cache, TextHolder):
             return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
         text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
-        if text is not None and config.prefill_chunk_size and CHUNKS_BEGIN_EMPTY:
-            cache.reset()  # type: ignore[no-untyped-call]
-        elif text is not None:
-            cache.reused += len(input_ids) * cache.keep_prefix(text)
+        keys = None if text is None else self._begin(cache, text, config)
         # Not known before all of it is stored.
         cache.text, cache.in_prefill = None, True
         try:
-            outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+            with kept_for_store(cache, keys) if keys else nullcontext():
+                outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
             cache.text = text
         finally:
             cache.in_prefill = False
         return outputs
+
+    def _begin(self, cache: TextHolder, text: Text, config: Any) -> list[list[str]] | None:
+        """Let a cache hold what is known of a text; return the keys of its pages in a store."""
+        begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
+        identity = self._identify(cache)
+        if begins_empty or identity != (cache.identity or identity):
+            cache.reset()  # type: ignore[no-untyped-call]
+        cache.reused += len(text.ids) * cache.keep_prefix(text)
+        cache.identity = identity
+        size = cache.options.page_size
+        keys = row_keys(identity, text, size) if identity and not cache.takes_on_trust else None
+        if keys and not begins_empty:
+            restore_prefix(cache, keys, (text.length - 1) // size)
+        return keys
+
+    def _identify(self, cache: TextHolder) -> str:
+        """Return what the pages of a store depend on beside the tokens; empty: there is none."""
+        model = self._model()
+        if cache.prefix_store is None or model is None or model.training:
+            return ""
+        try:
+            return identify_model(model) + identify_options(cache)
+        except ConfigError as error:
+            warn_once(logger, f"{cache.prefix_store} is not used: {error}")
+            return ""
 
 
 def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:

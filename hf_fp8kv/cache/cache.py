@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 from ..errors import ConfigError, Fp8KVError
 from ..formats import LayerPlan, count_plans, summarize_plan
 from ..modeling.exact_states import pass_exact_states
-from ..modeling.layer_specs import read_config
 from ..modeling.model_support import caches_latents, refuse_config
 from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
@@ -23,17 +22,20 @@ from ..scales.kv_scales import resolve
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization
+from .from_checkpoint import FromCheckpoint
 from .held_text import TextHolder
 from .layer import PagedLayerBase, parse_crop
 from .options import CacheOptions
 from .paged_layers import PagedLayers
 from .paged_tensor import densify
+from .prefix_pages import check_store
+from .prefix_store import PrefixStore
 from .snapshot import CacheSnapshot
 
 logger = logging.getLogger(__name__)
 
 
-class FP8PagedCache(TextHolder):
+class FP8PagedCache(FromCheckpoint, TextHolder):
     """A cache for `generate()` that stores keys and values as pages of 8-bit numbers.
 
     ```python
@@ -70,13 +72,16 @@ class FP8PagedCache(TextHolder):
         skip_layers: layers to keep in the model's dtype, in transformers' own layers: numbers
             and/or layer types such as "sliding_attention".
         prefill: "exact": a call on an empty cache attends to its own fresh K and V, and only
-            writes 8 bits; "stored": every call attends to what is stored.
+            writes 8 bits; "stored": every call attends to what is stored. None: "exact", or
+            "stored" with a `prefix_store`.
         backend: "auto", "torch", "numba" or "triton".
         tp_rank: this process's rank among those that share the heads of the model, for `scales`;
             `tensor_parallel(model)` gives both.
         tp_size: how many processes share the heads.
         reuse_prefix: whether `generate()` of an enabled model goes back to where its prompt and
             what is cached part. False: that is taken for the beginning of every prompt.
+        prefix_store: where `generate()` of an enabled model finds pages of the beginning of a
+            prompt, also those of other processes, and leaves its own.
         offloading: only False; some models pass it when they make a cache of the same kind.
 
     Raises:
@@ -102,11 +107,12 @@ class FP8PagedCache(TextHolder):
         max_cache_len: int | None = None,
         max_pages: int | None = None,
         skip_layers: Collection[int | str] = (),
-        prefill: str = "exact",
+        prefill: str | None = None,
         backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
         reuse_prefix: bool = True,
+        prefix_store: PrefixStore | None = None,
         offloading: bool = False,
     ) -> None:
         if offloading:
@@ -117,6 +123,8 @@ class FP8PagedCache(TextHolder):
         if config is not None:
             refuse_config(config)
         decoder = None if config is None else config.get_text_config(decoder=True)
+        if prefill is None:
+            prefill = "exact" if prefix_store is None else "stored"
         options = CacheOptions.parse(
             dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
             scales=resolve(scales, tp_rank=tp_rank, tp_size=tp_size), center_keys=center_keys,
@@ -126,7 +134,9 @@ class FP8PagedCache(TextHolder):
         )  # fmt: skip
         self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
         self.layers = self._paged.layers_for(skip_layers)
-        self.reuse_prefix = reuse_prefix
+        if prefix_store is not None:
+            check_store(prefix_store, options, config, self.layers)
+        self.reuse_prefix, self.prefix_store = reuse_prefix, prefix_store
         if config and options.scales is None and (declared := declared_kv_scales(config)):
             warn_once(
                 logger,
@@ -144,55 +154,6 @@ class FP8PagedCache(TextHolder):
         self._paged = PagedLayers(options, config, budget)
         self.groups: dict[int | None, LayerGroup] = self._paged.groups
         self.open_ended = config is None
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        repo_or_dir: str | os.PathLike[str],
-        *,
-        config: PreTrainedConfig | None = None,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        local_files_only: bool = False,
-        force_download: bool = False,
-        subfolder: str | None = None,
-        trust_remote_code: bool = False,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        strict: bool = True,
-        **cache_keywords: Any,
-    ) -> "FP8PagedCache":
-        """Return a cache with the static scales of a checkpoint.
-
-        Args:
-            repo_or_dir: a local folder, or a repository of the Hub.
-            config: the model's config; None: read from the same place.
-            revision, token, cache_dir, local_files_only: as everywhere in transformers.
-            force_download, subfolder, trust_remote_code: the same.
-            tp_rank, tp_size: as in the constructor.
-            strict: whether an incomplete set of scales is an error.
-            cache_keywords: those of the constructor.
-
-        Raises:
-            ScaleError: there are no scales, or they cannot be used.
-        """
-        hub: dict[str, Any] = {
-            "revision": revision, "token": token, "cache_dir": cache_dir,
-            "local_files_only": local_files_only, "force_download": force_download,
-            "subfolder": subfolder,
-        }  # fmt: skip
-        if "scales" in cache_keywords:
-            raise ConfigError(
-                "scales: expected none, since from_pretrained reads them from the checkpoint; use "
-                "FP8PagedCache(config, scales=...) for others"
-            )
-        scales = KVScales.from_pretrained(
-            repo_or_dir, tp_rank=tp_rank, tp_size=tp_size, strict=strict, **hub
-        )
-        if config is None:
-            config = read_config(repo_or_dir, hub, trust_remote_code)
-        return cls(config, scales=scales, tp_rank=tp_rank, tp_size=tp_size, **cache_keywords)
 
     @property
     def paged_layers(self) -> list[PagedLayerBase]:
@@ -341,6 +302,11 @@ class FP8PagedCache(TextHolder):
         cache.open_ended = snapshot.open_ended
         return cache
 
+    def adopt(self, snapshot: CacheSnapshot) -> None:
+        """Hold what a snapshot for these options does; only for an empty growing cache."""
+        self._set_up(self.options, self.config, snapshot.budget)
+        self.layers = self._paged.restore_layers(snapshot)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = twin = self.fork()
         return twin
@@ -383,18 +349,20 @@ class FP8PagedCache(TextHolder):
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 
     def memory_footprint(self) -> dict[str, Any]:
-        """Return what the cache takes, in bytes (but for the last three).
+        """Return what the cache takes, in bytes (but for the last four).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
         scales, centers), `tables` (block tables and lengths), `other` (stock layers, indexers),
         `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
         this cache), `tokens` (tokens held, over all sequences), `reused` (those that `generate()`
-        found here instead of computing them, over all calls) and `plans` (how many layers are
+        found here instead of computing them, over all calls), `restored` (those that it had from a
+        `PrefixStore`) and `plans` (how many layers are
         stored how). Forks share pages: each reports all of them under `pages`.
         """
         sizes = self._paged.memory_footprint()
         used = sizes.pop("used")
         sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
         tokens = self._paged.batch * self.host_length()
-        held = {"total": sizes.total(), "used": used, "tokens": tokens, "reused": self.reused}
-        return {**sizes, **held, "plans": count_plans(self.plan)}
+        held = {"total": sizes.total(), "used": used, "tokens": tokens}
+        found = {"reused": self.reused, "restored": self.restored}
+        return {**sizes, **held, **found, "plans": count_plans(self.plan)}

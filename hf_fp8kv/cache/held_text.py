@@ -14,7 +14,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionC
 
 from ..errors import ConfigError
 from .layer import PagedLayerBase
+from .options import CacheOptions
 from .paged_layers import PagedLayers
+from .prefix_store import PrefixStore
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +112,22 @@ class TextHolder(DynamicCache):
         in_prefill: whether `generate` is giving it a prompt.
         reuse_prefix: whether `generate` may go back to where a prompt and the text part.
         reused: tokens that `generate` found here instead of computing them, over all sequences.
+        takes_on_trust: whether a part of the text is what a prompt began with, not what was told.
+        prefix_store: where pages of other processes are found, and left for them.
+        restored: tokens whose pages came from there, over all sequences.
+        identity: of model and options when the text was computed, if there is a store.
     """
 
     text: Text | None = None
     in_prefill = False
     reuse_prefix = True
     reused = 0
+    takes_on_trust = False
+    prefix_store: PrefixStore | None = None
+    restored = 0
+    identity = ""
     layers: list[Any]
+    options: CacheOptions
     _paged: PagedLayers
 
     @property
@@ -144,10 +155,12 @@ class TextHolder(DynamicCache):
         """
         lengths = {stored for stored in self._paged.host_lengths() if stored}
         if not (length := max(lengths, default=0) or int(self.get_seq_length())):
+            self.takes_on_trust = False
             return 0
         # Whoever removes or adds tokens without a word leaves other lengths.
         if self.text is None or {self.text.length, length} != lengths | {length}:
             if text.length > length:
+                self.takes_on_trust = True
                 return length
             raise ConfigError(
                 f"expected a prompt of more than {length} tokens, which begins with those that the "
@@ -159,6 +172,7 @@ class TextHolder(DynamicCache):
         shared = min(shared, text.length - 1)
         if not shared or not self._can_crop(length - shared):
             self.reset()  # type: ignore[no-untyped-call]
+            self.takes_on_trust = False
             return 0
         if rows != list(range(len(self.text.ids))):
             self.batch_select_indices(torch.tensor(rows))

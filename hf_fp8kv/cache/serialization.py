@@ -73,7 +73,7 @@ def pack(snapshot: CacheSnapshot) -> tuple[Facts, Tensors]:
             }
             # A layer of fewer tokens may not have grown yet, with pages that only others use.
             pool.grow(layer.group.table.allocator.capacity)
-            for name, tensor in _name_as_in_files(pool, pool.take(used_pages[g])).items():
+            for name, tensor in name_as_in_files(pool, pool.take(used_pages[g])).items():
                 tensors[f"layers.{i}.{name}"] = tensor.contiguous()
             if layer.k_center is not None:
                 tensors[f"layers.{i}.k_center"] = layer.k_center.clone()
@@ -151,14 +151,14 @@ def _unpack_pool(
     pool.allocate(key, value, pages, in_blocks=in_blocks)
     start = 0
     for part in pool.parts():
-        for name, tensor in _name_as_in_files(pool, part).items():
+        for name, tensor in name_as_in_files(pool, part).items():
             stored = held[name][start : start + len(tensor)]
             tensor[: len(stored)] = stored
         start += len(part["k"])
     return pool
 
 
-def _name_as_in_files(pool: PagePool, tensors: Tensors) -> Tensors:
+def name_as_in_files(pool: PagePool, tensors: Tensors) -> Tensors:
     """Return tensors of a pool as files have them: the scales of K and of V apart; views."""
     tensors = dict(tensors)
     scales = tensors.pop("token_scales", None)

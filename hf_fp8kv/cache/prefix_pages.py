@@ -1,0 +1,240 @@
+"""The pages of a cache that a `PrefixStore` keeps: which, under which keys, and back again."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, OutOfPagesError
+from ..paging.layer_group import LayerGroup
+from ..scales import KVScales
+from . import serialization
+from .held_text import Text
+from .indexed import FP8PagedIndexedLayer
+from .layer import PagedLayerBase
+from .options import CacheOptions
+from .prefix_store import Page, PrefixStore, chain_keys
+from .snapshot import CacheSnapshot
+
+# Frequencies that depend on how long the text has become: K of a prefix with them.
+_MOVING = ("dynamic", "longrope")
+
+
+def check_store(store: object, options: CacheOptions, config: Any, layers: list[Any]) -> None:
+    """Raise ConfigError unless a cache with these layers can have its prefixes stored."""
+    why = ""
+    if not isinstance(store, PrefixStore):
+        raise ConfigError(
+            f"prefix_store: expected a hf_fp8kv.PrefixStore, got {store!r}; make one with "
+            "PrefixStore(path)"
+        )
+    if config is None:
+        why = "a config, which tells models apart, got None; pass the model's"
+    elif options.is_preallocated:
+        why = "a growing cache, got max_cache_len; leave one of the two out"
+    elif options.tp_size > 1:
+        why = "a model in one process, got one that is split; leave it out"
+    elif options.prefill != "stored":
+        why = (
+            "prefill='stored', got 'exact', whose first call reads its own K and V unrounded: its "
+            "pages would not be those of another cut into calls; leave prefill out"
+        )
+    elif options.first_call_centers:
+        why = (
+            "no centers but those of scales, got a center of each text's own first call; leave "
+            "center_keys out"
+        )
+    elif config.is_encoder_decoder:
+        why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
+    elif moving := _rope_types(config).intersection(_MOVING):
+        why = f"frequencies of RoPE that stay, got {min(moving)!r}: they change with the length"
+    elif any(
+        not isinstance(x, PagedLayerBase) or isinstance(x, FP8PagedIndexedLayer) for x in layers
+    ):
+        why = (
+            "layers that are pages and nothing else, got some of another kind (recurrent ones, an "
+            "indexer, or skip_layers)"
+        )
+    if why:
+        raise ConfigError(f"prefix_store: expected {why}")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Return every type of RoPE that a config names, however deep."""
+    found = set()
+    stack = [getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            found.add(str(part.get("rope_type", part.get("type"))))
+            stack.extend(part.values())
+    return found
+
+
+def identify_options(cache: Any) -> str:
+    """Return a digest of how numbers are stored: formats, plans, scales, centers, page size."""
+    digest, options = hashlib.sha256(), cache.options
+    facts: list[Any] = [options.page_size, options.backend, options.dynamic_scales]
+    facts += [(x.index, x.sliding_window, str(x.storage)) for x in cache.paged_layers]
+    scales = options.scales
+    if isinstance(scales, KVScales):
+        for index, layer in sorted(scales.layers.items()):
+            for name in ("k", "v", "k_center"):
+                tensor = getattr(layer, name)
+                facts.append((index, name, None if tensor is None else list(tensor.shape)))
+                if tensor is not None:
+                    digest.update(memoryview(tensor.float().cpu().contiguous().numpy()))
+    else:
+        facts.append(scales)
+    digest.update(json.dumps([facts, options.center_keys], default=str).encode())
+    return digest.hexdigest()
+
+
+def row_keys(identity: str, text: Text, page_size: int) -> list[list[str]] | None:
+    """Return the keys of the full pages of each row; None: positions are not those of the tokens.
+
+    Padding is a part of a text: it decides in which slot of which page a token is.
+    """
+    ids = text.ids.cpu()
+    mask = torch.ones_like(ids)
+    if text.mask is not None:
+        mask[:, : text.mask.shape[1]] = text.mask.cpu() != 0
+    if text.positions is not None:
+        counted = (mask.cumsum(1) - 1).clamp(min=0)
+        moved = (text.positions.cpu() != counted) & (mask != 0)
+        if bool(moved.any()):
+            return None
+    return [chain_keys(identity, row, page_size) for row in ids.masked_fill(mask == 0, -1)]
+
+
+def restore_prefix(cache: Any, keys: list[list[str]], most: int) -> None:
+    """Give an empty cache the pages that a store has of each row, at most `most` of them."""
+    store, rows, size = cache.prefix_store, len(keys), cache.options.page_size
+    if cache.host_length() or not most:
+        return
+    count, pages = _read_prefix(store, keys, most)
+    if not count:
+        store.count(misses=rows)
+        return
+    try:
+        cache.adopt(_unpack_prefix(keys, count, pages, cache.options, cache.groups))
+    except OutOfPagesError:
+        return  # whoever computes these tokens raises the same, with a better explanation
+    cache.restored += rows * count * size
+    store.count(hits=rows, tokens_found=rows * count * size)
+    for row in keys:
+        store.touch(row[:count])
+
+
+@contextmanager
+def kept_for_store(cache: Any, keys: list[list[str]]) -> Iterator[None]:
+    """Keep the pages that windows leave behind while a prompt is computed, and then store all.
+
+    A text that goes on elsewhere needs the window before that place.
+    """
+    store, options = cache.prefix_store, cache.options
+    is_new = any(not store.has(key) for row in keys for key in row)
+    # Within a limit a prompt has to fit as it does without a store.
+    passing = [
+        group
+        for group in cache.groups.values()
+        if group.window is not None and not group.record_past and options.max_pages is None
+    ]
+    if not is_new:
+        yield
+        return
+    for group in passing:
+        group.record_past = True
+    try:
+        yield
+    finally:
+        for group in passing:
+            group.record_past = False
+    first = max(group.table.first for group in cache.groups.values())
+    for number, row in enumerate(keys):
+        store.write(row, partial(_take_pages, cache.paged_layers, number), first)
+    for group in passing:
+        group.crop(0)
+
+
+def _read_prefix(
+    store: PrefixStore, keys: list[list[str]], most: int
+) -> tuple[int, dict[str, Page]]:
+    """Return how many pages every row has there, at most `most`, and all that were read, by key."""
+    pages: dict[str, Page] = {}
+    count = 0
+    while count < most:
+        for row in keys:
+            key = row[count]
+            if key not in pages:
+                page = store.read(key)
+                if page is None or (pages and page.facts != next(iter(pages.values())).facts):
+                    return count, pages
+                pages[key] = page
+        count += 1
+    return count, pages
+
+
+def _unpack_prefix(
+    keys: list[list[str]], count: int, pages: dict[str, Page], options: CacheOptions,
+    groups: dict[int | None, LayerGroup],
+) -> CacheSnapshot:  # fmt: skip
+    """Return a snapshot of a cache that holds the first `count` pages of each row."""
+    length = count * options.page_size
+    layers = next(iter(pages.values())).facts["layers"]
+    tensors: dict[str, torch.Tensor] = {}
+    facts: list[Any] = []
+    used: list[list[str]] = []
+    for g, (window, group) in enumerate(groups.items()):
+        first = min(group.visible_from(length), length - 1) // options.page_size
+        names = list(dict.fromkeys(key for row in keys for key in row[first:count]))
+        numbers = {key: number for number, key in enumerate(names)}
+        rows = [[numbers[key] for key in row[first:count]] for row in keys]
+        tensors[f"groups.{g}.table"] = torch.tensor(rows, dtype=torch.int32)
+        facts.append({"window": window, "first": first, "record_past": group.record_past})
+        used.append(names)
+    windows = list(groups)
+    described = []
+    for i, layer in enumerate(layers):
+        g = windows.index(layer["window"])
+        for name in layer["tensors"]:
+            parts = [pages[key].tensors[f"{i}.{name}"] for key in used[g]]
+            tensors[f"layers.{i}.{name}"] = torch.stack(parts)
+        heads, k_dim, v_dim = layer["shape"]
+        center = options.layer_scales(layer["index"], heads, k_dim, v_dim)[2]
+        if center is not None:
+            center = center.expand(len(keys), -1, -1).contiguous()
+            tensors[f"layers.{i}.k_center"] = center
+        described.append({**layer, "kind": "paged", "group": g, "length": length})
+    all_facts = {"groups": facts, "layers": described, "open_ended": False}
+    return serialization.unpack(all_facts, tensors, options, [])
+
+
+def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
+    """Return the pages of one row of a cache, by their places in it."""
+    tensors: list[dict[str, torch.Tensor]] = [{} for _ in places]
+    facts = []
+    for i, layer in enumerate(layers):
+        pool, group = layer.pool, layer.group
+        group.store_pending()
+        numbers = group.table.rows[row, np.array(places)]
+        held = serialization.name_as_in_files(pool, pool.take(numbers))
+        for name, tensor in held.items():
+            for at, part in enumerate(tensor.cpu()):
+                tensors[at][f"{i}.{name}"] = part.contiguous()
+        facts.append(
+            {
+                "index": layer.index,
+                "window": group.window,
+                "plan": [str(side) for side in layer.storage],
+                "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
+                "shape": [pool.heads, pool.k_dim, pool.v_dim],
+                "tensors": list(held),
+            }
+        )
+    return [Page(part, {"layers": facts}) for part in tensors]

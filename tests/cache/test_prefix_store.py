@@ -1,0 +1,524 @@
+"""Pages of prefixes in a folder: found again by what they depend on, and by nothing else."""
+
+import copy
+import errno
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_fp8kv import (
+    ConfigError,
+    FP8PagedCache,
+    KVScales,
+    LayerPlan,
+    LayerScales,
+    PrefixStore,
+    disable,
+    enable,
+)
+from hf_fp8kv.cache.prefix_store import chain_keys
+from tests.helpers.assertions import assert_same
+from tests.helpers.margins import wide_margins
+from tests.helpers.store_kills import run_kills, run_together
+from tests.helpers.tiny_models import tiny
+
+pytestmark = pytest.mark.text
+
+PAGE = 8
+GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+LEAST_MARGIN = 1e-5
+MODELS = ("gqa", "mha", "sliding", "sliding_and_full", "softcap", "latent", "sinks")
+
+
+class Reader:
+    """A process that has just started: a new model of the same weights, and a new store."""
+
+    def __init__(self, folder: Path, name: str = "gqa", max_bytes: int = 1 << 30, **keywords: Any):
+        options = {key: keywords.pop(key) for key in list(keywords) if key in CONFIG}
+        self.model, _ = tiny(name, max_position_embeddings=512, **options)
+        self.store = PrefixStore(folder, max_bytes=max_bytes)
+        self.keywords = {"page_size": PAGE, **keywords}
+        self.calls: list[int] = []
+        self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self.enable()
+
+    def enable(self) -> None:
+        enable(self.model, prefix_store=self.store, **self.keywords)
+
+    def _count(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        self.calls.append(kwargs["input_ids"].shape[1])
+
+    def plain_cache(self) -> FP8PagedCache:
+        keywords = {**self.keywords, "prefill": "stored"}
+        return FP8PagedCache(self.model.config, **keywords)
+
+    def answer(self, ids: torch.Tensor, **keywords: Any) -> int:
+        """Compare an answer with that of a cache without a store; return the computed tokens."""
+        keywords = {**GREEDY, **keywords}
+        self.calls.clear()
+        said = self.model.generate(ids, **keywords)
+        computed = self.calls[0]
+        if "num_beams" not in keywords:
+            keywords["logits_processor"] = wide_margins(LEAST_MARGIN)
+        expected = self.model.generate(ids, past_key_values=self.plain_cache(), **keywords)
+        assert_same(said, expected, f"{computed} of {ids.shape[1]} tokens computed")
+        return computed
+
+
+CONFIG = ("rope_parameters", "sliding_window", "seed")
+
+
+def words(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(2, 98, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.iterdir())
+
+
+# -- what is found ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_new_process_computes_what_is_not_there(name: str, tmp_path: Path) -> None:
+    prefix = words(61)
+    assert Reader(tmp_path, name).answer(torch.cat([prefix, words(9, seed=1)], 1)) == 70
+    for number, more in enumerate((3, 11, 24)):
+        reader = Reader(tmp_path, name)
+        ids = torch.cat([prefix, words(more, seed=5 + number)], 1)
+        # 61 tokens are in seven full pages and a part of another one.
+        assert reader.answer(ids) == 61 + more - 56
+        usage = reader.store.usage()
+        assert (usage.hits, usage.misses, usage.tokens_found) == (1, 0, 56)
+    # All of it is known but its last token, where a page ends, and where one has just begun.
+    reader = Reader(tmp_path, name)
+    assert reader.answer(prefix[:, :57]) == 1
+    assert reader.answer(prefix[:, :56]) == 8
+    assert reader.answer(prefix[:, :8]) == 8
+    # Another first token: nothing after it is the same.
+    other = prefix.clone()
+    other[0, 0] = 2 + (other[0, 0] + 1) % 90
+    assert reader.answer(other) == 61
+
+
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
+def test_rows_of_a_batch_share_a_folder(name: str, tmp_path: Path) -> None:
+    ids, mask = words(45, rows=3), torch.ones(3, 45, dtype=torch.long)
+    ids[1, :5] = mask[1, :5] = 0
+    assert Reader(tmp_path, name).answer(ids, attention_mask=mask) == 45
+    reader = Reader(tmp_path, name)
+    more = torch.cat([ids, words(4, rows=3, seed=3)], 1)
+    grown = torch.cat([mask, torch.ones(3, 4, dtype=torch.long)], 1)
+    assert reader.answer(more, attention_mask=grown) == 49 - 40
+    # Rows in another order; one of them alone; beams, which begin alike.
+    order = torch.tensor([2, 1])
+    assert reader.answer(more[order], attention_mask=grown[order]) == 49 - 48
+    assert Reader(tmp_path, name).answer(more[:1]) == 1
+    assert Reader(tmp_path, name).answer(more[2:], num_beams=3) == 1
+    # What one row does not have, no row can use; other padding is another text.
+    mixed = torch.cat([more[:1], words(49, seed=8)])
+    assert reader.answer(mixed) == 49
+    moved = grown.clone()
+    moved[1, 5] = 0
+    assert reader.answer(more[1:2], attention_mask=moved[1:2]) == 49
+
+
+def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
+    reader = Reader(tmp_path, "gqa")
+    cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
+    text = words(20)
+    for turn in range(3):
+        said = reader.model.generate(text, past_key_values=cache, **GREEDY)
+        text = torch.cat([said, words(6, seed=turn)], 1)
+    assert cache.memory_footprint()["reused"] == 26 + 39
+    fresh = Reader(tmp_path, "gqa")
+    # The last prompt had 46 tokens: its pages have all been there.
+    assert fresh.answer(text) == text.shape[1] - 40
+    again = FP8PagedCache(fresh.model.config, prefix_store=fresh.store, page_size=PAGE)
+    fresh.model.generate(text, past_key_values=again, **GREEDY)
+    assert again.memory_footprint()["restored"] == 56 - 8 * (text.shape[1] < 57)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": "fp8"}, {"dtype": "auto"}, {"key_dtype": "auto"}, {"scales": 0.05},
+        {"plan": LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated")}, {"page_size": 16},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_way_to_store(keywords: dict[str, Any], tmp_path: Path) -> None:
+    Reader(tmp_path, **keywords).answer(words(40))
+    size = keywords.get("page_size", PAGE)
+    assert Reader(tmp_path, **keywords).answer(words(40)) == 40 - 39 // size * size
+
+
+# -- what is never found ----------------------------------------------------------------------
+
+
+def scales_of(factor: float = 1.0, center: float = 0.1) -> KVScales:
+    shape = (2, 16)
+    layers = {
+        i: LayerScales(
+            torch.full(shape, 0.02 + 0.01 * i),
+            torch.full(shape, 0.03 * factor),
+            torch.full(shape, center),
+        )
+        for i in range(2)
+    }
+    return KVScales(layers, "hf_fp8kv")
+
+
+def test_other_weights_are_another_model(tmp_path: Path) -> None:
+    """One number anywhere is enough; written in place, or by another tensor."""
+    ids = words(30)
+    Reader(tmp_path).answer(ids)
+    reader = Reader(tmp_path)
+    assert reader.answer(ids) == 30 - 24
+    names = [name for name, _ in reader.model.named_parameters()]
+    random = torch.Generator().manual_seed(3)
+    for name in names:
+        tensor = reader.model.get_parameter(name)
+        place = int(torch.randint(tensor.numel(), (), generator=random))
+        with torch.no_grad():
+            before = tensor.view(-1)[place].clone()
+            tensor.view(-1)[place] += 0.01
+        assert reader.answer(ids) == 30, name
+        with torch.no_grad():
+            tensor.view(-1)[place] = before
+        assert reader.answer(ids) == 6, name
+    part = reader.model.model.layers[1].mlp.up_proj
+    part.weight = torch.nn.Parameter(part.weight * 1.0001)
+    assert reader.answer(ids) == 30
+
+
+def test_other_numbers_are_another_store(tmp_path: Path) -> None:
+    ids = words(30)
+    moved = {"rope_type": "default", "rope_theta": 9999.0}
+    variants: list[dict[str, Any]] = [
+        {}, {"dtype": "fp8"}, {"dtype": "int8"}, {"key_dtype": "fp8"}, {"value_dtype": "int8"},
+        {"rotate_keys": True}, {"rotate_values": True}, {"page_size": 16}, {"scales": 0.05},
+        {"scales": 0.06}, {"scales": scales_of()}, {"scales": scales_of(1.01)},
+        {"scales": scales_of(center=0.11)}, {"scales": scales_of(), "center_keys": False},
+        {"seed": 1}, {"rope_parameters": moved}, {"name": "sliding", "sliding_window": 8},
+        {"name": "sliding", "sliding_window": 9}, {"backend": "torch"},
+    ]  # fmt: skip
+    for variant in variants:
+        assert Reader(tmp_path, **variant).answer(ids) == 30, variant
+    for variant in variants:
+        assert Reader(tmp_path, **variant).answer(ids) < 30, variant
+
+
+def test_keys_depend_on_all_that_is_before() -> None:
+    ids = words(32)[0]
+    keys = chain_keys("model", ids, 8)
+    assert len({*keys}) == 4
+    assert chain_keys("model", ids[:31], 8) == keys[:3]
+    assert set(chain_keys("models", ids, 8)).isdisjoint(keys)
+    for place in (0, 7, 8, 31):
+        other = ids.clone()
+        other[place] += 1
+        changed = chain_keys("model", other, 8)
+        assert changed[: place // 8] == keys[: place // 8]
+        assert set(changed[place // 8 :]).isdisjoint(keys)
+
+
+def test_tokens_that_nobody_vouches_for_are_not_stored(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
+    ids = words(40)
+    with torch.no_grad():
+        # By hand, and other tokens than the prompt says.
+        reader.model(input_ids=words(16, seed=9), past_key_values=cache)
+    reader.model.generate(ids, past_key_values=cache, **GREEDY)
+    assert not files_of(tmp_path)
+    # Other positions than those of the tokens, and a model in training.
+    positions = torch.arange(3, 43)[None]
+    reader.model.generate(ids, position_ids=positions, **GREEDY)
+    reader.model.train()
+    reader.model.generate(ids, **GREEDY)
+    reader.model.eval()
+    assert not files_of(tmp_path)
+    assert reader.answer(ids) == 40
+
+
+def test_weights_that_change_within_a_chat(tmp_path: Path) -> None:
+    """Neither pages of the old weights under the name of the new, nor their use."""
+    reader = Reader(tmp_path)
+    cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
+    said = reader.model.generate(words(40), past_key_values=cache, **GREEDY)
+    with torch.no_grad():
+        reader.model.lm_head.weight.mul_(1.01)
+        reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+    more = torch.cat([said, words(5)], 1)
+    reader.calls.clear()
+    reader.model.generate(more, past_key_values=cache, **GREEDY)
+    assert reader.calls[0] == more.shape[1]
+    assert reader.answer(more) == more.shape[1] - 48
+
+
+# -- bad files --------------------------------------------------------------------------------
+
+
+def spoil(path: Path, number: int, others: list[Path], outside: Path) -> bool:
+    """Replace a good file by a bad one, one of 50; return whether it can be removed."""
+    good = path.read_bytes()
+    if number < 10:  # cut off at every tenth
+        path.write_bytes(good[: len(good) * number // 10])
+    elif number < 34:  # one bit, in the header and in the numbers
+        place = len(good) * (number - 10) // 24 + number
+        flipped = bytearray(good)
+        flipped[place % len(good)] ^= 1 << number % 8
+        path.write_bytes(flipped)
+    elif number < 40:  # whole, but of another page or another model
+        path.write_bytes(others[number % len(others)].read_bytes())
+    elif number < 43:  # links: to a good file, to nothing, to itself
+        path.unlink()
+        outside.write_bytes(good)
+        path.symlink_to([outside, outside.with_name("none"), path][number - 40])
+    elif number < 45:  # folders
+        path.unlink()
+        path.mkdir()
+        if number == 44:
+            (path / "file").write_bytes(good)
+        return False
+    elif number == 45:
+        path.unlink()
+        os.mkfifo(path)
+    elif number == 46:  # a header without end
+        path.write_bytes((1 << 62).to_bytes(8, "little") + good[8:])
+    elif number == 47:
+        path.write_bytes(pickle.dumps({"k": good}))
+    elif number == 48:
+        path.write_bytes(good + b"\0")
+    else:  # a header that no parser likes
+        path.write_bytes((20_000).to_bytes(8, "little") + b"[" * 20_000)
+    return True
+
+
+def test_fifty_bad_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, ids = tmp_path / "store", words(40)
+    Reader(folder).answer(ids)
+    keys = [path.name for path in sorted(files_of(folder), key=lambda x: -x.stat().st_mtime_ns)]
+    assert len(keys) == 5, "the first page has been used the most recently"
+    before = {name: (folder / name).read_bytes() for name in keys}
+    other = tmp_path / "other"
+    Reader(other, dtype="fp8").answer(ids)
+    reader = Reader(folder)
+    for number in range(50):
+        at = number % 4
+        path = folder / keys[at]
+        others = [*files_of(other), *(folder / name for name in keys[at + 1 :])]
+        is_removable = spoil(path, number, others, tmp_path / "outside")
+        caplog.clear()
+        assert reader.answer(ids) == 40 - PAGE * at, number
+        assert len([x for x in caplog.records if "is not a page" in x.message]) == 1, number
+        assert reader.answer(ids) == (8 if is_removable else 40 - PAGE * at), number
+        if is_removable:
+            assert not path.is_symlink()
+            assert reader.store.read(path.stem) is not None, "stored again"
+            continue
+        assert path.is_dir()
+        caplog.clear()
+        assert reader.answer(torch.cat([ids, words(9)], 1)) == 49 - PAGE * at
+        assert not caplog.records, "one warning"
+        shutil.rmtree(path)
+        path.write_bytes(before[keys[at]])
+        reader = Reader(folder)
+    assert reader.store.usage().files == 5
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_files_without_permission(tmp_path: Path) -> None:
+    Reader(tmp_path).answer(words(40))
+    for path in files_of(tmp_path):
+        path.chmod(0)
+    assert Reader(tmp_path).answer(words(40)) == 40
+
+
+def test_a_file_that_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the test above, which root cannot run."""
+    Reader(tmp_path).answer(words(40))
+    opened = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert Reader(tmp_path).answer(words(40)) == 40
+    assert "Permission denied" in caplog.text
+
+
+# -- the disk ---------------------------------------------------------------------------------
+
+
+def test_the_bound_holds_and_the_least_used_go(tmp_path: Path) -> None:
+    Reader(tmp_path).answer(words(40))
+    page = files_of(tmp_path)[0].stat().st_size
+    limit = 13 * page
+    reader = Reader(tmp_path, max_bytes=limit)
+    for seed in range(1, 12):
+        reader.answer(words(40, seed=seed))
+        reader.answer(words(40))  # used all the time
+        assert size_of(tmp_path) <= limit
+    fresh = Reader(tmp_path, max_bytes=limit)
+    assert fresh.answer(words(40)) == 8
+    assert fresh.answer(words(40, seed=11)) == 8
+    assert fresh.answer(words(40, seed=2)) == 40
+    # Of a text that is larger than the store, the beginning is there.
+    small = Reader(tmp_path, max_bytes=3 * page)
+    small.answer(words(90, seed=20))
+    assert size_of(tmp_path) <= 3 * page
+    assert small.answer(words(90, seed=20)) == 90 - 24
+    tiny_store = Reader(tmp_path, max_bytes=page // 2)
+    tiny_store.answer(words(40, seed=30))
+    assert tiny_store.store.usage().files == 0
+
+
+@pytest.mark.parametrize("failure", ["write_bytes", "replace", "lock"])
+def test_a_full_disk_stops_storing_and_nothing_else(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Reader(tmp_path).answer(words(40))
+    reader = Reader(tmp_path)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if failure == "write_bytes":
+            with open(args[0], "wb") as file:
+                file.write(args[1][:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    target: Any = {"write_bytes": Path, "replace": os}.get(failure)
+    with monkeypatch.context() as patched:
+        if target is None:
+            import fcntl
+
+            patched.setattr(fcntl, "flock", fail)
+        else:
+            patched.setattr(target, failure, fail)
+        for seed in (1, 2):
+            assert reader.answer(words(40, seed=seed)) == 40
+        assert reader.answer(words(40)) == 8, "what is there is read"
+    assert len([x for x in caplog.records if "stores nothing" in x.message]) == 1
+    assert not list(tmp_path.glob(".*.part"))
+    assert len(files_of(tmp_path)) == 5
+
+
+def test_others_that_write_for_long_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 0.05)
+    reader = Reader(tmp_path)
+    with open(tmp_path / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert reader.answer(words(40)) == 40
+    assert not files_of(tmp_path)
+    assert reader.answer(words(40)) == 40
+    assert len(files_of(tmp_path)) == 5
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "README").write_text("mine")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".gone.part").write_text("of a killed process")
+    reader = Reader(tmp_path, max_bytes=1000)
+    reader.answer(words(40))
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".safetensors"} == {
+        "README", "folder", ".lock",
+    }  # fmt: skip
+    assert (tmp_path / "model.safetensors").exists()
+
+
+# -- several processes ------------------------------------------------------------------------
+
+
+def test_kills_while_writing(tmp_path: Path) -> None:
+    result = run_kills(tmp_path, kills=10)
+    assert result["wrong"] == 0
+    assert result["over"] == 0
+    assert result["written"] > 0
+
+
+@pytest.mark.slow
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    result = run_kills(tmp_path, kills=200)
+    assert (result["wrong"], result["over"]) == (0, 0), result
+
+
+def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+    result = run_together(tmp_path, processes=2)
+    assert result["wrong"] == 0
+    assert result["over"] == 0
+    assert result["found"] > 0
+
+
+# -- refusals, copies -------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, str, dict[str, Any]]] = [
+    ("gqa", "prefill='stored'", {"prefill": "exact"}),
+    ("gqa", "max_cache_len", {"max_cache_len": 64}),
+    ("gqa", "split", {"tp_size": 2}),
+    ("gqa", "first call", {"center_keys": True}),
+    ("gqa", "another kind", {"skip_layers": [0]}),
+    ("gqa", "hf_fp8kv.PrefixStore", {"prefix_store": "folder"}),
+    ("hybrid", "another kind", {}),
+    ("sparse", "another kind", {}),
+    ("cross_attention", "encoder-decoder", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "message", "keywords"), REFUSED, ids=str)
+def test_what_cannot_be_stored_is_refused(
+    name: str, message: str, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    model, _ = tiny(name)
+    keywords = {"prefix_store": PrefixStore(tmp_path), **keywords}
+    with pytest.raises(ConfigError, match=message):
+        FP8PagedCache(model.config, **keywords)
+
+
+def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
+    moving = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model, _ = tiny("gqa", rope_parameters=moving)
+    with pytest.raises(ConfigError, match="dynamic"):
+        FP8PagedCache(model.config, prefix_store=PrefixStore(tmp_path))
+    with pytest.raises(ConfigError, match="a config"):
+        FP8PagedCache(prefix_store=PrefixStore(tmp_path))
+
+
+def test_folders_and_bounds_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="a folder"):
+        PrefixStore(tmp_path / "file")
+    for bound in (0, -1, 1.5, True, "1G"):
+        with pytest.raises(ConfigError, match="max_bytes"):
+            PrefixStore(tmp_path, max_bytes=bound)  # type: ignore[arg-type]
+
+
+def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    reader.answer(words(40))
+    for twin in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
+        cache = twin.generate(words(40), return_dict_in_generate=True, **GREEDY).past_key_values
+        assert cache.restored == 32
+        assert cache.fork().prefix_store is cache.prefix_store
+    disable(reader.model)
+    reader.calls.clear()
+    reader.model.generate(words(40), **GREEDY)
+    assert reader.calls[0] == 40

@@ -1,0 +1,162 @@
+"""Processes that share a `PrefixStore` and are killed while they write.
+
+    python -m tests.helpers.store_kills --kills 200
+
+Each is forked from one that has a tiny model ready, writes the prompts that it is told to, and is
+killed at a random moment. After each kill the folder is read by another store: the tokens must be
+those without one, and all files together, unfinished ones too, within the bound.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+PROMPTS, TOKENS, PAGE = 6, 100, 8
+# Of the 12 pages of each of six prompts, about half fit.
+BOUND = 36 * 2300
+
+
+def run_kills(folder: Path, kills: int) -> dict[str, int]:
+    """Run this file in a process of its own: it forks, and this one may have threads."""
+    return _run("--kills", str(kills), "--folder", str(folder))
+
+
+def run_together(folder: Path, processes: int) -> dict[str, int]:
+    """Let processes write and read the same prompts at once."""
+    return _run("--together", str(processes), "--folder", str(folder))
+
+
+def _run(*arguments: str) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.helpers.store_kills", *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    result: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+class Tried:
+    """A tiny model, prompts, and what it says to them without a store."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from hf_fp8kv import FP8PagedCache, PrefixStore, enable
+        from tests.helpers.tiny_models import tiny
+
+        torch.set_num_threads(1)
+        self.model, _ = tiny("sliding_and_full", max_position_embeddings=512)
+        self.folder, self.enable, self.make = folder, enable, PrefixStore
+        generator = torch.Generator().manual_seed(0)
+        self.prompts = torch.randint(2, 98, (PROMPTS, 1, TOKENS), generator=generator)
+        enable(self.model, prefill="stored", page_size=PAGE)
+        self.expected = []
+        for prompt in self.prompts:
+            cache = FP8PagedCache(self.model.config, prefill="stored", page_size=PAGE)
+            self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
+
+    def say(self, rounds: int, seed: int) -> dict[str, int]:
+        """Ask prompts in a random order; return how many answers are wrong, and tokens found."""
+        import torch
+
+        store = self.make(self.folder, max_bytes=BOUND)
+        self.enable(self.model, prefix_store=store, page_size=PAGE)
+        order, wrong = random.Random(seed), 0
+        for _ in range(rounds):
+            at = order.randrange(PROMPTS)
+            said = self.model.generate(self.prompts[at], **GREEDY)
+            wrong += not torch.equal(said, self.expected[at])
+        usage = store.usage()
+        return {
+            "wrong": wrong, "found": usage.tokens_found, "written": usage.bytes_written,
+            "over": int(self.size() > BOUND), "refused": usage.files_refused,
+        }  # fmt: skip
+
+    def size(self) -> int:
+        total = 0
+        for path in self.folder.iterdir():
+            try:
+                total += path.lstat().st_size
+            except FileNotFoundError:
+                continue  # removed meanwhile
+        return total
+
+    def fork(self, rounds: int, seed: int, result: Path | None = None) -> int:
+        """Say things in a child; return its number."""
+        child = os.fork()
+        if child:
+            return child
+        try:
+            told = self.say(rounds, seed)
+            if result is not None:
+                result.write_text(json.dumps(told))
+        finally:
+            os._exit(0)
+
+
+def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
+    """Kill a writing process `kills` times at random moments; return sums over what is read."""
+    started = time.monotonic()
+    tried.say(PROMPTS, 0)
+    span = time.monotonic() - started
+    total = {"kills": 0, "wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0, "parts": 0}
+    moments = random.Random(1)
+    for number in range(kills):
+        for path in list(tried.folder.glob("*.safetensors"))[:: moments.randint(1, 3)]:
+            path.unlink()  # so that there is something to write
+        child = tried.fork(1000, seed=number)
+        time.sleep(moments.uniform(0, span))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        total["kills"] += 1
+        total["parts"] += len(list(tried.folder.glob(".*.part")))
+        total["over"] += tried.size() > BOUND
+        for name, value in tried.say(3, seed=number).items():
+            total[name] += value
+    return total
+
+
+def write_together(tried: Tried, processes: int) -> dict[str, int]:
+    """Let processes say things at once; return sums over them."""
+    results = [tried.folder.with_name(f"result{number}") for number in range(processes)]
+    children = [tried.fork(30, number, result) for number, result in enumerate(results)]
+    total = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}
+    while children:
+        total["over"] += tried.size() > BOUND
+        child, _ = os.waitpid(children[0], os.WNOHANG)
+        if child:
+            children.pop(0)
+        time.sleep(0.005)
+    for result in results:
+        for name, value in json.loads(result.read_text()).items():
+            total[name] += value
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--together", type=int, default=0, help="processes that are not killed")
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (args.folder or Path(scratch)) / "store"
+        folder.mkdir(parents=True, exist_ok=True)
+        tried: Any = Tried(folder)
+        total = write_together(tried, args.together) if args.together else None
+        sys.stdout.write(json.dumps(total or kill_writers(tried, args.kills)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
