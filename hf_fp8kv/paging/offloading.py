@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..formats import LayerPlan
@@ -210,15 +211,17 @@ class OffloadedPool(PagePool):
 
     def _grow_host(self) -> None:
         if not self.host_pool.is_allocated:
-            like = (tokens.to(_HOST) for tokens in self.empty_tokens(1))
+            key, value = (tokens.to(_HOST) for tokens in self.empty_tokens(1))
             self.host_pool.pinned = self.device.type == "cuda"
-            self.host_pool.allocate(*like, self.pages, in_blocks=self.in_blocks)
+            self.host_pool.allocate(key, value, self.pages, in_blocks=self.in_blocks)
         if self.host_pool.pages < self.pages:
             if not self.in_blocks:
                 self._settle()  # its bytes move
             self.host_pool.grow(self.pages)
 
-    def _copy_over(self, source: PagePool, target: PagePool, pages: Ints) -> None:
+    def _copy_over(
+        self, source: PagePool, target: PagePool, pages: npt.NDArray[np.integer]
+    ) -> None:
         with self.budget.copying(self.device_pool.device) as stream:
             target.receive(source, pages, waits=stream is None)
             if stream is not None:
@@ -261,7 +264,7 @@ class OffloadedPool(PagePool):
         self._on_host[:] = True
         return self.host_pool.parts()
 
-    def take(self, pages: Ints) -> dict[str, torch.Tensor]:
+    def take(self, pages: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
         """Return copies of pages in host memory, by the name of the tensor."""
         self.store()
         self._grow_host()

@@ -270,7 +270,7 @@ class PagePool:
     def written(self, pages: Ints) -> None:
         """Take note that `pages` are about to be written: nothing, where they are in one place."""
 
-    def receive(self, source: "PagePool", pages: Ints, *, waits: bool) -> None:
+    def receive(self, source: "PagePool", pages: npt.NDArray[np.integer], *, waits: bool) -> None:
         """Copy `pages`, ascending, from where `source`, perhaps elsewhere, has the same numbers.
 
         `waits`: whether they are there on return.

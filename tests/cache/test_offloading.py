@@ -5,7 +5,9 @@ reads as NaN here, and so does a page of the host that was written on the device
 """
 
 import copy
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, enable
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
+from hf_fp8kv.bench.hot_loops import AttentionLayer
 from hf_fp8kv.paging import page_pool
 from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedPool
 from hf_fp8kv.paging.page_pool import PagePool
@@ -405,10 +409,34 @@ def test_sizes_of_both_tiers() -> None:
     assert sizes["total"] == sum(sizes[name] for name in parts)
 
 
-def test_no_layer_waits_for_the_garbage_collector() -> None:
-    import gc
-    import weakref
+def test_memory_is_free_before_the_next_layer_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is done with a layer's pages keeps them: writes that waited, records, tables."""
+    triton_standin(monkeypatch)
+    cache = FP8PagedCache(config("gemma3_text"), offloading=True, backend="triton", page_size=PAGE)
+    feed([cache], 21)
+    fetch = OffloadedPool.fetch
+    taken: list[weakref.ref[torch.Tensor]] = []
 
+    def watched(self: OffloadedPool, pages: Any) -> None:
+        comes = not self.device_pool.is_allocated
+        assert not comes or sum(block() is not None for block in taken) < 2
+        fetch(self, pages)
+        if comes:
+            taken.extend(weakref.ref(block) for block in self.device_pool._blocks[:1])
+
+    for layer in cache.paged_layers:
+        layer.offload()
+    monkeypatch.setattr(OffloadedPool, "fetch", watched)
+    modules = [AttentionLayer(2, index) for index in range(LAYERS)]
+    for _ in range(3):
+        for index, module in enumerate(modules):
+            keys, values = cache.update(*torch.randn(2, 2, HEADS, 1, DIM), index)
+            fp8_paged_attention(module, torch.randn(2, 2 * HEADS, 1, DIM), keys, values, None)
+            del keys, values
+    assert len(taken) == 3 * LAYERS + 1
+
+
+def test_no_layer_waits_for_the_garbage_collector() -> None:
     cache = FP8PagedCache(config(), offloading=True, page_size=PAGE)
     feed([cache], 21)
     fork = cache.fork()
