@@ -1,5 +1,6 @@
 """Enabling: an FP8 cache for every `generate()` of a model, without a keyword."""
 
+import copy
 import logging
 import weakref
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _SAVED = "_hf_fp8kv_enabled"
 _HOOK = "_prepare_cache_for_generation"
+# The name that generate() has for a growing cache in host memory.
+OFFLOADED = "offloaded"
 # Types of PEFT's adapters that put keys and values into the cache.
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")
 _Model = TypeVar("_Model")
@@ -125,15 +128,21 @@ class _PrepareCache:
     ) -> Any:
         model = self._owner
         if _wants_default_cache(generation_config, model_kwargs):
-            cache = model_kwargs["past_key_values"] = _new_cache(model, self._keywords)
+            keywords = self._keywords
+            if generation_config.cache_implementation == OFFLOADED:
+                keywords = {**keywords, "offloading": True}
+                # With a cache that there is already transformers refuses to be asked for one.
+                generation_config = copy.copy(generation_config)
+                generation_config.cache_implementation = None
+            cache = model_kwargs["past_key_values"] = _new_cache(model, keywords)
             _note_padding(cache, model_kwargs.get("attention_mask"))
             if getattr(generation_config, "is_assistant", False):
                 cache.activate_past_recording()
-            self._take_prefix(model)
+            self._take_prefix(model, keywords)
         stock = type(model)._prepare_cache_for_generation
         return stock(model, generation_config, model_kwargs, *args, **kwargs)
 
-    def _take_prefix(self, model: PreTrainedModel) -> None:
+    def _take_prefix(self, model: PreTrainedModel, keywords: dict[str, Any]) -> None:
         """Store the prefix of PEFT's prefix tuning: it replaces an empty cache with its own.
 
         PEFT sets this method of the model for the time of a `generate`, and puts it back.
@@ -147,7 +156,7 @@ class _PrepareCache:
             inputs = prepare(*args, **kwargs)
             prefix = _self_attention_cache(inputs.get("past_key_values"))
             if type(prefix) is DynamicCache:
-                cache = inputs["past_key_values"] = _new_cache(model, self._keywords)
+                cache = inputs["past_key_values"] = _new_cache(model, keywords)
                 layers: list[Any] = prefix.layers
                 for index, layer in enumerate(layers):
                     if getattr(layer, "keys", None) is not None:
@@ -185,7 +194,7 @@ def _wants_default_cache(generation_config: Any, model_kwargs: dict[str, Any]) -
         return False
     kind = generation_config.cache_implementation
     # Old checkpoints say "hybrid" in their generation config, where transformers ignores it.
-    if kind not in (None, "hybrid"):
+    if kind not in (None, "hybrid", OFFLOADED):
         logger.info("generate() asks for a %r cache: no FP8 cache is made", kind)
         return False
     return generation_config.use_cache is not False

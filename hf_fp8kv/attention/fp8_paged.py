@@ -227,7 +227,7 @@ def _stored_attention(query: Tensor, key: PagedKV, spec: AttentionSpec) -> Tenso
         attended = ops.write_and_attend(
             query, pending.key, pending.value, *span, plan=key.plan, backend=key.backend
         )
-        pending.is_done = True
+        pending.finish()
         return attended
     new_key, new_value = key.new_key, key.new_value
     if new_key is not None and new_key.shape[2] != query.shape[2]:

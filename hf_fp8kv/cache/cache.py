@@ -82,7 +82,9 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             what is cached part. False: that is taken for the beginning of every prompt.
         prefix_store: where `generate()` of an enabled model finds pages of the beginning of a
             prompt, also those of other processes, and leaves its own.
-        offloading: only False; some models pass it when they make a cache of the same kind.
+        offloading: keep pages of layers that are not computing in host memory; the next layer's
+            are fetched while this one computes.
+        max_device_pages: the same with what does not fit: so many pages of each layer, on average.
 
     Raises:
         ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.
@@ -114,12 +116,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         reuse_prefix: bool = True,
         prefix_store: PrefixStore | None = None,
         offloading: bool = False,
+        max_device_pages: int | None = None,
     ) -> None:
-        if offloading:
-            raise ConfigError(
-                "offloading: expected False, got True: 8-bit pages are read where they are; call "
-                "offload() and prefetch() of the layers yourself"
-            )
         if config is not None:
             refuse_config(config)
         decoder = None if config is None else config.get_text_config(decoder=True)
@@ -131,8 +129,9 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             rotate_keys=rotate_keys, rotate_values=rotate_values, plan=plan,
             page_size=page_size, max_cache_len=max_cache_len, max_pages=max_pages, prefill=prefill,
             backend=backend, tp_rank=tp_rank, tp_size=tp_size, latent=caches_latents(decoder),
+            offloading=offloading, max_device_pages=max_device_pages,
         )  # fmt: skip
-        self._set_up(options, decoder, PageBudget(options.page_size, options.max_pages))
+        self._set_up(options, decoder, options.new_budget())
         self.layers = self._paged.layers_for(skip_layers)
         if prefix_store is not None:
             check_store(prefix_store, options, config, self.layers)
@@ -296,7 +295,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
     def _restore(cls, snapshot: CacheSnapshot) -> "FP8PagedCache":
         cache, options, budget = cls.__new__(cls), snapshot.options, snapshot.budget
         if options.is_preallocated:
-            budget = PageBudget(options.page_size, options.max_pages)
+            budget = options.new_budget()
         cache._set_up(options, snapshot.config, budget)
         cache.layers = cache._paged.restore_layers(snapshot)
         cache.open_ended = snapshot.open_ended
@@ -323,10 +322,9 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         return cls._restore(serialization.unpack(*packed))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write what the cache holds to a safetensors file, whole or not at all.
+        """Write what the cache holds, pages in use, to a safetensors file, whole or not at all.
 
-        Only pages in use are written. The path is returned. Raise ConfigError for a layer that is
-        not attention (linear, convolution, hybrid) and holds a state.
+        Return the path. Raise ConfigError for a layer with a state that is not attention.
         """
         return serialization.save(self._snapshot(), path)
 
@@ -349,20 +347,22 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         return f"{type(self).__name__}({len(self.layers)} layers: {plans})"
 
     def memory_footprint(self) -> dict[str, Any]:
-        """Return what the cache takes, in bytes (but for the last four).
+        """Return what the cache takes, in bytes (but for `tokens` and what follows).
 
         Keys: `pages` (codes of K and V, room for growth included), `scales` (dynamic and static
-        scales, centers), `tables` (block tables and lengths), `other` (stock layers, indexers),
-        `total` (all of these), `used` (the part of pages and dynamic scales that holds tokens of
-        this cache), `tokens` (tokens held, over all sequences), `reused` (those that `generate()`
-        found here instead of computing them, over all calls), `restored` (those that it had from a
-        `PrefixStore`) and `plans` (how many layers are
-        stored how). Forks share pages: each reports all of them under `pages`.
+        scales, centers), `tables` (block tables and lengths), `host` (pages and dynamic scales in
+        host memory; the others are on the device), `other` (stock layers, indexers), `total` (all
+        of these), `used` (the part of pages and dynamic scales that holds tokens of this cache),
+        `fetched` and `returned` (moved to the device and back so far), `tokens` (over all
+        sequences), `reused` (those that `generate()` found here instead of computing them),
+        `restored` (those that it had from a `PrefixStore`), and `plans` (how many layers are stored
+        how). Forks report what they share.
         """
-        sizes = self._paged.memory_footprint()
+        sizes, budget = self._paged.memory_footprint(), self.budget
         used = sizes.pop("used")
         sizes["other"] += sum(t.nbytes for x in self.stock_layers for t in collect_tensors(vars(x)))
-        tokens = self._paged.batch * self.host_length()
-        held = {"total": sizes.total(), "used": used, "tokens": tokens}
-        found = {"reused": self.reused, "restored": self.restored}
-        return {**sizes, **held, **found, "plans": count_plans(self.plan)}
+        return {
+            **sizes, "total": sizes.total(), "used": used, "fetched": budget.fetched,
+            "returned": budget.returned, "tokens": self._paged.batch * self.host_length(),
+            "reused": self.reused, "restored": self.restored, "plans": count_plans(self.plan),
+        }  # fmt: skip

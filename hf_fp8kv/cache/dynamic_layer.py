@@ -74,7 +74,10 @@ class FP8PagedLayer(PagedLayerBase):
         group.prepare(start, stop, batch)
         if not self.is_initialized:
             self.lazy_initialization(key, value)
-        self._prefetch_if_offloaded()
+        passage = None if group.window is None else group.passage(start, stop)
+        if passage is None:
+            self.pool.grow(group.table.allocator.capacity)
+        self._bring_pages()
         attends_fresh = start == 0 and self.options.prefill == "exact"
         waits = attends_fresh and self.options.measures and tokens >= FEWEST_TOKENS
         if start == 0:
@@ -82,9 +85,9 @@ class FP8PagedLayer(PagedLayerBase):
             self.k_center = None if waits else self._first_center(key)
         elif self.k_center is not None and self.first_tokens.told is not None:
             self.k_center = self.first_tokens.complete(self.k_center, key, self.turns)
-        if group.window is not None and (passage := group.passage(start, stop)):
+        if passage is not None:
             return self._pass_through(passage, key_states, value_states, waits=waits)
-        self.pool.grow(group.table.allocator.capacity)
+        self.pool.written(group.table.pages_of(start, stop))
         lengths = group.lengths_on(self.device, stop)
         if waits:
             self._wait_for_queries(key_states, value_states, 0, lengths)
@@ -125,6 +128,7 @@ class FP8PagedLayer(PagedLayerBase):
         lengths = group.lengths_on(self.device, stop)
         if start == 0 and self.options.prefill == "exact":
             self.pool.grow(group.table.allocator.capacity)
+            self.pool.written(group.table.pages_of(start, stop))
             first = group.table.first * group.page_size
             if waits:
                 self._wait_for_queries(key_states, value_states, first, lengths)
@@ -154,7 +158,7 @@ class FP8PagedLayer(PagedLayerBase):
         if not length:
             return None
         self.group.store_pending()
-        self._prefetch_if_offloaded()
+        self._bring_pages()
         pages = self._pages(self.group.table_on(self.device))
         lengths = self.group.lengths_on(self.device, length)
         return self._view(pages, lengths, self.group.visible_from(length), length)
@@ -242,6 +246,8 @@ class FP8PagedLayer(PagedLayerBase):
         self.group.prepare(0, tokens, key.shape[0])
         self.k_center = center
         self.pool.grow(self.group.table.allocator.capacity)
+        self._bring_pages()
+        self.pool.written(self.group.table.pages_of(0, tokens))
         lengths = self.group.lengths_on(self.device, tokens)
         pages = self._pages(self.group.table_on(self.device))
         ops.write(pages, without_grad(key), without_grad(value), lengths, self.backend)

@@ -1,6 +1,7 @@
 """`PagedLayerBase`: a layer stored in pages, as transformers' `Cache` expects it."""
 
 import operator
+import weakref
 from abc import abstractmethod
 
 import torch
@@ -11,6 +12,7 @@ from ..errors import ConfigError
 from ..modeling.tensor_parallel import check_split
 from ..ops import Pages
 from ..paging.layer_group import LayerGroup
+from ..paging.offloading import OffloadedPool
 from ..paging.page_pool import PagePool
 from .centers import FirstTokens
 from .options import CacheOptions
@@ -38,6 +40,7 @@ class PagedLayerBase(CacheLayerMixin):
         query_heads: query heads of this process; 0: not known.
         turns: how K turns with the position; None: that is not known.
         assigned: what was assigned to `keys` or `values`, until the other one is.
+        following: the layer that computes next, weak: layers come in a circle.
     """
 
     is_croppable = True
@@ -62,11 +65,13 @@ class PagedLayerBase(CacheLayerMixin):
         self.index, self.options, self.group = index, options, group
         self.first_tokens, self.whole_heads = first_tokens, whole_heads
         self.storage = options.layer_plan(index)
-        self.pool = pool or options.new_pool(self.storage)
+        budget = group.table.allocator.budget
+        self.pool = pool or options.new_pool(self.storage, budget, index)
         self.member = group.add(self.pool)
         self.is_sliding = group.window is not None
         self._ready = False
         self.assigned: dict[str, torch.Tensor] = {}
+        self.following: weakref.ref[PagedLayerBase] = weakref.ref(self)
         self._clear_scales()
 
     def __repr__(self) -> str:
@@ -255,19 +260,13 @@ class PagedLayerBase(CacheLayerMixin):
         """Return the pages of the pool that this layer needs, forks apart."""
 
     def memory_footprint(self) -> dict[str, int]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`."""
+        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, and `host` if it is not 0."""
         if not self.is_initialized:
             return {}
-        pool = self.pool
-        page = pool.bytes_per_page()
-        scales = 0 if pool.token_scales is None else pool.pages * pool.token_scales[:1].nbytes
+        sizes = {"scales": 0, **self.pool.memory_footprint()}
         static = (self.k_static_scale, self.v_static_scale, self.k_center)
-        return {
-            "pages": pool.pages * page - scales,
-            "scales": scales + sum(t.nbytes for t in static if t is not None),
-            "tables": 0 if pool.addresses is None else pool.addresses.nbytes,
-            "used": self.pages_in_use() * page,
-        }
+        sizes["scales"] += sum(t.nbytes for t in static if t is not None)
+        return {**sizes, "used": self.pages_in_use() * self.pool.bytes_per_page()}
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Raise ConfigError: sequences are reordered for the whole cache at once."""
@@ -292,8 +291,15 @@ class PagedLayerBase(CacheLayerMixin):
         if self.pool.is_allocated:
             self.pool.move(self.device)
 
-    def _prefetch_if_offloaded(self) -> None:
-        if self.pool.is_allocated and self.pool.k.device != self.device:
+    def _bring_pages(self) -> None:
+        """Have the stored tokens where the layer computes, and those of the next layer soon."""
+        pool = self.pool
+        if isinstance(pool, OffloadedPool):
+            following = self.following() or self
+            assert isinstance(following.pool, OffloadedPool)
+            held, following_held = (x.group.held_pages(x.member) for x in (self, following))
+            pool.budget.use(pool, held, following.pool, following_held)
+        elif pool.is_allocated and pool.k.device != self.device:
             self.prefetch()
 
     def move_to(self, device: torch.device) -> None:

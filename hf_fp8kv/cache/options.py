@@ -9,6 +9,8 @@ import torch
 from .. import ops
 from ..errors import ConfigError, ScaleError
 from ..formats import AUTO, DEFAULT_DTYPE, FORMATS, STATIC_DTYPE, LayerPlan, SidePlan, parse_dtype
+from ..paging.offloading import OffloadBudget, OffloadedPool
+from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..scales.validation import KEEP_OUT, check_ranks
@@ -31,6 +33,8 @@ class CacheOptions:
         page_size: slots per page, in tokens; a power of two from 8 to 1024.
         max_cache_len: tokens that the preallocated form has room for; None: the dynamic form.
         max_pages: the most pages that may be held at once; None: no limit.
+        offloading: whether pages lie in host memory while their layer does not compute.
+        max_device_pages: of how many pages that is not so, in every layer; None: of none.
     """
 
     k_plans: tuple[SidePlan, ...]
@@ -45,6 +49,8 @@ class CacheOptions:
     tp_rank: int
     tp_size: int
     plan: Mapping[int, LayerPlan] | None = None
+    offloading: bool = False
+    max_device_pages: int | None = None
 
     @classmethod
     def parse(
@@ -152,9 +158,17 @@ class CacheOptions:
                 f"page_size: expected a power of two from 8 to 1024 tokens, got {size!r}; leave it "
                 "out for 64"
             )
-        for name in ("max_cache_len", "max_pages"):
+        for name in ("max_cache_len", "max_pages", "max_device_pages"):
             if getattr(self, name) is not None:
                 _check_positive(getattr(self, name), name)
+        if not isinstance(self.offloading, bool):
+            raise ConfigError(f"offloading: expected True or False, got {self.offloading!r}")
+        if self.offloads and self.is_preallocated:
+            raise ConfigError(
+                "offloading: expected a cache that grows, got one with max_cache_len="
+                f"{self.max_cache_len}, whose addresses stay for compiled code and CUDA graphs; "
+                "leave out max_cache_len, or offloading and max_device_pages"
+            )
         if not isinstance(self.backend, str):
             raise ConfigError(
                 f"backend: expected a name, such as 'torch', got {self.backend!r}; leave it out "
@@ -167,6 +181,11 @@ class CacheOptions:
     def is_preallocated(self) -> bool:
         """Whether all memory is taken at the first call (`max_cache_len`)."""
         return self.max_cache_len is not None
+
+    @property
+    def offloads(self) -> bool:
+        """Whether pages may lie in host memory."""
+        return self.offloading or self.max_device_pages is not None
 
     @property
     def dynamic_scales(self) -> bool:
@@ -243,12 +262,26 @@ class CacheOptions:
                 "too; leave these out, or take the plan of a cache for this very model"
             )
 
-    def new_pool(self, plan: LayerPlan) -> PagePool:
-        """Return a pool without pages for a layer that is stored so."""
+    def new_budget(self) -> PageBudget:
+        """Return what a cache and its forks may hold."""
+        if self.offloads:
+            return OffloadBudget(self.page_size, self.max_pages, self.max_device_pages)
+        return PageBudget(self.page_size, self.max_pages)
+
+    def new_pool(
+        self, plan: LayerPlan, budget: PageBudget | None = None, index: int = 0
+    ) -> PagePool:
+        """Return a pool without pages for layer `index`, which is stored so.
+
+        `budget`: that of its cache; None: scratch, which is in one place.
+        """
         k_is_auto, v_is_auto = (side.is_auto for side in plan)
-        return PagePool(
-            self.page_size, k_is_auto=k_is_auto, v_is_auto=v_is_auto, dynamic=self.dynamic_scales
-        )
+        kind: dict[str, bool] = {
+            "k_is_auto": k_is_auto, "v_is_auto": v_is_auto, "dynamic": self.dynamic_scales,
+        }  # fmt: skip
+        if isinstance(budget, OffloadBudget):
+            return OffloadedPool(self.page_size, budget, index, **kind)
+        return PagePool(self.page_size, **kind)
 
     def layer_scales(
         self, index: int, heads: int, k_dim: int, v_dim: int

@@ -57,8 +57,6 @@ class PagedLayers:
         self.layers: list[PagedLayerBase] = []
         self.first_tokens = FirstTokens()
         self.lengths = SharedLengths()
-        # The number of the last paged layer in the model.
-        self._last = -1
         # The layer that was written last, and the tokens it was given.
         self._written = (0, 0)
         # The layer that `is_under_flex` was asked for last, and what it said.
@@ -95,7 +93,8 @@ class PagedLayers:
         if self.config is not None:
             layer.query_heads = (query_heads(self.config, index) or 0) // self.options.tp_size
         self.layers.append(layer)
-        self._last = index
+        self.layers[len(self.layers) - 2].following = weakref.ref(layer)
+        layer.following = weakref.ref(self.layers[0])
         return layer
 
     def _new_group(self, window: int | None) -> LayerGroup:
@@ -275,7 +274,7 @@ class PagedLayers:
         After the last one give back what others kept in case that the step is refused.
         """
         self._written = (index, tokens)
-        if index == self._last:
+        if self.layers and index == self.layers[-1].index:
             self.first_tokens.end_call()
             for group in self.groups.values():
                 group.finish_passage()
@@ -359,8 +358,8 @@ class PagedLayers:
                 group.shrink()
 
     def memory_footprint(self) -> Counter[str]:
-        """Return bytes by kind: `pages`, `scales`, `tables`, `used`, `other`."""
-        sizes = Counter(pages=0, scales=0, tables=0, used=0, other=0)
+        """Return bytes by kind: `pages`, `scales`, `tables`, `host`, `used`, `other`."""
+        sizes = Counter(pages=0, scales=0, tables=0, host=0, used=0, other=0)
         for layer in self.layers:
             sizes.update(layer.memory_footprint())
         for group in self.groups.values():

@@ -119,7 +119,7 @@ class FP8PagedPreallocatedLayer(PagedLayerBase):
                 raise OutOfPagesError.of_tokens(self.max_cache_len, 0, key_states.shape[2])
             if self.is_initialized and key_states.device != self.device:
                 self.move_to(key_states.device)
-            self._prefetch_if_offloaded()
+            self._bring_pages()
         refuse_export()
         key, value = key_states.detach(), value_states.detach()
         if not self.is_initialized:

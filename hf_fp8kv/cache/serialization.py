@@ -19,7 +19,6 @@ from ..errors import ConfigError
 from ..formats import AUTO, LayerPlan, SidePlan
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
-from ..paging.page_allocator import PageBudget
 from ..paging.page_pool import PagePool
 from ..scales import KVScales, LayerScales
 from ..utils.files import CACHE_FORMAT
@@ -95,7 +94,7 @@ def unpack(
     Raises:
         OutOfPagesError: the pages would pass `options.max_pages`.
     """
-    budget = PageBudget(options.page_size, options.max_pages)
+    budget = options.new_budget()
     groups = []
     for g, group in enumerate(facts["groups"]):
         rows = tensors[f"groups.{g}.table"].numpy()
@@ -120,7 +119,7 @@ def unpack(
             continue
         center = held.pop("k_center", None)
         storage = LayerPlan.parse(*layer["plan"]) if "plan" in layer else None
-        pool = _unpack_pool(layer, held, group.table.allocator.capacity, options, storage)
+        pool = _unpack_pool(layer, held, group, options, storage)
         index, length = layer["index"], layer["length"]
         state = LayerSnapshot(index, group, length, pool, center, storage=storage, turns=turns)
         state.indexer = indexer
@@ -139,16 +138,17 @@ def _read_turns(layer: Facts) -> Turns | None:
 
 
 def _unpack_pool(
-    facts: Facts, held: Tensors, pages: int, options: CacheOptions, storage: LayerPlan | None
+    facts: Facts, held: Tensors, group: LayerGroup, options: CacheOptions, storage: LayerPlan | None
 ) -> PagePool:
     heads, k_dim, v_dim = facts["shape"]
     k_dtype, v_dtype = (getattr(torch, name) for name in facts["dtypes"])
-    pool = options.new_pool(storage or options.layer_plan(facts["index"]))
+    index, allocator = facts["index"], group.table.allocator
+    pool = options.new_pool(storage or options.layer_plan(index), allocator.budget, index)
     key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device=held["k"].device)
     value = key.new_empty((1, heads, 0, v_dim), dtype=v_dtype)
     backend = ops.choose_backend(options.backend, key.device)
     in_blocks = not options.is_preallocated and ops.reads_blocks(backend, key.device)
-    pool.allocate(key, value, pages, in_blocks=in_blocks)
+    pool.allocate(key, value, allocator.capacity, in_blocks=in_blocks)
     start = 0
     for part in pool.parts():
         for name, tensor in name_as_in_files(pool, part).items():
@@ -217,7 +217,12 @@ def _pack_stock(layer: Any, name: str, tensors: Tensors) -> Facts:
 
 
 def _pack_options(options: CacheOptions, tensors: Tensors) -> Facts:
-    facts = {name: value for name, value in vars(options).items() if name != "scales"}
+    places = {"offloading", "max_device_pages"}  # only where they say something, for old readers
+    facts = {
+        name: value
+        for name, value in vars(options).items()
+        if name != "scales" and (value or name not in places)
+    }
     facts |= {name: [str(side) for side in facts[name]] for name in ("k_plans", "v_plans")}
     if options.plan is not None:
         facts["plan"] = {i: [str(side) for side in layer] for i, layer in options.plan.items()}

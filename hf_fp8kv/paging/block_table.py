@@ -36,6 +36,9 @@ class BlockTable:
         self.first = 0
         self.count = 0
         self.version = 0
+        # What `pages_of` found in the rows of a version, by columns.
+        self._found_in = -1
+        self._found: dict[tuple[int, int], Ints] = {}
 
     def __del__(self) -> None:
         # A fork that is gone holds nothing. At exit the modules that `clear` needs may be gone too.
@@ -60,6 +63,19 @@ class BlockTable:
     def used(self) -> Ints:
         """Return the part of `rows` that is in use, a view: `[B, count - first]`."""
         return self.rows[:, self.first : self.count]
+
+    def pages_of(self, start: int, stop: int) -> Ints:
+        """Return the pages of tokens `start` to `stop - 1`, as far as they are in use; ascending.
+
+        Each once; found once per change.
+        """
+        span = max(start // self.page_size, self.first), self._pages(stop)
+        if self._found_in != self.version:
+            self._found_in = self.version
+            self._found.clear()
+        if span not in self._found:
+            self._found[span] = np.unique(self.rows[:, span[0] : span[1]])
+        return self._found[span]
 
     def pages_needed(self, start: int, stop: int, batch: int) -> int:
         """Return how many free pages `reserve` would take; change nothing."""

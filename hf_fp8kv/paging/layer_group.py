@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..ops.blocks import upload
 from ..ops.visibility import first_visible
 from .block_table import BlockTable, Copies
-from .page_allocator import NO_PAGE, PageAllocator, PageBudget
+from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 from .page_pool import PagePool
 from .passage import Passage
 from .pending_write import PendingWrite
@@ -244,6 +244,13 @@ class LayerGroup:
             self._undo_passage(passage)
         else:
             self.crop(tokens, members)
+
+    def held_pages(self, member: int) -> Ints:
+        """Return the pages of the member's pool that the next call reads, ascending, each once."""
+        passage, length = self._passage, self.lengths[member]
+        is_before = passage is not None and passage.start == length and member not in passage.pools
+        table = passage.table if passage is not None and is_before else None
+        return (table or self.table).pages_of(self._first_kept(length), length)
 
     def shrink(self) -> None:
         """Renumber the pages and give bytes back, if few are held and no fork holds any."""

@@ -29,12 +29,15 @@ class PageBudget:
         page_size: slots per page, in tokens.
         max_pages: the most pages held at once; None: no limit.
         held: pages held now.
+        fetched: bytes that were brought to the device, where pages lie in host memory, too.
+        returned: bytes that were brought back.
     """
 
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size = page_size
         self.max_pages = max_pages
         self.held = 0
+        self.fetched = self.returned = 0
 
     def require(self, pages: int) -> None:
         """Raise OutOfPagesError if `pages` more would pass the budget; change nothing."""

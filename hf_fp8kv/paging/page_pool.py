@@ -38,10 +38,12 @@ class PagePool:
             else None. The half of a side without dynamic scales is unused.
         addresses: where each page is if the pages lie in blocks, see `ops.blocks`; the three above
             are then parts of the first block. None: they have all pages, one after the other.
+        pinned: whether blocks are in pinned memory of the host.
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    pinned = False
 
     def __init__(
         self, page_size: int, *, k_is_auto: bool = False, v_is_auto: bool = False, dynamic: bool
@@ -111,10 +113,7 @@ class PagePool:
         Only shapes, dtypes and the device are read. `in_blocks`: the pool can then grow without
         moving what it holds.
         """
-        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
-        self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
-        self.v_is_auto = self.v_is_auto or not self.v_dim
-        self.in_blocks = in_blocks
+        self._describe(key, value, in_blocks)
         if in_blocks:
             self._append(pages, self.device)
         else:
@@ -124,6 +123,12 @@ class PagePool:
             if self._has_scales:
                 self.token_scales = zeros((pages, heads, slots, 2), torch.bfloat16, self.device)
         self.is_allocated = True
+
+    def _describe(self, key: torch.Tensor, value: torch.Tensor, in_blocks: bool) -> None:
+        self.dtype, self.v_dtype, self.device = key.dtype, value.dtype, key.device
+        self.heads, self.k_dim, self.v_dim = key.shape[1], key.shape[3], value.shape[3]
+        self.v_is_auto = self.v_is_auto or not self.v_dim
+        self.in_blocks = in_blocks
 
     @property
     def _has_scales(self) -> bool:
@@ -141,7 +146,7 @@ class PagePool:
         # A pool without pages has one block without pages, for its shapes.
         blocks = [block for block in self._blocks if len(block)]
         for size in self._block_sizes(pages):
-            blocks.append(zeros((size, self._layout.size), torch.uint8, device))
+            blocks.append(zeros((size, self._layout.size), torch.uint8, device, pinned=self.pinned))
         self._use(blocks or [zeros((0, self._layout.size), torch.uint8, device)])
 
     def _block_sizes(self, pages: int) -> list[int]:
@@ -230,6 +235,10 @@ class PagePool:
         pool.allocate(*self.empty_tokens(1), pages, in_blocks=self.in_blocks)
         return pool
 
+    def scratch(self, pages: int) -> "PagePool":
+        """Return a pool of `pages` zeroed pages of the same kind that operations read."""
+        return self.like(pages)
+
     def _empty_twin(self) -> "PagePool":
         return PagePool(
             self.page_size, k_is_auto=self.k_is_auto, v_is_auto=self.v_is_auto,
@@ -241,7 +250,7 @@ class PagePool:
 
         No page is both.
         """
-        origin = source or self
+        origin = (source or self).with_pages(copies[0])
         if self.in_blocks:
             start = 0
             for size in self._block_sizes(len(copies[0])):
@@ -253,6 +262,35 @@ class PagePool:
         tensors = origin.tensors()
         for name, tensor in self.tensors().items():
             tensor[index[1]] = tensors[name][index[0]]
+
+    def with_pages(self, pages: Ints) -> "PagePool":
+        """Return a pool that has `pages` where operations read them: this one."""
+        return self
+
+    def written(self, pages: Ints) -> None:
+        """Take note that `pages` are about to be written: nothing, where they are in one place."""
+
+    def receive(self, source: "PagePool", pages: npt.NDArray[np.integer], *, waits: bool) -> None:
+        """Copy `pages`, ascending, from where `source`, perhaps elsewhere, has the same numbers.
+
+        `waits`: whether they are there on return.
+        """
+        mine, theirs = self._rows(), source._rows()
+        starts = [
+            np.cumsum([0, *(len(rows[0]) for rows in all_rows)]) for all_rows in (mine, theirs)
+        ]
+        ends = (np.diff(pages) != 1) | np.isin(pages[1:], np.concatenate(starts))
+        for run in np.split(pages, np.flatnonzero(ends) + 1):
+            i, j = (np.searchsorted(first, run[0], side="right") - 1 for first in starts)
+            to, of = run[0] - starts[0][i], run[0] - starts[1][j]
+            for new, old in zip(mine[i], theirs[j], strict=True):
+                new[to : to + len(run)].copy_(old[of : of + len(run)], non_blocking=not waits)
+
+    def _rows(self) -> list[list[torch.Tensor]]:
+        """Return for each part of the pages the tensors that have them as their first axis."""
+        if self.in_blocks:
+            return [[block] for block in self._blocks]
+        return [list(self.tensors().values())]
 
     def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
@@ -304,6 +342,11 @@ class PagePool:
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device, non_blocking=not waits))
 
+    def pin(self) -> None:
+        """Move blocks to pinned memory."""
+        self.pinned = True
+        self._use([block.pin_memory() for block in self._blocks])
+
     def lay_out(self, *, in_blocks: bool) -> None:
         """Bring the pages into blocks, or out of them, where they are."""
         if not self.is_allocated or in_blocks == self.in_blocks:
@@ -339,8 +382,17 @@ class PagePool:
             return self._layout.size
         return sum(prod(shape) * dtype.itemsize for _, shape, dtype, _ in self._layout.parts)
 
+    def memory_footprint(self) -> dict[str, int]:
+        """Return bytes by kind, room for growth included: `pages`, `scales`, `tables`."""
+        scales = 0 if self.token_scales is None else self.pages * self.token_scales[:1].nbytes
+        addresses = 0 if self.addresses is None else self.addresses.nbytes
+        pages = self.pages * self.bytes_per_page() - scales
+        return {"pages": pages, "scales": scales, "tables": addresses}
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+
+def zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pinned: bool = False
+) -> torch.Tensor:
     """Return zeros that may be written in inference mode and outside of it alike."""
     with torch.inference_mode(False), torch.no_grad():
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)

@@ -61,7 +61,7 @@ class Passage:
 
     def open(self, pool: PagePool) -> PagePool:
         """Return the scratch pages of one layer, which hold the old window; `pool` is its own."""
-        scratch = pool.like(self.room)
+        scratch = pool.scratch(self.room)
         scratch.copy(self.filled, pool)
         return scratch
 

@@ -43,4 +43,9 @@ class PendingWrite:
         """Store them, unless that is done."""
         if not self.is_done:
             ops.write(self._pages, self.key, self.value, self._lengths, self._backend)
-            self.is_done = True
+            self.finish()
+
+    def finish(self) -> None:
+        """Let go of the pages, which are to have their memory back when the layer leaves it."""
+        self.is_done = True
+        del self._pages, self.key, self.value

@@ -193,6 +193,99 @@ def test_forks_go_their_own_ways():
         assert relative_error(got, expected) < 1e-3
 
 
+# -- layers in host memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 8}], ids=str)
+@pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
+@pytest.mark.parametrize("name", ["middling", "sliding_and_full", "latent"])
+def test_tokens_of_layers_in_host_memory(name, keywords, where):
+    if name != "middling" and (keywords or not ON_GPU):
+        pytest.skip("formats are the same to every model, and test_offloading.py has the others")
+    model, inputs = MODELS[name]()
+    is_default = name == "middling" and not keywords
+    for more in ({}, {"num_beams": 2}, {"prefill_chunk_size": 7})[: 3 if is_default else 1]:
+        expected = answer(model, inputs, cache_for(model, inputs, False, **keywords), **more)
+        cache = cache_for(model, inputs, False, **keywords, **where)
+        assert torch.equal(answer(model, inputs, cache, **more), expected), more
+        assert ON_GPU or "offloading" not in where or cache.budget.fetched or len(cache) < 3
+
+
+def deep(layers: int, tokens: int, **keywords: Any) -> tuple[FP8PagedCache, list[AttentionLayer]]:
+    """A cache of several layers with the same random tokens for the same sizes."""
+    config = LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=HEADS.query, num_key_value_heads=HEADS.kv,
+        head_dim=HEADS.dim, hidden_size=HEADS.query * HEADS.dim, attn_implementation="fp8_paged",
+    )  # fmt: skip
+    cache = FP8PagedCache(config, dtype="fp8_e4m3", backend="triton", **keywords)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    like = {"dtype": torch.bfloat16, "device": DEVICE, "generator": generator}
+    for layer in range(layers):
+        cache.update(*(torch.randn(1, HEADS.kv, tokens, HEADS.dim, **like) for _ in "kv"), layer)
+    return cache, [AttentionLayer(HEADS.query // HEADS.kv, layer) for layer in range(layers)]
+
+
+def deep_steps(cache: FP8PagedCache, modules: list[Any], steps: int) -> Iterator[torch.Tensor]:
+    """What attention of each layer gives in so many steps; beside it others take memory."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    like = {"dtype": torch.bfloat16, "device": DEVICE, "generator": generator}
+    for _ in range(steps):
+        for layer, module in enumerate(modules):
+            key, value = (torch.randn(1, HEADS.kv, 1, HEADS.dim, **like) for _ in "kv")
+            query = torch.randn(1, HEADS.query, 1, HEADS.dim, **like)
+            stored = cache.update(key, value, layer)
+            attended, _ = fp8_paged_attention(module, query, *stored, None)
+            del stored
+            # Memory of a layer that has left is taken at once, and written.
+            torch.full((1 << 22 if ON_GPU else 1,), float("nan"), device=DEVICE)
+            yield attended
+
+
+def test_copies_beside_the_kernels_race_with_nothing():
+    """Layers of 64 MiB and more on a bus: late copies or early writes would change bits."""
+    layers, tokens, steps = (6, 40_000, 12) if ON_GPU else (3, 130, 2)
+    stayed, modules = deep(layers, tokens)
+    expected = list(deep_steps(stayed, modules, steps))
+    for where in ({"offloading": True}, {"max_device_pages": tokens // 128}):
+        cache, modules = deep(layers, tokens, **where)
+        for number, got in enumerate(deep_steps(cache, modules, steps)):
+            assert torch.equal(got, expected[number]), (where, divmod(number, layers))
+        sizes = cache.memory_footprint()
+        assert sizes["fetched"] > sizes["returned"] > 0
+        for layer in cache.paged_layers:
+            if layer.pool.host_pool.is_allocated and ON_GPU:
+                assert layer.pool.host_pool._blocks[0].is_pinned()
+
+
+@only_gpu
+def test_two_layers_take_the_memory_of_two():
+    """However far the processor is ahead of the device."""
+    layers, tokens = 8, 40_000
+    cache, modules = deep(layers, tokens, offloading=True)
+    for _ in deep_steps(cache, modules, 1):
+        pass
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    one = cache.layers[0].pool.pages * cache.layers[0].pool.bytes_per_page()
+    held = torch.cuda.memory_allocated()
+    assert held < 2.2 * one
+    for _ in deep_steps(cache, modules, 3):
+        pass
+    # What the steps take beside the pages is the numbers of their queries, and 16 MiB.
+    assert torch.cuda.max_memory_allocated() < 2.2 * one + 2**26
+
+
+@only_gpu
+def test_a_step_over_layers_in_host_memory_does_not_wait():
+    cache, modules = deep(4, 5000, offloading=True)
+    steps = deep_steps(cache, modules, 4)
+    for _ in range(2 * 4):
+        next(steps)
+    with waiting_is_an_error():
+        attended = list(steps)
+    assert all(bool(out.isfinite().all()) for out in attended)
+
+
 # -- one layer -----------------------------------------------------------------------------------
 
 

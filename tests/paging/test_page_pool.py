@@ -13,6 +13,7 @@ from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.ops.blocks import take_pages
 from hf_fp8kv.paging import page_pool
+from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedPool
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
@@ -450,3 +451,83 @@ def test_no_record_keeps_the_bytes_that_a_pool_gives_back(change, in_blocks):
         found = pool.record(*given)
         assert found.k.codes is pool.k
         assert found.addresses is pool.addresses
+
+
+# -- two tiers -----------------------------------------------------------------------------------
+
+
+@layouts
+def test_pages_come_from_a_pool_elsewhere(in_blocks):
+    """The blocks of the two begin at other pages, after growing in other steps."""
+    pool, other = (new_pool(pages=n, in_blocks=in_blocks) for n in (2, 7))
+    for pages in (3, 8, 11):
+        pool.grow(pages)
+    other.grow(11)
+    expected, theirs = fill(pool), fill(other)
+    wanted = np.array([0, 1, 2, 5, 6, 9, 10])
+    pool.receive(other, wanted, waits=True)
+    for name, tensor in expected.items():
+        tensor[wanted] = theirs[name][wanted]
+        assert_same(whole(pool)[name], tensor, name)
+
+
+@layouts
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("room", [None, 3])
+def test_an_offloaded_pool_is_like_any_other(in_blocks, seed, room):
+    """Random operations on two layers that change places, and on the same pools in one place."""
+    chance = np.random.default_rng(seed)
+    budget = OffloadBudget(S, None, room)
+    pairs = []
+    for index in range(3):
+        ours = OffloadedPool(S, budget, index, dynamic=True)
+        ours.allocate(*tokens(), 4, in_blocks=in_blocks)
+        pairs.append((ours, new_pool(in_blocks=in_blocks)))
+
+    def some(pages: int) -> np.ndarray:
+        return np.unique(chance.integers(0, pages, chance.integers(1, pages + 1)))
+
+    for step in range(80):
+        ours, plain = pairs[chance.integers(3)]
+        pages = plain.pages
+        what = chance.integers(8)
+        if what < 4:
+            # A layer computes: it reads some pages, and writes some.
+            read, written = some(pages), some(pages)
+            following = pairs[(ours.index + 1) % 3][0]
+            budget.use(ours, np.union1d(read, written), following, some(following.pages))
+            on_device = [pool.pages for pool, _ in pairs if pool.device_pool.is_allocated]
+            assert (
+                len(on_device) <= 2 if room is None else sum(on_device) <= 9 or len(on_device) == 1
+            )
+            here = whole(ours.device_pool)
+            for name, tensor in whole(plain).items():
+                assert_same(here[name][read], tensor[read], f"step {step}, {name}")
+            ours.written(written)
+            new = plain.take(written)
+            for i, page in enumerate(written.tolist()):
+                for name in new:
+                    new[name][i] = torch.randint(1, 250, new[name][i].shape)
+                one = {name: tensor[i : i + 1] for name, tensor in new.items()}
+                ours.device_pool.put(page, one)
+                plain.put(page, one)
+        elif what == 4:
+            for pool in (ours, plain):
+                pool.grow(pages + 2)
+        elif what == 5 and pages > 1:
+            sources, others = chance.permutation(pages)[: pages // 2 * 2].reshape(2, -1)
+            for pool in (ours, plain):
+                pool.copy((sources.astype(np.int32), others.astype(np.int32)))
+        elif what == 6 and pages > 6:
+            kept = some(pages).astype(np.int32)
+            for pool in (ours, plain):
+                pool.keep(kept)
+        else:
+            taken = some(pages)
+            for name, tensor in plain.take(taken).items():
+                assert_same(ours.take(taken)[name], tensor, f"step {step}, {name}")
+    for ours, plain in pairs:
+        found = whole(ours)
+        for name, tensor in whole(plain).items():
+            assert_same(found[name], tensor, name)
+    assert min(budget.fetched, budget.returned) > 0

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,8 @@ class _Contender:
     bytes_per_number: float  # of K and V, to see whether it fits
 
 
+OFFLOADED = "offloaded"
+STOCK_OFFLOADED = "DynamicCache offloaded"
 QUANTIZED = "QuantizedCache fp8 eager"
 FLASH_ATTN = "DynamicCache flash-attn eager"
 
@@ -106,6 +108,57 @@ def measure(record: Record, sizes: Sizes, backend: str) -> None:
             )
             if record.measure(SECTION, case, name, work, seconds=expected, size=size + 2**32):
                 took[contender.compiled] = time.perf_counter() - began
+
+
+def measure_offloaded(record: Record, sizes: Sizes, backend: str) -> None:
+    """Add a row for each context and each cache whose layers lie in host memory.
+
+    What such a step takes is above all what the bus takes: a few tokens tell.
+    """
+    record.report("making a random model")
+    model = make_model(sizes, record.stage)
+    weights = sum(weight.nbytes for weight in model.parameters())
+    few = replace(sizes, tokens=(4, 4), warm=(2, 2))
+    for batch, context in sizes.offloaded:
+        case = f"{batch} x {format_tokens(context)}"
+        pages = -(-context // 64) * batch // 2
+        for name, contender in _offloaded(backend, pages, sizes.layers).items():
+            if name == STOCK_OFFLOADED and not record.stage.is_gpu:
+                record.skip(f"{case}, {name}: it takes a CUDA device")
+                continue
+
+            def work(
+                name: str = name, contender: _Contender = contender,
+                batch: int = batch, context: int = context,
+            ) -> dict[str, Any]:  # fmt: skip
+                row = _work(record.stage, model, name, contender, few, batch, context)
+                peak = row["peak_bytes"]
+                return {**row, "beside_bytes": None if peak is None else peak - weights}
+
+            stored = 2 * sizes.layers * sizes.heads.kv * sizes.heads.dim * batch * context
+            record.measure(
+                OFFLOADED, case, name, work, size=stored * contender.bytes_per_number + 2**32
+            )
+
+
+def _offloaded(backend: str, pages: int, layers: int) -> dict[str, _Contender]:
+    """Return caches in host memory; `pages`: of half of the text. Bytes are those on the device."""
+    paged = functools.partial(FP8PagedCache, backend=backend)
+    few = 4 / layers
+    return {
+        "FP8PagedCache offloaded": _Contender(
+            "fp8_paged", False, lambda c, _: paged(c, offloading=True), few
+        ),
+        "FP8PagedCache half offloaded": _Contender(
+            "fp8_paged", False, lambda c, _: paged(c, max_device_pages=pages), 0.6
+        ),
+        "FP8PagedCache auto offloaded": _Contender(
+            "fp8_paged", False, lambda c, _: paged(c, dtype="auto", offloading=True), 2 * few
+        ),
+        STOCK_OFFLOADED: _Contender(
+            "sdpa", False, lambda c, _: DynamicCache(config=c, offloading=True), 4 * few
+        ),
+    }
 
 
 def make_model(shape: ModelShape, stage: Stage) -> Any:

@@ -37,6 +37,7 @@ SECTIONS: dict[str, Section] = {
     "decode": decode.measure,
     "layer": cached.measure_layers,
     "end to end": end_to_end.measure,
+    "offloaded": end_to_end.measure_offloaded,
     "latent": latent.measure,
     "others": decode.measure_others,
     "write": write.measure,

@@ -66,6 +66,11 @@ def _end(row: Row) -> str:
     return f"{number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {_peak(row)}"
 
 
+def _offloaded(row: Row) -> str:
+    beside = number(row["beside_bytes"] / 2**30 if row.get("beside_bytes") else None)
+    return f"{number(row['tokens_per_s'])} {row['cache_bytes'] / 2**30:.2f} {beside}"
+
+
 def _served(row: Row) -> str:
     return f"{number(row['tokens_per_s'])} {_peak(row)} {row['planned_tokens'] // 1000}k"
 
@@ -91,6 +96,11 @@ _TABLES: dict[str, tuple[Callable[[Row], str], str]] = {
         "continuous batching: tokens/s, GiB at the peak, tokens that would fit into 40 GiB",
     ),
     "end to end": (_end, "generate(): tokens/s, GiB of cache, GiB at the peak"),
+    "offloaded": (
+        _offloaded,
+        "generate(), layers in host memory: tokens/s, GiB of cache in both memories, GiB of the "
+        "device at the peak beside the weights",
+    ),
 }
 
 

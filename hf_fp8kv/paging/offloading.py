@@ -1,0 +1,324 @@
+"""Offloading: pages of layers that are not computing lie in host memory.
+
+A layer's pages have their home there. They are brought to the device for the layer's call, the next
+layer's while this one computes, and only those that a call has written go back. On a CPU both are
+ordinary memory, and the copies are the same.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..formats import LayerPlan
+from ..ops import Pages
+from .block_table import Copies
+from .page_allocator import Ints, PageBudget
+from .page_pool import PagePool
+
+_HOST = torch.device("cpu")
+
+
+class OffloadBudget(PageBudget):
+    """A budget of pages of which only some lie on the device; shared by a cache and its forks.
+
+    Attributes:
+        max_device_pages: how many pages of every layer the device has room for; None: those of
+            two layers, the one that computes and the next one.
+        indices: the numbers of the model's layers that have a pool.
+    """
+
+    def __init__(
+        self, page_size: int, max_pages: int | None = None, max_device_pages: int | None = None
+    ) -> None:
+        super().__init__(page_size, max_pages)
+        self.max_device_pages = max_device_pages
+        self.indices: set[int] = set()
+        self._here: weakref.WeakSet[OffloadedPool] = weakref.WeakSet()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._uses = 0
+
+    def use(
+        self, pool: "OffloadedPool", pages: Ints, following: "OffloadedPool", its_pages: Ints
+    ) -> None:
+        """Bring `pages` of a layer to the device, and start to bring those of the following one.
+
+        Layers compute in a circle, so what leaves first is what is needed last, which is the layer
+        that has just computed. (The least recently used one is that which comes next: with room
+        for all layers but one, every layer would move at every step.)
+        """
+        self._uses += 1
+        pool.used_at = self._uses
+        self._make_room(pool, pool)
+        if self.max_device_pages is None:
+            for other in self._here:
+                if other is not pool:
+                    other.store()  # it leaves soon, and the copies pass while this one computes
+        pool.fetch(pages)
+        pool.wait()
+        # Whoever computes is on the device in any case, what comes next only where both fit.
+        if len(following.missing(its_pages)) and self._fits({pool, following}):
+            self._make_room(pool, following)
+            following.fetch(its_pages)
+
+    def _make_room(self, current: "OffloadedPool", wanted: "OffloadedPool") -> None:
+        """Send pages of other layers to the host until those of `wanted` fit."""
+        size = max(self.indices) + 1
+        others = [pool for pool in self._here if pool is not current and pool is not wanted]
+        others.sort(key=lambda p: ((p.index - current.index) % size or size, -p.used_at))
+        while others and not self._fits({*self._here, wanted}):
+            others.pop().evict()
+
+    def _fits(self, pools: "set[OffloadedPool]") -> bool:
+        if self.max_device_pages is None:
+            return len(pools) <= 2
+        return sum(pool.pages for pool in pools) <= self.max_device_pages * len(self.indices)
+
+    def note_place(self, pool: "OffloadedPool") -> None:
+        """Note whether a pool has memory on the device."""
+        (self._here.add if pool.device_pool.is_allocated else self._here.discard)(pool)
+
+    @contextmanager
+    def copying(self, device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+        """Start copies after all that was started on `device`, beside what will be."""
+        if device.type != "cuda":
+            yield None
+            return
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            yield stream
+
+
+class OffloadedPool(PagePool):
+    """One layer's pages in host memory, and those of them that are on the device.
+
+    Attributes:
+        index: the layer's number in the model.
+        device_pool: what operations read and write; without memory while the layer is away.
+        host_pool: the home of the pages; as large as what was stored there.
+        used_at: when the layer last computed, in calls of `OffloadBudget.use`.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        budget: OffloadBudget,
+        index: int,
+        *,
+        k_is_auto: bool = False,
+        v_is_auto: bool = False,
+        dynamic: bool,
+    ) -> None:
+        super().__init__(page_size, k_is_auto=k_is_auto, v_is_auto=v_is_auto, dynamic=dynamic)
+        self.budget, self.index, self.used_at = budget, index, 0
+        budget.indices.add(index)
+        self._reset()
+
+    def _reset(self) -> None:
+        self.device_pool, self.host_pool = PagePool._empty_twin(self), PagePool._empty_twin(self)
+        # Of each page, whether the copy there is what was written last.
+        self._on_device = np.zeros(0, bool)
+        self._on_host = np.zeros(0, bool)
+        # The last copy of these pages, in either direction, if it may still be under way.
+        self._copied: torch.cuda.Event | None = None
+
+    def _empty_twin(self) -> "OffloadedPool":
+        return OffloadedPool(
+            self.page_size, self.budget, self.index, k_is_auto=self.k_is_auto,
+            v_is_auto=self.v_is_auto, dynamic=self.dynamic,
+        )  # fmt: skip
+
+    def allocate(
+        self, key: torch.Tensor, value: torch.Tensor, pages: int, *, in_blocks: bool = False
+    ) -> None:
+        """Make `pages` pages of these shapes; memory for them is taken when they are used."""
+        self._describe(key, value, in_blocks)
+        self.is_allocated = True
+        self.grow(pages)
+
+    @property
+    def pages(self) -> int:
+        """Pages that there are, wherever they lie."""
+        return len(self._on_device)
+
+    def grow(self, pages: int) -> None:
+        """Make room for `pages` pages; the content stays."""
+        more = np.zeros(max(pages - self.pages, 0), bool)
+        self._on_device = np.concatenate([self._on_device, more])
+        self._on_host = np.concatenate([self._on_host, more])
+        if self.device_pool.is_allocated and len(more):
+            self._prepare_move()
+            self.wait()
+            self.device_pool.grow(pages)
+
+    # -- between the tiers -------------------------------------------------------------------
+
+    def missing(self, pages: Ints) -> Ints:
+        """Return those of `pages` that are in host memory alone."""
+        return pages[self._on_host[pages] & ~self._on_device[pages]]
+
+    def fetch(self, pages: Ints) -> None:
+        """Start to bring those of `pages` (ascending) to the device that are not there."""
+        if not self.device_pool.is_allocated:
+            self.device_pool.allocate(*self.empty_tokens(1), self.pages, in_blocks=self.in_blocks)
+            self.budget.note_place(self)
+        missing = self.missing(pages)
+        if len(missing):
+            self._copy_over(self.host_pool, self.device_pool, missing)
+            self.budget.fetched += len(missing) * self.bytes_per_page()
+        self._on_device[pages] = True
+
+    def store(self) -> None:
+        """Start to bring home what was written on the device."""
+        self._prepare_move()
+        written = np.flatnonzero(self._on_device & ~self._on_host)
+        if len(written):
+            self._grow_host()
+            self._copy_over(self.device_pool, self.host_pool, written)
+            self.budget.returned += len(written) * self.bytes_per_page()
+            self._on_host[written] = True
+
+    def evict(self) -> None:
+        """Bring home what was written, and give the memory on the device back."""
+        self.store()
+        self.wait()
+        if self.device_pool.is_allocated:
+            self.device_pool.free()
+            self._on_device[:] = False
+            self.budget.note_place(self)
+
+    def written(self, pages: Ints) -> None:
+        """Note that `pages`, which are on the device, are written there."""
+        self._on_device[pages] = True
+        self._on_host[pages] = False
+
+    def wait(self) -> None:
+        """Have what is started on the device from now on wait for the copies."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self.device_pool.device).wait_event(self._copied)
+
+    def _settle(self) -> None:
+        """Wait until the host's memory may be touched."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+    def _grow_host(self) -> None:
+        if not self.host_pool.is_allocated:
+            key, value = (tokens.to(_HOST) for tokens in self.empty_tokens(1))
+            self.host_pool.pinned = self.device.type == "cuda"
+            self.host_pool.allocate(key, value, self.pages, in_blocks=self.in_blocks)
+        if self.host_pool.pages < self.pages:
+            if not self.in_blocks:
+                self._settle()  # its bytes move
+            self.host_pool.grow(self.pages)
+
+    def _copy_over(
+        self, source: PagePool, target: PagePool, pages: npt.NDArray[np.integer]
+    ) -> None:
+        with self.budget.copying(self.device_pool.device) as stream:
+            target.receive(source, pages, waits=stream is None)
+            if stream is not None:
+                self._copied = stream.record_event()
+
+    def _bring_home(self) -> None:
+        """Bring all pages to the host, and have them nowhere else."""
+        self.evict()
+        self._grow_host()
+        self._settle()
+
+    # -- what other pools do -----------------------------------------------------------------
+
+    def record(
+        self,
+        plan: LayerPlan,
+        table: torch.Tensor,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        k_center: torch.Tensor | None,
+    ) -> Pages:
+        """Return the pages on the device as operations take them; see `PagePool.record`."""
+        return self.device_pool.record(plan, table, k_scale, v_scale, k_center)
+
+    def scratch(self, pages: int) -> PagePool:
+        """Return a pool of `pages` zeroed pages of the same kind, on the device."""
+        pool = PagePool._empty_twin(self)
+        pool.allocate(*self.empty_tokens(1), pages, in_blocks=self.in_blocks)
+        return pool
+
+    def with_pages(self, pages: Ints) -> PagePool:
+        """Return a pool that has `pages` where operations read them."""
+        self.fetch(np.unique(pages))
+        self.wait()
+        return self.device_pool
+
+    def parts(self) -> list[dict[str, torch.Tensor]]:
+        """Return every tensor in host memory by name, for each block: to read and to write."""
+        self._bring_home()
+        self._on_host[:] = True
+        return self.host_pool.parts()
+
+    def take(self, pages: npt.NDArray[np.integer]) -> dict[str, torch.Tensor]:
+        """Return copies of pages in host memory, by the name of the tensor."""
+        self.store()
+        self._grow_host()
+        self._settle()
+        return self.host_pool.take(pages)
+
+    def copy(self, copies: Copies, source: PagePool | None = None) -> None:
+        """Copy pages `(sources, destinations)`, within the pool where it is, or from `source`."""
+        sources, destinations = copies
+        if source is not None or self.device_pool.is_allocated:
+            if source is not None:
+                self.budget.use(self, destinations[:0], self, destinations[:0])
+            self.device_pool.copy(copies, (source or self).with_pages(sources))
+            self.written(destinations)
+            return
+        self._grow_host()
+        self._settle()
+        self.host_pool.copy(copies)
+        self._on_host[destinations] = self._on_host[sources]
+
+    def keep(self, pages: Ints) -> None:
+        """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
+        self._bring_home()
+        kept = self._on_host[pages[pages < self.pages]]
+        self.host_pool.keep(pages)
+        self._on_host = np.zeros(len(pages), bool)
+        self._on_host[: len(kept)] = kept
+        self._on_device = np.zeros(len(pages), bool)
+
+    def free(self) -> None:
+        """Give the bytes back; `allocate` brings new ones."""
+        self.pending.clear()
+        self.wait()
+        self._settle()
+        self._forget()
+        self._reset()
+        self.budget.note_place(self)
+        self.is_allocated = False
+
+    def move(self, device: torch.device) -> None:
+        """Bring all pages home, whatever `device`: they come back when the layer computes."""
+        self._bring_home()
+        if self.device.type == "cuda" and not self.host_pool.pinned:
+            self.host_pool.pin()
+
+    def lay_out(self, *, in_blocks: bool) -> None:
+        """Bring the pages into blocks, or out of them."""
+        if not self.is_allocated or in_blocks == self.in_blocks:
+            return
+        self._bring_home()
+        self.in_blocks = in_blocks
+        self.host_pool.lay_out(in_blocks=in_blocks)
+
+    def memory_footprint(self) -> dict[str, int]:
+        """Return bytes by kind: those on the device as `PagePool` does, and `host`."""
+        sizes = self.device_pool.memory_footprint() if self.device_pool.is_allocated else {}
+        return {**sizes, "host": self.host_pool.pages * self.bytes_per_page()}
