@@ -6,9 +6,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
-from hf_fp8kv.serving.server.ranks import Ranks, check_batching  # noqa: E402
+from hf_fp8kv.serving.server.ranks import Ranks, _order_cancellations, check_batching  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTIONS = [f"question {n} about {'pages ' * (3 * n)}" for n in range(6)]
@@ -286,6 +288,19 @@ def test_steps_that_do_not_wait_are_refused():
     for name in ("use_async_batching", "use_cuda_graph"):
         with pytest.raises(ConfigError, match=f"--cb-{name.replace('_', '-')}: not supported"):
             check_batching(ContinuousBatchingConfig(**{name: True}))
+
+
+def test_cancelled_requests_end_in_one_order():
+    class Scheduler:
+        _cancellation_lock = threading.Lock()
+        _requests_to_cancel: Any = frozenset("cabdfe")
+
+        def clear_cancelled_requests(self) -> list[str]:
+            return list(self._requests_to_cancel)
+
+    scheduler = Scheduler()
+    _order_cancellations(scheduler)
+    assert scheduler.clear_cancelled_requests() == list("abcdef")
 
 
 def test_what_torchrun_says(monkeypatch):
