@@ -95,5 +95,5 @@ def _digest(tensor: torch.Tensor) -> bytes:
     digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
     if tensor.numel():
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(flat.numpy()))
+        digest.update(flat.numpy().data)
     return digest.digest()

@@ -57,8 +57,8 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, overwrite: bool) ->
 
 
 def keep_config(
-    folder: Path, files: Mapping[str, bytes], format: ScaleFormat, scales: ScaleData
-) -> Mapping[str, bytes]:
+    folder: Path, files: dict[str, bytes], format: ScaleFormat, scales: ScaleData
+) -> dict[str, bytes]:
     """Return the files with a `config.json` that has every entry of the one that is there."""
     path, second_path = folder / "config.json", folder / HF_QUANT_CONFIG
     if not isinstance(format, TensorFormat) or not path.is_file():

@@ -72,7 +72,7 @@ def load_split(
     config = AutoConfig.from_pretrained(name, revision=revision, **trusted)
     with torch.device("meta"):
         check_plan(AutoModelForCausalLM.from_config(config, **trusted), size)
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
 
     return AutoModelForCausalLM.from_pretrained(
         name, revision=revision, distributed_config=DistributedConfig(tp_plan="auto"), **keywords
@@ -110,7 +110,7 @@ def join_ranks(manager: Any, processor: Any) -> None:
 
     Do nothing where the model is whole. Raises ConfigError: this transformers' engine cannot.
     """
-    helper = getattr(processor, "distributed_helper", None)
+    helper: Any = getattr(processor, "distributed_helper", None)
     if getattr(helper, "tp_size", 1) == 1:
         return
     missing = [name for name in _NEEDED if not hasattr(helper, name)]
