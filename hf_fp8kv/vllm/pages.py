@@ -1,7 +1,7 @@
 """vLLM's blocks as pages: each block is a page, and all of its bytes are in the block.
 
 vLLM clears, copies, offloads and sends blocks as runs of bytes, and groups of layers lie over each
-other in one pool. So K, V and scales of a block stay together: `ops.blocks.page_bytes`.
+other in one pool. So K, V and scales of a block stay together: `ops.page_bytes`.
 """
 
 import torch
@@ -9,7 +9,8 @@ import torch
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..ops import StoredSide
-from ..ops.blocks import address_pages, page_bytes
+from ..ops.blocks import address_pages
+from ..ops.page_bytes import page_bytes
 from ..serving.layout import LayerPages
 
 

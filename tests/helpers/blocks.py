@@ -3,7 +3,8 @@
 import torch
 
 from hf_fp8kv.ops import Pages
-from hf_fp8kv.ops.blocks import address_pages, layout_of, take_pages
+from hf_fp8kv.ops.blocks import address_pages, take_pages
+from hf_fp8kv.ops.page_bytes import layout_of
 
 
 def in_blocks(pages: Pages, size: int = 3, device: torch.device | None = None) -> Pages:

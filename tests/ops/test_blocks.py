@@ -13,7 +13,8 @@ from hf_fp8kv import ops
 from hf_fp8kv.errors import OutOfPagesError
 from hf_fp8kv.formats import AUTO
 from hf_fp8kv.ops import reference
-from hf_fp8kv.ops.blocks import address_pages, page_bytes, put_pages, take_pages, upload
+from hf_fp8kv.ops.blocks import address_pages, put_pages, take_pages, upload
+from hf_fp8kv.ops.page_bytes import page_bytes
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import in_blocks, in_one_tensor
 from tests.ops.test_ops import Case, attend, bound, errors, map_pages, poisoned, prepare

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from ...formats.rotation import rotation_factor
-from ..blocks import layout_of
+from ..page_bytes import layout_of
 from ..pages import AttentionSpec, Pages, StoredSide
 from ..visibility import mask_bounds
 from . import softmax

@@ -1,0 +1,29 @@
+"""Time one step of decoding: pages in 8 bits, and torch's attention over bf16."""
+
+import importlib
+from functools import partial
+
+import torch
+from triton.testing import do_bench
+
+fp8 = importlib.import_module("fp8_paged_attention")
+
+
+def compare(length: int) -> tuple[float, float]:
+    """Return the milliseconds of a step over so many tokens: ours, and torch's."""
+    table = torch.arange(length // 64, dtype=torch.int32, device="cuda")[None]
+    pages = fp8.new_pages(table, length // 64, 8, 128)
+    key, value = (torch.randn(1, 8, length, 128, device="cuda").bfloat16() for _ in "kv")
+    lengths = torch.tensor([length], dtype=torch.int32, device="cuda")
+    fp8.write(pages, key, value, lengths)
+    query = torch.randn(1, 32, 1, 128, device="cuda").bfloat16()
+    spec = fp8.AttentionSpec(scaling=128**-0.5, causal=True)
+    ours = do_bench(partial(fp8.attend, query, pages, lengths, 0, length, spec))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return ours, do_bench(partial(sdpa, query, key, value, enable_gqa=True))
+
+
+if __name__ == "__main__":
+    for tokens in (4096, 32768, 131072):
+        ours, stock = compare(tokens)
+        print(f"{tokens} tokens: {ours:.3f} ms, torch in bf16 {stock:.3f} ms")

@@ -1,0 +1,51 @@
+"""Paged attention over keys and values in 8 bits: write, attend and gather, by Triton kernels.
+
+Generated from hf_fp8kv. `Pages` says where the bytes are, `AttentionSpec` which attention is asked
+for; `new_pages` makes empty pages.
+"""
+
+import torch
+
+from .formats import AUTO, FORMATS
+from .ops.pages import AttentionSpec, Pages, StoredSide
+from .ops.triton.backend import attend, gather, make_plan, plan_rows, write
+
+__all__ = [
+    "AUTO",
+    "FORMATS",
+    "AttentionSpec",
+    "Pages",
+    "StoredSide",
+    "attend",
+    "gather",
+    "make_plan",
+    "new_pages",
+    "plan_rows",
+    "write",
+]
+
+
+def new_pages(
+    table: torch.Tensor,
+    pages: int,
+    heads: int,
+    head_dim: int,
+    *,
+    page_size: int = 64,
+    format: str = "fp8_e3m4",
+    rotated: bool = False,
+) -> Pages:
+    """Return empty pages with dynamic scales for one layer.
+
+    `table` is `[B, M]`, int32: the pages of each sequence, in order, below `pages`.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}")
+    new = {"dtype": torch.uint8, "device": table.device}
+    sides = (
+        torch.zeros(pages, heads, page_size, head_dim, **new),
+        torch.zeros(pages, heads, head_dim, page_size, **new),
+    )
+    k, v = (StoredSide(codes, None, None, format, head_dim, rotated) for codes in sides)
+    scales = torch.ones(pages, heads, page_size, 2, dtype=torch.bfloat16, device=table.device)
+    return Pages(k, v, scales, table)

@@ -1,0 +1,60 @@
+"""The kernels as a kernel for the Hub: whole, and independent of this package."""
+
+import ast
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.hub_kernel import BACKENDS, NAME, make_kernel
+
+LOAD = """
+import sys
+from pathlib import Path
+from kernels import get_local_kernel
+module = get_local_kernel(Path(sys.argv[1]), backend="cpu")
+assert module.attend and module.new_pages
+assert not [name for name in sys.modules if name.startswith("hf_fp8kv")]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    target = tmp_path_factory.mktemp("kernel") / "repository"
+    make_kernel(target)
+    return target
+
+
+def run(folder, *command: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(folder / "torch-ext")
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_it_imports_torch_and_triton_and_itself_alone(folder):
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
+    for path in (folder / "torch-ext" / NAME).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module)
+            assert {name.split(".")[0] for name in names} <= allowed, path
+    sources = {path.relative_to(folder / "torch-ext" / NAME) for path in folder.rglob("*.py")
+               if path.is_relative_to(folder / "torch-ext")}  # fmt: skip
+    for backend in BACKENDS:
+        built = folder / "build" / f"torch-{backend}"
+        assert {path.relative_to(built) for path in built.rglob("*.py")} == sources
+
+
+def test_its_own_tests_pass(folder):
+    run(folder, "-m", "pytest", "-q", "-k", "1-fp8_e3m4 or 5-int8", "tests")
+
+
+def test_the_hubs_package_loads_it(folder):
+    pytest.importorskip("kernels", reason="make hub-kernel has it")
+    run(folder, "-c", LOAD, str(folder))
