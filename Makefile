@@ -12,9 +12,11 @@
 #                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
 #   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
 #                 .venv-vllm of 3.4 GB
+#   make clients  clients of OpenAI's API, run against the server with the demo model, in an environment
+#                 of their own: .venv-clients of 1.1 GB; CLIENTS_ARGS="--only openai llm"
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
-#   make clean    remove .venv, .venv-vllm and build results
+#   make clean    remove .venv, .venv-vllm, .venv-clients and build results
 #
 # PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
@@ -49,10 +51,15 @@ OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 KERNELS_IR := $(VENV)/ttsem
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/vllm
+CLIENTS := .venv-clients
+# The versions of the table in docs/serving.md.
+CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
+  openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
+CLIENTS_ARGS ?=
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check cpu-matrix oldest kernels-ir vllm compare gpu clean
+.PHONY: help venv demo test check cpu-matrix oldest kernels-ir vllm clients compare gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -133,6 +140,16 @@ $(VLLM)/ready: pyproject.toml constraints-vllm.txt
 vllm: $(VLLM)/ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -W default $(VLLM_TESTS)
 
+# One of pip's messages is true and harmless: a plugin of llm that only brings the demo model's file
+# has none of its own requirements.
+$(CLIENTS)/ready: $(READY)
+	$(call make_environment,$(CLIENTS))
+	$(CLIENTS)/bin/$(PIP) $(CLIENTS_PACKAGES)
+	@touch $@
+
+clients: $(CLIENTS)/ready
+	$(BIN)/python -m tests.helpers.clients --python $(CLIENTS)/bin/python $(CLIENTS_ARGS)
+
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
 	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
@@ -143,4 +160,4 @@ gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache

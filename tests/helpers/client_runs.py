@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 QUESTION = "What is the capital of France? Answer with one word."
 MESSAGES = [{"role": "user", "content": QUESTION}]
@@ -309,7 +309,7 @@ def _langchain__tools(target: Target) -> None:
     from langchain_core.tools import tool
 
     @tool
-    def get_weather(city: str) -> str:
+    def get_weather(city: Literal["Paris", "Rome"]) -> str:
         """Tell the weather of a city."""
         return f"sunny in {city}"
 

@@ -39,6 +39,9 @@ class Recorder(http.server.ThreadingHTTPServer):
         self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}
         super().__init__(("127.0.0.1", 0), Passing)
 
+    def handle_error(self, *_: Any) -> None:
+        """Print nothing: a client left."""
+
     def note(self, path: str, content: bytes) -> None:
         """Keep a request, if it is the first of its form."""
         body = json.loads(content)
@@ -139,8 +142,9 @@ def main() -> int:
             for run in wrong:
                 print(f"    {run['run']}: {run['error']}")
         if recorder is not None:
-            kept = {name: [*forms.values()] for name, forms in recorder.requests.items()}
-            chosen.record.write_text(format_requests(kept))
+            old = json.loads(chosen.record.read_text()) if chosen.record.exists() else {}
+            new = {name: [*recorder.requests[name].values()] for name in chosen.only}
+            chosen.record.write_text(format_requests(old | new))
     return failed
 
 
