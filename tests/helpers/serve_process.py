@@ -26,11 +26,26 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 )
+# ChatML that shows tools, and calls of them as the models of Hermes and Qwen write them.
+TOOLS_TEMPLATE = r"""
+{%- set given = messages[0].role == 'system' -%}
+{{- '<|im_start|>system\n' + (messages[0].content if given else 'You are a helpful assistant.') }}
+{%- if tools %}{{- '\nYou can call these functions:' }}
+{%- for tool in tools %}{{- '\n' + tool | tojson }}{% endfor %}{% endif %}
+{{- '<|im_end|>\n' }}
+{%- for m in messages %}{% if not (loop.first and given) %}
+{{- '<|im_start|>' + m.role + '\n' }}{{- m.content or '' }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
+"""
 PAGES, PAGE, CONTEXT = 24, 16, 320
 WAIT = 120.0
+OVERFLOWS = "~"  # after `add_overflow`: a prompt with this character has logits of NaN
 
 
-def save_chat_model(folder: Path, *, tokens: int = 95) -> str:
+def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:
     """Save a tiny Llama whose tokens are characters; it never ends by itself. Return the folder."""
     letters = [chr(code) for code in range(32, 32 + tokens)]
     inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
@@ -41,12 +56,22 @@ def save_chat_model(folder: Path, *, tokens: int = 95) -> str:
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(letters), hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=CONTEXT,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=context,
         bos_token_id=None, eos_token_id=None, pad_token_id=0, initializer_range=0.5,
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
+
+
+def add_overflow(folder: str) -> None:
+    """Change a model of `save_chat_model`, so that OVERFLOWS is in no answer, and ends some."""
+    model, token = LlamaForCausalLM.from_pretrained(folder), ord(OVERFLOWS) - 32
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.nan
+        model.lm_head.weight[token] = 0
+        model.lm_head.weight[token, 0] = 1e-30
+    model.save_pretrained(folder)
 
 
 def generate_answer(folder: str, question: str, tokens: int) -> str:

@@ -412,6 +412,15 @@ def test_a_response_calls_its_tool(server):
     assert json.loads(calls[0]["arguments"])["day"] in ("today", "tomorrow")
 
 
+def test_a_call_that_must_be_is_not_in_the_form_of_texts(server):
+    """Instructor sends both: OpenAI's `response_format` is of texts, which a call is not."""
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    named = {"type": "function", "function": {"name": "clock"}}
+    asked = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "tool_choice": named}
+    (found,) = choices(server, CHAT, **asked, response_format=form)
+    assert is_call(found["message"]["tool_calls"][0])
+
+
 def test_the_beginning_of_a_list_of_calls_is_not_lost():
     forced = ForcedCall("")
     forced.text = '[{"name": "f", "param'
@@ -419,6 +428,13 @@ def test_the_beginning_of_a_list_of_calls_is_not_lost():
     forced.text = '[{"name": "f", "parameters": {"x": 1}}]'
     (call,) = forced.read()
     assert (call.name, json.loads(call.arguments)) == ("f", {"x": 1})
+    forced.text = '[{"name": "f", "parameters": {"x": "], "}}, {"name": "g", "parameters": {"y'
+    (call,) = forced.read()
+    assert (call.name, json.loads(call.arguments)) == ("f", {"x": "], "})
+    forced.text = '[{"name": "f", "parameters": {}}, {"name": "g", "parameters": {"y": []}}]'
+    assert [(call.name, json.loads(call.arguments)) for call in forced.read()] == [
+        ("f", {}), ("g", {"y": []}),
+    ]  # fmt: skip
     assert ForcedCall("").read() == []
 
 
@@ -430,8 +446,8 @@ def test_the_beginning_of_a_list_of_calls_is_not_lost():
         ("tool_choice", {"tool_choice": {"type": "function"}}),
         ("parallel_tool_calls", {"parallel_tool_calls": False}),
         (
-            "response_format",
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "structured_outputs.json_object",
+            {"tool_choice": "required", "structured_outputs": {"json_object": True}},
         ),
     ],
 )

@@ -6,17 +6,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig
 
 from hf_fp8kv.serving.server import sampling
 from hf_fp8kv.serving.server.answer_text import StopFinder
-from tests.helpers.serve_process import Server, save_chat_model, serving
+from tests.helpers.serve_process import (
+    OVERFLOWS,
+    Server,
+    add_overflow,
+    save_chat_model,
+    serving,
+)  # fmt: skip
 
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 COMPLETIONS = "/v1/completions"
-OVERFLOWS = "~"  # of the tiny model: a prompt with this character has logits of NaN
 
 
 def keys_of(count: int, *, seed: int | None = None) -> torch.Tensor:
@@ -103,12 +108,7 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = save_chat_model(tmp_path_factory.mktemp("overflows"))
-    model = LlamaForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[ord(OVERFLOWS) - 32] = torch.nan
-        model.lm_head.weight[ord(OVERFLOWS) - 32] = 0
-        model.lm_head.weight[ord(OVERFLOWS) - 32, 0] = 1e-30
-    model.save_pretrained(folder)
+    add_overflow(folder)
     with serving(folder, "--default-seed", "7") as server:
         yield server
 

@@ -18,6 +18,8 @@ _EXPRESSIONS = 8_192  # characters of regular expressions
 _PATTERN_PROPERTIES = 100
 _MULTIPLES = 10_000
 
+# vLLM's field.
+STRUCTURED = "structured_outputs"
 # The field, and what makes its grammar with llguidance's LLMatcher.
 _Asked = tuple[str, Callable[[Any], str]]
 
@@ -28,7 +30,10 @@ def read_grammar(body: Mapping[str, Any]) -> _Asked | None:
     Raises APIError: fields are wrong, or two of them have a grammar.
     """
     found = [read(body[name]) for name, read in _READERS.items() if name in body]
-    asked = [one for one in [_read_tools(body), *found] if one is not None]
+    tools = _read_tools(body)
+    if tools is not None and STRUCTURED not in body:
+        return tools  # OpenAI's own fields are about the text, and such an answer has none
+    asked = [one for one in [tools, *found] if one is not None]
     if len(asked) > 1:
         (field, _), (other, _) = asked[:2]
         raise _wrong(other, f"nothing beside {field}, since an answer has one form")
@@ -74,7 +79,7 @@ def _read_schema(where: str, given: Any, others: tuple[str, ...]) -> _Asked:
 
 
 def _read_structured_outputs(given: Any) -> _Asked | None:
-    where = "structured_outputs"
+    where = STRUCTURED
     _check_names(where, given, ("json", "regex", "choice", "json_object"))
     asked = {name: value for name, value in given.items() if value not in (None, False)}
     if len(asked) != 1:
@@ -110,7 +115,7 @@ def _read_structured_outputs(given: Any) -> _Asked | None:
 _READERS: Mapping[str, Callable[[Any], _Asked | None]] = {
     "response_format": _read_response_format,
     "text": _read_text,
-    "structured_outputs": _read_structured_outputs,
+    STRUCTURED: _read_structured_outputs,
 }
 FORMAT_FIELDS = frozenset(_READERS)
 

@@ -3,6 +3,7 @@
 The grammar of such an answer is made in structured_output.py; here it is read.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -34,14 +35,17 @@ class ForcedCall:
         self._name, self.text = name, ""
 
     def read(self) -> list[ToolCall | str]:
-        """Return the calls; the text as it is, if it is only the beginning of what is no call yet.
+        """Return the calls; of several that were truncated, those that are whole.
 
-        That is so where the answer was truncated.
+        The text as it is, if it is only the beginning of what is no call yet.
         """
         if self._name:
             return [ToolCall(self._name, self.text)]
-        try:
-            calls = json.loads(self.text)
-        except ValueError:
-            return [self.text] if self.text else []
-        return [ToolCall(call["name"], json.dumps(call["parameters"])) for call in calls]
+        calls: list[ToolCall | str] = []
+        at, decode = 1, json.JSONDecoder().raw_decode  # after "["
+        with contextlib.suppress(ValueError):
+            while at < len(self.text):
+                call, at = decode(self.text, at)
+                calls.append(ToolCall(call["name"], json.dumps(call["parameters"])))
+                at += len(", ")
+        return calls or [self.text][: len(self.text)]

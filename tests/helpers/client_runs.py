@@ -1,0 +1,788 @@
+"""Clients of OpenAI's API, run for real: what each does with a server is a function here.
+
+    python -m tests.helpers.client_runs CLIENT URL TOKENIZER
+
+prints a line for each. `make clients` starts the servers, and calls this for every client, in the
+environment that has them; the packages are imported by the functions that need them.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+QUESTION = "What is the capital of France? Answer with one word."
+MESSAGES = [{"role": "user", "content": QUESTION}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "name": "get_weather",
+    "description": "Tell the weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+TOOL = {"type": "function", "function": WEATHER}
+
+
+class Target(NamedTuple):
+    """A server: the address of its API, its model's name, and a folder with the tokenizer."""
+
+    url: str
+    model: str
+    tokenizer: str
+
+
+Run = Callable[[Target], Any]
+CLIENTS: dict[str, dict[str, Run]] = {}
+PACKAGES = {"lm-eval": "lm_eval"}
+
+
+def of(client: str) -> Callable[[Run], Run]:
+    """Register a function under its client; its name says what is run."""
+
+    def register(run: Run) -> Run:
+        name = run.__name__.removeprefix("_").partition("__")[2].replace("_", " ")
+        CLIENTS.setdefault(client, {})[name] = run
+        return run
+
+    return register
+
+
+# -- openai ----------------------------------------------------------------------------------------
+
+
+def _openai(target: Target) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=target.url, api_key="-", max_retries=0, timeout=120)
+
+
+@of("openai")
+def _openai__models(target: Target) -> None:
+    client = _openai(target)
+    assert client.models.list().data[0].id == target.model
+    assert client.models.retrieve(target.model).id == target.model
+
+
+@of("openai")
+def _openai__chat(target: Target) -> None:
+    found = _openai(target).chat.completions.create(
+        model=target.model, messages=MESSAGES, max_completion_tokens=8, n=2, temperature=0.9,
+        seed=3, logprobs=True, top_logprobs=2, presence_penalty=0.1, stop=["\n\n"], user="me",
+        store=False, metadata={"a": "b"}, service_tier="auto",
+    )  # fmt: skip
+    assert [choice.index for choice in found.choices] == [0, 1]
+    for choice in found.choices:
+        assert choice.message.role == "assistant"
+        assert choice.finish_reason in ("length", "stop")
+        assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+    assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
+
+
+@of("openai")
+def _openai__streamed_chat(target: Target) -> None:
+    chunks = list(
+        _openai(target).chat.completions.create(
+            model=target.model, messages=MESSAGES, max_tokens=8, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens <= 8
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    with _openai(target).chat.completions.stream(
+        model=target.model, messages=MESSAGES, max_tokens=8
+    ) as stream:
+        kinds = {event.type for event in stream}
+        assert {"content.delta", "content.done"} <= kinds
+        assert stream.get_final_completion().choices[0].message.content
+
+
+@of("openai")
+def _openai__completions(target: Target) -> None:
+    client = _openai(target)
+    found = client.completions.create(
+        model=target.model, prompt=["One, two,", "Monday, Tuesday,"], max_tokens=4, n=2, echo=True,
+        logprobs=2, temperature=0.5,
+    )  # fmt: skip
+    assert [choice.text.split(",")[0] for choice in found.choices] == ["One"] * 2 + ["Monday"] * 2
+    first = found.choices[0].logprobs
+    assert first.token_logprobs[0] is None
+    assert len(first.tokens) == len(first.text_offset) == len(first.top_logprobs)
+    chunks = client.completions.create(
+        model=target.model, prompt=[5, 6, 7], max_tokens=4, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+
+
+@of("openai")
+def _openai__responses(target: Target) -> None:
+    client = _openai(target)
+    found = client.responses.create(
+        model=target.model, input=QUESTION, instructions="Be brief.", max_output_tokens=8
+    )
+    assert found.output_text
+    assert found.usage.input_tokens_details.cached_tokens >= 0
+    with client.responses.stream(
+        model=target.model, input=[{"role": "user", "content": QUESTION}], max_output_tokens=8
+    ) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[0] == "response.created"
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+@of("openai")
+def _openai__structured_output(target: Target) -> None:
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    client = _openai(target)
+    ask = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
+    found = client.chat.completions.parse(
+        model=target.model, messages=ask, response_format=Person, max_tokens=60
+    )
+    assert isinstance(found.choices[0].message.parsed, Person)
+    response = client.responses.parse(
+        model=target.model, input=ask, text_format=Person, max_output_tokens=60
+    )
+    assert isinstance(response.output_parsed, Person)
+    with client.chat.completions.stream(
+        model=target.model, messages=ask, response_format=Person, max_tokens=60
+    ) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+
+
+@of("openai")
+def _openai__tools(target: Target) -> None:
+    client = _openai(target)
+    messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    for stream in (False, True):
+        asked = {
+            "model": target.model, "messages": messages, "tools": [TOOL], "max_tokens": 60,
+            "tool_choice": "required" if stream else {
+                "type": "function", "function": {"name": "get_weather"},
+            },
+        }  # fmt: skip
+        if stream:
+            with client.chat.completions.stream(**asked, parallel_tool_calls=False) as events:
+                found = events.get_final_completion()
+        else:
+            found = client.chat.completions.create(**asked)
+        (call,) = found.choices[0].message.tool_calls
+        assert found.choices[0].finish_reason == "tool_calls"
+        assert call.function.name == "get_weather"
+        assert "city" in json.loads(call.function.arguments)
+    said = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages += [found.choices[0].message.model_dump(exclude_none=True), said]
+    after = client.chat.completions.create(
+        model=target.model, messages=messages, tools=[TOOL], max_tokens=16
+    )
+    assert after.choices[0].message.content
+
+
+@of("openai")
+def _openai__tools_of_responses(target: Target) -> None:
+    client = _openai(target)
+    tool, items = {"type": "function", **WEATHER, "strict": True}, []
+    items.append({"role": "user", "content": "How is the weather in Paris?"})
+    asked = {"model": target.model, "tools": [tool], "max_output_tokens": 60}
+    found = client.responses.create(**asked, input=items, tool_choice="required")
+    calls = [item for item in found.output if item.type == "function_call"]
+    assert calls[0].name == "get_weather"
+    with client.responses.stream(
+        **asked, input=items, tool_choice={"type": "function", "name": "get_weather"}
+    ) as stream:
+        list(stream)
+        last = stream.get_final_response()
+    (call,) = [item for item in last.output if item.type == "function_call"]
+    assert "city" in json.loads(call.arguments)
+    items += [item.model_dump(exclude_none=True) for item in last.output]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    assert client.responses.create(**asked, input=items).output_text
+
+
+@of("openai")
+def _openai__async_client(target: Target) -> None:
+    from openai import AsyncOpenAI
+
+    async def ask() -> list[Any]:
+        async with AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0) as client:
+            create = client.chat.completions.create
+            asked = (create(model=target.model, messages=MESSAGES, max_tokens=4) for _ in range(8))
+            return await asyncio.gather(*asked)
+
+    assert len({one.choices[0].message.content for one in asyncio.run(ask())}) == 1
+
+
+# -- langchain-openai ------------------------------------------------------------------------------
+
+
+def _langchain(target: Target, **more: Any) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    given = {"base_url": target.url, "api_key": "-", "model": target.model, "max_retries": 0}
+    return ChatOpenAI(**{**given, "max_tokens": 60, "temperature": 0, **more})
+
+
+@of("langchain-openai")
+def _langchain__chat(target: Target) -> None:
+    chat = _langchain(target, max_tokens=8, seed=5, logprobs=True)
+    found = chat.invoke([("system", "Be brief."), ("human", QUESTION)])
+    assert found.content
+    assert found.usage_metadata["output_tokens"] <= 8
+    assert found.response_metadata["logprobs"]["content"]
+    assert len(chat.batch([QUESTION, "Hello!"])) == 2
+    assert asyncio.run(chat.ainvoke(QUESTION)).content == chat.invoke(QUESTION).content
+
+
+@of("langchain-openai")
+def _langchain__streamed_chat(target: Target) -> None:
+    chat = _langchain(target, max_tokens=8, stream_usage=True)
+    parts = list(chat.stream(QUESTION))
+    assert "".join(part.content for part in parts) == chat.invoke(QUESTION).content
+    assert sum(part.usage_metadata["output_tokens"] for part in parts if part.usage_metadata) <= 8
+
+
+@of("langchain-openai")
+def _langchain__completions(target: Target) -> None:
+    from langchain_openai import OpenAI
+
+    model = OpenAI(
+        base_url=target.url, api_key="-", model=target.model, max_tokens=6, temperature=0,
+        max_retries=0,
+    )  # fmt: skip
+    whole = model.invoke("One, two, three,")
+    assert whole == "".join(model.stream("One, two, three,"))
+    found = model.generate(["One, two,", "Monday, Tuesday,"])
+    assert len(found.generations) == 2
+    several = OpenAI(
+        base_url=target.url, api_key="-", model=target.model, max_tokens=6, n=2, best_of=2,
+        logprobs=1, max_retries=0,
+    ).generate(["One, two,"])  # fmt: skip
+    assert len(several.generations[0]) == 2
+    assert several.generations[0][0].generation_info["logprobs"]["tokens"]
+
+
+@of("langchain-openai")
+def _langchain__structured_output(target: Target) -> None:
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        """A person."""
+
+        name: str
+        age: int
+
+    ask = "Ann is 30 years old. Answer with her name and age in JSON."
+    for method in ("json_schema", "function_calling"):
+        model = _langchain(target).with_structured_output(Person, method=method)
+        assert isinstance(model.invoke(ask), Person), method
+        assert isinstance(list(model.stream(ask))[-1], Person), method
+    strict = _langchain(target).with_structured_output(Person, method="json_schema", strict=True)
+    assert isinstance(strict.invoke(ask), Person)
+    anything = _langchain(target, max_tokens=120).with_structured_output(None, method="json_mode")
+    assert isinstance(anything.invoke(ask), dict)
+
+
+@of("langchain-openai")
+def _langchain__tools(target: Target) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    @tool
+    def get_weather(city: Literal["Paris", "Rome"]) -> str:
+        """Tell the weather of a city."""
+        return f"sunny in {city}"
+
+    ask: list[Any] = [HumanMessage("How is the weather in Paris?")]
+    for choice in ("any", "get_weather"):
+        found = _langchain(target).bind_tools([get_weather], tool_choice=choice).invoke(ask)
+        assert found.tool_calls[0]["name"] == "get_weather"
+    for call in found.tool_calls:
+        assert isinstance(get_weather.invoke(call), ToolMessage)
+    ask += [found, *(get_weather.invoke(call) for call in found.tool_calls)]
+    assert _langchain(target).bind_tools([get_weather]).invoke(ask).content
+
+
+@of("langchain-openai")
+def _langchain__responses(target: Target) -> None:
+    chat = _langchain(target, max_tokens=16, use_responses_api=True)
+    assert chat.invoke(QUESTION).text
+    assert "".join(part.text for part in chat.stream(QUESTION))
+
+
+# -- litellm ---------------------------------------------------------------------------------------
+
+
+def _litellm(target: Target, provider: str = "openai") -> dict[str, Any]:
+    name = f"{provider}/{target.model}"
+    return {"model": name, "api_base": target.url, "api_key": "-", "timeout": 120}
+
+
+@of("litellm")
+def _litellm__chat(target: Target) -> None:
+    import litellm
+
+    for provider in ("openai", "hosted_vllm", "litellm_proxy"):
+        found = litellm.completion(
+            **_litellm(target, provider), messages=MESSAGES, max_tokens=8, temperature=0
+        )
+        assert found.choices[0].message.content
+        parts = litellm.completion(
+            **_litellm(target, provider), messages=MESSAGES, max_tokens=8, temperature=0,
+            stream=True, stream_options={"include_usage": True},
+        )  # fmt: skip
+        text = "".join(part.choices[0].delta.content or "" for part in parts)
+        assert text == found.choices[0].message.content
+
+
+@of("litellm")
+def _litellm__async_chat(target: Target) -> None:
+    import litellm
+
+    asked = {**_litellm(target), "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "n": 2}
+    found = asyncio.run(litellm.acompletion(**asked))
+    assert len(found.choices) == 2
+    assert found.choices[0].logprobs.content
+
+
+@of("litellm")
+def _litellm__completions(target: Target) -> None:
+    import litellm
+
+    asked = {**_litellm(target, "text-completion-openai"), "prompt": "One, two,", "max_tokens": 6}
+    found = litellm.text_completion(**asked, temperature=0)
+    parts = litellm.text_completion(**asked, temperature=0, stream=True)
+    assert "".join(part.choices[0].text or "" for part in parts) == found.choices[0].text
+
+
+@of("litellm")
+def _litellm__structured_output(target: Target) -> None:
+    import litellm
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+        age: int
+
+    ask = [{"role": "user", "content": "Ann is 30 years old. Name and age as JSON?"}]
+    for form in (Person, {"type": "json_object"}):
+        found = litellm.completion(
+            **_litellm(target), messages=ask, max_tokens=400, response_format=form, temperature=0
+        )
+        content = json.loads(found.choices[0].message.content)
+        assert form is not Person or Person(**content)
+
+
+@of("litellm")
+def _litellm__tools(target: Target) -> None:
+    import litellm
+
+    messages: list[Any] = [{"role": "user", "content": "How is the weather in Paris?"}]
+    asked = {**_litellm(target), "tools": [TOOL], "max_tokens": 60}
+    found = litellm.completion(**asked, messages=messages, tool_choice="required")
+    call = found.choices[0].message.tool_calls[0]
+    messages += [
+        found.choices[0].message.model_dump(),
+        *(
+            {"role": "tool", "tool_call_id": one.id, "name": one.function.name, "content": "sunny"}
+            for one in found.choices[0].message.tool_calls
+        ),
+    ]
+    assert call.function.name == "get_weather"
+    assert litellm.completion(**asked, messages=messages).choices[0].message.content
+
+
+@of("litellm")
+def _litellm__responses(target: Target) -> None:
+    import litellm
+
+    found = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16)
+    assert found.output[0].content[0].text
+    parts = litellm.responses(**_litellm(target), input=QUESTION, max_output_tokens=16, stream=True)
+    assert [part.type for part in parts][-1] in ("response.completed", "response.incomplete")
+
+
+@of("litellm")
+def _litellm__router(target: Target) -> None:
+    from litellm import Router
+
+    entries = [{"model_name": "ours", "litellm_params": _litellm(target)} for _ in range(2)]
+    router = Router(model_list=entries, num_retries=1)
+    for _ in range(3):
+        assert router.completion("ours", MESSAGES, max_tokens=4).choices[0].message.content
+
+
+# -- instructor ------------------------------------------------------------------------------------
+
+
+def _person() -> Any:
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        """A person."""
+
+        name: str = ""  # json_object is any object
+        age: int = 0
+
+    return Person
+
+
+def _ask_with(mode: str, **more: Any) -> Run:
+    def ask(target: Target) -> None:
+        import instructor
+
+        kind = _person()
+        client = instructor.from_openai(_openai(target), mode=instructor.Mode[mode])
+        given = {"model": target.model, "max_retries": 0, "messages": [
+            {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
+        ]}  # fmt: skip
+        given |= {"max_output_tokens" if "RESPONSES" in mode else "max_tokens": 300}
+        assert isinstance(client.create(response_model=kind, **given, **more), kind)
+
+    return ask
+
+
+# The only one of its modes in which nothing makes the model write JSON.
+_FENCED = r'```json\n\{"name": "[A-Za-z ]{1,20}", "age": [0-9]{1,3}\}\n```'
+CLIENTS["instructor"] = {
+    f"mode {mode}": _ask_with(mode)
+    for mode in ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA", "JSON_O1", "FUNCTIONS",
+                 "RESPONSES_TOOLS")
+} | {
+    "mode MD_JSON": _ask_with(
+        "MD_JSON", extra_body={"structured_outputs": {"regex": _FENCED}}
+    )
+}  # fmt: skip
+
+
+@of("instructor")
+def _instructor__mode_PARALLEL_TOOLS(target: Target) -> None:
+    from collections.abc import Iterable
+
+    import instructor
+
+    kind = _person()
+    client = instructor.from_openai(_openai(target), mode=instructor.Mode.PARALLEL_TOOLS)
+    found = client.create(
+        response_model=Iterable[kind], model=target.model, max_tokens=200, max_retries=0,
+        messages=[{"role": "user", "content": "Ann is 30 and Bob is 40. Call the tool for both."}],
+        extra_body={"tool_choice": "required", "parallel_tool_calls": False},
+    )  # fmt: skip
+    assert all(isinstance(one, kind) for one in found)
+
+
+@of("instructor")
+def _instructor__streams(target: Target) -> None:
+    import instructor
+
+    kind = _person()
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(_openai(target), mode=mode)
+        given = {"model": target.model, "max_tokens": 80, "max_retries": 0, "messages": [
+            {"role": "user", "content": "Ann is 30 years old. Give her name and age."}
+        ]}  # fmt: skip
+        *_, last = client.create_partial(response_model=kind, **given)
+        assert last.age is not None
+
+
+# -- openai-agents ---------------------------------------------------------------------------------
+
+
+def _agent(target: Target, api: str, **more: Any) -> Any:
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        function_tool,
+        set_tracing_disabled,
+    )
+    from openai import AsyncOpenAI
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    def get_weather(city: str) -> str:
+        """Tell the weather of a city."""
+        CALLS.append(city)
+        return f"It is sunny in {city}."
+
+    client = AsyncOpenAI(base_url=target.url, api_key="-", max_retries=0)
+    kind = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}[api]
+    settings = {"max_tokens": 60, "temperature": 0.0, **more.pop("settings", {})}
+    return Agent(
+        name="helper", instructions="Use the tools.", tools=more.pop("tools", [get_weather]),
+        model=kind(target.model, client), model_settings=ModelSettings(**settings), **more,
+    )  # fmt: skip
+
+
+CALLS: list[str] = []
+
+
+@of("openai-agents")
+def _agents__tools(target: Target) -> None:
+    from agents import Runner
+
+    for api in ("chat", "responses"):
+        CALLS.clear()
+        agent = _agent(target, api, settings={"tool_choice": "required"})
+        found = Runner.run_sync(agent, "How is the weather in Paris?", max_turns=4)
+        assert CALLS
+        assert found.final_output, api
+
+
+@of("openai-agents")
+def _agents__streams(target: Target) -> None:
+    from agents import Runner
+
+    async def run(api: str) -> Any:
+        agent = _agent(target, api, settings={"tool_choice": "required"})
+        result = Runner.run_streamed(agent, "How is the weather in Paris?", max_turns=4)
+        kinds = {event.type async for event in result.stream_events()}
+        assert {"raw_response_event", "run_item_stream_event"} <= kinds
+        return result.final_output
+
+    for api in ("chat", "responses"):
+        CALLS.clear()
+        assert asyncio.run(run(api)), api
+        assert CALLS
+
+
+@of("openai-agents")
+def _agents__structured_output(target: Target) -> None:
+    from agents import Runner
+
+    kind = _person()
+    for api in ("chat", "responses"):
+        agent = _agent(target, api, tools=[], output_type=kind)
+        found = Runner.run_sync(agent, "Ann is 30 years old. Name and age?")
+        assert isinstance(found.final_output, kind), api
+
+
+@of("openai-agents")
+def _agents__handoff(target: Target) -> None:
+    from agents import Runner
+
+    for api in ("chat", "responses"):
+        clerk = _agent(target, api, tools=[])
+        desk = _agent(target, api, tools=[], handoffs=[clerk], settings={"tool_choice": "required"})
+        desk.name = "desk"
+        found = Runner.run_sync(desk, "Hello, I need help.", max_turns=4)
+        assert found.last_agent is clerk, api
+
+
+# -- llm -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
+    entry = {"model_name": target.model, "api_base": target.url, "supports_tools": True,
+             "supports_schema": True}  # fmt: skip
+    models = [{"model_id": "ours", **entry}, {"model_id": "ours-text", **entry, "completion": True}]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "extra-openai-models.yaml").write_text(json.dumps(models))
+        environment = {
+            **os.environ,
+            "LLM_USER_PATH": folder,
+            "OPENAI_API_KEY": "-",
+            "LLM_LOAD_PLUGINS": "",
+        }  # another plugin of the demo model needs llama.cpp
+
+        def run(*given: str) -> str:
+            done = subprocess.run(
+                [sys.executable, "-m", "llm", *given], env=environment, capture_output=True,
+                text=True, timeout=120, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        yield run
+
+
+@of("llm")
+def _llm__prompt(target: Target) -> None:
+    with _llm_folder(target) as llm:
+        given = ("-m", "ours", "-o", "temperature", "0", "-o", "max_tokens", "12")
+        assert llm(*given, QUESTION) == llm(*given, "--no-stream", QUESTION)
+        assert llm(*given, "-c", "Say it again.").strip()
+
+
+@of("llm")
+def _llm__completion(target: Target) -> None:
+    with _llm_folder(target) as llm:
+        assert llm("-m", "ours-text", "-o", "max_tokens", "6", "One, two, three,").strip()
+
+
+@of("llm")
+def _llm__schema(target: Target) -> None:
+    with _llm_folder(target) as llm:
+        given = ("-m", "ours", "-o", "max_tokens", "60", "--schema", json.dumps(SCHEMA))
+        for more in ((), ("--no-stream",)):
+            found = json.loads(llm(*given, *more, "Ann is 30 years old."))
+            assert found.keys() == {"name", "age"}
+
+
+@of("llm")
+def _llm__tools(target: Target) -> None:
+    tool = 'def get_weather(city: str) -> str:\n    "Weather of a city."\n    return "sunny"\n'
+    with _llm_folder(target) as llm:
+        given = ("-m", "ours", "-o", "max_tokens", "24", "--functions", tool, "--td")
+        for more in ((), ("--no-stream",)):
+            assert llm(*given, *more, "How is the weather in Paris?")
+
+
+# -- lm-eval ---------------------------------------------------------------------------------------
+
+
+def _lm_eval(target: Target, model: str, task: dict[str, Any], **given: Any) -> Any:
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    rows = [
+        {"question": "The capital of France is", "choices": ["Paris", "banana"], "answer": 0},
+        {"question": "Two and two is", "choices": ["purple", "four"], "answer": 1},
+        {"question": "The sun rises in the", "choices": ["east", "soup"], "answer": 0},
+    ]
+    path = "chat/completions" if "chat" in model else "completions"
+    arguments = {"model": target.model, "base_url": f"{target.url}/{path}", **given}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        config = {
+            "task": "own", "dataset_path": "json", "test_split": "test",
+            "dataset_kwargs": {"data_files": {"test": f"{folder}/rows.jsonl"}}, **task,
+        }  # fmt: skip
+        os.environ |= {"HF_HOME": folder, "HF_HUB_OFFLINE": "1", "OPENAI_API_KEY": "-"}
+        return simple_evaluate(
+            model=model, model_args=arguments, tasks=[config], task_manager=TaskManager(),
+            apply_chat_template="chat" in model, bootstrap_iters=0, log_samples=True,
+        )["samples"]["own"]  # fmt: skip
+
+
+_CHOICES = {
+    "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices",
+    "doc_to_target": "answer", "metric_list": [{"metric": "acc"}],
+}  # fmt: skip
+_UNTIL = {
+    "output_type": "generate_until", "doc_to_text": "{{question}}",
+    "doc_to_target": "{{choices[answer]}}",
+    "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 8, "temperature": 0},
+    "metric_list": [{"metric": "exact_match"}],
+}  # fmt: skip
+
+
+@of("lm-eval")
+def _lm_eval__loglikelihood(target: Target) -> None:
+    for tokenized in (True, False):
+        found = _lm_eval(
+            target, "local-completions", _CHOICES, tokenizer=target.tokenizer,
+            tokenizer_backend="huggingface", tokenized_requests=tokenized, batch_size=4,
+        )  # fmt: skip
+        assert [one["acc"] for one in found] == [1, 1, 1]
+
+
+@of("lm-eval")
+def _lm_eval__rolling_loglikelihood(target: Target) -> None:
+    task = {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    }  # fmt: skip
+    found = _lm_eval(
+        target, "local-completions", task, tokenizer=target.tokenizer, max_length=128,
+        tokenizer_backend="huggingface",
+    )  # fmt: skip
+    assert all(-200 < one["filtered_resps"][0] < 0 for one in found)
+
+
+@of("lm-eval")
+def _lm_eval__generate(target: Target) -> None:
+    found = _lm_eval(
+        target, "local-completions", _UNTIL, tokenizer=target.tokenizer, num_concurrent=3,
+        tokenizer_backend="huggingface",
+    )  # fmt: skip
+    assert all(isinstance(one["resps"][0][0], str) for one in found)
+
+
+@of("lm-eval")
+def _lm_eval__chat(target: Target) -> None:
+    found = _lm_eval(target, "local-chat-completions", _UNTIL, num_concurrent=3)
+    assert all(one["resps"][0][0] for one in found)
+
+
+# -- guidellm --------------------------------------------------------------------------------------
+
+
+def _guidellm(target: Target, path: str) -> dict[str, Any]:
+    server = target.url.removesuffix("/v1")
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "guidellm", "run", "--disable-console",
+             "--backend", f"kind=openai_http,target={server},request_format={path}",
+             "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
+             "--tokenizer", f"kind=huggingface_auto,model={target.tokenizer}",
+             "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+             "--output", f"kind=json,path={folder}/found.json"],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        (found,) = json.loads(Path(folder, "found.json").read_text())["benchmarks"]
+    return found["metrics"]
+
+
+@of("guidellm")
+def _guidellm__chat(target: Target) -> None:
+    totals = _guidellm(target, "/v1/chat/completions")["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (6, 0), totals
+
+
+@of("guidellm")
+def _guidellm__completions(target: Target) -> None:
+    found = _guidellm(target, "/v1/completions")
+    assert found["request_totals"]["successful"] == 6
+    assert found["output_token_count"]["successful"]["mean"] == 8
+
+
+def main(client: str, url: str, tokenizer: str) -> int:
+    """Run what there is of a client, print a line for each, and return how many failed."""
+    import urllib.request
+
+    with urllib.request.urlopen(f"{url}/models") as answer:
+        model = json.loads(answer.read())["data"][0]["id"]
+    failed = 0
+    print(json.dumps({"client": client, "version": version(PACKAGES.get(client, client))}))
+    wanted = os.environ.get("ONLY", "")
+    for name, run in CLIENTS[client].items():
+        if wanted not in name:
+            continue
+        error = None
+        try:
+            run(Target(url, model, tokenizer))
+        except Exception as found:
+            failed += 1
+            error = f"{type(found).__name__}: {found}"[:600]
+            traceback.print_exc()
+        print(json.dumps({"run": name, "error": error}), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

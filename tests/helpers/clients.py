@@ -1,0 +1,161 @@
+"""`make clients`: clients of OpenAI's API, run for real against `hf-fp8kv serve`.
+
+    python -m tests.helpers.clients --python .venv-clients/bin/python
+    python -m tests.helpers.clients ... --record tests/serving/client_requests.json
+
+`--python` has the clients (see client_runs.py), each of which runs in a process of its own with a
+time limit. The server has the demo model, with a chat template that shows tools. `--record` keeps
+one request of each form that a client sends: test_clients.py sends them again.
+"""
+
+import argparse
+import contextlib
+import http.client
+import http.server
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_fp8kv.utils.demo_model import model_path
+from tests.helpers.serve_process import ROOT, TOOLS_TEMPLATE, serving
+
+CLIENTS = (
+    "openai", "langchain-openai", "litellm", "instructor", "openai-agents", "llm", "lm-eval",
+    "guidellm",
+)  # fmt: skip
+SECONDS = 600  # that a client may take
+ROOM = ("--cb-num-blocks", "512", "--max-model-len", "2048")
+
+
+class Recorder(http.server.ThreadingHTTPServer):
+    """Passes requests on to a server, and keeps those that generate, by client."""
+
+    def __init__(self, port: int) -> None:
+        self.target, self.client, self.requests = port, "", {name: {} for name in CLIENTS}
+        super().__init__(("127.0.0.1", 0), Passing)
+
+    def handle_error(self, *_: Any) -> None:
+        """Print nothing: a client left."""
+
+    def note(self, path: str, content: bytes) -> None:
+        """Keep a request, if it is the first of its form."""
+        body = json.loads(content)
+        key = json.dumps([path, form_of(body)])
+        self.requests[self.client].setdefault(key, {"path": path, "body": body})
+
+
+class Passing(http.server.BaseHTTPRequestHandler):
+    """One connection of a Recorder; HTTP/1.0, so that an answer ends with it."""
+
+    server: Recorder
+
+    def _pass_on(self) -> None:
+        content = self.rfile.read(int(self.headers.get("content-length", 0)))
+        if content:
+            self.server.note(self.path, content)
+        inner = http.client.HTTPConnection("127.0.0.1", self.server.target, timeout=SECONDS)
+        with contextlib.closing(inner):
+            kind = self.headers.get("content-type", "")
+            inner.request(self.command, self.path, content or None, {"content-type": kind})
+            answer = inner.getresponse()
+            self.send_response(answer.status)
+            self.send_header("content-type", answer.getheader("content-type", ""))
+            self.end_headers()
+            while part := answer.read1():
+                self.wfile.write(part)
+
+    do_GET = do_POST = do_HEAD = _pass_on
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+def form_of(value: Any) -> Any:
+    """Return a JSON value with all texts and numbers alike, but those that name a kind."""
+    if isinstance(value, dict):
+        kept = ("type", "role", "tool_choice", "stream")
+        return {n: v if n in kept else form_of(v) for n, v in sorted(value.items())}
+    if isinstance(value, list):
+        forms = [form_of(one) for one in value]
+        return [form for at, form in enumerate(forms) if form not in forms[:at]]
+    return type(value).__name__
+
+
+@contextlib.contextmanager
+def recording(port: int) -> Iterator[Recorder]:
+    """Run a Recorder inside."""
+    with Recorder(port) as found:
+        thread = threading.Thread(target=found.serve_forever, daemon=True)
+        thread.start()
+        yield found
+        found.shutdown()
+
+
+def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[str, Any]]:
+    """Run one client, and return what it printed, one object a line."""
+    given = [python, "-m", "tests.helpers.client_runs", name]
+    try:
+        done = subprocess.run(
+            [*given, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,
+            capture_output=True, timeout=SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return [{"run": "all", "error": f"not done within {SECONDS} s: {error.stdout!r}"}]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    if not lines:
+        return [{"run": "all", "error": done.stderr[-1000:]}]
+    return [json.loads(line) for line in lines]
+
+
+def main() -> int:
+    """Run the clients, print a table, and return how many of their runs failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--python", required=True, help="the interpreter that has the clients")
+    parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
+    parser.add_argument("--record", type=Path, help="the file of requests to write")
+    chosen = parser.parse_args()
+    failed = 0
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "template").write_text(TOOLS_TEMPLATE)
+        model = str(model_path())
+        server = stack.enter_context(
+            serving(model, *ROOM, "--chat-template", str(folder / "template"))
+        )
+        recorder = stack.enter_context(recording(server.port)) if chosen.record else None
+        print(f"{'client':17} {'version':9} {'passed':>7}")
+        for name in chosen.only:
+            port = server.port
+            if recorder is not None:
+                recorder.client, port = name, recorder.server_address[1]
+            first, *runs = run_client(chosen.python, name, port, model)
+            runs = runs if "client" in first else [first, *runs]
+            wrong = [run for run in runs if run["error"] is not None]
+            failed += len(wrong)
+            passed = f"{len(runs) - len(wrong)} of {len(runs)}"
+            print(f"{name:17} {first.get('version', '?'):9} {passed:>7}", flush=True)
+            for run in wrong:
+                print(f"    {run['run']}: {run['error']}")
+        if recorder is not None:
+            old = json.loads(chosen.record.read_text()) if chosen.record.exists() else {}
+            new = {name: [*recorder.requests[name].values()] for name in chosen.only}
+            chosen.record.write_text(format_requests(old | new))
+    return failed
+
+
+def format_requests(kept: dict[str, list[dict[str, Any]]]) -> str:
+    """Return JSON with one request a line."""
+    parts = []
+    for name, requests in kept.items():
+        lines = ",\n".join(f"  {json.dumps(request, ensure_ascii=False)}" for request in requests)
+        parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 100))

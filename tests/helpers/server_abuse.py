@@ -1,0 +1,376 @@
+"""Clients that do to a server what they should not, for a bounded time.
+
+    python -m tests.helpers.server_abuse --minutes 10
+
+starts `hf-fp8kv serve` on this machine with a tiny model, some of whose logits are NaN (or with
+`--demo`), and sends it for some minutes what good clients send (chats, completions, responses,
+streams, several answers, penalties, structured output, forced tools), what bad ones do (half
+bodies, bad chunks, floods of connections, slow readers, clients that leave), and requests whose
+logits overflow. It prints a table, and what is wrong at the end:
+
+* an answer with status 5xx (but for logits that are NaN), another answer to a request that is sent
+  over and over, or a request without an answer at its deadline;
+* memory that still grows in the second half;
+* pages that cannot be had back: the last request needs all of them;
+* a traceback in the log, or another exit code than 0 after SIGTERM with requests running.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import random
+import socket
+import statistics
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from hf_fp8kv.utils.demo_model import model_path
+from tests.helpers.serve_process import (
+    OVERFLOWS,
+    TOOLS_TEMPLATE,
+    Server,
+    add_overflow,
+    save_chat_model,
+    serving,
+)  # fmt: skip
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+PAGES, PAGE = 96, 16
+CONTEXT = 2 * PAGES * PAGE
+DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
+GROWTH = 24 * 2**20  # bytes that memory may grow by from the second to the last quarter
+STEADY = {"prompt": "a steady question, ", "max_tokens": 24}
+WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
+SCHEMA = {
+    "type": "object", "required": ["name", "age"], "additionalProperties": False,
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+}  # fmt: skip
+FUNCTION = {"name": "f", "description": "f", "parameters": SCHEMA}
+FORMS = (
+    {"json": SCHEMA}, {"regex": "[a-z]{3,9}-[0-9]{2}"}, {"choice": ["red", "blue"]},
+    {"json_object": True},
+)  # fmt: skip
+BAD_BODIES = (
+    b"{nope", b"[]", b'{"prompt": ""}', b'{"prompt": "x", "bogus": 1}', b"\xff\xfe",
+    b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "max_tokens": 100000000}',
+    b'{"prompt": "x", "structured_outputs": {"regex": "("}}', b"[" * 50_000,
+)  # fmt: skip
+
+
+class Hang(Exception):
+    """A request had no answer at its deadline."""
+
+
+class Abuse:
+    """What 60 clients do with one server; `wrong` says what must not be."""
+
+    def __init__(self, server: Server, seconds: float, seed: int, *, nan: bool) -> None:
+        self.server, self.seed, self.nan = server, seed, nan
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.statuses: Counter[tuple[str, object]] = Counter()
+        self.wrong: list[str] = []
+        self.lock = threading.Lock()
+        self.steady = self.ask(COMPLETIONS, STEADY)[1]["choices"][0]["text"]
+        self.until = time.monotonic() + seconds
+
+    def run(self, number: int) -> None:
+        """Be one client until the time is over."""
+        chance = random.Random(self.seed * 1000 + number)
+        actions = [getattr(self, name) for name in dir(self) if name.startswith("do_")]
+        while time.monotonic() < self.until:
+            # Of good requests more, so that the bad ones have somebody to hurt.
+            action = self.do_ask if chance.random() < 0.5 else chance.choice(actions)
+            name, began = action.__name__.removeprefix("do_"), time.monotonic()
+            try:
+                status: object = action(chance)
+            except Hang as error:
+                status = "hang"
+                self.note(f"{name}: {error}")
+            except OSError as error:
+                status = type(error).__name__
+                if action in (self.do_ask, self.do_steady):
+                    self.note(f"{name}: {error!r}")
+            except Exception as error:
+                status = "failed"
+                self.note(f"{name}: {error!r}"[:500])
+            with self.lock:
+                self.statuses[name, status] += 1
+                self.times[name].append(time.monotonic() - began)
+
+    def note(self, text: str) -> None:
+        """Note what must not be."""
+        with self.lock:
+            self.wrong.append(text)
+
+    # -- good clients -----------------------------------------------------------------------------
+
+    def ask(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Return the status and the JSON of an answer, or of the last event of a stream."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=DEADLINE)
+        try:
+            with contextlib.closing(connection):
+                sent = json.dumps(body).encode()
+                connection.request("POST", path, sent, {"content-type": "application/json"})
+                answer = connection.getresponse()
+                text = answer.read().decode()
+        except TimeoutError:
+            raise Hang(f"no answer within {DEADLINE:g} s to {json.dumps(body):.300}") from None
+        if not body.get("stream") or answer.status != 200:
+            return answer.status, json.loads(text)
+        events = [line.removeprefix("data: ") for line in text.split("\n") if line]
+        if path != RESPONSES and events.pop() != "[DONE]":
+            raise AssertionError("a stream that does not end")
+        return answer.status, json.loads(events[-1])
+
+    def do_ask(self, chance: random.Random) -> object:
+        path, body = some_request(chance)
+        status, answer = self.ask(path, body)
+        failed = "error" in answer and answer["error"] is not None
+        if status >= 500 or (status == 200 and failed):
+            self.note(f"{status} to {json.dumps(body):.300}: {json.dumps(answer):.300}")
+        elif status not in (200, 429):
+            self.note(f"{status}: {json.dumps(answer):.200}, got by {json.dumps(body):.300}")
+        return status
+
+    def do_steady(self, chance: random.Random) -> object:
+        status, answer = self.ask(COMPLETIONS, STEADY)
+        if status == 200 and answer["choices"][0]["text"] != self.steady:
+            self.note(f"another answer: {answer['choices'][0]['text']!r}")
+        elif status not in (200, 429):
+            self.note(f"{status} to a steady request: {json.dumps(answer):.300}")
+        return status
+
+    def do_refused(self, chance: random.Random) -> object:
+        with self._connected() as connection:
+            self._post(connection, COMPLETIONS, chance.choice(BAD_BODIES))
+            status = _status(connection)
+        if status != 400:
+            self.note(f"a bad body: expected 400, got {status}")
+        return status
+
+    def do_overflow(self, chance: random.Random) -> object:
+        if not self.nan:
+            return self.do_steady(chance)
+        body = {"prompt": _text(chance, 60) + OVERFLOWS, "max_tokens": 9}
+        stream = chance.random() < 0.5
+        status, answer = self.ask(COMPLETIONS, body | {"stream": stream})
+        if status == 429:
+            return status
+        right = status == (200 if stream else 500)
+        if not right or "finite logits" not in answer["error"]["message"]:
+            self.note(f"logits of NaN: {status} {json.dumps(answer):.300}")
+        return f"{status} NaN"
+
+    # -- bad clients ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _connected(self, timeout: float = DEADLINE) -> Any:
+        where = ("127.0.0.1", self.server.port)
+        with contextlib.closing(socket.create_connection(where, timeout=timeout)) as connection:
+            yield connection
+
+    def _post(
+        self, connection: socket.socket, path: str, content: bytes, *, length: int | None = None
+    ) -> None:
+        size = len(content) if length is None else length
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (path.encode(), size, content)
+        )
+
+    def do_leave(self, chance: random.Random) -> object:
+        """Leave in any phase: within the body, the prompt, or the answer; with or without RST."""
+        path, body = some_request(chance)
+        content = json.dumps(body).encode()
+        with self._connected() as connection:
+            part = content[: chance.randrange(1, len(content))]
+            whole = chance.random() < 0.8
+            self._post(connection, path, content if whole else part, length=len(content))
+            time.sleep(chance.choice((0, 0.01, 0.1, 0.5)))
+            if chance.random() < 0.5:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return "left"
+
+    def do_read_slowly(self, chance: random.Random) -> object:
+        path, body = some_request(chance)
+        with self._connected() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            self._post(connection, path, json.dumps(body | {"stream": True}).encode())
+            for _ in range(chance.randrange(10, 60)):
+                if not connection.recv(128):
+                    return "read"
+                time.sleep(0.05)
+        return "left"
+
+    def do_bad_chunks(self, chance: random.Random) -> object:
+        bad = chance.choice((b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx"))
+        with self._connected(10) as connection:
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"transfer-encoding: chunked\r\n\r\n" + bad
+            )
+            if bad[:1] in b"5f":  # the server waits for the remainder
+                return "left"
+            return _status(connection)
+
+    def do_garbage(self, chance: random.Random) -> object:
+        with self._connected(10) as connection:
+            connection.sendall(chance.randbytes(chance.randrange(1, 3000)) + b"\r\n\r\n")
+            return _status(connection)
+
+    def do_flood(self, chance: random.Random) -> object:
+        with contextlib.ExitStack() as stack:
+            for _ in range(30):
+                connection = stack.enter_context(self._connected())
+                connection.sendall(chance.choice((b"", b"GET / HT", b"POST /v1/completions HTTP")))
+            time.sleep(chance.random())
+        return "left"
+
+
+def _status(connection: socket.socket) -> object:
+    """Return the status of an answer, or "closed"."""
+    head = connection.recv(4000)
+    return int(head.split()[1]) if head.startswith(b"HTTP/1.1 ") else "closed"
+
+
+def _text(chance: random.Random, most: int) -> str:
+    return " ".join(chance.choices(WORDS, k=20))[: chance.randrange(1, most)]
+
+
+def some_request(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    """Return a path and a body that a server answers."""
+    path = chance.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, RESPONSES))
+    limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": chance.randrange(1, 40)}
+    # Half begin alike, so that they share pages.
+    text = ("the same beginning of many " * chance.randrange(8)) + _text(chance, 90)
+    prompt = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
+    asked = [{"role": "user", "content": text}] if path == CHAT else text
+    body: dict[str, Any] = {prompt: asked, "stream": chance.random() < 0.4, **limit}
+    if chance.random() < 0.5:
+        body["temperature"] = chance.choice((0, 1e-40, 1e-6, 0.7, 2.0))
+        body["top_p"] = chance.choice((1e-9, 0.5, 1))
+        body["seed"] = chance.randrange(-5, 5)
+    if path != RESPONSES and chance.random() < 0.4:
+        body["n"] = chance.randrange(1, 4)
+    if chance.random() < 0.3:
+        body |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.3}
+        body |= {"min_p": 0.05, "min_tokens": 3, "bad_words": ["the"], "logit_bias": {"5": 2}}
+    if path != RESPONSES and chance.random() < 0.3:
+        body["stop"] = [chance.choice("abcdefgh"), "no such text"]
+    kind = chance.randrange(6)
+    if kind == 0:
+        body["structured_outputs"] = chance.choice(FORMS)
+    elif kind == 1 and path != COMPLETIONS:
+        tool = {"type": "function", **FUNCTION} if path == RESPONSES else {
+            "type": "function", "function": FUNCTION,
+        }  # fmt: skip
+        body |= {"tools": [tool], "tool_choice": chance.choice(("required", "auto", "none"))}
+    elif kind == 2 and path == CHAT:
+        body |= {"logprobs": True, "top_logprobs": chance.randrange(5)}
+    elif kind == 2 and path == COMPLETIONS:
+        body |= {"logprobs": chance.randrange(5), "echo": chance.random() < 0.5}
+    elif kind == 3 and path == COMPLETIONS:
+        body["prompt"] = [text, "another", "and one"]
+    return path, body
+
+
+class Memory(threading.Thread):
+    """Looks at the memory of a process, resident, once in half a second."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(daemon=True)
+        self._path, self.seen = Path(f"/proc/{process}/status"), []
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Look until `ended`."""
+        while not self.ended.wait(0.5):
+            line = next(x for x in self._path.read_text().splitlines() if x.startswith("VmRSS"))
+            self.seen.append(int(line.split()[1]) * 1024)
+
+    def quarters(self) -> list[float]:
+        """Return the means of the four quarters."""
+        size = max(len(self.seen) // 4, 1)
+        return [statistics.mean(self.seen[n * size : (n + 1) * size]) for n in range(4)]
+
+
+def check_end(abuse: Abuse) -> dict[str, float]:
+    """Check that all pages can be had back, and that running requests finish at SIGTERM."""
+    server = abuse.server
+    found = server.wait_until(DEADLINE, requests_active=0, requests_waiting=0)
+    if abuse.nan:  # of the tiny model, whose tokens are letters
+        status, answer = abuse.ask(COMPLETIONS, {"prompt": "x" * (PAGES * PAGE - 8)})
+        if status != 200 or answer["usage"]["completion_tokens"] != 9:
+            abuse.note(f"the last request: {status} {json.dumps(answer):.200}")
+    with ThreadPoolExecutor(8) as pool:
+        last = [pool.submit(abuse.ask, COMPLETIONS, STEADY | {"n": 4}) for _ in range(8)]
+        with contextlib.suppress(AssertionError):
+            server.wait_until(10, requests_active=8)
+        code = server.stop()
+    statuses = {one.result()[0] for one in last}
+    if code != 0 or not statuses <= {200, 503}:
+        abuse.note(f"after SIGTERM: exit code {code}, statuses {statuses}")
+    if tracebacks := server.log.count("Traceback"):
+        at = server.log.index("Traceback")
+        abuse.note(f"{tracebacks} tracebacks in the log, the first: {server.log[at : at + 3000]}")
+    return found
+
+
+def main() -> int:
+    """Run it, print what happened, and return 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--clients", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--demo", action="store_true", help="the demo model, not a tiny one")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "template").write_text(TOOLS_TEMPLATE)
+        model = str(model_path()) if chosen.demo else save_chat_model(folder, context=CONTEXT)
+        if not chosen.demo:
+            add_overflow(model)
+        options = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
+        with serving(model, *options, "--cb-num-blocks", str(PAGES)) as server:
+            abuse = Abuse(server, chosen.minutes * 60, chosen.seed, nan=not chosen.demo)
+            memory = Memory(server.process.pid)
+            memory.start()
+            with ThreadPoolExecutor(chosen.clients) as pool:
+                list(pool.map(abuse.run, range(chosen.clients)))
+            memory.ended.set()
+            memory.join()
+            found = check_end(abuse)
+    report(abuse, memory, found)
+    return bool(abuse.wrong)
+
+
+def report(abuse: Abuse, memory: Memory, found: dict[str, float]) -> None:
+    """Print a table of what was done, and what was wrong."""
+    quarters = memory.quarters()
+    if quarters[3] - quarters[1] > GROWTH:
+        abuse.note("memory grows")
+    print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
+    for name, times in sorted(abuse.times.items()):
+        ended = [(kind, n) for (what, kind), n in abuse.statuses.items() if what == name]
+        text = ", ".join(f"{kind}: {n}" for kind, n in sorted(ended, key=str))
+        median = statistics.median(times)
+        print(f"{name:12} {len(times):7} {median:7.2f} {max(times):7.2f}  {text}")
+    sizes = ", ".join(f"{size / 2**20:.0f}" for size in quarters)
+    print(f"memory by quarters of the time: {sizes} MiB; pages at rest: "
+          f"{found['pages_used']:.0f} of {found['pages_total']:.0f}, prefix hits: "
+          f"{found['prefix_hits_total']:.0f}")  # fmt: skip
+    print(f"wrong: {len(abuse.wrong)}")
+    for text, count in Counter(abuse.wrong).most_common(20):
+        print(f"  {count} times: {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Fifty requests at once, beside forty whose clients leave, are answered as each would be alone.
+
+With pages of the model's own dtype, float32, these are the answers of transformers' `generate()`
+with its own cache.
+"""
+
+import contextlib
+import json
+import random
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from tests.helpers.margins import wide_margins
+from tests.helpers.serve_process import Server, save_chat_model, serving
+
+pytestmark = pytest.mark.text
+
+pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("llguidance", reason="needs the extra serve")
+from hf_fp8kv.serving.server.sampling import gumbel_noise, noise_key  # noqa: E402
+
+COMPLETIONS = "/v1/completions"
+REQUESTS, LEAVING, NEW = 50, 40, 16
+PAGES = 48  # for about a third of the requests at a time
+TEMPERATURE = 1.3
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.6, "frequency_penalty": -0.4}
+FORMS = (
+    {"regex": "[a-f]{2,5}=[0-9]+;?"},
+    {"choice": ["one", "other", "oth"]},
+    {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
+)
+
+
+class Counted(LogitsProcessor):
+    """OpenAI's penalties of presence and frequency, of tokens after a prompt of some length."""
+
+    def __init__(self, prompt: int) -> None:
+        self._prompt = prompt
+
+    def __call__(self, input_ids, scores):
+        counts = input_ids[0, self._prompt :].bincount(minlength=scores.shape[1])
+        presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
+        return scores - presence * (counts > 0) - frequency * counts
+
+
+class Sampled(LogitsProcessor):
+    """What makes the most likely token the one that a seed chooses."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def __call__(self, input_ids, scores):
+        key = torch.tensor([noise_key(self._seed, input_ids.shape[1])], dtype=torch.int64)
+        return scores / TEMPERATURE + gumbel_noise(key.to(torch.int32), scores.shape[1])
+
+
+def some_prompts() -> list[str]:
+    """Texts of 2 to 130 characters, most of which begin like others."""
+    # The first seed from 0 with which no token was nearly another, see `wide_margins`.
+    chance = random.Random(0)
+
+    def some(most: int) -> str:
+        return "".join(chance.choices("abcdefghij klmnop", k=chance.randrange(2, most)))
+
+    shared = ["", *(some(90) for _ in range(5))]
+    return [chance.choice(shared) + some(40) for _ in range(REQUESTS)]
+
+
+PROMPTS = some_prompts()
+# What each request asks for, by its number.
+ASKED = {
+    "greedy": lambda _: {},
+    "penalties": lambda _: PENALTIES,
+    "seeds": lambda n: {"temperature": TEMPERATURE, "seed": n // 2, "top_k": -1, "top_p": 1},
+    "structured": lambda n: {"structured_outputs": FORMS[n % 3]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("crowd"))
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    options = ("--kv-cache-dtype", "auto", "--cb-num-blocks", str(PAGES))
+    with serving(folder, *options) as server:
+        yield server
+
+
+def complete(server: Server, number: int, kind: str) -> str:
+    sent = {"prompt": PROMPTS[number], "max_tokens": NEW, **ASKED[kind](number)}
+    status, text, _ = server.ask(COMPLETIONS, sent)
+    assert status == 200, text
+    return json.loads(text)["choices"][0]["text"]
+
+
+def leave(server: Server, number: int) -> None:
+    """Ask for a long answer to the beginning of another's prompt, and do not wait for it."""
+    sent = {"prompt": PROMPTS[number][:60], "max_tokens": 200, "stream": number % 2 == 0}
+    content = json.dumps(sent | ASKED["seeds"](number)).encode()
+    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (len(content), content)
+        )
+        time.sleep(number % 8 * 0.05)
+
+
+def generated(folder: str, kind: str) -> list[str]:
+    """What `generate()` answers, with transformers' own cache."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for number, prompt in enumerate(PROMPTS):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
+        changes = {
+            "greedy": [],
+            "penalties": [
+                RepetitionPenaltyLogitsProcessor(PENALTIES["repetition_penalty"]), Counted(length),
+            ],
+            "seeds": [Sampled(number // 2)],
+        }[kind]  # fmt: skip
+        with torch.inference_mode():
+            whole = model.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False,
+                logits_processor=LogitsProcessorList([*changes, *wide_margins(1e-4)]),
+            )  # fmt: skip
+        texts.append(tokenizer.decode(whole[0, length:], skip_special_tokens=True))
+    return texts
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_a_crowd_gets_the_answers_of_each_alone(server, folder, kind):
+    alone = [complete(server, number, kind) for number in range(REQUESTS)]
+    assert len(set(alone)) > (10 if kind == "structured" else 30)
+    gone = 'requests_total{status="499"}'
+    before = server.wait_until(requests_active=0).get(gone, 0)
+    with ThreadPoolExecutor(REQUESTS + LEAVING) as pool:
+        leaving = [pool.submit(leave, server, number) for number in range(LEAVING)]
+        order = random.Random(1).sample(range(REQUESTS), REQUESTS)
+        asked = {number: pool.submit(complete, server, number, kind) for number in order}
+        together = [asked[number].result() for number in range(REQUESTS)]
+        for one in leaving:
+            one.result()
+    assert server.wait_until(requests_active=0)[gone] > before
+    assert together == alone
+    if kind != "structured":
+        assert together == generated(folder, kind)
