@@ -393,6 +393,20 @@ def test_what_fits_stays(room: int, crossing: int) -> None:
         assert cache.memory_footprint()["host"] == 0
 
 
+@pytest.mark.parametrize(("pages", "both_fit"), [(None, True), (11, True), (10, False)])
+def test_the_next_layer_comes_while_one_computes(pages: int | None, both_fit: bool) -> None:
+    where = {"offloading": True} if pages is None else {"max_device_pages": pages}
+    cache = FP8PagedCache(config(), **EXACT, **where)
+    cache.groups[None].table.allocator.exact = True
+    feed([cache], 124)
+    feed([cache], 1, 1)
+    for layer in cache.paged_layers:
+        held = layer.group.held_pages(layer.member)
+        assert len(held) == 32
+        assert len(layer.pool.missing(held)) == (0 if both_fit else 32)
+        cache.update(*torch.randn(2, 2, HEADS, 1, DIM), layer.index)
+
+
 def test_sizes_of_both_tiers() -> None:
     stayed, cache = both(scales=1.0)
     for one in (stayed, cache):
