@@ -288,11 +288,8 @@ class OffloadedPool(PagePool):
     def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
         self._bring_home()
-        kept = self._on_host[pages[pages < self.pages]]
         self.host_pool.keep(pages)
-        self._on_host = np.zeros(len(pages), bool)
-        self._on_host[: len(kept)] = kept
-        self._on_device = np.zeros(len(pages), bool)
+        self._on_host, self._on_device = np.ones(len(pages), bool), np.zeros(len(pages), bool)
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""

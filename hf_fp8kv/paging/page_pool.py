@@ -280,7 +280,9 @@ class PagePool:
         starts = [
             np.cumsum([0, *(len(rows[0]) for rows in all_rows)]) for all_rows in (mine, theirs)
         ]
-        ends = (np.diff(pages) != 1) | np.isin(pages[1:], np.concatenate(starts))
+        begins = np.zeros(max(first[-1] for first in starts) + 1, bool)
+        begins[np.concatenate(starts)] = True
+        ends = (np.diff(pages) != 1) | begins[pages[1:]]
         for run in np.split(pages, np.flatnonzero(ends) + 1):
             i, j = (np.searchsorted(first, run[0], side="right") - 1 for first in starts)
             to, of = run[0] - starts[0][i], run[0] - starts[1][j]

@@ -287,6 +287,24 @@ def test_every_operation(
     assert_holds(pair)
 
 
+def test_what_waits_is_stored_before_its_layer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that no attention came for: of a first call that decides, and of steps after it."""
+    triton_standin(monkeypatch)
+    for where in ({"offloading": True}, {"max_device_pages": 1}):
+        fields = config("gemma3_text")
+        pair = [
+            FP8PagedCache(fields, backend="reference", page_size=PAGE),
+            FP8PagedCache(fields, backend="triton", page_size=PAGE, **where),
+        ]
+        for step, count in enumerate((40, 1, 1, 3, 1)):
+            for index in range(LAYERS):
+                generator = torch.Generator().manual_seed(100 * step + index)
+                k, v = torch.randn(2, 2, HEADS, count, DIM, generator=generator)
+                for one in pair:
+                    one.update(k, v, index)
+        assert_holds(pair)
+
+
 def test_bytes_go_back_after_a_crop() -> None:
     pair = both()
     feed(pair, 300)
@@ -391,6 +409,20 @@ def test_what_fits_stays(room: int, crossing: int) -> None:
     if not crossing:
         assert moved(cache) == (0, 0)
         assert cache.memory_footprint()["host"] == 0
+
+
+@pytest.mark.parametrize(("pages", "both_fit"), [(None, True), (11, True), (10, False)])
+def test_the_next_layer_comes_while_one_computes(pages: int | None, both_fit: bool) -> None:
+    where = {"offloading": True} if pages is None else {"max_device_pages": pages}
+    cache = FP8PagedCache(config(), **EXACT, **where)
+    cache.groups[None].table.allocator.exact = True
+    feed([cache], 124)
+    feed([cache], 1, 1)
+    for layer in cache.paged_layers:
+        held = layer.group.held_pages(layer.member)
+        assert len(held) == 32
+        assert len(layer.pool.missing(held)) == (0 if both_fit else 32)
+        cache.update(*torch.randn(2, 2, HEADS, 1, DIM), layer.index)
 
 
 def test_sizes_of_both_tiers() -> None:
