@@ -7,6 +7,7 @@ the engine, and one whose client has gone runs to its end unless it was streamin
 
 import contextlib
 import logging
+import queue
 import time
 from typing import Any
 
@@ -66,6 +67,7 @@ class Engine(Generation):
         )
         recorder = per_request_sampling(cb, self.vocabulary)
         self._cb = cb
+        cb.output_router.output_queue = _Discard()
         cb.start()
         deadline = time.monotonic() + _START_SECONDS
         while cb.batch_processor is None:
@@ -157,6 +159,13 @@ class Engine(Generation):
     def max_tokens(self) -> int:
         """Tokens that one request may have, in the pages and for the model."""
         return min(self.page_tokens, self.model_tokens or self.page_tokens)
+
+
+class _Discard(queue.SimpleQueue[Any]):
+    """Where outputs of requests go whose clients have gone: nobody would ever take them."""
+
+    def put(self, *_: Any, **__: Any) -> None:
+        """Keep nothing."""
 
 
 class SingleEngineState(GenerationState):
