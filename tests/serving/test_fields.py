@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
@@ -16,7 +18,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from tests.helpers.serve_process import PAGE, Server, save_chat_model, serving
+from tests.helpers.serve_process import CONTEXT, PAGE, Server, save_chat_model, serving
 
 pytestmark = pytest.mark.text
 
@@ -24,8 +26,9 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers.cli.serving.utils import ReasoningText  # noqa: E402
 
 from hf_fp8kv.serving.server import answers, logits  # noqa: E402
-from hf_fp8kv.serving.server.answer_text import AnswerStream  # noqa: E402
+from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder  # noqa: E402
 from hf_fp8kv.serving.server.fan_out import split_body  # noqa: E402
+from hf_fp8kv.serving.server.middleware import _Shared  # noqa: E402
 from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
 from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
 
@@ -163,6 +166,13 @@ def test_log_probabilities_of_a_chat_and_of_its_prompt(server, model):
     assert max(map(len, parts)) == 1
 
 
+def test_a_suffix_of_nothing_is_no_part_of_a_stream(server):
+    asked = {"prompt": PROMPT, "max_tokens": 3, "logprobs": 1, "stream": True}
+    (plain,) = choices(server, **asked)
+    (found,) = choices(server, **asked, suffix="")
+    assert found == plain
+
+
 def test_a_prompt_alone_is_scored(server, model):
     asked = {"prompt": [ids("first"), ids("second one")], "max_tokens": 0, "echo": True}
     found = ask(server, COMPLETIONS, **asked, logprobs=1)
@@ -176,6 +186,11 @@ def test_a_prompt_alone_is_scored(server, model):
         torch.testing.assert_close(given, own[:, 0], **MARGIN)
     streamed = choices(server, **asked, logprobs=1, stream=True)
     assert [one["text"] for one in streamed] == ["first", "second one"]
+    assert {one["finish_reason"] for one in streamed} == {"length"}
+    whole = "x" * CONTEXT  # all that the model holds
+    (scored,) = choices(server, **asked | {"prompt": whole}, logprobs=0)
+    assert (scored["text"], len(scored["logprobs"]["tokens"])) == (whole, CONTEXT)
+    assert server.ask(COMPLETIONS, {**asked, "prompt": whole + "x"})[0] == 400
 
 
 def test_scores_of_a_request_that_is_computed_again_are_its_own():
@@ -239,6 +254,58 @@ def test_prompts_of_a_list_and_of_tokens_are_answered_as_alone(server):
     assert choices(server, prompt=ids("one"), max_tokens=8)[0]["text"] == alone[0]
     (echoed,) = choices(server, prompt=ids("one"), max_tokens=8, echo=True)
     assert echoed["text"] == "one" + alone[0]
+
+
+def test_prompts_that_fit_one_by_one_are_answered_together(server):
+    found = choices(server, prompt=["x" * 300] * 140, max_tokens=1)  # 42,000 characters
+    assert len(found) == 140
+    assert len({one["text"] for one in found}) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_of_several_answers_has_usage_if_that_is_asked_for(server, path):
+    asked = {"messages": QUESTION} if path == CHAT else {"prompt": "abc"}
+    asked |= {"max_tokens": 2, "n": 2, "stream": True}
+    events = [
+        [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        for more in ({}, {"stream_options": {"include_usage": True}})
+        for _, text, _ in [server.ask(path, asked | more)]
+    ]
+    assert all(event["choices"] for event in events[0])
+    assert not any("usage" in event for event in events[0] + events[1][:-1])
+    assert events[1][-1]["choices"] == []
+    assert events[1][-1]["usage"]["completion_tokens"] == 4
+
+
+def test_what_answers_share_is_made_once():
+    class Grammars:
+        made = 0
+
+        async def compile(self, body):
+            self.made += 1
+            await asyncio.sleep(0)
+            return Guide([])
+
+    class Guide(list):
+        pass
+
+    async def take() -> list:
+        grammars = Grammars()
+        engine = SimpleNamespace(
+            model=SimpleNamespace(generation_config=None), fixed_steps=None, vocabulary=95
+        )
+        body = {"logit_bias": {"3": 1}, "repetition_penalty": 1.5}
+        shared = _Shared(body, grammars, engine, None)
+        found = await asyncio.gather(*(shared.take() for _ in range(3)))
+        assert grammars.made == 1
+        return found
+
+    taken = asyncio.run(take())
+    for index, (guide, rules) in enumerate(taken):
+        assert guide == []
+        guide.append(index)
+        assert rules == logits.TokenRules(repetition_penalty=1.5, logit_bias={3: 1.0})
+    assert len({id(rules) for _, rules in taken}) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -338,6 +405,16 @@ def test_tokens_end_an_answer_and_not_too_early(server, model, stream):
     assert stopped["text"] == plain[:second]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_words_that_leave_no_token_are_the_fault_of_the_request(server, stream):
+    forms = {"structured_outputs": {"choice": ["ab", "b"]}, "bad_words": ["a", "b"]}
+    status, text, _ = server.ask(COMPLETIONS, {"prompt": "hi", "stream": stream, **forms})
+    assert status == (200 if stream else 400)
+    error = json.loads(text.removeprefix("data: ").split("\n\n")[0])["error"]
+    assert error["param"] == "structured_outputs.choice"
+    assert "bad_words" in error["message"]
+
+
 def test_min_p_keeps_what_is_nearly_as_likely_as_the_best(server):
     asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 2.0}
     greedy = choices(server, prompt=PROMPT, max_tokens=20)[0]["text"]
@@ -400,6 +477,37 @@ def test_tools_that_must_be_called_are_called(server, stream):
     assert is_call(calls[0])
     (cut,) = choices(server, CHAT, **asked | {"max_tokens": 4}, tool_choice=named)
     assert cut["finish_reason"] == "length"
+
+
+def test_parameters_that_are_no_schema_are_refused(server):
+    nested = {"type": "null"}
+    for _ in range(350):
+        nested = {"type": "object", "properties": {"a": nested}}
+    for path in (CHAT, RESPONSES):
+        asked = {"messages": QUESTION} if path == CHAT else {"input": "why"}
+        for parameters in ("x", [1], 3, nested):
+            function = {"name": "f", "parameters": parameters}
+            tool = {"type": "function"} | ({"function": function} if path == CHAT else function)
+            body = {**asked, "tools": [tool], "tool_choice": "required"}
+            status, text, _ = server.ask(path, body)
+            assert status == 400, text
+
+
+@pytest.mark.parametrize("kind", [[], {}, 3, None])
+def test_an_item_of_no_kind_is_refused(server, kind):
+    status, text, _ = server.ask(RESPONSES, {"input": [{"type": kind, "text": "x"}]})
+    assert (status, json.loads(text)["error"]["param"]) == (400, "input[0].type")
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_message_that_calls_nothing_keeps_its_content(server, calls):
+    """As `model_dump()` writes an answer of OpenAI's client."""
+    said = {"role": "assistant", "content": PROMPT, "refusal": None, "function_call": None}
+    (plain,) = choices(server, CHAT, messages=[said], max_tokens=8)
+    (found,) = choices(server, CHAT, messages=[said | {"tool_calls": calls}], max_tokens=8)
+    assert found == plain
+    asked = {"messages": [said | {"tool_calls": calls}]}
+    assert ask(server, "/tokenize", **asked)["tokens"] == ids(PROMPT)
 
 
 def test_a_response_calls_its_tool(server):
@@ -482,6 +590,15 @@ def test_rules_count_each_token_of_prompt_and_answer(lost):
     assert change(min_tokens=4) == [0] * 9 + [never]
     words = ((5, 7), (5, 5, 6), (4, 8), (2, 4, 5, 5, 3), (0,))
     assert change(bad_words=words) == [never, 0, 0, 0, 0, 0, never, never, 0, 0]
+    kept = logits.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5})  # of one request
+    for tokens in (answer, [*answer, 0]):
+        state.initial_tokens, state._true_initial_tokens = prompt, 0
+        state.generated_tokens = tokens
+        given, fresh = torch.ones(10), torch.ones(10)
+        kept.apply(given, state)
+        logits.TokenRules(repetition_penalty=2.0, logit_bias={6: 1.5}).apply(fresh, state)
+        assert given.tolist() == fresh.tolist()
+    assert given[0] == 0.5
     assert not logits.TokenRules()
     assert logits.TokenRules(min_tokens=1)
 
@@ -505,6 +622,32 @@ class Parser:
 
     def finalize(self) -> tuple[None, list[dict]]:
         return None, []
+
+
+def test_bytes_that_are_no_text_end_no_answer():
+    """Tokens for single bytes, as models of SentencePiece have them; 400 random answers."""
+    vocabulary = {"a": 0, "b": 1, "\u2581c": 2}
+    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    generator, failed = torch.Generator().manual_seed(0), 0
+    for _ in range(400):
+        noise = torch.randint(3 + 128, 3 + 248, (12,), generator=generator).tolist()
+        tokens = [0, *noise, 2, 1, 0, 2]
+        finder, stream = StopFinder(["b"], inner), DecodeStream([], skip_special_tokens=True)
+        found = finder.find(tokens)
+        assert found is not None
+        assert finder.text[found:] == "b"
+        assert finder.text.startswith("a")
+        assert finder.text[:found].endswith(" c")
+        try:
+            for token in tokens:
+                stream.step(inner, token)
+        except Exception:
+            failed += 1
+    assert failed > 10  # what is tested does occur
 
 
 @pytest.mark.parametrize(("parser", "thoughts"), [(None, ""), (Parser(), "so it is")])

@@ -16,6 +16,9 @@ pytest.importorskip("fastapi", reason="needs the extra serve")
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder
 
 pytestmark = pytest.mark.text
 
@@ -122,6 +125,41 @@ def test_an_engine_that_ended_is_seen(make, monkeypatch):
         llm.middleware.engine._cb._generation_thread.join(60)
         assert llm.failure == "division by zero"
         assert client.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_goes_wrong_with_an_answers_text_ends_that_answer(make, monkeypatch, stream):
+    with TestClient(make()) as client:
+        for broken in (StopFinder, AnswerStream):
+            name = "find" if broken is StopFinder else "end"
+            monkeypatch.setattr(broken, name, lambda *_: 1 / 0)
+        answer = client.post(CHAT, json={**BODY, "stop": "\n", "stream": stream})
+        assert answer.status_code == (200 if stream else 500)
+        assert "division by zero" in answer.text
+
+
+def test_outputs_that_nobody_takes_are_not_kept(make):
+    llm = make()
+    with TestClient(llm):
+        router = llm.middleware.engine._cb.output_router
+        for deliver, output in (
+            (router.deliver, GenerationOutput("gone")),
+            (router.deliver_batch, [GenerationOutput("gone")]),
+        ):
+            deliver(output)
+        assert router.output_queue.empty()
+
+
+def test_an_answer_that_a_text_stops_counts_in_the_histograms(make):
+    with TestClient(make()) as client:
+        text = client.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"]
+        for stream in (False, True):
+            client.post(CHAT, json={**BODY, "stop": text[3], "stream": stream})
+        (line,) = (
+            line for line in client.get("/metrics").text.splitlines()
+            if line.startswith("hf_fp8kv_request_duration_seconds_count")
+        )  # fmt: skip
+        assert line.endswith(" 3.0")
 
 
 def test_what_is_no_model_to_serve_is_refused(folder):

@@ -6,7 +6,8 @@ import pytest
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_fp8kv import serving
-from hf_fp8kv.serving.server.scheduling import share_steps, share_tokens
+from hf_fp8kv.serving.server.logits import LOGPROBS, PROMPT_STEP_TOKENS, Logprobs
+from hf_fp8kv.serving.server.scheduling import limit_scored, share_steps, share_tokens
 from tests.helpers.serving_tools import batching, greedy
 from tests.helpers.tiny_models import tiny
 
@@ -51,6 +52,45 @@ def test_shares(candidates, tokens, order, limits):
     ordered, found = share_tokens(candidates, tokens)
     assert [state.request_id for state in ordered] == order.split()
     assert found == limits
+
+
+def test_scored_prompts_share_the_logits_of_a_step():
+    def scored(name: str, tokens: int) -> SimpleNamespace:
+        state = prompt(name, tokens, 1.0)
+        state.logit_processor_kwargs = {LOGPROBS: Logprobs(0, 0)}
+        return state
+
+    plain = prompt("plain", 900, 1.0)
+    plain.logit_processor_kwargs = {}
+    decodes = scored("decodes", 0)
+    decodes.status = RequestStatus.DECODING
+    states = [decodes, scored("a", 400), plain, scored("b", 300), scored("c", 10)]
+    kept, limits = limit_scored(states)
+    assert [state.request_id for state in kept] == ["decodes", "a", "plain", "b"]
+    assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
+
+
+def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
+    model = tiny("llama", max_position_embeddings=512)[0]
+    serving.enable(model)
+    manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=16))
+    manager.warmup()
+    processor = manager.batch_processor
+    share_steps(processor.scheduler)
+    for name, tokens in (("old", 200), ("new", 180)):
+        ids = [3 + (7 * at + len(name) + tokens) % 50 for at in range(tokens)]
+        manager.add_request(ids, request_id=name, max_new_tokens=2, eos_token_id=-1)
+    again, states = set(), {}
+    for _ in range(60):
+        if not processor.prepare_next_batch():
+            break
+        processor._generation_step(model)
+        processor.update_batch()
+        for name, state in processor.scheduler.active_requests.items():
+            if states.setdefault(name, state) is not state:
+                again.add(name)
+    assert again == {"new"}
+    assert not processor.scheduler.has_pending_requests()
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -298,6 +298,13 @@ REFUSED = {
     "a penalty": (body(frequency_penalty=3), 400),
     "a stop": (body(stop=[""]), 400),
     "many stops": (body(stop=list("abcde")), 400),
+    "a long stop": (body(stop="x" * 1025), 400),
+    "many biases": (body(logit_bias={str(token): 1 for token in range(1025)}), 400),
+    "many ends": (body(generation_config=json.dumps({"eos_token_id": [1] * 129})), 400),
+    "a multiple of too much": (
+        body(structured_outputs={"json": {"type": "integer", "multipleOf": 10**400}}),
+        400,
+    ),
     "another model": (body(model="no/such"), 404),
     "an unknown field": (body(bogus=1), 400),
     "a third of a token": (body(top_k=0.3), 400),

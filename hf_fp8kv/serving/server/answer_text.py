@@ -28,6 +28,27 @@ def find_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(starts, default=None)
 
 
+class TokenDecoder:
+    """Turns tokens into text one by one; `tokenizer` is one of the package tokenizers."""
+
+    def __init__(self, tokenizer: Any, *, skip_special: bool) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special
+        self._stream = DecodeStream([], skip_special_tokens=skip_special)
+        self._open: list[int] = []  # tokens whose text has not been returned
+
+    def step(self, token: int) -> str | None:
+        """Return the text that a token completes; None: a character is incomplete."""
+        self._open.append(token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # of bytes that are no UTF-8 the text changes with what follows
+            text = self._tokenizer.decode(self._open, skip_special_tokens=self._skip)
+            self._stream = DecodeStream([token], skip_special_tokens=self._skip)
+        if text is not None:
+            self._open.clear()
+        return text
+
+
 class StopFinder:
     """Finds where the text of a growing list of tokens has a stop string; decodes each token once.
 
@@ -38,9 +59,9 @@ class StopFinder:
     def __init__(
         self, stops: Sequence[str], tokenizer: Any, *, skip_special: bool = True, after: int = 0
     ) -> None:
-        self._stops, self._tokenizer, self._after = stops, tokenizer, after
+        self._stops, self._after = stops, after
         self._longest = max(map(len, stops), default=0)
-        self._stream = DecodeStream([], skip_special_tokens=skip_special)
+        self._decoder = TokenDecoder(tokenizer, skip_special=skip_special)
         self.text, self._seen = "", 0
 
     def find(self, tokens: Sequence[int]) -> int | None:
@@ -49,7 +70,7 @@ class StopFinder:
             return None
         for token in tokens[self._seen :]:
             self._seen += 1
-            part = self._stream.step(self._tokenizer, token)
+            part = self._decoder.step(token)
             if part is None:
                 continue
             start = max(len(self.text) - self._longest + 1, 0)
@@ -74,9 +95,9 @@ class AnswerStream:
         self, request: ServerRequest, tokenizer: Any, queue: asyncio.Queue[Any],
         stops: Sequence[str], parser: Any, on_stop: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._request, self._tokenizer, self._queue = request, tokenizer, queue
+        self._request, self._queue = request, queue
         self._stops, self._parser, self._on_stop = stops, parser, on_stop
-        self._decoder = DecodeStream([], skip_special_tokens=parser is None)
+        self._decoder = TokenDecoder(tokenizer, skip_special=parser is None)
         self._seen, self._kept, self._ended = 0, "", False
         self.total_tokens = 0
         if parser is not None and request.tool_call is None:
@@ -95,7 +116,7 @@ class AnswerStream:
             last = output.is_finished() and self.total_tokens == self._seen
             if last and token in self._request.stop_tokens:
                 continue
-            text = self._decoder.step(self._tokenizer, token)
+            text = self._decoder.step(token)
             if text is not None:
                 self._add(text)
 

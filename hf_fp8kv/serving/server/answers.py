@@ -5,6 +5,7 @@ end of a stream, errors in OpenAI's format, the status `incomplete` of a truncat
 tokens, log probabilities, and the prompt where it is to be repeated.
 """
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -182,9 +183,15 @@ async def complete_stream(
 ) -> AsyncIterator[str]:
     """Yield the parts of a streamed answer with what they lack."""
     complete = _complete_response if path == RESPONSES else _Chunks(path, request, texts).complete
+    wanted = request.logprobs
+    scored = wanted is not None and wanted.prompt_top is not None
     async with contextlib.aclosing(parts):
         async for part in parts:
-            yield complete(part, request)
+            if scored:  # the first part has the whole prompt's, and other clients would wait
+                scored = False
+                yield await asyncio.to_thread(complete, part, request)
+            else:
+                yield complete(part, request)
     if path != RESPONSES:
         yield DONE
 

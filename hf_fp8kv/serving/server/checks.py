@@ -81,16 +81,27 @@ def instance(kind: type, expected: str) -> Check:
 
 
 def is_stop(value: Any) -> bool:
-    """Return whether a JSON value is a stop string, or a list of up to four."""
+    """Return whether a JSON value is a stop string of up to 1,024 characters, or up to four."""
     stops = [value] if isinstance(value, str) else value
     return (
         isinstance(stops, list)
         and len(stops) <= 4
-        and all(isinstance(stop, str) and stop for stop in stops)
+        and all(isinstance(stop, str) and 0 < len(stop) <= 1024 for stop in stops)
+    )
+
+
+def are_tokens(value: Any) -> bool:
+    """Return whether a JSON value is a list of integers of 64 bits, at least 0; of millions, too.
+
+    No loop: others wait meanwhile.
+    """
+    return isinstance(value, list) and (
+        not value
+        or (set(map(type, value)) == {int} and is_integer(min(value), 0) and max(value) < 2**63)
     )
 
 
 def are_end_tokens(value: Any) -> bool:
     """Return whether a JSON value is a token or -1, or a list of them."""
     tokens = value if isinstance(value, list) else [value]
-    return all(is_integer(token, -1) for token in tokens)
+    return len(tokens) <= 128 and all(is_integer(token, -1) for token in tokens)

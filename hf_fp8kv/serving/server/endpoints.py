@@ -4,6 +4,7 @@ import asyncio
 import importlib.metadata
 from typing import Any
 
+from .checks import are_tokens
 from .engine import Engine
 from .errors import APIError
 from .messages import check_messages
@@ -46,9 +47,7 @@ async def convert(
     if path == DETOKENIZE:
         tokens = body.get("tokens")
         vocabulary = engine.vocabulary
-        if not isinstance(tokens, list) or not all(
-            type(token) is int and 0 <= token < vocabulary for token in tokens
-        ):
+        if not are_tokens(tokens) or (tokens and max(tokens) >= vocabulary):
             raise APIError(
                 400,
                 f"tokens: expected a list of integers from 0 to {vocabulary - 1}",

@@ -8,6 +8,7 @@ the engine, and one whose client has gone runs to its end unless it was streamin
 import contextlib
 import functools
 import logging
+import queue
 import time
 from typing import Any
 
@@ -71,6 +72,7 @@ class Engine(Generation):
         create = cb._create_batch_processor
         cb._create_batch_processor = lambda: self._prepare(cb, create(), recorder)
         self._cb = cb
+        cb.output_router.output_queue = _Discard()
         cb.start()
         deadline = time.monotonic() + _START_SECONDS
         while cb.batch_processor is None:
@@ -174,6 +176,13 @@ def _takes_prefix(scheduler: Any, request_id: str) -> bool:
     state = next((queue[request_id] for queue in queues if request_id in queue), None)
     # What is found is not computed: it has no logits.
     return state is None or not wants_prompt(state)
+
+
+class _Discard(queue.SimpleQueue[Any]):
+    """Where outputs of requests go whose clients have gone: nobody would ever take them."""
+
+    def put(self, *_: Any, **__: Any) -> None:
+        """Keep nothing."""
 
 
 class SingleEngineState(GenerationState):

@@ -50,8 +50,10 @@ async def answer_all(
     bodies: Sequence[dict[str, Any]], count: int, answer: Answer, send: Send
 ) -> None:
     """Answer all bodies, `count` of each prompt, in one answer; an error of one is that of all."""
-    stream, room = bool(bodies[0].get("stream")), asyncio.Semaphore(_AT_ONCE)
-    merged = _Stream(send) if stream else _Whole(len(bodies), send)
+    first, room = bodies[0], asyncio.Semaphore(_AT_ONCE)
+    with_usage = bool(first.get("stream_options", {}).get("include_usage"))
+    whole = not first.get("stream")
+    merged = _Whole(len(bodies), send) if whole else _Stream(send, with_usage=with_usage)
     stored = [asyncio.Event() for _ in range(len(bodies) // count)]  # prompts, in the pages
 
     async def run(index: int, body: dict[str, Any]) -> None:
@@ -118,6 +120,11 @@ class _Whole:
         raise error
 
     async def finish(self) -> None:
+        # Log probabilities are megabytes, and other clients would wait for them.
+        response = await asyncio.to_thread(self._join)
+        await response(_SCOPE, _nothing, self._send)
+
+    def _join(self) -> JSONResponse:
         answers = [json.loads(content) for content in self._contents]
         result, usage = answers[0], {"prompt_tokens": 0}
         for answer, leads in zip(answers, self._leads, strict=True):
@@ -125,14 +132,14 @@ class _Whole:
         choices = [choice for answer in answers for choice in answer["choices"]]
         numbered = [choice | {"index": index} for index, choice in enumerate(choices)]
         content = result | {"choices": numbered, "usage": usage}
-        await JSONResponse(content)(_SCOPE, _nothing, self._send)
+        return JSONResponse(content)
 
 
 class _Stream:
     """Answers that are streams of events: each event goes on as soon as it comes."""
 
-    def __init__(self, send: Send) -> None:
-        self._send, self._lock = send, asyncio.Lock()
+    def __init__(self, send: Send, *, with_usage: bool) -> None:
+        self._send, self._lock, self._with_usage = send, asyncio.Lock(), with_usage
         self._usage: dict[str, Any] = {"prompt_tokens": 0}
         self._last: dict[str, Any] = {}  # an event, for what is the same in all
         self._started = False
@@ -190,7 +197,9 @@ class _Stream:
 
     async def finish(self) -> None:
         event = {**self._last, "choices": [], "usage": self._usage}
-        await self._write(format_event(event) + DONE, more=False)
+        # Clients that did not ask for usage take the first choice of every event.
+        last = format_event(event) if self._with_usage else ""
+        await self._write(last + DONE, more=False)
 
 
 def _error_of(status: int, content: bytes) -> APIError:

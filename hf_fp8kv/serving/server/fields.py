@@ -21,13 +21,12 @@ _NEED_HOST = "{field}: this server has none, since {why}; leave it out"
 _TOKENS = "tokens"
 
 
-def take_fields(request: ServerRequest, engine: Engine, tokenizer: Any) -> dict[str, Any]:
+def take_fields(request: ServerRequest, engine: Engine) -> dict[str, Any]:
     """Note in a request what its body asks for, and return what transformers' handlers read of it.
 
     Raises APIError: a field asks for what this engine or model does not have.
     """
     body, fixed_steps = request.body, engine.fixed_steps
-    request.rules = _read_rules(body, engine, tokenizer)
     request.logprobs = _read_logprobs(body)
     asked = {"logprobs": request.logprobs, "penalties, biases, bad_words": request.rules}
     for field, value in asked.items():
@@ -45,7 +44,8 @@ def take_fields(request: ServerRequest, engine: Engine, tokenizer: Any) -> dict[
     return left
 
 
-def _read_rules(body: Mapping[str, Any], engine: Engine, tokenizer: Any) -> TokenRules:
+def read_rules(body: Mapping[str, Any], engine: Engine, tokenizer: Any) -> TokenRules:
+    """Return the rules that a body asks for, or the model's own. Raises APIError: no such token."""
     given = {name: body[name] for name in _RULES if name in body}
     default = getattr(engine.model.generation_config, "repetition_penalty", None)
     if default and engine.fixed_steps is None and "generation_config" not in body:

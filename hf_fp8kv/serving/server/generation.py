@@ -70,6 +70,7 @@ class Generation(CBGenerateManager):
 
         def on_stop() -> None:
             config.max_new_tokens = None  # the handlers would take its last token for the end
+            self._latencies.note_end(request)
             request.close()
 
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -100,10 +101,13 @@ class Generation(CBGenerateManager):
                     _note_end(request, config, output.generated_tokens)
                     self._latencies.note_end(request)
                     request.finish()
+                    if request.scores_only:
+                        config.max_new_tokens = 0
                     stream.end()
             except Exception as error:
                 logger.exception("an answer could not be turned into text")
-                request.fail(APIError(500, str(error)))
+                request.close()
+                on_error(APIError(500, str(error)))
 
         self._submit(request, prompt, config, on_output, on_error, streaming=True)
         return queue, stream
@@ -126,6 +130,14 @@ class Generation(CBGenerateManager):
         )
 
         def on_output(output: Any) -> None:
+            try:
+                take(output)
+            except Exception as error:
+                logger.exception("an answer could not be turned into text")
+                request.close()
+                on_error(APIError(500, str(error)))
+
+        def take(output: Any) -> None:
             if future.done():
                 return
             if output.error is not None:
@@ -137,6 +149,7 @@ class Generation(CBGenerateManager):
             stop = finder.find(tokens)
             if stop is not None:
                 gen_config.max_new_tokens = None  # as in `_stream`
+                self._latencies.note_end(request)
                 request.close()
                 request.cut_text = text = finder.text[:stop]
             elif finished:
@@ -175,8 +188,11 @@ class Generation(CBGenerateManager):
             raise APIError(400, text, param="prompt")
         # The last token is part of the answer, and never stored.
         room, holder = self.page_tokens + 1 - len(prompt), f"the pages hold {self.page_tokens}"
-        if self.model_tokens is not None and self.model_tokens - len(prompt) < room:
-            room, holder = self.model_tokens - len(prompt), f"the model holds {self.model_tokens}"
+        if self.model_tokens is not None:
+            # The engine's own new token is no answer, and the model never sees it.
+            left = self.model_tokens - len(prompt) + request.scores_only
+            if left < room:
+                room, holder = left, f"the model holds {self.model_tokens}"
         field = next((name for name in _LIMITS if name in request.body), None)
         given = "generation_config" in request.body and gen_config.max_new_tokens is not None
         wanted = gen_config.max_new_tokens if field or given else min(_NEW_TOKENS, room)

@@ -39,7 +39,11 @@ def adapt(handler: Any, path: str, turns: asyncio.Semaphore, texts: TokenTexts) 
         long = count_characters(body) > _LONG
         turn = turns if long else contextlib.nullcontext()
         answer = await _begin_in_thread(handle(body, request_id), turn)
-        return _complete_answer(path, answer, current_request.get(), texts)
+        request = current_request.get()
+        if request.logprobs is None:
+            return _complete_answer(path, answer, request, texts)
+        # Log probabilities of a long prompt take seconds, and megabytes.
+        return await asyncio.to_thread(_complete_answer, path, answer, request, texts)
 
     handler._resolve_model, handler.handle_request = resolve_model, handle_request
 

@@ -40,6 +40,10 @@ class TokenRules:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    # What does not change from token to token: of a long prompt it takes milliseconds.
+    _kept: dict[str, torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __bool__(self) -> bool:
         return self != _NO_RULES
@@ -48,15 +52,17 @@ class TokenRules:
         """Change one row of scores `[V]`, float32, in place; `state` is the engine's."""
         prompt, answer = split_tokens(state)
         if self.logit_bias:
-            index = _index(self.logit_bias, scores)
-            scores[index] += torch.tensor([*self.logit_bias.values()], device=scores.device)
+            bias = self._keep("bias", self.logit_bias.values(), scores, torch.float32)
+            scores[self._keep("biased", self.logit_bias, scores)] += bias
         blocked = {words[-1] for words in self.bad_words if _ends_with(answer, words[:-1])}
         if len(answer) < self.min_tokens:
             blocked |= {token for token in state._eos_token_ids if token < len(scores)}
         if blocked:
             scores[_index(blocked, scores)] = -math.inf
         if self.repetition_penalty != 1:
-            index = _index({*prompt, *answer}, scores)
+            # Rules are of one request, which has one prompt.
+            known = self._keep("prompt", prompt, scores)
+            index = torch.cat([known, _index({*answer}, scores)])  # a token twice is no matter
             found, penalty = scores[index], self.repetition_penalty
             scores[index] = torch.where(found > 0, found / penalty, found * penalty)
         if answer and (self.presence_penalty or self.frequency_penalty):
@@ -65,6 +71,13 @@ class TokenRules:
             scores[_index(counts, scores)] -= (
                 self.presence_penalty + self.frequency_penalty * number
             )
+
+    def _keep(
+        self, name: str, values: Any, scores: torch.Tensor, dtype: torch.dtype = torch.int64
+    ) -> torch.Tensor:
+        if name not in self._kept:
+            self._kept[name] = torch.tensor([*values], dtype=dtype, device=scores.device)
+        return self._kept[name]
 
 
 _NO_RULES = TokenRules()

@@ -31,6 +31,8 @@ def _check_message(where: str, message: Any) -> None:
     if not isinstance(role, str) or not role:
         raise invalid(f"{where}.role", "text", role)
     calls = message.get("tool_calls")
+    if calls is None or calls == []:
+        message.pop("tool_calls", None)  # handlers drop the content of a message that has them
     # An assistant that calls tools may have nothing to say.
     if not isinstance(content, str | list) and not (content is None and calls):
         raise invalid(f"{where}.content", "text, or a list of parts", content)
@@ -52,7 +54,7 @@ def check_item(where: str, item: Any) -> None:
     if kind == "message":
         _check_message(where, item)
         return
-    if kind not in _ITEMS:
+    if not isinstance(kind, str) or kind not in _ITEMS:
         raise invalid(f"{where}.type", f"one of message, {', '.join(_ITEMS)}", kind)
     for name in _ITEMS[kind]:
         if not isinstance(item.get(name), str):
@@ -77,6 +79,9 @@ def check_tools(body: dict[str, Any]) -> None:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not _has_name(function) or tool.get("type", "function") != "function":
             raise invalid(f"tools[{index}]", "a function with a name", tool)
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise invalid(f"tools[{index}].parameters", "a JSON schema, an object", parameters)
     choice = body.get("tool_choice", "auto")
     if isinstance(choice, dict):
         function = choice.get("function", choice)

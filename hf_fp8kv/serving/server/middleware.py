@@ -6,6 +6,7 @@ reached; a request to generate reaches it whole and checked.
 
 import asyncio
 import contextlib
+import copy
 import hashlib
 import hmac
 import logging
@@ -21,7 +22,9 @@ from .endpoints import DETOKENIZE, TOKENIZE, convert, describe
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
 from .fan_out import OnBegin, answer_all, split_body
-from .fields import take_fields
+from .fields import read_rules, take_fields
+from .grammars import Grammars, Guide
+from .logits import TokenRules
 from .metrics import Metrics
 from .model import SingleModelManager
 from .requests import RequestTracker, ServerRequest
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _LOAD = "/load_model"
 _CLIENT_GONE = 499
+_LONG = 100_000  # bytes
 _RETRY = {"retry-after": "5"}
 
 
@@ -56,6 +60,7 @@ class Middleware:
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
         self._template_names = model.template_names()
         self._grammars = engine.grammars(model.tokenizer)
+        self._turns = asyncio.Semaphore(1)  # of long texts whose tokens are asked for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -69,6 +74,8 @@ class Middleware:
         except _ClientGoneError:
             tracked.status = _CLIENT_GONE
         except Exception as error:
+            if isinstance(error, RecursionError):
+                error = APIError(400, "nested too deeply")
             if not isinstance(error, APIError):
                 logger.exception("%s %s", method, path)
             if not tracked.started:
@@ -98,8 +105,9 @@ class Middleware:
         elif method != "POST":
             await self.app(scope, receive, send)
         elif path in (TOKENIZE, DETOKENIZE):
-            body = parse_body(await self._read(headers, receive))
-            converted = await convert(path, body, self.model, self.engine)
+            raw = await self._read(headers, receive)
+            async with self._turns if len(raw) > _LONG else contextlib.nullcontext():
+                converted = await convert(path, parse_body(raw), self.model, self.engine)
             await JSONResponse(converted)(scope, receive, send)
         elif path in GENERATES:
             self._check_capacity()
@@ -107,7 +115,8 @@ class Middleware:
             name = self.model.check_name(body.get("model"))
             body = check_body(path, body, self._fields[path], self._template_names)
             self.model.check_tools(body)
-            self._check_length(body)
+            for part in split_body(path, body | {"n": 1}):
+                self._check_length(part)
             body["model"] = self.model.force_model
             self._check_capacity()
             await self._generate(body, name, scope, receive, send)
@@ -213,22 +222,24 @@ class Middleware:
         self, body: dict[str, Any], name: str, scope: Scope, receive: Receive, send: TrackedSend
     ) -> None:
         """Have the application answer, until the client goes away."""
-        bodies = split_body(route_path(scope), body)
+        path, count = route_path(scope), body.get("n", 1)
+        bodies = split_body(path, body)
         running: list[ServerRequest] = []
+        shared = _Shared(body, self._grammars, self.engine, self.model.tokenizer)
 
         async def answer(part: dict[str, Any], send: Send, on_begin: OnBegin) -> None:
             with self.tracker.track(part, name) as request:
                 running.append(request)
                 on_begin(request)
-                request.guide = await self._grammars.compile(part)
-                stock = take_fields(request, self.engine, self.model.tokenizer)
+                request.guide, request.rules = await shared.take()
+                stock = take_fields(request, self.engine)
                 replay = Replay(scope, stock)
                 await self.app(replay.scope, replay, send)
 
         if len(bodies) == 1:
             work = asyncio.ensure_future(answer(bodies[0], send, lambda _: None))
         else:
-            work = asyncio.ensure_future(answer_all(bodies, body.get("n", 1), answer, send))
+            work = asyncio.ensure_future(answer_all(bodies, count, answer, send))
         gone = asyncio.ensure_future(wait_until_gone(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -248,6 +259,29 @@ class Middleware:
         """End all answers that are being generated."""
         for request in list(self.tracker.running):
             request.fail(APIError(503, STOPPING, code="stopping"))
+
+
+class _Shared:
+    """What all answers of one body need, made when the first one begins."""
+
+    def __init__(
+        self, body: dict[str, Any], grammars: Grammars, engine: Engine, tokenizer: Any
+    ) -> None:
+        self._body, self._grammars = body, grammars
+        self._engine, self._tokenizer = engine, tokenizer
+        self._lock = asyncio.Lock()
+        self._made: tuple[Guide | None, TokenRules] | None = None
+
+    async def take(self) -> tuple[Guide | None, TokenRules]:
+        """Return the guide and the rules of one answer; it changes both. Raises APIError."""
+        async with self._lock:
+            if self._made is None:
+                guide = await self._grammars.compile(self._body)
+                rules = await asyncio.to_thread(
+                    read_rules, self._body, self._engine, self._tokenizer
+                )
+                self._made = guide, rules
+        return copy.deepcopy(self._made)
 
 
 class _ClientGoneError(Exception):

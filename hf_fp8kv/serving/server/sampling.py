@@ -22,8 +22,8 @@ from transformers.generation.continuous_batching import cb_logits_processors as 
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from ...errors import ConfigError
-from .grammars import GUIDE, GrammarMask, follow
-from .logits import RULES, LogprobRecorder, RuleProcessor
+from .grammars import GUIDE, GrammarError, GrammarMask, follow
+from .logits import RULES, LogprobRecorder, RuleProcessor, TokenRules
 
 ALL_TOKENS = 1.0
 # Below it, the most likely token: logits divided by less would not be finite.
@@ -261,6 +261,11 @@ def _take(state: Any, token: int, vocabulary: int) -> str | None:
     if token < vocabulary:
         return follow(state, token, vocabulary)
     given = state.logit_processor_kwargs
+    guide, rules = given.get(GUIDE), given.get(RULES, TokenRules())
+    if guide is not None and (rules.bad_words or rules.min_tokens):
+        text = "bad_words or min_tokens take away every token that may follow"
+        guide.failures.append(GrammarError(text))  # the request's own fault
+        return f"{guide.field}: {text}"
     if RULES in given or GUIDE in given:
         why = "logit_bias, bad_words, min_tokens and the answer's form leave none, or "
     else:

@@ -25,19 +25,48 @@ def share_steps(scheduler: Any) -> None:
     limits: dict[str, int] = {}
 
     def process_candidates(candidates: Sequence[Any], token_budget: int, *others: Any) -> Any:
-        ordered, chosen = share_tokens(candidates, token_budget)
+        kept, limited = limit_scored(candidates)
+        ordered, chosen = share_tokens(kept, token_budget)
         limits.clear()
-        limits.update(chosen)
-        return process(ordered, token_budget, *others)
+        limits.update(limited)
+        for request, tokens in chosen.items():
+            limits[request] = min(tokens, limited.get(request, tokens))
+        found = process(ordered, token_budget, *others)
+        # The last one gives up its pages first: the newest prompt, not the longest.
+        starved = getattr(scheduler, "starved_requests", None)  # not of older engines
+        if starved:
+            starved.sort(key=_age)
+        return found
 
     def schedule_request(state: Any, tokens: Any, token_budget: int, *others: Any) -> None:
         limit = limits.get(state.request_id, token_budget)
-        if wants_prompt(state):
-            limit = min(limit, PROMPT_STEP_TOKENS)
         schedule(state, tokens, min(limit, token_budget), *others)
 
     scheduler._process_candidates = process_candidates
     scheduler._schedule_request = schedule_request
+
+
+def _age(starved: tuple[Any, int]) -> tuple[bool, float]:
+    state, _ = starved
+    decodes = state.status == RequestStatus.DECODING
+    return not decodes, 0.0 if decodes else state.created_time
+
+
+def limit_scored(candidates: Sequence[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Return the requests that a step may have, and limits of those whose prompts are scored.
+
+    All of these together get PROMPT_STEP_TOKENS: each token has as many logits as the vocabulary.
+    """
+    kept, limits, left = [], {}, PROMPT_STEP_TOKENS
+    for state in candidates:
+        if wants_prompt(state) and state.status != RequestStatus.DECODING:
+            if not left:
+                continue
+            tokens = min(len(state.remaining_prefill_tokens), left)
+            limits[state.request_id] = tokens
+            left -= tokens
+        kept.append(state)
+    return kept, limits
 
 
 def share_tokens(candidates: Sequence[Any], tokens: int) -> tuple[list[Any], dict[str, int]]:

@@ -31,7 +31,7 @@ _HANDLERS = {
     "systemone_handler": ("systemone", "SystemOneHandler", None),
 }
 # Exceptions that the request caused, as long as the engine does not have it.
-_REQUEST_ERRORS = (ValueError, TypeError, LookupError, AttributeError)
+_REQUEST_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _SERVER_ERRORS = (RuntimeError, OSError, ArithmeticError, AssertionError)
 
 

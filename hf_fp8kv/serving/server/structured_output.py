@@ -159,7 +159,7 @@ def _check_cost(where: str, *schemas: dict[str, Any]) -> None:
     values = list(_walk(list(schemas)))
     # llguidance makes a state for each remainder, also of several at once.
     numbers = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]
-    multiples = [Fraction(str(n)).numerator for n in numbers if math.isfinite(n) and n > 0]
+    multiples = [Fraction(str(n)).numerator for n in numbers if 0 < n < math.inf]
     if sum(multiples) > _MULTIPLES or math.lcm(*multiples) > _MULTIPLES:
         expected = f"numbers after multipleOf with a sum and a multiple of at most {_MULTIPLES}"
         raise _wrong(where, expected)

@@ -11,6 +11,7 @@ from typing import Any
 from .checks import (
     Check,
     are_end_tokens,
+    are_tokens,
     check_field,
     instance,
     integer,
@@ -92,8 +93,9 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     """
     try:
         body = json.loads(raw.decode("utf-8"), parse_constant=_reject_constant)
-        # Unpaired surrogates are legal JSON, and no tokenizer takes them.
-        json.dumps(body, ensure_ascii=False).encode("utf-8")
+        # Unpaired surrogates are legal JSON, and no tokenizer takes them; UTF-8 has none.
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeError as error:
         raise APIError(400, f"invalid UTF-8: {error}") from None
     except RecursionError:
@@ -114,7 +116,7 @@ def count_characters(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(map(count_characters, inner))
+    return sum(count_characters(one) for one in inner if isinstance(one, str | list | dict))
 
 
 def check_body(
@@ -145,6 +147,7 @@ def check_body(
         raise unsupported("best_of", "as many as n", body["best_of"])
     if body.get("stream") and "prompt_logprobs" in body:
         raise unsupported("prompt_logprobs", "no stream", body["prompt_logprobs"])
+    body.pop("suffix", None)  # handlers would stream it, as a part of its own
     _check_template_arguments(body, template_names)
     body.setdefault("stream", False)  # transformers would stream what `responses` does not stream
     return body
@@ -177,8 +180,12 @@ def _check_generation_config(name: str, value: Any) -> None:
             raise unsupported(where, f"one of {', '.join(_CONFIG)}", given)
 
 
+# Each costs time in each step, in which others wait.
+_MAX_BIASES = 1024
+
+
 def _is_bias(value: Any) -> bool:
-    return isinstance(value, dict) and all(
+    return isinstance(value, dict) and len(value) <= _MAX_BIASES and all(
         token.isascii() and token.isdigit() and len(token) < 10
         and is_number(number) and -100 <= number <= 100
         for token, number in value.items()
@@ -204,7 +211,7 @@ _AT_LEAST_ONE = object()
 _FIELDS: Mapping[str, Check] = {
     **_SAMPLING,
     **_PENALTIES,
-    "stop": (is_stop, "a text, or a list of up to four"),
+    "stop": (is_stop, "a text of up to 1024 characters, or a list of up to four"),
     "stop_token_ids": listed(lambda x: is_integer(x, 0), 128, "tokens"),
     "ignore_eos": _BOOL,
     "min_tokens": integer(0),
@@ -220,7 +227,10 @@ _FIELDS: Mapping[str, Check] = {
     "echo": _BOOL,
     "top_logprobs": _TOP,
     "prompt_logprobs": _TOP,
-    "logit_bias": (_is_bias, "an object of tokens, as texts, and numbers from -100 to 100"),
+    "logit_bias": (
+        _is_bias,
+        f"an object of up to {_MAX_BIASES} tokens, as texts, and numbers from -100 to 100",
+    ),
     "add_special_tokens": _BOOL,
     "top_k": integer(-1),
     "seed": integer(-(2**63)),
@@ -235,7 +245,7 @@ _CONFIG: Mapping[str, Check] = {
     "do_sample": _BOOL,
     "top_k": integer(0),
     "max_new_tokens": _COUNT,
-    "eos_token_id": (are_end_tokens, "an integer of at least -1, or a list of them"),
+    "eos_token_id": (are_end_tokens, "an integer of at least -1, or a list of up to 128"),
 }
 # ... what changes no answer here, and values that do nothing.
 _CONFIG_IGNORED = ("transformers_version", "bos_token_id", "pad_token_id", "use_cache")
@@ -298,14 +308,14 @@ _CHECKS = {CHAT: _check_chat, COMPLETIONS: _check_completions, RESPONSES: _check
 
 def split_prompts(given: Any) -> list[Any]:
     """Return the prompts of a completion, each a text or a list of tokens."""
-    is_many = isinstance(given, list) and not all(type(one) is int for one in given)
+    is_many = isinstance(given, list) and bool(given) and type(given[0]) is not int
     return given if is_many else [given]
 
 
 def _is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return prompt != ""
-    return isinstance(prompt, list) and bool(prompt) and all(is_integer(t, 0) for t in prompt)
+    return bool(prompt) and are_tokens(prompt)
 
 
 def _check_only(body: Mapping[str, Any], **fields: Any) -> None:
