@@ -76,7 +76,7 @@ def check_tools(body: dict[str, Any]) -> None:
     if not isinstance(tools, list):
         raise invalid("tools", "a list of functions", tools)
     for index, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        function: Any = tool.get("function", tool) if isinstance(tool, dict) else None
         if not _has_name(function) or tool.get("type", "function") != "function":
             raise invalid(f"tools[{index}]", "a function with a name", tool)
         parameters = function.get("parameters")

@@ -48,4 +48,6 @@ class ForcedCall:
                 call, at = decode(self.text, at)
                 calls.append(ToolCall(call["name"], json.dumps(call["parameters"])))
                 at += len(", ")
-        return calls or [self.text][: len(self.text)]
+        if not calls and self.text:
+            calls.append(self.text)
+        return calls
