@@ -37,7 +37,8 @@ PERSON = {
     "additionalProperties": False,
 }
 # The server, where a prompt of two tokens that ends with "~" has no finite logits; with "}", the
-# logits of the second process are others than those of the first. No grammar survives a "z".
+# logits of the second process are others than those of the first; with "{", that one has no memory.
+# No grammar survives a "z".
 POISONED = """
 import functools, os
 from transformers import LlamaForCausalLM
@@ -53,6 +54,8 @@ def poisoned(self, *args, **kwargs):
         out.logits[0, (token == ord("~") - 32) & (at == 1)] = float("nan")
         if os.environ.get("RANK") == "1":
             out.logits[0, (token == ord("}") - 32) & (at == 1)] *= -1.0
+            if ((token == ord("{") - 32) & (at == 1)).any():
+                raise MemoryError("no memory for the step")
     return out
 
 LlamaForCausalLM.forward = poisoned
@@ -76,7 +79,8 @@ TORCHRUN = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return save_chat_model(tmp_path_factory.mktemp("chat"))
+    # Transformers 5.17 splits the output layer evenly or not at all.
+    return save_chat_model(tmp_path_factory.mktemp("chat"), tokens=96)
 
 
 @contextlib.contextmanager
@@ -209,15 +213,27 @@ def test_two_processes_answer_as_one(model):
         assert not any(map(is_alive, ranks.values()))
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_process_that_dies_ends_all(model, rank):
-    with two_processes(model) as (server, ranks), ThreadPoolExecutor(1) as pool:
+@pytest.mark.parametrize(
+    ("rank", "killed"),
+    [
+        (1, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+    ],
+    ids=["killed", "first killed", "failed"],
+)
+def test_a_process_that_dies_ends_all(model, rank, killed):
+    with two_processes(model) as (server, ranks), ThreadPoolExecutor(2) as pool:
         answer = pool.submit(server.ask, CHAT, body("a long story", max_tokens=250))
         server.wait_until(requests_active=1)
-        os.kill(ranks[rank], signal.SIGKILL)
+        if killed:
+            os.kill(ranks[rank], signal.SIGKILL)
+        else:
+            pool.submit(server.ask, COMPLETIONS, {"prompt": "x{"})
         assert server.process.wait(60) == 1
-        said = server.wait_for(r"hf-fp8kv: error: .*one of the 2 processes that serve the model.*")
-        assert server.log.count("hf-fp8kv: error") == 1, said
+        server.wait_for(r"hf-fp8kv: error: .*one of the 2 processes that serve the model")
+        said = [line for line in server.lines if "hf-fp8kv: error" in line]
+        assert len(said) == 1 if killed else "no memory for the step" in "".join(said), said
         if rank == 0:
             assert answer.exception() is not None
         else:

@@ -30,9 +30,9 @@ PAGES, PAGE, CONTEXT = 24, 16, 320
 WAIT = 120.0
 
 
-def save_chat_model(folder: Path) -> str:
+def save_chat_model(folder: Path, *, tokens: int = 95) -> str:
     """Save a tiny Llama whose tokens are characters; it never ends by itself. Return the folder."""
-    letters = [chr(code) for code in range(32, 127)]
+    letters = [chr(code) for code in range(32, 32 + tokens)]
     inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -6,7 +6,6 @@ and what became of the grammars of its requests, so that no rounding, and nothin
 process has, can make the steps differ.
 """
 
-import contextlib
 import copy
 import os
 import re
@@ -132,9 +131,10 @@ def join_ranks(manager: Any, processor: Any) -> None:
                 f"one of the {helper.tp_size} processes that serve the model has ended, or cannot "
                 f"be reached ({text:.200})"
             )
-        # It tells the others, which may have ended.
-        with contextlib.suppress(RuntimeError):
-            fail(error, batch_processor)
+        # The engine would tell the others, which may have ended, or wait for this one in the middle
+        # of a step. This process ends, which they notice.
+        helper.tp_all_reduce_state = lambda *_: None
+        fail(error, batch_processor)
 
     manager._handle_critical_error = handle_critical_error
 
