@@ -288,6 +288,7 @@ def test_a_model_that_can_be_split_is_taken():
     [
         (["--device", "toaster"], "--device: expected auto or"),
         (["--quantization", "bnb-4bit"], "--quantization: not supported with 2 processes"),
+        (["--cb-use-cuda-graph"], "--cb-use-cuda-graph: not supported with several processes"),
     ],
 )
 def test_options_that_several_processes_cannot_have(model, monkeypatch, capsys, options, says):

@@ -71,7 +71,7 @@ def load_split(
     config = AutoConfig.from_pretrained(name, revision=revision, **trusted)
     with torch.device("meta"):
         check_plan(AutoModelForCausalLM.from_config(config, **trusted), size)
-    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
         name, revision=revision, distributed_config=DistributedConfig(tp_plan="auto"), **keywords

@@ -70,7 +70,10 @@ def serve(
     ranks = Ranks.from_environment()
     level = "error" if ranks.rank else str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
-    batching_config(options, "")  # refused before the model is loaded
+    # Refused before the model is loaded.
+    batching = batching_config(options, "")
+    if ranks.size > 1:
+        check_batching(batching)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_said_once(ranks))
         bound = None if ranks.rank else stack.enter_context(contextlib.closing(listen(host, port)))
@@ -95,12 +98,15 @@ def serve(
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
         assert app.middleware is not None
         engine = app.middleware.engine
+        failure = None
         if bound is None:
             engine.wait()
         else:
-            _Server(app, lambda: on_ready(_address(bound))).run(sockets=[bound])
+            server = _Server(app, lambda: on_ready(_address(bound)))
+            server.run(sockets=[bound])
             app.stop()
-        failure = engine.why_dead()
+            failure = server.failure
+        failure = engine.why_dead() or failure
         if failure is not None:
             raise EngineError(
                 f"the engine ended: {failure}; start the server again, and if it ends again "
@@ -117,6 +123,7 @@ def _said_once(ranks: Ranks) -> Iterator[None]:
         yield
     except ConfigError:
         if ranks.rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(_END_SECONDS)
         raise
 
@@ -167,6 +174,7 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._stop_requested = asyncio.Event()
         self._stop_forced = asyncio.Event()
+        self.failure: str | None = None  # why the engine ended, if it did by itself
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -224,6 +232,7 @@ class _Server(uvicorn.Server):
         engine = self._middleware.engine
         while engine.is_alive():
             await asyncio.sleep(_WATCH_SECONDS)
+        self.failure = "for no known reason"
         self._stop_forced.set()  # the engine has ended its requests, with an error
         self._stop_requested.set()
 
