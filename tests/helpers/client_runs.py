@@ -685,7 +685,9 @@ _CHOICES = {
 _UNTIL = {
     "output_type": "generate_until", "doc_to_text": "{{question}}",
     "doc_to_target": "{{choices[answer]}}",
-    "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 8, "temperature": 0},
+    "generation_kwargs": {
+        "until": [".", "\n", "\ndef", "#", "class"], "max_gen_toks": 8, "temperature": 0,
+    },
     "metric_list": [{"metric": "exact_match"}],
 }  # fmt: skip
 
