@@ -84,7 +84,7 @@ def instance(kind: type, expected: str) -> Check:
 
 
 def is_stop(value: Any) -> bool:
-    """Return whether a JSON value is a stop string of up to 1,024 characters, or up to MAX_STOPS."""
+    """Return whether a JSON value is a stop of up to 1,024 characters, or a list of MAX_STOPS."""
     stops = [value] if isinstance(value, str) else value
     return (
         isinstance(stops, list)
