@@ -70,7 +70,7 @@ def of(client: str) -> Callable[[Run], Run]:
 def _openai(target: Target) -> Any:
     from openai import OpenAI
 
-    return OpenAI(base_url=target.url, api_key="-", max_retries=0, timeout=120)
+    return OpenAI(base_url=target.url, api_key="-", max_retries=0, timeout=300)
 
 
 @of("openai")
@@ -335,7 +335,7 @@ def _langchain__responses(target: Target) -> None:
 
 def _litellm(target: Target, provider: str = "openai") -> dict[str, Any]:
     name = f"{provider}/{target.model}"
-    return {"model": name, "api_base": target.url, "api_key": "-", "timeout": 120}
+    return {"model": name, "api_base": target.url, "api_key": "-", "timeout": 300}
 
 
 @of("litellm")
@@ -611,7 +611,7 @@ def _llm_folder(target: Target) -> Iterator[Callable[..., str]]:
         def run(*given: str) -> str:
             done = subprocess.run(
                 [sys.executable, "-m", "llm", *given], env=environment, capture_output=True,
-                text=True, timeout=120, stdin=subprocess.DEVNULL,
+                text=True, timeout=300, stdin=subprocess.DEVNULL,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr
             return done.stdout
@@ -685,7 +685,9 @@ _CHOICES = {
 _UNTIL = {
     "output_type": "generate_until", "doc_to_text": "{{question}}",
     "doc_to_target": "{{choices[answer]}}",
-    "generation_kwargs": {"until": [".", "\n"], "max_gen_toks": 8, "temperature": 0},
+    "generation_kwargs": {
+        "until": [".", "\n", "\ndef", "#", "class"], "max_gen_toks": 8, "temperature": 0,
+    },
     "metric_list": [{"metric": "exact_match"}],
 }  # fmt: skip
 

@@ -141,10 +141,10 @@ def main() -> int:
             print(f"{name:17} {first.get('version', '?'):9} {passed:>7}", flush=True)
             for run in wrong:
                 print(f"    {run['run']}: {run['error']}")
-        if recorder is not None:
-            old = json.loads(chosen.record.read_text()) if chosen.record.exists() else {}
-            new = {name: [*recorder.requests[name].values()] for name in chosen.only}
-            chosen.record.write_text(format_requests(old | new))
+            if recorder is not None:
+                old = json.loads(chosen.record.read_text()) if chosen.record.exists() else {}
+                new = {name: [*recorder.requests[name].values()]}
+                chosen.record.write_text(format_requests(old | new))
     return failed
 
 

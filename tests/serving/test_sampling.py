@@ -61,6 +61,17 @@ def test_noise_is_that_of_key_and_token_alone():
         assert torch.equal(sampling.gumbel_noise(keys[row : row + 1], 60)[0], whole[row, :60])
 
 
+@pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])
+def test_the_largest_noise_is_a_number(position, token):
+    """Of the bits that are mixed here all those are ones that a uniform number is made of."""
+    key = torch.tensor([sampling.noise_key(7, position)]).to(torch.int32)
+    noise = sampling.gumbel_noise(key, 49152)[0]
+    assert noise.isfinite().all()
+    assert noise.argmax() == token
+    assert noise.min() > -3
+    assert 15 < noise[token] < 17
+
+
 def test_rows_without_temperature_have_no_noise():
     def future(position, **given):
         return SimpleNamespace(

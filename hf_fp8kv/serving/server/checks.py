@@ -6,6 +6,9 @@ from typing import Any
 
 from .errors import APIError
 
+# Stop strings of a request: OpenAI's four are too few for tasks of lm_eval.
+MAX_STOPS = 16
+
 # Whether a value is valid, and what is expected.
 Check = tuple[Callable[[Any], bool], str]
 
@@ -81,11 +84,11 @@ def instance(kind: type, expected: str) -> Check:
 
 
 def is_stop(value: Any) -> bool:
-    """Return whether a JSON value is a stop string of up to 1,024 characters, or up to four."""
+    """Return whether a JSON value is a stop of up to 1,024 characters, or a list of MAX_STOPS."""
     stops = [value] if isinstance(value, str) else value
     return (
         isinstance(stops, list)
-        and len(stops) <= 4
+        and len(stops) <= MAX_STOPS
         and all(isinstance(stop, str) and 0 < len(stop) <= 1024 for stop in stops)
     )
 

@@ -153,11 +153,12 @@ def noise_key(seed: int, position: int) -> int:
 def gumbel_noise(keys: torch.Tensor, vocabulary: int) -> torch.Tensor:
     """Return noise `[B, V]`, float32, for keys `[B]`, int32: the same for the same key and token.
 
-    Uniform numbers are 24 bits of the mixed key and token, by the finalizer of MurmurHash3.
+    Uniform numbers are 23 bits of the mixed key and token, by the finalizer of MurmurHash3, and a
+    half: with more bits float32 would round the largest to 1, whose noise is infinite.
     """
     bits = keys[:, None] + _token_bits(vocabulary, keys.device)
-    uniform = _mix(bits).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float()
-    uniform.add_(0.5).mul_(2.0**-24)
+    uniform = _mix(bits).bitwise_right_shift_(9).bitwise_and_(0x7FFFFF).float()
+    uniform.add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .checks import (
+    MAX_STOPS,
     Check,
     are_end_tokens,
     are_tokens,
@@ -211,7 +212,7 @@ _AT_LEAST_ONE = object()
 _FIELDS: Mapping[str, Check] = {
     **_SAMPLING,
     **_PENALTIES,
-    "stop": (is_stop, "a text of up to 1024 characters, or a list of up to four"),
+    "stop": (is_stop, f"a text of up to 1024 characters, or a list of up to {MAX_STOPS}"),
     "stop_token_ids": listed(lambda x: is_integer(x, 0), 128, "tokens"),
     "ignore_eos": _BOOL,
     "min_tokens": integer(0),
