@@ -280,8 +280,7 @@ class PagePool:
         starts = [
             np.cumsum([0, *(len(rows[0]) for rows in all_rows)]) for all_rows in (mine, theirs)
         ]
-        begins = np.zeros(max(first[-1] for first in starts) + 1, bool)
-        begins[np.concatenate(starts)] = True
+        begins = np.bincount(np.concatenate(starts)) > 0
         ends = (np.diff(pages) != 1) | begins[pages[1:]]
         for run in np.split(pages, np.flatnonzero(ends) + 1):
             i, j = (np.searchsorted(first, run[0], side="right") - 1 for first in starts)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
-from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.hot_loops import AttentionLayer
 from hf_fp8kv.paging import page_pool
@@ -198,6 +198,22 @@ def test_generate_asks_for_an_offloaded_cache() -> None:
         model.generate(**inputs, **asked)
 
 
+@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 2}], ids=str)
+def test_a_prefix_comes_from_a_store_and_goes_there(where: dict[str, Any], tmp_path: Path) -> None:
+    model, inputs = tiny("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
+    ids = inputs["input_ids"][1:].repeat(1, 4)
+    options = {**GREEDY, "return_dict_in_generate": True}
+    enable(model, page_size=PAGE, prefill="stored")
+    expected = model.generate(ids, **options).sequences
+    for hits in range(2):
+        store = PrefixStore(tmp_path, max_bytes=1 << 30)
+        enable(model, page_size=PAGE, prefix_store=store, **where)
+        out = model.generate(ids, **options)
+        assert_same(out.sequences, expected)
+        assert out.past_key_values.restored == hits * (ids.shape[1] - 1) // PAGE * PAGE
+        assert min(moved(out.past_key_values)) > 0
+
+
 @pytest.mark.parametrize("attention", ["own", "fp8_paged"])
 def test_a_draft_model_may_be_offloaded_too(attention: str) -> None:
     model, inputs = tiny("gqa", num_hidden_layers=4)
@@ -324,6 +340,16 @@ def test_long_calls_pass_through_a_window() -> None:
         feed(pair, count, step)
         forks = [one.fork() for one in pair]
         feed(forks, 17, 50 + step)
+
+
+def test_the_old_window_of_the_next_layer_comes_too() -> None:
+    """In a long call, whose tokens get pages under other numbers."""
+    one = FP8PagedCache(config("mistral"), offloading=True, page_size=PAGE)
+    feed([one], 21)
+    for layer in one.paged_layers:
+        held = layer.group.held_pages(layer.member)
+        assert (len(held), len(layer.pool.missing(held))) == (4, 0)  # two of each sequence
+        one.update(*torch.randn(2, 2, HEADS, 30, DIM), layer.index)
 
 
 def test_a_refused_step_leaves_no_trace() -> None:
