@@ -44,6 +44,7 @@ def test_the_blocks_of_the_quickstart_run_in_their_order(run):
         "FP8PagedCache",
         "KVScales",
         "LayerPlan",
+        "PrefixStore",
         "calibrate",
         "check_model",
         "disable",

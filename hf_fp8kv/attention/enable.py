@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import ATTENTION, refusal
 from ..modeling.tensor_parallel import tensor_parallel
+from ..modeling.weights import identify_model
 from ..scales.fingerprint import warn_if_stale
 from . import latent
 from .full_rows import install_full_rows, remove_full_rows
@@ -69,6 +70,8 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     cache_keywords, roundings = prepare_rounding(base, training, cache_keywords)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
+    if cache.prefix_store is not None:
+        identify_model(base)  # once, here and not in the first answer
     if _SAVED in vars(base):
         disable(base)
     before = get_implementations(base)

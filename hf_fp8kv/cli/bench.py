@@ -23,6 +23,7 @@ _SUITES = {
     "serve": ("hf_fp8kv.bench.serve", "run_serve_suite"),
     "capacity": ("hf_fp8kv.bench.capacity", "run_capacity_suite"),
     "memory": ("hf_fp8kv.bench.memory", "run_memory_suite"),
+    "prefix": ("hf_fp8kv.bench.prefix", "run_prefix_suite"),
 }
 
 
@@ -35,7 +36,8 @@ def bench(
             "by format, kind of scales and center (minutes). long: the same and answers at long "
             "context, beside other caches (a quarter of an hour). latent: predictions of random "
             "MLA models by format. capacity: how many tokens fit. "
-            "memory: bytes of models with sliding windows. serve: the server under load.",
+            "memory: bytes of models with sliding windows. serve: the server under load. "
+            "prefix: the first answer of a new process, with its prompt's pages on disk.",
             autocompletion=complete_from(lambda: _SUITES),
         ),
     ] = "cpu",
@@ -177,6 +179,8 @@ def bench(
             arguments["save"] = saved
         if texts is not None:
             arguments["texts"] = texts
+    if suite == "prefix":
+        arguments = {"model": model}
     if suite == "serve":
         from ..serving.server.options import require_server
 
