@@ -27,7 +27,7 @@ from transformers.cli.serving.utils import ReasoningText  # noqa: E402
 
 from hf_fp8kv.serving.server import answers, logits  # noqa: E402
 from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder  # noqa: E402
-from hf_fp8kv.serving.server.fan_out import split_body  # noqa: E402
+from hf_fp8kv.serving.server.fan_out import answer_all, split_body  # noqa: E402
 from hf_fp8kv.serving.server.middleware import _Shared  # noqa: E402
 from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
 from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
@@ -193,6 +193,14 @@ def test_a_prompt_alone_is_scored(server, model):
     assert server.ask(COMPLETIONS, {**asked, "prompt": whole + "x"})[0] == 400
 
 
+def test_what_cannot_follow_has_a_number_in_json():
+    never = float("-inf")
+    (one,) = logits.score_tokens(torch.tensor([[0.0, never, 0.0]]), torch.tensor([1]), 3)
+    assert one.rank == 3
+    assert one.logprob == -9999
+    assert sorted(value for _, value in one.top)[0] == -9999
+
+
 def test_scores_of_a_request_that_is_computed_again_are_its_own():
     wanted = logits.Logprobs(1, 1)
     state = SimpleNamespace(
@@ -237,6 +245,7 @@ def test_a_prompt_of_several_answers_counts_once_and_is_computed_once(server):
     found = ask(server, COMPLETIONS, prompt=[prompt, "ab"], n=3, max_tokens=4)
     assert found["usage"]["prompt_tokens"] == len(prompt) + 2
     assert found["usage"]["completion_tokens"] == 24
+    assert found["usage"]["total_tokens"] == len(prompt) + 2 + 24
     assert [one["index"] for one in found["choices"]] == list(range(6))
     before = server.metrics()
     ask(server, COMPLETIONS, prompt="y" + prompt, n=3, max_tokens=4)
@@ -272,9 +281,42 @@ def test_a_stream_of_several_answers_has_usage_if_that_is_asked_for(server, path
         for _, text, _ in [server.ask(path, asked | more)]
     ]
     assert all(event["choices"] for event in events[0])
+    assert [len({event["id"] for event in one}) for one in events] == [1, 1]
     assert not any("usage" in event for event in events[0] + events[1][:-1])
     assert events[1][-1]["choices"] == []
     assert events[1][-1]["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_of_one_request_leave_room_for_others(count):
+    """Of 60 answers at most 16 are made at the same time, those to a prompt after its first."""
+    running, most, begun = 0, 0, []
+
+    async def answer(body, send, on_begin):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        request = SimpleNamespace(first_token=None)
+        on_begin(request)
+        begun.append((body["at"] // count, request.first_token))
+        await asyncio.sleep(0)
+        running -= 1
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        await send({"type": "http.response.start", "status": 200})
+        content = {"choices": [{}], "usage": usage}
+        await send({"type": "http.response.body", "body": json.dumps(content).encode()})
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            assert len(json.loads(message["body"])["choices"]) == 60
+
+    asyncio.run(answer_all([{"at": at} for at in range(60)], count, answer, send))
+    assert most == 16
+    seen = set()
+    for prompt, event in begun:
+        assert (event is not None) == (prompt not in seen)
+        seen.add(prompt)
 
 
 def test_what_answers_share_is_made_once():
@@ -615,7 +657,7 @@ class Parser:
         events = []
         for letter in text:
             if letter in "[]":
-                self.field = "reasoning_content" if letter == "[" else "content"
+                self.field = "thinking" if letter == "[" else "content"
             else:
                 events.append({"type": "region_chunk", "field": self.field, "text": letter})
         return events

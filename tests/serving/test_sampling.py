@@ -21,6 +21,10 @@ from tests.helpers.serve_process import (
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
+from prometheus_client import CollectorRegistry  # noqa: E402
+
+from hf_fp8kv.serving.server import latencies  # noqa: E402
+
 COMPLETIONS = "/v1/completions"
 
 
@@ -167,6 +171,34 @@ def test_latencies_of_each_request_and_token_are_counted(server, stream):
         sent = {"prompt": "count", "max_tokens": 9, "stream": stream}
         list(pool.map(lambda _: server.ask(COMPLETIONS, sent), range(6)))
     assert [b - a for a, b in zip(before, counts(), strict=True)] == [6, 6, 6 * 8, 6]
+
+
+def test_latencies_are_those_of_their_names(monkeypatch):
+    registry = CollectorRegistry()
+    found = latencies.Latencies("m", registry)
+    clock = iter([100.0, 101.0, 104.0, 110.0])
+    monkeypatch.setattr(latencies.time, "perf_counter", lambda: next(clock))
+    request = SimpleNamespace(submitted_at=90.0, last_token=None)
+    state = SimpleNamespace(lifespan=(93.0, -1))
+    for _ in range(3):
+        found.note_token(request, state)
+    found.note_end(request)
+    sums = {
+        name: registry.get_sample_value(f"hf_fp8kv_{name}_seconds_sum", {"model_name": "m"})
+        for name in ("queue_time", "time_to_first_token", "inter_token_latency", "request_duration")
+    }
+    assert list(sums.values()) == [3.0, 10.0, 4.0, 20.0]
+
+
+def test_min_p_is_a_share_of_the_best_probability():
+    probabilities = torch.tensor([0.5, 0.26, 0.14, 0.1])
+    share = torch.tensor([0.3, 0.0, 0.25, 1.0], dtype=torch.float32).view(torch.int32)
+    scores = probabilities.log().repeat(4, 1) + torch.arange(4.0)[:, None]
+    kept = sampling._MinP()(scores, share).isfinite().tolist()
+    assert kept == [
+        [True, True, False, False], [True] * 4, [True, True, True, False],
+        [True, False, False, False],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-6])
