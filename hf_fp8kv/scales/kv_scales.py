@@ -15,6 +15,7 @@ import torch
 
 from ..errors import ScaleError
 from ..utils.text import format_list
+from .card import make_card
 from .checkpoint.folder import HubOptions
 from .copy_checkpoint import Weights, add_to_checkpoint, copy_checkpoint
 from .fingerprint import compare_weights
@@ -171,6 +172,7 @@ class KVScales(ScaleData):
         weights: Weights = "copy",
         overwrite: bool = False,
         tp_size: int = 1,
+        base_model: str | None = None,
     ) -> list[Path]:
         """Write the scales in a format, alone or into a checkpoint; return the paths.
 
@@ -187,6 +189,8 @@ class KVScales(ScaleData):
                 In the folder of a model it adds the scales to that: its weights stay the same,
                 and its `config.json` has every entry that it had.
             tp_size: for "vllm-json": for how many ranks; each gets the largest scale of its heads.
+            base_model: the repository that `checkpoint` is of, for the card (README.md) of its
+                copy, which says what the scales are and how to load them.
 
         Raises:
             ScaleError: when the format cannot be written, or not there.
@@ -194,14 +198,15 @@ class KVScales(ScaleData):
         scale_format, target = _find_format(format, tp_size), Path(folder)
         if checkpoint is not None:
             paths, losses = copy_checkpoint(
-                self, Path(checkpoint), target, scale_format, weights, tp_size, overwrite=overwrite
-            )
+                self, Path(checkpoint), target, scale_format, weights, tp_size, overwrite=overwrite,
+                base_model=base_model,
+            )  # fmt: skip
         else:
             reduced, losses = reduce_scales(self, scale_format, tp_size)
             files = scale_format.files(reduced, tp_size)
             existing = check_folder(target, files, overwrite=overwrite)
             if "config.json" in files and find_weights(n for n in existing if n not in files):
-                paths = add_to_checkpoint(self, target, scale_format, tp_size)
+                paths = add_to_checkpoint(self, target, scale_format, tp_size, base_model)
             else:
                 losses += scale_format.missing_facts(self)
                 files = keep_config(target, files, scale_format, reduced)
@@ -221,22 +226,35 @@ class KVScales(ScaleData):
         commit_message: str = "Add scales of the KV cache",
         overwrite: bool = False,
         tp_size: int = 1,
+        base_model: str | None = None,
     ) -> str:
         """Upload the scales alone, as `save_pretrained` writes them; return the commit's address.
+
+        A card (README.md) says what they are and how to use them; one that is there is extended.
 
         Args:
             repo_id: is made when it is not there.
             private, token, revision, commit_message: as everywhere in huggingface-hub.
             format, overwrite, tp_size: as in `save_pretrained`.
+            base_model: the repository of the model that the scales are for, for the card.
 
         Raises:
             ScaleError: when the format cannot be written, or not there.
         """
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, format=format, tp_size=tp_size)
+            scale_format = SCALE_FORMATS[format]
+            reduced, losses = reduce_scales(self, scale_format, tp_size)
+
+            def make_readme(old: str, whole: bool) -> bytes:
+                return make_card(
+                    reduced, losses, scale_format, repo_id, old, whole=whole, base_model=base_model
+                )
+
             return upload_files(
-                Path(folder), repo_id, private, token, revision, commit_message, overwrite
-            )
+                Path(folder), repo_id, private, token, revision, commit_message, overwrite,
+                make_readme,
+            )  # fmt: skip
 
 
 def _find_format(name: str, tp_size: int) -> ScaleFormat:

@@ -1,6 +1,6 @@
 """Writing files of scales into a folder or a repository, where they replace nothing else."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import TypeVar
 
@@ -9,6 +9,7 @@ from huggingface_hub import HfApi
 from ..errors import ScaleError
 from ..utils.files import WEIGHTS, read_header, read_json, write_all
 from ..utils.text import format_list
+from .card import CARD_FILE, read_card
 from .checkpoint.config import HF_QUANT_CONFIG
 from .checkpoint.folder import translate_hub_errors
 from .formats import TENSOR_NAMES, ScaleFormat
@@ -79,8 +80,12 @@ def upload_files(
     revision: str | None,
     commit_message: str,
     overwrite: bool,
+    make_readme: Callable[[str, bool], bytes],
 ) -> str:
-    """Upload the files of scales in a folder, see `KVScales.push_to_hub`."""
+    """Upload the files of scales in a folder, see `KVScales.push_to_hub`.
+
+    `make_readme` returns the card, of the one that there is and of whether weights are there.
+    """
     api = HfApi(token=token)
     files = {path.name: path for path in folder.iterdir()}
     with translate_hub_errors(repo_id, "written"):
@@ -95,6 +100,10 @@ def upload_files(
             (folder / name).parent.mkdir(exist_ok=True)
             path.rename(folder / name)
         moved = [n for n in HfFp8kv.own_files if OWN_FILE in files and n in {*existing} - {*placed}]
+        card = ""
+        if CARD_FILE in existing:
+            card = read_card(Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision)))
+        (folder / CARD_FILE).write_bytes(make_readme(card, bool(find_weights(existing))))
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message=commit_message, revision=revision,
             delete_patterns=moved or None,
@@ -156,7 +165,7 @@ def _check_existing(
 def _check_config(repo_id: str, existing: Collection[str], files: Collection[str]) -> None:
     """Raise ScaleError if the config of a model would be replaced in a repository."""
     kept = [*(n for n in find_weights(existing) if n not in files), "config.json"]
-    of_scales = {*files} & {*existing} - {"config.json", "README.md"}
+    of_scales = {*files} & {*existing} - {"config.json"}
     if "config.json" in files and (kept[:-1] or ("config.json" in existing and not of_scales)):
         raise ScaleError(
             f"{repo_id}: expected a place without weights and their config.json, got "

@@ -216,6 +216,6 @@ def test_an_upload(run, tmp_path, monkeypatch):
     assert "--overwrite" in err
     code, out, err = run(*arguments, "--overwrite")
     assert (code, out) == (0, "https://hf.co/org/name/commit/1\n")
-    assert uploaded == ["kv_cache_scales.json"]
+    assert sorted(uploaded) == ["README.md", "kv_cache_scales.json"]
     code, out, _ = run(*arguments, "--overwrite", "--json")
     assert json.loads(out)["to"]["commit"] == "https://hf.co/org/name/commit/1"

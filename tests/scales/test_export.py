@@ -872,6 +872,12 @@ class FakeApi:
         self.answer("list")
         return self.there
 
+    def hf_hub_download(self, repo_id: str, name: str, *, revision: str | None) -> str:
+        self.answer("card")
+        path = self.folder / name
+        path.write_text("---\nlicense: mit\n---\n# Mine\n")
+        return str(path)
+
     def upload_folder(self, *, repo_id: str, folder_path: Path, **options: object):
         self.answer("upload")
         self.uploaded, self.deleted = content(folder_path), options["delete_patterns"]
@@ -879,11 +885,12 @@ class FakeApi:
 
 
 @pytest.fixture
-def hub(monkeypatch):
+def hub(monkeypatch, tmp_path_factory):
     """Installs a Hub with these files."""
 
     def install(*there: str, **options: str) -> FakeApi:
         fake = FakeApi(*there, **options)
+        fake.folder = tmp_path_factory.mktemp("hub")
         monkeypatch.setattr(save, "HfApi", fake)
         return fake
 
@@ -896,9 +903,13 @@ def test_what_is_uploaded_is_what_is_saved(tmp_path, hub, format):
     scales = random_scales("tensor")
     address = scales.push_to_hub("org/new", format=format, private=True, token="t")
     assert address == "https://hf.co/org/new/Add scales of the KV cache"
-    assert (fake.asked, fake.token) == (["repo org/new True", "list", "upload"], "t")
+    assert (fake.asked, fake.token) == (["repo org/new True", "list", "card", "upload"], "t")
     scales.save_pretrained(tmp_path, format=format)
+    card = fake.uploaded.pop("README.md").decode()
     assert fake.uploaded == content(tmp_path)
+    assert card.startswith("---\nlicense: mit\ntags:\n- fp8\n- kv-cache\n")
+    assert "# Mine" in card
+    assert 'scales="org/new"' in card
 
 
 def test_a_branch_is_made_first(hub):
@@ -914,7 +925,9 @@ def test_nothing_of_a_repository_is_replaced_without_being_asked(hub):
     assert_helpful(error)
     assert not fake.uploaded
     random_scales("tensor").push_to_hub("org/model", overwrite=True)
-    assert set(fake.uploaded) == {"kv_scales/kv_scales.json", "kv_scales/kv_scales.safetensors"}
+    assert set(fake.uploaded) == {
+        "README.md", "kv_scales/kv_scales.json", "kv_scales/kv_scales.safetensors"
+    }  # fmt: skip
     assert fake.deleted == ["kv_scales.safetensors"]
 
 

@@ -26,8 +26,13 @@ ONES = "every KV scale is exactly 1.0"
 AUTO_ROUND = {
     "llama-attn-llmc": ("compressed-tensors", ATTENTION, None),
     "llama-fp8-ar": ("autofp8", ATTENTION, None),
+    "llama-w4-ar": ("autofp8", ATTENTION, None),
     "llama-fp8-llmc": ("compressed-tensors", ATTENTION, None),
 }
+LLM_COMPRESSOR = dict.fromkeys(
+    ("llama-fp8-kv", "llama-kv", "llama-kv-heads", "llama-w4a16-kv", "phi3-kv", "qwen3-kv"),
+    ("compressed-tensors", ATTENTION, None),
+)
 MODELOPT = {
     **dict.fromkeys(
         (
@@ -57,12 +62,16 @@ QUARK = {
 READ = {
     f"{tool}/{name}": row
     for tool, rows in (
-        ("auto-round-0.15.1", AUTO_ROUND), ("modelopt-0.47.0", MODELOPT), ("quark-0.13", QUARK),
+        ("auto-round-0.15.1", AUTO_ROUND), ("llm-compressor-0.14.0.1", LLM_COMPRESSOR),
+        ("modelopt-0.47.0", MODELOPT), ("quark-0.13", QUARK),
     )
     for name, row in rows.items()
 }  # fmt: skip
 REFUSED = {
-    "auto-round-0.15.1/llama-w4-ar": "K scale .*got 0.0",  # weights alone were calibrated
+    "auto-round-0.15.1/llama-w4-ar-zeros": "K scale .*got 0.0",
+    "llm-compressor-0.14.0.1/llama-kv-dynamic": "dynamic, which needs none",
+    "llm-compressor-0.14.0.1/llama-kv-int4": r"4-bit int \(INT4\)",
+    "llm-compressor-0.14.0.1/llama-kv-int8": r"8-bit int \(INT8\)",
     "modelopt-0.47.0/llama-fp8-affine": "FP8_AFFINE",
     "modelopt-0.47.0/llama-fp8-cast": "got none; .* static, and servers use 1.0 then",
     "modelopt-0.47.0/llama-fp8-nvfp4affine": "'NVFP4_AFFINE'",
@@ -109,6 +118,24 @@ def test_what_holds_no_scales_is_refused_by_name(name):
     with pytest.raises(ScaleError, match=REFUSED[name]) as error:
         KVScales.from_pretrained(DATA / name)
     assert_helpful(error)
+
+
+def make_table() -> str:
+    """The table of docs/scales.md."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name in (*READ, *REFUSED):
+        tool, layout = name.split("/")
+        rows.setdefault((tool, f"`{READ[name][0]}`" if name in READ else "refused"), []).append(
+            layout
+        )
+    lines = [
+        f"| {tool} | {', '.join(sorted(n))} | {how} |" for (tool, how), n in sorted(rows.items())
+    ]
+    return "\n".join(["| tool | layouts | read as |", "|---|---|---|", *lines, ""])
+
+
+def test_the_docs_have_the_table():
+    assert make_table() in (DATA.parents[2] / "docs" / "scales.md").read_text(), make_table()
 
 
 def test_every_folder_is_in_a_table():

@@ -1,0 +1,244 @@
+"""Write the golden files of tests/data/tools with the tools themselves: `make tools`.
+
+    python tests/helpers/tool_checkpoints.py llm-compressor tests/data/tools
+
+runs in an environment of that tool and imports nothing of this package. Each layout is a tiny model
+with random weights, calibrated on random tokens; of what the tool saves, its configs and the scale
+tensors of K and V are kept, in `TOOL-VERSION/LAYOUT`.
+"""
+
+import importlib.metadata
+import logging
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SIZES = {
+    "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2,
+    "max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+}  # fmt: skip
+CONFIGS = ("config.json", "hf_quant_config.json")
+KEPT = re.compile(
+    r".*\b(?:self_attn|attention)\.(?!.*(?:weights?_|input_|dense))"
+    r".*(?:scale|scaling_factor|zero_point|[kv]_proj\.[kv]_bias)"
+)
+Save = Callable[[Path], object]
+
+
+def make_model(kind: str) -> PreTrainedModel:
+    """Return a tiny model of a model type, the same in every run."""
+    torch.manual_seed(0)
+    sizes = SIZES | ({"head_dim": None} if kind == "phi3" else {})
+    config = AutoConfig.for_model(kind, **{n: v for n, v in sizes.items() if v is not None})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def save_model(kind: str, folder: Path) -> Path:
+    """Save the model and a tokenizer for tools that load them; return the folder."""
+    words = Tokenizer(WordLevel({str(i): i for i in range(512)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="2")
+    make_model(kind).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_tokens() -> torch.Tensor:
+    """Return the tokens of the calibration, `[8, 64]`."""
+    return torch.randint(3, 512, (8, 64), generator=torch.Generator().manual_seed(1))
+
+
+def keep(saved: Path, target: Path) -> None:
+    """Copy the configs of a checkpoint, and of each of its files the scale tensors."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for path in sorted(saved.iterdir()):
+        if path.name in CONFIGS:
+            shutil.copyfile(path, target / path.name)
+        elif path.suffix == ".safetensors":
+            tensors = {n: t for n, t in load_file(path).items() if KEPT.fullmatch(n)}
+            if tensors:
+                save_file(tensors, target / path.name)
+
+
+def auto_round() -> dict[str, Save]:
+    """Return how AutoRound saves each layout."""
+    from auto_round import AutoRound
+
+    def layout(scheme: str, format: str, **options: str) -> Save:
+        def save(folder: Path) -> None:
+            original = save_model("llama", folder / "original")
+            tokens = [{"input_ids": row[None]} for row in make_tokens()]
+            rounding = AutoRound(
+                str(original), scheme=scheme, iters=0, nsamples=8, seqlen=64, dataset=tokens,
+                device_map="cpu", **options,
+            )  # fmt: skip
+            rounding.quantize_and_save(str(folder / "saved"), format=format)
+            for path in folder.glob("saved/*/*"):
+                path.rename(folder / path.name)
+
+        return save
+
+    return {
+        "llama-fp8-ar": layout("FP8_STATIC", "auto_round", static_kv_dtype="fp8"),
+        "llama-fp8-llmc": layout("FP8_STATIC", "llm_compressor", static_kv_dtype="fp8"),
+        "llama-attn-llmc": layout("FP8_STATIC", "llm_compressor", static_attention_dtype="fp8"),
+        "llama-w4-ar": layout("W4A16", "auto_round", static_kv_dtype="fp8"),
+    }
+
+
+def llm_compressor() -> dict[str, Save]:
+    """Return how LLM Compressor saves each layout."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    eight = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    eight["symmetric"] = True
+
+    def layout(kind: str, scheme: dict[str, object], weights: str | None = None) -> Save:
+        def save(folder: Path) -> None:
+            original = save_model(kind, folder / "original")
+            about: dict[str, object] = {"kv_cache_scheme": eight | scheme}
+            if weights:
+                about |= {"targets": "Linear", "scheme": weights, "ignore": ["lm_head"]}
+            samples = Dataset.from_dict({"input_ids": make_tokens().tolist()})
+            oneshot(
+                model=str(original), output_dir=str(folder), dataset=samples,
+                recipe=QuantizationModifier(**about), num_calibration_samples=len(samples),
+                max_seq_length=64,
+            )  # fmt: skip
+
+        return save
+
+    return {
+        "llama-kv": layout("llama", {}),
+        "llama-fp8-kv": layout("llama", {}, "FP8"),
+        "llama-w4a16-kv": layout("llama", {}, "W4A16"),
+        "llama-kv-heads": layout("llama", {"strategy": "attn_head"}),
+        "qwen3-kv": layout("qwen3", {}),
+        "phi3-kv": layout("phi3", {}),
+        "llama-kv-dynamic": layout("llama", {"dynamic": True}),
+        "llama-kv-int8": layout("llama", {"type": "int"}),
+        "llama-kv-int4": layout("llama", {"type": "int", "num_bits": 4}),
+    }
+
+
+def quark() -> dict[str, Save]:
+    """Return how Quark saves each layout."""
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+
+    def layout(
+        kind: str = "llama", scheme: str = "fp8", mode: str = "quark", post_rope: bool = False,
+        **options: object,
+    ) -> Save:  # fmt: skip
+        def save(folder: Path) -> None:
+            template = LLMTemplate.get(kind)
+            config = template.get_config(scheme=scheme, **{"kv_cache_scheme": "fp8"} | options)
+            config.kv_cache_post_rope = post_rope
+            quantizer = ModelQuantizer(config)
+            tokens = [row[None] for row in make_tokens()]
+            model = quantizer.quantize_model(make_model(kind), tokens)
+            export_safetensors(quantizer.freeze(model), folder, custom_mode=mode)
+
+        return save
+
+    return {
+        "llama-fp8-kv": layout(mode="fp8"),
+        "llama-fp8-kv-quark": layout(),
+        "llama-fp8-kv-postrope": layout(post_rope=True),
+        "llama-fp8-kv-postrope-fp8mode": layout(mode="fp8", post_rope=True),
+        "llama-fp8-attn": layout(attention_scheme="fp8"),
+        "llama-minscale": layout(min_kv_scale=1.0),
+        "llama-int4-kv": layout(scheme="int4_wo_32"),
+        "llama-mxfp4-kv": layout(scheme="mxfp4"),
+        "llama-fp8w": layout(kv_cache_scheme=None),
+        "llama-fp8w-fp8mode": layout(mode="fp8", kv_cache_scheme=None),
+        "phi3-fp8-kv": layout("phi3"),
+        "qwen2-fp8-kv": layout("qwen2", mode="fp8"),
+        "qwen3-fp8-kv": layout("qwen3"),
+    }
+
+
+def modelopt() -> dict[str, Save]:
+    """Return how ModelOpt saves each layout."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint, export_tensorrt_llm_checkpoint
+
+    def run(model: PreTrainedModel) -> None:
+        for row in make_tokens():
+            model(row[None])
+
+    def layout(kind: str, weights: str | None, cache: str | None, ranks: int = 0) -> Save:
+        def save(folder: Path) -> None:
+            caches = [] if cache is None else getattr(mtq, f"{cache}_KV_CFG")["quant_cfg"]
+            config = {} if weights is None else getattr(mtq, f"{weights}_CFG")
+            if caches:
+                config = mtq.update_quant_cfg_with_kv_cache_quant(config, caches)
+            model = mtq.quantize(make_model(kind), config, run)
+            if ranks:
+                export_tensorrt_llm_checkpoint(
+                    model, kind, torch.bfloat16, folder, inference_tensor_parallel=ranks
+                )
+            else:
+                export_hf_checkpoint(model, export_dir=folder)
+
+        return save
+
+    return {
+        "llama-kv": layout("llama", None, "FP8"),
+        "llama-fp8-kv": layout("llama", "FP8_DEFAULT", "FP8"),
+        "llama-fp8w": layout("llama", "FP8_DEFAULT", None),
+        "llama-fp8-affine": layout("llama", "FP8_DEFAULT", "FP8_AFFINE"),
+        "llama-fp8-nvfp4kv": layout("llama", "FP8_DEFAULT", "NVFP4"),
+        "llama-fp8-nvfp4affine": layout("llama", "FP8_DEFAULT", "NVFP4_AFFINE"),
+        "llama-trtllm": layout("llama", "FP8_DEFAULT", "FP8", ranks=1),
+        "llama-trtllm-tp2": layout("llama", "FP8_DEFAULT", "FP8", ranks=2),
+        "phi3-fp8-kv": layout("phi3", "FP8_DEFAULT", "FP8"),
+        "qwen2-fp8-kv": layout("qwen2", "FP8_DEFAULT", "FP8"),
+        "qwen2-nvfp4-kv": layout("qwen2", "NVFP4_DEFAULT", "FP8"),
+        "qwen3-int8-kv": layout("qwen3", "INT8_SMOOTHQUANT", "FP8"),
+    }
+
+
+# The functions, and the package whose version is in the name of the folder.
+TOOLS: dict[str, tuple[str, Callable[[], dict[str, Save]]]] = {
+    "auto-round": ("auto-round", auto_round),
+    "llm-compressor": ("llmcompressor", llm_compressor),
+    "modelopt": ("nvidia-modelopt", modelopt),
+    "quark": ("amd-quark", quark),
+}
+
+
+def main(tool: str, target: Path, only: list[str]) -> int:
+    """Write the layouts of a tool (those that are named, or all); return how many failed."""
+    package, layouts = TOOLS[tool]
+    folder = target / f"{tool}-{importlib.metadata.version(package)}"
+    failed = 0
+    for name, save in layouts().items():
+        if only and name not in only:
+            continue
+        with tempfile.TemporaryDirectory() as saved:
+            try:
+                save(Path(saved))
+            except Exception:
+                logging.exception("%s: %s was not written", tool, name)
+                failed += 1
+                continue
+            keep(Path(saved), folder / name)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))

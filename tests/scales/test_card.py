@@ -1,0 +1,133 @@
+"""Model cards: what they say of scales, and what stays of a card that is there."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_fp8kv.scales import KVScales, LayerScales
+from hf_fp8kv.scales.report import CalibrationReport
+from tests.scales.test_export import random_scales
+
+OLD = """---
+license: mit
+tags:
+- mine
+my_entry:
+  nested: 1
+---
+# My model
+
+Text with Grüße.
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def written(model: Path, target: Path, old: str | None, scales: KVScales, **options) -> str:
+    """The card of a copy of the model, which has `old` as its card."""
+    source = Path(shutil.copytree(model, target.parent / f"{target.name}-source"))
+    if old is not None:
+        (source / "README.md").write_bytes(old.encode("utf-8", "surrogateescape"))
+    scales.save_pretrained(target, checkpoint=source, **options)
+    return (target / "README.md").read_bytes().decode("utf-8", "surrogateescape")
+
+
+def test_a_card_is_made(model, tmp_path):
+    card = ModelCard(
+        written(
+            model, tmp_path / "copy", None, random_scales("tensor"),
+            format="compressed-tensors", base_model="org/base",
+        )
+    )  # fmt: skip
+    assert card.data.base_model == "org/base"
+    assert card.data.tags == ["fp8", "kv-cache", "compressed-tensors"]
+    assert "3 layers, per tensor" in card.text
+    assert 'FP8PagedCache(model.config, scales="copy")' in card.text
+    assert "vllm serve copy --kv-cache-dtype fp8\n" in card.text
+    assert "sglang.launch_server --model-path copy " in card.text
+
+
+def test_a_server_that_cannot_take_the_scales_is_left_out(model, tmp_path):
+    heads = random_scales("head")
+    card = written(model, tmp_path / "copy", None, heads, format="compressed-tensors")
+    assert "vllm serve" in card
+    assert "sglang" not in card
+
+
+def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
+    first = written(model, tmp_path / "1", OLD, random_scales("tensor"), format="autofp8")
+    second = written(model, tmp_path / "2", first + "\nMore.\n", random_scales("head"))
+    for text in (first, second):
+        card = ModelCard(text)
+        assert card.data.license == "mit"
+        assert card.data["my_entry"] == {"nested": 1}
+        assert card.data.tags[:3] == ["mine", "fp8", "kv-cache"]
+        assert card.text.startswith("# My model\n\nText with Grüße.\n\n")
+        assert card.text.count("## FP8 KV cache") == 1
+    assert "per head" in second
+    assert "per tensor" not in second
+    assert second.endswith("\n\nMore.\n")
+    again = written(model, tmp_path / "3", second, random_scales("head"))
+    assert again.replace('"3"', '"2"').replace("serve 3 ", "serve 2 ") == second
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        "---\ntags: [a\n---\n# Mine\n",
+        "---\n- a\n---\n# Mine\n",
+        "---\nmodel-index: 3\n---\n# Mine\n",
+        "\udcff not UTF-8\n",
+        "text <!-- hf_fp8kv: KV cache --> without its end\n",
+    ],
+)
+def test_whatever_a_card_holds_stays(model, tmp_path, old):
+    card = written(model, tmp_path / "copy", old, random_scales("tensor"))
+    assert old.rstrip() in card
+    assert "## FP8 KV cache" in card
+
+
+def test_what_was_measured_is_in_the_card_of_these_scales_alone(model, tmp_path):
+    layers = {i: LayerScales(torch.full((2, 1), 0.5), torch.tensor(0.25)) for i in range(3)}
+    layers[1] = LayerScales(torch.tensor([[0.5], [0.75]]), torch.tensor(0.25))
+    scales = KVScales(layers, model_type="llama")
+    side = {"amax": [1.0], "saturated": 0.0, "underflow": 0.0, "error": {}}
+    row = {"cache": "static fp8_e4m3", "kl": 0.00123, "kl_max": 1.0, "top1": 0.975,
+           "perplexity": 9.0, "tokens": 2048}  # fmt: skip
+    report = CalibrationReport.from_dict(
+        {
+            "model": "m", "dtype": "fp8_e4m3", "granularity": "head", "margin": 1.0, "texts": 7,
+            "tokens": 4096, "held_out_tokens": 2048, "seconds": 1.0, "date": "2026-11-23",
+            "versions": {"torch": "2.13.0"}, "hardware": {}, "scales_digest": scales.digest,
+            "centers": "no centers",
+            "layers": {"0": {"k": side, "v": side, "centered": False, "center_gain": None}},
+            "quality": [row, row | {"cache": "unquantised"}], "far_quality": [],
+            "max_position": None,
+        },
+        "report",
+    )  # fmt: skip
+    scales = replace(scales, report=report)
+    exact = written(model, tmp_path / "exact", None, scales)
+    assert "calibrated on 4096 tokens of 7 texts" in exact
+    assert "static fp8_e4m3: 1.23e-03 nats, same top token 97.5%" in exact
+    assert "unquantised:" not in exact
+    reduced = written(model, tmp_path / "reduced", None, scales, format="autofp8")
+    assert "calibrated on 4096 tokens" in reduced
+    assert "nats" not in reduced
+    assert "the largest scale of each layer is written" in reduced
+    assert json.loads((tmp_path / "reduced" / "config.json").read_text())["quantization_config"]
