@@ -137,7 +137,7 @@ def _measure() -> None:
 
     task = json.loads(sys.argv[-1])
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     text = "\n".join(pydoc_data.topics.topics[name] for name in ("typesseq", "lists", "strings"))
     prefix = tokenizer(text, return_tensors="pt").input_ids[:, : task["tokens"]]
     question = tokenizer(task["question"], return_tensors="pt").input_ids
