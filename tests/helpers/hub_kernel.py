@@ -63,7 +63,7 @@ def make_kernel(target: Path) -> None:
     (source / "ops" / "__init__.py").write_text('"""Operations on stored pages."""\n')
     shutil.copy(PARTS / "init.py", source / "__init__.py")
     for folder, part, name in (
-        ("tests", "kernel_test.py", "test_kernel.py"),
+        ("tests", "own_tests.py", "test_kernel.py"),
         ("benchmarks", "benchmark.py", "benchmark.py"),
     ):
         (target / folder).mkdir()
