@@ -253,6 +253,17 @@ def test_a_prompt_of_several_answers_counts_once_and_is_computed_once(server):
     assert after["prefix_hits_total"] - before["prefix_hits_total"] == 2
 
 
+def test_other_answers_do_not_wait_for_the_end_of_the_first(server):
+    asked = {"prompt": PROMPT, "max_tokens": 120, "n": 2, "stream": True}
+    _, text, _ = server.ask(COMPLETIONS, asked)
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    order = [event["choices"][0] for event in events]
+    ends = [one["index"] for one in order if one.get("finish_reason")]
+    begins = next(place for place, one in enumerate(order) if one["index"] == 1)
+    assert sorted(ends) == [0, 1]
+    assert begins < next(place for place, one in enumerate(order) if one.get("finish_reason"))
+
+
 def test_prompts_of_a_list_and_of_tokens_are_answered_as_alone(server):
     prompts = ["one", "two and more", "three"]
     alone = [choices(server, prompt=prompt, max_tokens=8)[0]["text"] for prompt in prompts]
