@@ -455,6 +455,21 @@ def test_compressed_tensors_reads_its_own_config(tmp_path, model, kind):
     assert_loads_the_same(model, copy)
 
 
+def test_quarks_config_has_the_entries_that_its_package_asks_for(tmp_path, model):
+    copy = patched(model, tmp_path / "copy", "quark")
+    ours = json.loads((copy / "config.json").read_text())["quantization_config"]
+    tools = Path(__file__).parents[1] / "data" / "tools"
+    own = json.loads((tools / "quark-0.13" / "llama-fp8-kv-postrope" / "config.json").read_text())
+    own = own["quantization_config"]
+    assert ours["layer_type_quant_config"] == {}
+    assert (
+        ours["kv_cache_post_rope"] is True
+    )  # so a server or a reader takes them for what they are
+    for place in ("layer_quant_config", "kv_cache_quant_config"):
+        for projection in ("*k_proj", "*v_proj"):
+            assert set(ours[place][projection]) == set(own[place][projection])
+
+
 @pytest.mark.parametrize("format", PATCHED)
 def test_linked_weights_are_the_same_file(tmp_path, model, format):
     copy = patched(model, tmp_path / "copy", format, weights="link")
