@@ -84,7 +84,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             prompt, also those of other processes, and leaves its own.
         offloading: keep pages of layers that are not computing in host memory; the next layer's
             are fetched while this one computes.
-        max_device_pages: the same with what does not fit: so many pages of each layer, on average.
+        max_device_pages: keep only what does not fit there: the device has memory for so many
+            pages of every layer.
 
     Raises:
         ConfigError, ScaleError, BackendError: an argument cannot work; the message says which.

@@ -196,19 +196,30 @@ def test_forks_go_their_own_ways():
 # -- layers in host memory -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 8}], ids=str)
+def layered(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model of more than two layers, and a padded prompt of two."""
+    if name == "middling" and ON_GPU:
+        return middling()
+    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    more = mixed if name == "sliding_and_full" else {}
+    name = "gqa" if name == "middling" else name
+    model, inputs = tiny(name, num_hidden_layers=4, attn_implementation="fp8_paged", **more)
+    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+
+
+@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 1}], ids=str)
 @pytest.mark.parametrize("keywords", CACHES.values(), ids=CACHES.keys())
 @pytest.mark.parametrize("name", ["middling", "sliding_and_full", "latent"])
 def test_tokens_of_layers_in_host_memory(name, keywords, where):
     if name != "middling" and (keywords or not ON_GPU):
         pytest.skip("formats are the same to every model, and test_offloading.py has the others")
-    model, inputs = MODELS[name]()
-    is_default = name == "middling" and not keywords
+    model, inputs = layered(name)
+    is_default = name == "middling" and not keywords and ON_GPU
     for more in ({}, {"num_beams": 2}, {"prefill_chunk_size": 7})[: 3 if is_default else 1]:
         expected = answer(model, inputs, cache_for(model, inputs, False, **keywords), **more)
         cache = cache_for(model, inputs, False, **keywords, **where)
         assert torch.equal(answer(model, inputs, cache, **more), expected), more
-        assert ON_GPU or "offloading" not in where or cache.budget.fetched or len(cache) < 3
+        assert cache.memory_footprint()["fetched"] > 0
 
 
 def deep(layers: int, tokens: int, **keywords: Any) -> tuple[FP8PagedCache, list[AttentionLayer]]:
