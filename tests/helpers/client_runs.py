@@ -315,7 +315,11 @@ def _langchain__tools(target: Target) -> None:
 
     ask: list[Any] = [HumanMessage("How is the weather in Paris?")]
     for choice in ("any", "get_weather"):
-        found = _langchain(target).bind_tools([get_weather], tool_choice=choice).invoke(ask)
+        found = (
+            _langchain(target)
+            .bind_tools([get_weather], tool_choice=choice, strict=True)
+            .invoke(ask)
+        )
         assert found.tool_calls[0]["name"] == "get_weather"
     for call in found.tool_calls:
         assert isinstance(get_weather.invoke(call), ToolMessage)
@@ -389,6 +393,9 @@ def _litellm__structured_output(target: Target) -> None:
         found = litellm.completion(
             **_litellm(target), messages=ask, max_tokens=400, response_format=form, temperature=0
         )
+        if found.choices[0].finish_reason == "length":  # any object, of any length
+            assert form is not Person
+            continue
         content = json.loads(found.choices[0].message.content)
         assert form is not Person or Person(**content)
 
