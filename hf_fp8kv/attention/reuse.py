@@ -119,7 +119,8 @@ class _Prefill(_Method):
         if cache.prefix_store is None or model is None or model.training:
             return ""
         try:
-            return identify_model(model) + identify_options(cache)
+            layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)
+            return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{cache.prefix_store} is not used: {error}")
             return ""

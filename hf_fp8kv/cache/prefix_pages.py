@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, OutOfPagesError
+from ..formats import LayerPlan
 from ..paging.layer_group import LayerGroup
 from ..scales import KVScales
 from . import serialization
@@ -25,14 +26,19 @@ from .snapshot import CacheSnapshot
 _MOVING = ("dynamic", "longrope")
 
 
-def check_store(store: object, options: CacheOptions, config: Any, layers: list[Any]) -> None:
-    """Raise ConfigError unless a cache with these layers can have its prefixes stored."""
-    why = ""
+def check_kind(store: object) -> None:
+    """Raise ConfigError for a `prefix_store` that is none."""
     if not isinstance(store, PrefixStore):
         raise ConfigError(
             f"prefix_store: expected a hf_fp8kv.PrefixStore, got {store!r}; make one with "
             "PrefixStore(path)"
         )
+
+
+def check_store(store: object, options: CacheOptions, config: Any, layers: list[Any]) -> None:
+    """Raise ConfigError unless a cache with these layers can have its prefixes stored."""
+    why = ""
+    check_kind(store)
     if config is None:
         why = "a config, which tells models apart, got None; pass the model's"
     elif options.is_preallocated:
@@ -76,11 +82,14 @@ def _rope_types(config: Any) -> set[str]:
     return found
 
 
-def identify_options(cache: Any) -> str:
-    """Return a digest of how numbers are stored: formats, plans, scales, centers, page size."""
-    digest, options = hashlib.sha256(), cache.options
+def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, LayerPlan]]) -> str:
+    """Return a digest of how numbers are stored: formats, plans, scales, centers, page size.
+
+    `layers`: number, window and plan of each.
+    """
+    digest = hashlib.sha256()
     facts: list[Any] = [options.page_size, options.backend, options.dynamic_scales]
-    facts += [(x.index, x.sliding_window, str(x.storage)) for x in cache.paged_layers]
+    facts += [(index, window, str(plan)) for index, window, plan in layers]
     scales = options.scales
     if isinstance(scales, KVScales):
         for index, layer in sorted(scales.layers.items()):

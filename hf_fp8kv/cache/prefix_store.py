@@ -137,7 +137,12 @@ class PrefixStore:
         """Return what the folder holds now, and what this process had of it."""
         files = self._scan()
         size = sum(size for _, size, _ in files)
-        return StoreUsage(len(files), size, **vars(self._counts))
+        return StoreUsage(len(files), size, **self.counts())
+
+    def counts(self) -> dict[str, int]:
+        """Return what this process had of the folder, without a look at it: a part of `usage`."""
+        with self._mutex:
+            return dict(vars(self._counts))
 
     def count(self, **numbers: int) -> None:
         """Add to the numbers of `usage`."""

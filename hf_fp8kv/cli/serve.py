@@ -110,6 +110,15 @@ def serve(
         int | None,
         typer.Option(min=2, help="Tokens of a prompt and its answer. Default: the model's."),
     ] = None,
+    prefix_store: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="A folder for pages of prompts, which outlive the server."
+        ),
+    ] = None,
+    prefix_store_size: Annotated[
+        str, typer.Option(help="The most that the folder may take.")
+    ] = "16GiB",
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
@@ -130,6 +139,7 @@ def serve(
         "scales": parse_scales(scales),
         "center_keys": center_keys,
         "backend": backend,
+        "prefix_store": _open_store(prefix_store, prefix_store_size),
     }
     from ..serving.server.config import ServerConfig
     from ..serving.server.options import check_options
@@ -161,6 +171,13 @@ def serve(
             template=None if chat_template is None else chat_template.read_text("utf-8"),
             max_model_tokens=max_model_len,
         )
+
+
+def _open_store(path: Path | None, size: str) -> Any:
+    from ..cache.prefix_store import PrefixStore
+
+    max_bytes = parse_memory(size, "--prefix-store-size")
+    return None if path is None else PrefixStore(path, max_bytes=max_bytes)
 
 
 @contextmanager

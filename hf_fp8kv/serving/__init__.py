@@ -13,10 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..cache.prefix_store import PrefixStore
 from ..errors import ConfigError
 from ..formats import LayerPlan
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
+from ..modeling.weights import identify_model
 from ..scales.fingerprint import warn_if_stale
 from ..scales.kv_scales import KVScales
 from .config import ServingConfig
@@ -39,6 +41,7 @@ def enable(
     plan: LayerPlan | Mapping[int, LayerPlan] | None = None,
     backend: str = "auto",
     probe: bool = True,
+    prefix_store: PrefixStore | None = None,
 ) -> PreTrainedModel:
     """Make continuous batching of this model store FP8 pages, and read them as they are.
 
@@ -67,6 +70,9 @@ def enable(
         probe: run the model on seven tokens, packed as an engine packs them and one text after
             the other. Models that count positions by themselves, or do not hand the engine's cache
             to their attention, answer with nonsense there, also under transformers' own cache.
+        prefix_store: where pages of prompts are found that this engine does not have, also those
+            of other processes, and where it leaves its own; for models without windows, and
+            transformers 5.18 or later. All weights are read once for it.
 
     Returns:
         The model.
@@ -97,7 +103,8 @@ def enable(
         )
     config = ServingConfig.parse(
         scales=scales, dtype=dtype, key_dtype=key_dtype, value_dtype=value_dtype,
-        center_keys=center_keys, plan=plan, backend=backend, **tensor_parallel(model),
+        center_keys=center_keys, plan=plan, backend=backend, prefix_store=prefix_store,
+        **tensor_parallel(model),
     )  # fmt: skip
     check_kinds(model.config.get_text_config())
     cache_class(config).check(model, config)
@@ -105,6 +112,8 @@ def enable(
         check_packing(model, config)
     warn_of_rounding(model)
     warn_if_stale(model, config.options.scales)
+    if prefix_store is not None:
+        identify_model(model)  # once, here and not in the first answer
     disable(model)
     Enabled.install(model, config)
     return model

@@ -2,13 +2,16 @@
 
 import os
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache.options import CacheOptions
+from ..cache.prefix_pages import check_kind, identify_options
+from ..cache.prefix_store import PrefixStore
 from ..errors import ConfigError
 from ..formats import LayerPlan
+from ..modeling.weights import identify_model
 from ..scales.kv_scales import KVScales, resolve
 
 
@@ -26,6 +29,7 @@ class ServingConfig:
     """The keywords of `enable`, parsed."""
 
     options: CacheOptions  # its page size is not used, since the engine has its own
+    store: PrefixStore | None = None
 
     @classmethod
     def parse(
@@ -40,6 +44,7 @@ class ServingConfig:
         backend: str = "auto",
         tp_rank: int = 0,
         tp_size: int = 1,
+        prefix_store: PrefixStore | None = None,
     ) -> "ServingConfig":
         """Return the configuration. Raises ConfigError, ScaleError or BackendError."""
         options = CacheOptions.parse(
@@ -55,11 +60,25 @@ class ServingConfig:
                 "pages between requests, so a center of each request's own is not possible. Make "
                 "the scales with hf_fp8kv.calibrate(center=True), or store K without centers"
             )
-        return cls(options)
+        if prefix_store is not None:
+            check_kind(prefix_store)
+            if tp_size > 1:
+                raise ConfigError(
+                    "prefix_store: expected a model in one process, got one that is split; leave "
+                    "it out"
+                )
+        return cls(options, prefix_store)
 
     def for_rank(self, tp_rank: int, tp_size: int) -> "ServingConfig":
         """Return the same configuration for the rank that an engine says it is."""
-        return ServingConfig(replace(self.options, tp_rank=tp_rank, tp_size=tp_size))
+        return replace(self, options=replace(self.options, tp_rank=tp_rank, tp_size=tp_size))
+
+    def identify(self, model: Any, page_size: int) -> str:
+        """Return what the pages of a store depend on beside the tokens."""
+        count = model.config.get_text_config().num_hidden_layers
+        layers = ((i, None, self.options.layer_plan(i)) for i in range(count))
+        pages = replace(self.options, page_size=page_size)
+        return identify_model(model) + identify_options(pages, layers)
 
     def layer_storage(
         self, count: int, heads: int, dim: int, device: torch.device | str = "cpu"

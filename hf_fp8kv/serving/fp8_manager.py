@@ -204,9 +204,12 @@ class FP8Manager(StockManager):  # type: ignore[misc]
             super().warmup()
 
     def _create_batch_processor(self) -> Any:
+        chosen, identity = self._enabled.config, ""
+        if chosen.store is not None:
+            page_size = self.continuous_batching_config.page_size
+            identity = chosen.identify(self.model, page_size)
         create = rebind_globals(
-            StockManager._create_batch_processor,
-            PagedAttentionCache=cache_class(self._enabled.config),
+            StockManager._create_batch_processor, PagedAttentionCache=cache_class(chosen, identity)
         )
         processor = create(self)
         processor.cache.scheduler = weakref.ref(processor.scheduler)

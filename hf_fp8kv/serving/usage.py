@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..cache.prefix_store import PrefixStore
 from ..formats import count_plans
 from .fp8_manager import enabled_state
 
@@ -22,6 +23,9 @@ class Usage:
         prefix_tokens: tokens that these did not have to compute.
         requests_active: requests that hold pages.
         requests_waiting: requests that wait for their first step.
+        store_tokens: tokens of prompts that came from a `PrefixStore`; 0 without one.
+        store_bytes_read: of its files.
+        store_bytes_written: of its files.
         plans: how many layers are stored how, such as {"K fp8_e3m4, V fp8_e3m4": 30}.
     """
 
@@ -35,6 +39,9 @@ class Usage:
     requests_active: int
     requests_waiting: int
     plans: dict[str, int]
+    store_tokens: int = 0
+    store_bytes_read: int = 0
+    store_bytes_written: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers by name, for JSON."""
@@ -69,4 +76,17 @@ def usage(of: Any) -> Usage | None:
         requests_active=len(active),
         requests_waiting=len(scheduler.waiting_requests) + of.input_queue.qsize(),
         plans=count_plans({i: layer.plan for i, layer in enumerate(cache.storage)}),
+        **_store_usage(cache.chosen.store),
     )
+
+
+def _store_usage(store: PrefixStore | None) -> dict[str, int]:
+    """Return what this process had of a store; its folder is not looked at."""
+    if store is None:
+        return {}
+    counts = store.counts()
+    return {
+        "store_tokens": counts["tokens_found"],
+        "store_bytes_read": counts["bytes_read"],
+        "store_bytes_written": counts["bytes_written"],
+    }

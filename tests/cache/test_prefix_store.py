@@ -153,6 +153,7 @@ def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
     [
         {"dtype": "fp8"}, {"dtype": "auto"}, {"key_dtype": "auto"}, {"scales": 0.05},
         {"plan": LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated")}, {"page_size": 16},
+        {"offloading": True}, {"max_device_pages": 6},
     ],
     ids=str,
 )  # fmt: skip

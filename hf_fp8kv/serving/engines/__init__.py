@@ -76,6 +76,6 @@ def engine_module() -> ModuleType:
         raise unsupported_engine(f"lacks a part that is needed: {error}") from error
 
 
-def cache_class(config: Any) -> Any:
+def cache_class(config: Any, identity: str = "") -> Any:
     """Return the class of cache for an engine with this ServingConfig. Raises ConfigError."""
-    return type("Cache", (engine_module().Cache,), {"chosen": config})
+    return type("Cache", (engine_module().Cache,), {"chosen": config, "identity": identity})

@@ -75,6 +75,7 @@ class EngineCache:
     """
 
     chosen: ServingConfig  # by the user
+    identity: str  # of model and options, for a store
     page_layout: PageLayout
     kinds: list[LayerKind]  # of the attention layers, in the engine's order
     storage: list[LayerStorage]  # of each layer, for this rank

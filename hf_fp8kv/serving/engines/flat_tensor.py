@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
+from ...errors import ConfigError
 from ..layout import BlockRows, LayerPages, PageLayout
 from ..step import LayerKind
 from . import rebind_globals, unsupported_engine
 from .common import EngineCache, count_tokens, peak_elements, sizes
+from .stored_blocks import StoredBlocks
 
 # What it has depends on the version of transformers.
 stock: Any = cache
@@ -69,6 +71,33 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
             for place, layer in enumerate(allocator.layer_indices)
         }
         self._wait_for_pages()
+        self._stored: StoredBlocks | None = None
+        if chosen.store is not None and self.use_prefix_sharing:
+            (allocator,) = self.cache_allocators.values()
+            self._stored = StoredBlocks(chosen.store, self.identity, allocator)
+
+    @staticmethod
+    def check(model: Any, chosen: Any) -> None:
+        EngineCache.check(model, chosen)
+        kinds = list(stock.group_layers_by_attn_type(model.config.get_text_config()))
+        if chosen.store is not None and kinds != [stock.FULL_ATTENTION]:
+            raise ConfigError(
+                "prefix_store: expected a model whose layers all attend to the whole text, since "
+                f"an engine reuses no others, got layers of the kinds {', '.join(kinds)}; leave it "
+                "out, or use generate()"
+            )
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Return the tokens of a prompt that are in the cache, or were in a store."""
+        if self._stored is not None:
+            self._stored.fetch(prompt_ids)
+        return super().search_prefix_match(request_id, prompt_ids)
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Note that a request's blocks are full, as the engine does, and leave them in a store."""
+        super().mark_complete_blocks(state, complete_blocks)
+        if self._stored is not None and complete_blocks:
+            self._stored.keep(state.request_id, state.initial_tokens + state.generated_tokens)
 
     def make_memory_handler(self, **planned: Any) -> Any:
         return _MemoryHandler(**planned)

@@ -52,6 +52,12 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
         ]
         self._wait_for_pages()
 
+    @staticmethod
+    def check(model: Any, chosen: Any) -> None:
+        EngineCache.check(model, chosen)
+        if chosen.store is not None:
+            raise unsupported_engine("has no blocks that a prefix_store could fill")
+
     def make_memory_handler(self, **planned: Any) -> Any:
         return _MemoryHandler(self.page_layout, **planned)
 

@@ -61,6 +61,9 @@ class Metrics(Collector):
         yield gauge("bytes_used", "Bytes of the pages in use", used.bytes_used)
         yield counter("prefix_hits", "Requests that found a prefix", used.prefix_hits)
         yield counter("prefix_tokens", "Tokens that these did not compute", used.prefix_tokens)
+        yield counter("store_tokens", "Tokens that came from the prefix store", used.store_tokens)
+        yield counter("store_read_bytes", "Read from the prefix store", used.store_bytes_read)
+        yield counter("store_written_bytes", "Written to it", used.store_bytes_written)
 
 
 def format_summary(engine: Engine, tracker: RequestTracker, tokens_per_second: float) -> str:

@@ -1,0 +1,110 @@
+"""A store of prefixes under an engine: pages of prompts that outlive it."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.continuous_batching import cache as stock
+
+from hf_fp8kv import ConfigError, PrefixStore, serving
+from tests.helpers.serving_tools import PAGE, batching, greedy
+from tests.helpers.tiny_models import tiny
+
+OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
+pytestmark = [
+    pytest.mark.text,
+    pytest.mark.skipif(OLDER, reason="blocks of transformers 5.17 cannot be filled"),
+]
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, 98, (count,), generator=generator).tolist()
+
+
+def answers(
+    folder: Path | None, texts: list[list[int]], *, seed: int = 0, pages: int = 64, **keywords: Any
+) -> tuple[list[list[int]], Any, Any]:
+    """Return what a new engine says, its usage at the end, and that of its store."""
+    model, _ = tiny("gqa", seed, max_position_embeddings=512)
+    store = None if folder is None else PrefixStore(folder)
+    serving.enable(model, prefix_store=store, **keywords)
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=batching(pages=pages)
+    ) as manager:
+        said = []
+        for text in texts:  # one after the other, so that each may find what the others left
+            name = manager.add_request(text, max_new_tokens=9)
+            said.append(manager.get_result(name, timeout=60).generated_tokens)
+        used = serving.usage(manager)
+    serving.disable(model)
+    return said, used, None if store is None else store.usage()
+
+
+def test_a_new_engine_finds_what_another_computed(tmp_path: Path) -> None:
+    prefix = words(5 * PAGE + 3)
+    texts = [prefix + words(7, seed=1), words(2 * PAGE, seed=9)]
+    expected, _, _ = answers(None, texts)
+    said, used, first = answers(tmp_path, texts)
+    assert said == expected
+    assert (used.prefix_hits, first.hits, first.misses) == (0, 0, 2)
+    more = [prefix + words(11, seed=4), texts[1], prefix[: 3 * PAGE]]
+    expected, _, _ = answers(None, more)
+    said, used, found = answers(tmp_path, more)
+    assert said == expected
+    # Of the second text all but its last page; the third one's pages are in memory by then.
+    assert (found.hits, found.tokens_found) == (2, 5 * PAGE + PAGE)
+    assert (used.prefix_hits, used.prefix_tokens) == (3, 5 * PAGE + PAGE + 2 * PAGE)
+    assert used.store_tokens == found.tokens_found
+    assert used.store_bytes_read == found.bytes_read > 0
+
+
+def test_full_pages_of_answers_are_left_too(tmp_path: Path) -> None:
+    text = words(2 * PAGE - 4)
+    said, _, _ = answers(tmp_path, [text])
+    chat = text + said[0] + words(PAGE, seed=3)
+    expected, _, _ = answers(None, [chat])
+    said, _, found = answers(tmp_path, [chat])
+    assert said == expected
+    assert found.tokens_found == 2 * PAGE
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"dtype": "fp8"}, {"scales": 0.05}], ids=str)
+def test_another_model_or_format_finds_nothing(other: dict[str, Any], tmp_path: Path) -> None:
+    text = words(4 * PAGE)
+    answers(tmp_path, [text])
+    expected, _, _ = answers(None, [text], **other)
+    said, _, found = answers(tmp_path, [text], **other)
+    assert said == expected
+    assert (found.hits, found.misses) == (0, 1)
+
+
+def test_as_many_pages_as_are_free(tmp_path: Path) -> None:
+    texts = [words(9 * PAGE, seed=number) for number in range(3)]
+    expected, _, _ = answers(tmp_path, texts)
+    for _ in range(2):
+        said, used, _ = answers(tmp_path, texts, pages=12)
+        assert said == expected
+        assert used.pages_used <= 12
+
+
+def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
+    text = words(4 * PAGE)
+    expected, _, _ = answers(tmp_path, [text])
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    said, _, found = answers(tmp_path, [text])
+    assert said == expected
+    assert found.files_refused == 1
+    assert answers(tmp_path, [text])[2].hits == 1
+
+
+def test_models_with_windows_are_refused(tmp_path: Path) -> None:
+    model, _ = tiny("sliding")
+    with pytest.raises(ConfigError, match="whole text"):
+        serving.enable(model, prefix_store=PrefixStore(tmp_path), probe=False)
+    model, _ = tiny("gqa")
+    with pytest.raises(ConfigError, match="PrefixStore"):
+        serving.enable(model, prefix_store="folder", probe=False)
