@@ -1,6 +1,7 @@
 """A store of prefixes under an engine: pages of prompts that outlive it."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, PrefixStore, serving
+from tests.helpers.serve_process import PAGE as SERVED_PAGE
+from tests.helpers.serve_process import Server, generate_answer, save_chat_model
 from tests.helpers.serving_tools import PAGE, batching, greedy
 from tests.helpers.tiny_models import tiny
 
@@ -108,3 +111,25 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
     model, _ = tiny("gqa")
     with pytest.raises(ConfigError, match="PrefixStore"):
         serving.enable(model, prefix_store="folder", probe=False)
+
+
+def test_two_servers_share_a_folder(tmp_path: Path) -> None:
+    model, folder = save_chat_model(tmp_path / "model"), tmp_path / "store"
+    question = "is this the same beginning for two servers, or is it another one for each of them?"
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "temperature": 0}
+    texts, found = [], []
+    servers = []
+    try:
+        for _ in range(2):
+            servers.append(Server(model, "--prefix-store", str(folder)))
+        for server in servers:
+            status, text, _ = server.ask("/v1/chat/completions", {"model": model, **body})
+            assert status == 200, text
+            texts.append(json.loads(text)["choices"][0]["message"]["content"])
+            found.append(server.metrics()["store_tokens_total"])
+    finally:
+        for server in servers:
+            server.stop()
+    assert texts[0] == texts[1] == generate_answer(model, question, 8)
+    # "u:", the question, ";a:"
+    assert found == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]
