@@ -103,7 +103,9 @@ class _Prefill(_Method):
         """Let a cache hold what is known of a text; return the keys of its pages in a store."""
         begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
         identity = self._identify(cache)
-        if begins_empty or identity != (cache.identity or identity):
+        # Also pages of no identity: made with dropout, or by weights that could not be hashed.
+        is_other = identity != cache.identity and (cache.identity or cache.text is not None)
+        if begins_empty or is_other:
             cache.reset()  # type: ignore[no-untyped-call]
         cache.reused += len(text.ids) * cache.keep_prefix(text)
         cache.identity = identity
@@ -116,7 +118,10 @@ class _Prefill(_Method):
     def _identify(self, cache: TextHolder) -> str:
         """Return what the pages of a store depend on beside the tokens; empty: there is none."""
         model = self._model()
-        if cache.prefix_store is None or model is None or model.training:
+        if cache.prefix_store is None or model is None:
+            return ""
+        # One module is enough: an adapter that was added to a model in eval mode has dropout.
+        if any(module.training for module in model.modules()):
             return ""
         try:
             layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)

@@ -71,9 +71,10 @@ def check_store(store: object, options: CacheOptions, config: Any, layers: list[
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Return every type of RoPE that a config names, however deep."""
+    """Return every type of RoPE that a config or its text part names, however deep."""
     found = set()
-    stack = [getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)]
+    parts = (config, config.get_text_config(decoder=True))
+    stack = [getattr(x, name, None) for x in parts for name in ("rope_parameters", "rope_scaling")]
     while stack:
         part = stack.pop()
         if isinstance(part, dict):

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _FORMAT = "hf_fp8kv.prefix.1"
 _SUFFIX, _PARTIAL, _LOCK = ".safetensors", ".part", ".lock"
 _DIGITS = 64
+_OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 DEFAULT_BYTES = 16 << 30
 # Seconds to wait for other processes that are writing.
 _PATIENCE = 2.0
@@ -255,7 +256,9 @@ class PrefixStore:
             target = self._file(keys[at])
             partial = target.with_name(f".{target.name}{_PARTIAL}")
             try:
-                partial.write_bytes(data)
+                # "x": a link that somebody puts there is not followed.
+                with open(partial, "xb") as file:
+                    file.write(data)
                 os.replace(partial, target)
             except BaseException:
                 partial.unlink(missing_ok=True)
@@ -286,7 +289,7 @@ class PrefixStore:
         """Hold the folder's lock, which a killed process gives back; False: others are writing."""
         import fcntl  # not on Windows
 
-        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(self.path / _LOCK, _OPEN_LOCK, 0o666)
         try:
             end = time.monotonic() + _PATIENCE
             while True:

@@ -5,11 +5,13 @@ import errno
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlavaConfig
 
 from hf_fp8kv import (
     ConfigError,
@@ -202,6 +204,32 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert reader.answer(ids) == 30
 
 
+def _with_adapters(_module: Any, _args: Any, kwargs: Any, *, adapter_names: list[str]) -> None:
+    """Stand for the hook by which PEFT says which adapter is for which text."""
+    assert adapter_names
+
+
+def test_changes_that_torch_does_not_count(tmp_path: Path) -> None:
+    """A merged adapter writes through `.data`; one for each text is an argument of a hook."""
+    ids = words(30)
+    reader = Reader(tmp_path)
+    assert reader.answer(ids) == 30
+    for number in (0, 1):
+        weight = reader.model.model.layers[number].self_attn.q_proj.weight
+        version = weight._version
+        weight.data += 0.001 * torch.randn(weight.shape, generator=torch.manual_seed(number))
+        assert weight._version == version
+        assert reader.answer(ids) == 30, number
+    module = reader.model.model.layers[0].mlp
+    for name in ("one", "other"):
+        hook = partial(_with_adapters, adapter_names=[name])
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+        assert reader.answer(ids) == 30, name
+        assert reader.answer(ids) == 6, name
+        handle.remove()
+    assert reader.answer(ids) == 6
+
+
 def test_other_numbers_are_another_store(tmp_path: Path) -> None:
     ids = words(30)
     moved = {"rope_type": "default", "rope_theta": 9999.0}
@@ -248,8 +276,26 @@ def test_tokens_that_nobody_vouches_for_are_not_stored(tmp_path: Path) -> None:
     reader.model.train()
     reader.model.generate(ids, **GREEDY)
     reader.model.eval()
+    reader.model.model.layers[1].mlp.train()  # as dropout of an adapter that was just added
+    reader.model.generate(ids, **GREEDY)
+    reader.model.eval()
     assert not files_of(tmp_path)
     assert reader.answer(ids) == 40
+
+
+def test_a_chat_that_began_in_train_mode(tmp_path: Path) -> None:
+    """What dropout made is neither stored later on, nor used."""
+    reader = Reader(tmp_path)
+    cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
+    reader.model.train()
+    said = reader.model.generate(words(40), past_key_values=cache, **GREEDY)
+    reader.model.eval()
+    more = torch.cat([said, words(5)], 1)
+    for known in (0, more.shape[1] - 1):
+        reader.calls.clear()
+        reader.model.generate(more, past_key_values=cache, **GREEDY)
+        assert reader.calls[0] == more.shape[1] - known
+    assert reader.answer(more) == more.shape[1] - 48
 
 
 def test_weights_that_change_within_a_chat(tmp_path: Path) -> None:
@@ -497,8 +543,10 @@ def test_what_cannot_be_stored_is_refused(
 def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
     moving = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model, _ = tiny("gqa", rope_parameters=moving)
-    with pytest.raises(ConfigError, match="dynamic"):
-        FP8PagedCache(model.config, prefix_store=PrefixStore(tmp_path))
+    # In the text part of a config, too.
+    for config in (model.config, LlavaConfig(text_config=model.config)):
+        with pytest.raises(ConfigError, match="dynamic"):
+            FP8PagedCache(config, prefix_store=PrefixStore(tmp_path))
     with pytest.raises(ConfigError, match="a config"):
         FP8PagedCache(prefix_store=PrefixStore(tmp_path))
 
