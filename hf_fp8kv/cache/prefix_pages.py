@@ -57,8 +57,6 @@ def check_store(store: object, options: CacheOptions, config: Any, layers: list[
         )
     elif config.is_encoder_decoder:
         why = "a decoder alone, got an encoder-decoder, whose pages depend on what it encodes"
-    elif moving := _rope_types(config).intersection(_MOVING):
-        why = f"frequencies of RoPE that stay, got {min(moving)!r}: they change with the length"
     elif any(
         not isinstance(x, PagedLayerBase) or isinstance(x, FP8PagedIndexedLayer) for x in layers
     ):
@@ -68,6 +66,16 @@ def check_store(store: object, options: CacheOptions, config: Any, layers: list[
         )
     if why:
         raise ConfigError(f"prefix_store: expected {why}")
+    check_frequencies(config)
+
+
+def check_frequencies(config: Any) -> None:
+    """Raise ConfigError if the frequencies of RoPE depend on how long a text has become."""
+    if moving := _rope_types(config).intersection(_MOVING):
+        raise ConfigError(
+            f"prefix_store: expected frequencies of RoPE that stay, got {min(moving)!r}: they "
+            "change with the length"
+        )
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,75 @@ def test_as_many_pages_as_are_free(tmp_path: Path) -> None:
         said, used, _ = answers(tmp_path, texts, pages=12)
         assert said == expected
         assert used.pages_used <= 12
+
+
+def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
+    """A beginning that was given up, and a request that must not find one (it wants logits)."""
+    text = words(6 * PAGE + 3)
+    expected, _, _ = answers(tmp_path, [text])
+    model, _ = tiny("gqa", max_position_embeddings=512)
+    store = PrefixStore(tmp_path)
+    serving.enable(model, prefix_store=store)
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=batching(pages=64)
+    ) as manager:
+
+        def ask() -> None:
+            name = manager.add_request(text, max_new_tokens=9)
+            assert manager.get_result(name, timeout=60).generated_tokens == expected[0]
+            end = time.monotonic() + 30  # its blocks are given back after its answer
+            while allocator_of(manager).block_table and time.monotonic() < end:
+                time.sleep(0.01)
+
+        ask()
+        cache, allocator = manager.batch_processor.cache, allocator_of(manager)
+        ledger, pool = allocator.ledger, allocator.pool
+        assert store.usage().hits == 1
+        for taken in (True, False):
+            # The last one of the beginning, as the engine forgets what was used long ago.
+            blocks = [ledger.hash_to_block[x] for x in hashes_of(text)]
+            del ledger.cached_blocks[blocks[2]]
+            del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
+            pool.free_blocks(allocator.index, [blocks[2]])
+            cache.takes_prefix = lambda _request, taken=taken: taken
+            before = (store.usage().hits, held(allocator))
+            ask()
+            assert store.usage().hits == before[0] + taken
+            assert held(allocator) == before[1] + 1 == len(ledger.cached_blocks)
+            assert list(ledger.cached_blocks)[-6:][::-1] == [
+                ledger.hash_to_block[x] for x in hashes_of(text)
+            ]
+    serving.disable(model)
+
+
+def allocator_of(manager: Any) -> Any:
+    (allocator,) = manager.batch_processor.cache.cache_allocators.values()
+    return allocator
+
+
+def hashes_of(text: list[int]) -> list[int]:
+    """Return the hashes of a text's full blocks, as the engine makes them."""
+    from transformers.generation.continuous_batching.cache_allocators import cache_allocator
+
+    hashes: list[int] = []
+    for start in range(0, len(text) - PAGE + 1, PAGE):
+        last = hashes[-1] if hashes else None
+        hashes.append(cache_allocator.compute_block_hash(last, text[start : start + PAGE]))
+    return hashes
+
+
+def held(allocator: Any) -> int:
+    """Return the blocks that are not free."""
+    pool, index = allocator.pool, allocator.index
+    sectors = pool.num_sectors - pool.num_free_sectors
+    return int(sectors * pool.blocks_per_sector[index] - pool.count_free_blocks(index))
+
+
+def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
+    moving = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model, _ = tiny("gqa", rope_parameters=moving)
+    with pytest.raises(ConfigError, match="dynamic"):
+        serving.enable(model, prefix_store=PrefixStore(tmp_path), probe=False)
 
 
 def test_damaged_files_are_computed_again(tmp_path: Path) -> None:

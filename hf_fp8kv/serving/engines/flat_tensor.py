@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import cache
 
+from ...cache.prefix_pages import check_frequencies
 from ...errors import ConfigError
 from ..layout import BlockRows, LayerPages, PageLayout
 from ..step import LayerKind
@@ -79,6 +80,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
     @staticmethod
     def check(model: Any, chosen: Any) -> None:
         EngineCache.check(model, chosen)
+        if chosen.store is not None:
+            check_frequencies(model.config)
         kinds = list(stock.group_layers_by_attn_type(model.config.get_text_config()))
         if chosen.store is not None and kinds != [stock.FULL_ATTENTION]:
             raise ConfigError(
@@ -89,7 +92,8 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return the tokens of a prompt that are in the cache, or were in a store."""
-        if self._stored is not None:
+        takes_prefix = self.takes_prefix is None or self.takes_prefix(request_id)
+        if self._stored is not None and takes_prefix:
             self._stored.fetch(prompt_ids)
         return super().search_prefix_match(request_id, prompt_ids)
 

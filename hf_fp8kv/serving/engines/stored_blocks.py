@@ -50,9 +50,11 @@ class StoredBlocks:
             part = list(tokens[place * slots : (place + 1) * slots])
             last = cache_allocator.compute_block_hash(last, part)
             if place >= known:
-                block = blocks[place - known]
-                allocator.ledger.register_new_hash(block, last)
-                allocator.ledger.release(block)  # which keeps it, since it has a hash
+                allocator.ledger.register_new_hash(blocks[place - known], last)
+        # A block with a hash is kept, the last one to be given up first; one whose like there was
+        # already, behind what had been given up, is free again.
+        free = [block for block in reversed(blocks) if allocator.ledger.release(block)]
+        allocator.pool.free_blocks(allocator.index, free)
         self._store.touch(keys[: known + len(blocks)])
         self._store.count(hits=1, tokens_found=len(blocks) * slots)
 
