@@ -16,7 +16,7 @@ import transformers
 
 from ..cache.held_text import Text, TextHolder
 from ..cache.prefix_pages import identify_options, kept_for_store, restore_prefix, row_keys
-from ..errors import ConfigError
+from ..errors import ConfigError, Fp8KVError
 from ..modeling.weights import identify_model
 from ..utils.warn_once import warn_once
 
@@ -94,7 +94,14 @@ class _Prefill(_Method):
         try:
             with kept_for_store(cache, keys) if keys else nullcontext():
                 outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
-            cache.text = text
+            cache.text, cache.last_step = text, 0
+        except BaseException as error:
+            # Layers after the one that was interrupted have stored nothing. (Our own errors are
+            # raised before anything is changed.)
+            is_known = text is not None and not cache.takes_on_trust
+            if is_known and not isinstance(error, Fp8KVError):
+                cache.reset()  # type: ignore[no-untyped-call]
+            raise
         finally:
             cache.in_prefill = False
         return outputs
@@ -151,5 +158,6 @@ class _PrepareInputs(_Method):
         if isinstance(cache, TextHolder) and cache.text is not None and not cache.in_prefill:
             # Assisted decoding has no prefill: what it goes on with may be new tokens alone.
             is_new = kwargs.get("is_first_iteration", False)
+            cache.last_step = 0 if is_new else input_ids.shape[1] - cache.text.length
             cache.text = None if is_new else cache.text.extend(input_ids)
         return self._stock(input_ids, *args, **kwargs)

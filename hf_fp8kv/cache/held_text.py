@@ -109,6 +109,7 @@ class TextHolder(DynamicCache):
 
     Attributes:
         text: what the cache holds, or will after the call that is running; None: not known.
+        last_step: tokens that the last step added to `text`, whether or not it got to its end.
         in_prefill: whether `generate` is giving it a prompt.
         reuse_prefix: whether `generate` may go back to where a prompt and the text part.
         reused: tokens that `generate` found here instead of computing them, over all sequences.
@@ -119,6 +120,7 @@ class TextHolder(DynamicCache):
     """
 
     text: Text | None = None
+    last_step = 0
     in_prefill = False
     reuse_prefix = True
     reused = 0
@@ -157,6 +159,13 @@ class TextHolder(DynamicCache):
         if not (length := max(lengths, default=0) or int(self.get_seq_length())):
             self.takes_on_trust = False
             return 0
+        if self.text is not None and len(lengths) > 1:
+            # A step was interrupted between two layers.
+            self.reset()  # type: ignore[no-untyped-call]
+            self.takes_on_trust = False
+            return 0
+        if self.text is not None and self.text.length == length + self.last_step:
+            self._crop_text(self.last_step)  # of which no layer has stored anything
         # Whoever removes or adds tokens without a word leaves other lengths.
         if self.text is None or {self.text.length, length} != lengths | {length}:
             if text.length > length:

@@ -254,6 +254,34 @@ def test_a_failed_prompt_leaves_no_text() -> None:
     assert computed == 2
 
 
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
+@pytest.mark.parametrize(
+    ("call", "layer", "known"), [(1, 1, 0), (4, 0, 22), (4, 1, 0)], ids=["prompt", "step", "layers"]
+)
+def test_an_interrupted_chat(name: str, call: int, layer: int, known: int) -> None:
+    """Somebody stops an answer, between two layers or before the first, and asks again."""
+    calls: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+
+    chat = Chat(name)
+    ids = chat.words(21)
+    said, _ = chat.answer(ids)
+    chat.cache.reset()
+    handle = chat.model.model.layers[layer].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    handle.remove()
+    edited = torch.cat([said[:, :22], chat.words(10)], 1)  # one token less than is held
+    _, computed = chat.answer(edited)
+    assert computed == 32 - known
+    _, computed = chat.answer(edited[:, :32])
+    assert computed == 1 or name in ENDS_WITH_STATE
+
+
 def test_every_step_of_other_decoding_is_told() -> None:
     """Drafts that are thrown away are not part of the text."""
     chat = Chat("gqa")
