@@ -585,6 +585,32 @@ def test_a_model_loads_whenever_adding_scales_ends(tmp_path, model, monkeypatch,
     assert_loads_the_same(model, folder)
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}},
+        {"quant_method": "quark", "export": {}},
+    ],
+    ids=lambda weights: weights["quant_method"],
+)
+def test_scales_for_tgi_are_read_beside_quantized_weights(tmp_path, model, weights):
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    set_config(quantization_config=weights)(source)
+    copy = patched(source, tmp_path / "copy", "tgi")
+    other, scales = random_scales("tensor", 1), random_scales("tensor")
+    for written in (other, scales):  # the second time there are scales to replace
+        written.save_pretrained(source, format="tgi", overwrite=True)
+    for folder in (copy, source):
+        read = KVScales.from_pretrained(folder)
+        for side in "kv":
+            assert numbers(read, side) == numbers(scales, side) != numbers(other, side)
+        assert json.loads((folder / "config.json").read_text())["quantization_config"] == weights
+
+
 def test_other_files_in_the_folder_of_a_model_stay(tmp_path, model):
     folder = Path(shutil.copytree(model, tmp_path / "folder"))
     other = {
