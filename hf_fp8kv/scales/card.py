@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 CARD_FILE = "README.md"
 # What is written lies between them, and is written anew with other scales.
 _START, _END = "<!-- hf_fp8kv: KV cache -->", "<!-- hf_fp8kv: end -->"
-_METADATA = re.compile(r"\A(---\r?\n.*?\n---\r?\n)", re.DOTALL)
+_METADATA = re.compile(r"\A(---\r?\n.*?\n---(?:\r?\n|\Z))", re.DOTALL)
 # How the copy of a checkpoint is served; {0} is its name.
 _VLLM = "vllm serve {0} --kv-cache-dtype fp8"
 _SGLANG = "python -m sglang.launch_server --model-path {0} --kv-cache-dtype fp8_e4m3"
@@ -73,7 +73,7 @@ def _extend_metadata(head: str, format: ScaleFormat, base_model: str | None) -> 
         data = ModelCard(head or "---\n{}\n---\n").data
     except (ValueError, yaml.YAMLError) as error:
         logger.warning("%s: its metadata stays as it is: %s", CARD_FILE, error)
-        return head
+        return head if head.endswith("\n") else f"{head}\n"
     tags = data.get("tags") or []
     tags = tags if isinstance(tags, list) else [tags]
     data["tags"] = list(dict.fromkeys([*tags, "fp8", "kv-cache", format.name]))

@@ -89,10 +89,18 @@ def add_to_checkpoint(
         )  # fmt: skip
         copied = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
         new = [name for name in copied if staging / name in written or not (folder / name).exists()]
-        shards = [path for path in folder.glob("*.safetensors") if Path(path.name) not in copied]
-        for name in sorted(new, key=lambda n: (n.suffix == ".json", "config" in n.name, n.name)):
-            if name.name == "config.json":
-                for path in shards:
+        last = Path("config.json")
+        # Not in the copy: the old name of the weights, and files of older scales alone. Hidden
+        # files are in no copy, and stay.
+        left_out = [
+            path
+            for path in folder.glob("[!.]*.safetensors")
+            if path.is_file() and Path(path.name) not in copied
+        ]
+        order = {n: (n == last, n.suffix == ".json", "config" in n.name, n.name) for n in new}
+        for name in sorted(new, key=order.__getitem__):
+            if name == last:
+                for path in left_out:
                     path.unlink()
             (staging / name).replace(folder / name)
     except ScaleError as error:
@@ -194,6 +202,15 @@ def _transfer_files(
     changed = []
     own_files = {name for f in SCALE_FORMATS.values() for name in f.own_files}
     left_out = {*new_files, *own_files, *(f"{OWN_FOLDER}/{name}" for name in own_files)}
+    only, first = source / ONLY_FILE, source / FIRST_FILE
+    if INDEX_FILE in new_files and only.is_file() and first.is_file():
+        # `add_to_checkpoint` was interrupted, and both are one file.
+        if not only.samefile(first):
+            raise ScaleError(
+                f"{source}: expected the weights in one of {ONLY_FILE} and {FIRST_FILE}, got two "
+                "files; delete one"
+            )
+        left_out.add(FIRST_FILE)
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         hidden = any(part.startswith(".") for part in relative.parts)

@@ -26,7 +26,8 @@ from .formats import OWN_FILES, SCALE_FORMATS, TENSOR_NAMES
 from .formats.autofp8 import AutoFP8
 from .formats.hf_fp8kv import OWN_FILE, OWN_FOLDER
 from .formats.modelopt import ModelOpt
-from .formats.tgi import Tgi
+from .formats.tensor_format import with_own_file
+from .formats.tgi import TGI_ENTRY, Tgi
 from .layer_scales import ScaleData
 from .report import REPORT_FILE
 from .request import Request
@@ -106,7 +107,11 @@ def _open_checkpoint(folder: Folder) -> Checkpoint:
     second = None if second_path is None else read_json(second_path, unique=False)
     check_layer_counts(path, config)
     declared = find_declaration(config, second)
-    return Checkpoint(folder, config, declared, TENSOR_NAMES, OWN_FILES)
+    checkpoint = Checkpoint(folder, config, declared, TENSOR_NAMES, OWN_FILES)
+    # A copy for TGI has an index without the scales, also beside a config of quantized weights.
+    if declared.kind == "static" and TGI_ENTRY in config:
+        return with_own_file(checkpoint)
+    return checkpoint
 
 
 def find_declaration(config: object, hf_quant_config: object = None) -> Declaration:
@@ -125,7 +130,7 @@ def find_declaration(config: object, hf_quant_config: object = None) -> Declarat
         dialect = dialect if dialect not in (None, AutoFP8.name) else ModelOpt.name
         declarations += _parse_block(HF_QUANT_CONFIG, as_mapping(hf_quant_config), ModelOpt.name)
     dialect = dialect or Tgi.name
-    for entry in ("kv_cache_torch_dtype", "kv_cache_dtype"):
+    for entry in (TGI_ENTRY, "kv_cache_dtype"):
         for prefix, owner in owners:
             declared = parse_entry(prefix + entry, get_entry(owner, entry))
             declarations += _in_dialect(dialect, declared)

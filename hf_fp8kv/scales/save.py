@@ -94,6 +94,7 @@ def upload_files(
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         existing = api.list_repo_files(repo_id, revision=revision)
         _check_existing(repo_id, existing, files, overwrite)
+        _check_own_file(repo_id, existing, files)
         _check_config(repo_id, existing, files)
         placed = _place_files(existing, files)
         for name, path in placed.items():
@@ -125,11 +126,7 @@ def check_folder(folder: Path, files: Collection[str], *, overwrite: bool) -> li
                 f"{folder / name}: expected a file of scales to replace, got one with weights; "
                 "choose another folder"
             )
-    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
-        raise ScaleError(
-            f"{folder}: expected a folder without {OWN_FILE}, which is read before all others, "
-            "got one that has it; choose another, or delete it"
-        )
+    _check_own_file(str(folder), existing, files)
     return existing
 
 
@@ -159,6 +156,14 @@ def _check_existing(
             f"{target}: expected a place without weights, got {format_list(weights)}; choose "
             "another, or pass checkpoint= (--checkpoint) for a copy of the checkpoint with the "
             "scales, which can be uploaded"
+        )
+
+
+def _check_own_file(target: str, existing: Collection[str], files: Collection[str]) -> None:
+    if OWN_FILE not in files and any(PurePath(name).name == OWN_FILE for name in existing):
+        raise ScaleError(
+            f"{target}: expected a place without {OWN_FILE}, which is read before all others, got "
+            "one that has it; choose another, or delete it"
         )
 
 

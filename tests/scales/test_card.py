@@ -91,6 +91,7 @@ def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
     [
         "---\ntags: [a\n---\n# Mine\n",
         "---\n- a\n---\n# Mine\n",
+        "---\n- a\n---",
         "---\nmodel-index: 3\n---\n# Mine\n",
         "\udcff not UTF-8\n",
         "text <!-- hf_fp8kv: KV cache --> without its end\n",
@@ -100,6 +101,16 @@ def test_whatever_a_card_holds_stays(model, tmp_path, old):
     card = written(model, tmp_path / "copy", old, random_scales("tensor"))
     assert old.rstrip() in card
     assert "## FP8 KV cache" in card
+
+
+@pytest.mark.parametrize("text", ["license: mit", "license: mit\nbase_model: org/mine"])
+def test_a_card_of_metadata_alone_keeps_it(model, tmp_path, text):
+    old = f"---\n{text}\n---"
+    card = written(
+        model, tmp_path / "copy", old, random_scales("tensor"), base_model="org/other"
+    )  # fmt: skip
+    assert card.count("license: mit") == card.count("base_model:") == 1
+    assert ModelCard(card).data.base_model == ("org/mine" if "mine" in text else "org/other")
 
 
 def test_what_was_measured_is_in_the_card_of_these_scales_alone(model, tmp_path):

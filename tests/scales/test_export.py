@@ -558,9 +558,10 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
         assert loaded["mine"] == entries["mine"]
 
 
-@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("at", range(6))
 def test_a_model_loads_whenever_adding_scales_ends(tmp_path, model, monkeypatch, at):
     folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    before = content(folder)
     replace, calls = Path.replace, []
 
     def end(self: Path, target: Path) -> None:
@@ -571,10 +572,68 @@ def test_a_model_loads_whenever_adding_scales_ends(tmp_path, model, monkeypatch,
         replace(self, target)
 
     monkeypatch.setattr(Path, "replace", end)
+    scales = random_scales("tensor")
     with pytest.raises(KeyboardInterrupt):
-        random_scales("tensor").save_pretrained(folder, format="modelopt", overwrite=True)
+        scales.save_pretrained(folder, format="modelopt", overwrite=True)
+    assert (folder / "config.json").read_bytes() == before["config.json"]
     assert_loads_the_same(model, folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
+    monkeypatch.undo()
+    scales.save_pretrained(folder, format="modelopt", overwrite=True)
+    assert numbers(KVScales.from_pretrained(folder), "v") == numbers(scales, "v")
+    assert not (folder / "model.safetensors").exists()
+    assert_loads_the_same(model, folder)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}},
+        {"quant_method": "quark", "export": {}},
+    ],
+    ids=lambda weights: weights["quant_method"],
+)
+def test_scales_for_tgi_are_read_beside_quantized_weights(tmp_path, model, weights):
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    set_config(quantization_config=weights)(source)
+    copy = patched(source, tmp_path / "copy", "tgi")
+    other, scales = random_scales("tensor", 1), random_scales("tensor")
+    for written in (other, scales):  # the second time there are scales to replace
+        written.save_pretrained(source, format="tgi", overwrite=True)
+    for folder in (copy, source):
+        read = KVScales.from_pretrained(folder)
+        for side in "kv":
+            assert numbers(read, side) == numbers(scales, side) != numbers(other, side)
+        assert json.loads((folder / "config.json").read_text())["quantization_config"] == weights
+
+
+def test_other_files_in_the_folder_of_a_model_stay(tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    other = {
+        ".hidden.safetensors": b"mine", "pytorch_model.bin": b"weights", "sub/more.pth": b"more",
+        "folder.safetensors/part": b"part",
+    }  # fmt: skip
+    for name, text in other.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text)
+    random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
+    after = content(folder)
+    assert {name: after[name] for name in other} == other
+    assert_loads_the_same(model, folder)
+
+
+def test_two_files_of_weights_of_which_one_would_be_replaced_are_refused(tmp_path, model):
+    folder = Path(shutil.copytree(model, tmp_path / "folder"))
+    save_file({"a": torch.ones(1)}, folder / "model-00001-of-00001.safetensors")
+    before = content(folder)
+    with pytest.raises(ScaleError, match="got two files") as error:
+        random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
+    assert_helpful(error)
+    assert content(folder) == before
 
 
 @pytest.mark.parametrize("name", sorted({*BAD_SOURCES} - {"scales-already-there"}))
@@ -628,6 +687,10 @@ def test_our_own_file_is_apart_from_weights(tmp_path, model):
     for path in (folder / "kv_scales").iterdir():
         path.rename(folder / path.name)
     assert KVScales.from_pretrained(folder).digest == first.digest
+    # With files in both, as after an interrupted write, those of now count.
+    second.save_pretrained(folder / "kv_scales")
+    assert KVScales.from_pretrained(folder).digest == second.digest
+    shutil.rmtree(folder / "kv_scales")
     with pytest.raises(ScaleError, match="pass overwrite=True"):
         second.save_pretrained(folder)
     second.save_pretrained(folder, overwrite=True)
@@ -953,6 +1016,16 @@ def test_the_config_of_a_repository_is_never_replaced(hub, format, weights):
     with pytest.raises(ScaleError, match="expected a place without weights") as error:
         random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
     assert_helpful(error)
+    assert not fake.uploaded
+
+
+@pytest.mark.parametrize("place", ["", "kv_scales/"])
+def test_nothing_is_uploaded_beside_what_is_read_before_it(hub, place):
+    fake = hub(f"{place}kv_scales.safetensors", "README.md")
+    for format in set(CHECKPOINT_FORMATS) - {"hf_fp8kv"}:
+        with pytest.raises(ScaleError, match="read before all others") as error:
+            random_scales("tensor").push_to_hub("org/model", format=format, overwrite=True)
+        assert_helpful(error)
     assert not fake.uploaded
 
 

@@ -106,8 +106,9 @@ def test_scales_among_the_weights(tmp_path, plain, weights):
         left, wanted = all_tensors(new), load_file(plain / "model.safetensors")
         assert all(torch.equal(left.pop(name), tensor) for name, tensor in wanted.items())
         assert len(left) == (2 * LAYERS if target == "compressed-tensors" else 0)
-        listed = json.loads((new / "model.safetensors.index.json").read_text())["weight_map"]
-        assert listed.keys() == all_tensors(new).keys()
+        written = json.loads((new / "model.safetensors.index.json").read_text())
+        assert written["weight_map"].keys() == all_tensors(new).keys()
+        assert written["metadata"].get("total_size") != 1  # that of before
         with safe_open(new / first, "pt") as file:
             assert file.metadata() == {"format": "pt"}
 

@@ -8,12 +8,12 @@ copy does not name them.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.config import Config
 from ..checkpoint.tensor_names import PAIR, SHARED
 from ..layer_scales import ScaleData
-from ..request import Request
-from .tensor_format import TensorFormat, with_own_file
+from .tensor_format import TensorFormat
+
+TGI_ENTRY = "kv_cache_torch_dtype"  # of config.json
 
 
 class Tgi(TensorFormat):
@@ -23,11 +23,5 @@ class Tgi(TensorFormat):
     indexed = False
     tensor_names = (replace(PAIR, own_dialect=False, shape=()), replace(SHARED, own_dialect=False))
 
-    def read(self, checkpoint: Checkpoint, request: Request) -> ScaleData | None:
-        declaration = checkpoint.declaration
-        if (declaration.kind, declaration.dialect) == ("static", self.name):
-            checkpoint = with_own_file(checkpoint)
-        return super().read(checkpoint, request)
-
     def declare(self, config: Config, scales: ScaleData, excluded: Sequence[str]) -> None:
-        config["kv_cache_torch_dtype"] = "float8_e4m3fn"
+        config[TGI_ENTRY] = "float8_e4m3fn"
