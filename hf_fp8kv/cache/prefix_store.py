@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,7 +240,8 @@ class PrefixStore:
         # Whatever is unfinished belongs to a process that is gone: the lock is ours.
         for name in os.listdir(self.path):
             if name.endswith(_PARTIAL):
-                (self.path / name).unlink(missing_ok=True)
+                with suppress(OSError):  # somebody's folder, or not ours to remove
+                    (self.path / name).unlink()
         files = sorted(self._scan())
         total = sum(size for _, size, _ in files)
         kept = {f"{key}{_SUFFIX}" for key in keys}

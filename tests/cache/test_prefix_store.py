@@ -551,6 +551,18 @@ def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
         FP8PagedCache(prefix_store=PrefixStore(tmp_path))
 
 
+def test_what_is_unfinished_is_removed_if_it_can_be(tmp_path: Path) -> None:
+    (tmp_path / "folder.part").mkdir()
+    (tmp_path / ".file.part").write_bytes(b"x")
+    (tmp_path / "outside").write_bytes(b"x")
+    (tmp_path / ".link.part").symlink_to(tmp_path / "outside")
+    reader = Reader(tmp_path)
+    reader.answer(words(20))
+    assert len(files_of(tmp_path)) == 2
+    assert [path.name for path in tmp_path.glob("*.part")] == ["folder.part"]
+    assert (tmp_path / "outside").read_bytes() == b"x"
+
+
 def test_folders_and_bounds_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="a folder"):
