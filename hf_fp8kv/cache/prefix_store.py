@@ -256,10 +256,10 @@ class PrefixStore:
                 return  # the text alone takes all there is: its beginning is stored
             target = self._file(keys[at])
             partial = target.with_name(f".{target.name}{_PARTIAL}")
+            if os.path.lexists(partial):  # could not be removed; a link would be followed
+                raise FileExistsError(str(partial))
             try:
-                # "x": a link that somebody puts there is not followed.
-                with open(partial, "xb") as file:
-                    file.write(data)
+                partial.write_bytes(data)
                 os.replace(partial, target)
             except BaseException:
                 partial.unlink(missing_ok=True)
