@@ -55,6 +55,7 @@ def completed(monkeypatch, capsys):
                 "serve",
                 "capacity",
                 "memory",
+                "prefix",
             ],
         ),
         ("hf-fp8kv check --target ", list(TARGETS)),
