@@ -14,6 +14,7 @@ from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import ATTENTION, refusal
 from ..modeling.tensor_parallel import tensor_parallel
 from ..modeling.weights import identify_model
+from ..ops import choose_backend, prepare_backend
 from ..scales.fingerprint import warn_if_stale
 from . import latent
 from .full_rows import install_full_rows, remove_full_rows
@@ -71,7 +72,9 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if cache.prefix_store is not None:
-        identify_model(base)  # once, here and not in the first answer
+        # Once, here and not in the first answer, which is to come soon.
+        identify_model(base)
+        prepare_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED in vars(base):
         disable(base)
     before = get_implementations(base)

@@ -18,7 +18,7 @@ What a stored code stands for (reference.py is the specification):
 """
 
 # Only names in here: the folders `torch`, `numba` and `triton` become attributes of this package.
-from .backends import BACKENDS, CHOICES, available_backends, choose_backend
+from .backends import BACKENDS, CHOICES, available_backends, choose_backend, prepare_backend
 from .blocks import reads_blocks
 from .pages import AttentionSpec, Pages, StoredSide
 from .registration import advance, attend, gather, make_plan, plan_rows, write, write_and_attend
@@ -27,5 +27,5 @@ from .triton.tuning import SINGLE_TOKENS
 __all__ = [
     "BACKENDS", "CHOICES", "SINGLE_TOKENS", "AttentionSpec", "Pages", "StoredSide", "advance",
     "attend", "available_backends", "choose_backend", "gather", "make_plan", "plan_rows",
-    "reads_blocks", "write", "write_and_attend",
+    "prepare_backend", "reads_blocks", "write", "write_and_attend",
 ]  # fmt: skip

@@ -173,3 +173,15 @@ def _kernels_fit(device: torch.device) -> bool:
 def load_backend(name: str) -> Backend:
     """Return the backend called `name`, a key of `BACKENDS`. Imports what it needs."""
     return BACKENDS[name]()
+
+
+def prepare_backend(name: str) -> None:
+    """Load what the first call of the backend `name` would: its imports, kernels of a CPU.
+
+    Triton's kernels are loaded by shape and dtype, so only calls can.
+    """
+    load_backend(name)
+    if name == "numba":
+        from .numba.backend import load_kernels
+
+        load_kernels()

@@ -19,6 +19,7 @@ from ..formats import LayerPlan
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.tensor_parallel import tensor_parallel
 from ..modeling.weights import identify_model
+from ..ops import choose_backend, prepare_backend
 from ..scales.fingerprint import warn_if_stale
 from ..scales.kv_scales import KVScales
 from .config import ServingConfig
@@ -113,7 +114,9 @@ def enable(
     warn_of_rounding(model)
     warn_if_stale(model, config.options.scales)
     if prefix_store is not None:
-        identify_model(model)  # once, here and not in the first answer
+        # Once, here and not in the first answer, which is to come soon.
+        identify_model(model)
+        prepare_backend(choose_backend(config.options.backend, model.device))
     disable(model)
     Enabled.install(model, config)
     return model

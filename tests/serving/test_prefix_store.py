@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from transformers.generation.continuous_batching import cache as stock
 
-from hf_fp8kv import ConfigError, PrefixStore, serving
+from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
 from tests.helpers.serve_process import Server, generate_answer, save_chat_model
 from tests.helpers.serving_tools import PAGE, batching, greedy
@@ -203,3 +205,15 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     assert texts[0] == texts[1] == generate_answer(model, question, 8)
     # "u:", the question, ";a:"
     assert found == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]
+
+
+@pytest.mark.parametrize("enable", [enable, serving.enable])
+def test_the_backend_is_loaded_before_the_first_answer(
+    enable: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(sys.modules[enable.__module__], "prepare_backend", prepared.append)
+    model, _ = tiny("gqa")
+    enable(model, prefix_store=PrefixStore(tmp_path), backend="torch")
+    enable(model, backend="torch")
+    assert prepared == ["torch"]

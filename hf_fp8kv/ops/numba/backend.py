@@ -95,6 +95,18 @@ def _threads(numbers: int) -> int:
     return max(1, min(torch.get_num_threads(), numbers // GRAIN))
 
 
+def load_kernels() -> None:
+    """Load all kernels from numba's cache, or compile them: else the first calls do."""
+    if not _READABLE:
+        return
+    writing.has_pages(writing.WRITE.no_work())
+    writing.write(writing.WRITE.no_work())
+    gathering.gather(gathering.GATHER.no_work())
+    work = np.empty((0, 0), np.float32)
+    attention.attend(attention.ATTEND.no_work(), work)
+    attention.finish(attention.ATTEND.no_work(), work)
+
+
 def write(pages: Pages, key: Tensor, value: Tensor, lengths: Tensor) -> None:
     """Store new tokens: the bytes of `reference.write`."""
     if not _READABLE.issuperset((pages.k.codes.dtype, pages.v.codes.dtype)):

@@ -42,6 +42,10 @@ class Record:
         packed = bytearray(self._pack(*itertools.chain.from_iterable(groups)))
         return np.frombuffer(packed, self.dtype)
 
+    def no_work(self) -> npt.NDArray[np.void]:
+        """Return an array of one record of zeros, for which a kernel does nothing."""
+        return self.fill((0,) * len(self.dtype.names or ()))
+
 
 TABLE = "slots table table_b table_columns lengths"
 
