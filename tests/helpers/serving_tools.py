@@ -5,7 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LogitsProcessor,
+    PreTrainedModel,
+)
 
 from hf_fp8kv import FP8PagedCache, KVScales
 from hf_fp8kv.scales import LayerScales
@@ -25,6 +30,17 @@ def batching(*, page_size: int = PAGE, pages: int | None = 64, **more: Any) -> A
     """A ContinuousBatchingConfig, whatever this version calls its fields."""
     more = {"max_batch_tokens": 256, **more}
     return ContinuousBatchingConfig(**{_SIZE: page_size, "num_blocks": pages, **more})
+
+
+class OpenAIPenalties(LogitsProcessor):
+    """Presence and frequency penalties, as OpenAI defines them, after a prompt of some tokens."""
+
+    def __init__(self, prompt: int, presence: float, frequency: float) -> None:
+        self._prompt, self._presence, self._frequency = prompt, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = input_ids[0, self._prompt :].bincount(minlength=scores.shape[1])
+        return scores - self._presence * (counts > 0) - self._frequency * counts
 
 
 def greedy(**more: Any) -> GenerationConfig:

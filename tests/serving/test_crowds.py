@@ -23,6 +23,7 @@ from transformers import (
 
 from tests.helpers.margins import wide_margins
 from tests.helpers.serve_process import Server, save_chat_model, serving
+from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
 
@@ -40,18 +41,6 @@ FORMS = (
     {"choice": ["one", "other", "oth"]},
     {"json": {"type": "array", "items": {"type": "integer"}, "maxItems": 3}},
 )
-
-
-class Counted(LogitsProcessor):
-    """OpenAI's penalties of presence and frequency, of tokens after a prompt of some length."""
-
-    def __init__(self, prompt: int) -> None:
-        self._prompt = prompt
-
-    def __call__(self, input_ids, scores):
-        counts = input_ids[0, self._prompt :].bincount(minlength=scores.shape[1])
-        presence, frequency = PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
-        return scores - presence * (counts > 0) - frequency * counts
 
 
 class Sampled(LogitsProcessor):
@@ -129,7 +118,10 @@ def generated(folder: str, kind: str) -> list[str]:
         changes = {
             "greedy": [],
             "penalties": [
-                RepetitionPenaltyLogitsProcessor(PENALTIES["repetition_penalty"]), Counted(length),
+                RepetitionPenaltyLogitsProcessor(PENALTIES["repetition_penalty"]),
+                OpenAIPenalties(
+                    length, PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
+                ),
             ],
             "seeds": [Sampled(number // 2)],
         }[kind]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections import Counter, deque
+from collections import deque
 from itertools import chain
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from tests.helpers.serve_process import CONTEXT, PAGE, Server, save_chat_model, serving
+from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
 
@@ -386,18 +387,6 @@ def test_each_choice_has_a_body_of_its_own():
 # -- rules of logits -------------------------------------------------------------------------------
 
 
-class OpenAIPenalties(LogitsProcessor):
-    """Presence and frequency penalties of an answer to a prompt of some tokens."""
-
-    def __init__(self, prompt: str, presence: float, frequency: float) -> None:
-        self.start, self.presence, self.frequency = len(prompt), presence, frequency
-
-    def __call__(self, input_ids, scores):
-        for token, count in Counter(input_ids[0, self.start :].tolist()).items():
-            scores[0, token] -= self.presence + self.frequency * count
-        return scores
-
-
 class Bias(LogitsProcessor):
     def __init__(self, values: dict[int, float]) -> None:
         self.values = values
@@ -413,7 +402,10 @@ def test_penalties_and_biases_are_those_of_generate(server, model):
     bias = dict.fromkeys(ids(plain[:2]), -3.0) | {7: 2.5}
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
-        ({"presence_penalty": 0.8, "frequency_penalty": 0.6}, [OpenAIPenalties(PROMPT, 0.8, 0.6)]),
+        (
+            {"presence_penalty": 0.8, "frequency_penalty": 0.6},
+            [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
+        ),
         ({"logit_bias": {str(t): value for t, value in bias.items()}}, [Bias(bias)]),
     ]
     for fields, processors in cases:

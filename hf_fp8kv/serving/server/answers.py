@@ -11,6 +11,7 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from .grammars import inner_tokenizer
 from .logits import TokenLogprob
 from .requests import ServerRequest
 from .validation import CHAT, COMPLETIONS, RESPONSES
@@ -36,22 +37,19 @@ class TokenTexts:
     """The texts of single tokens, as they are within a text; a tokenizer's own begin one."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self._tokenizer = inner_tokenizer(tokenizer)
         self._before = self._tokenizer("a", add_special_tokens=False)["input_ids"]
-        self._length = len(self._decode(self._before))
+        self._length = len(self.decode(self._before))
         self._texts: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
         """Return the text of a token; U+FFFD stands for a part of a character."""
         if token not in self._texts:
-            self._texts[token] = self._decode([*self._before, token])[self._length :]
+            self._texts[token] = self.decode([*self._before, token])[self._length :]
         return self._texts[token]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with special ones."""
-        return self._decode(tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 

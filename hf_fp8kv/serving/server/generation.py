@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import CBGenerateManager, _StreamError, get_
 
 from .answer_text import AnswerStream, StopFinder, request_stops
 from .errors import STOPPING, APIError
-from .grammars import GUIDE
+from .grammars import GUIDE, inner_tokenizer
 from .latencies import Latencies
 from .logits import LOGPROBS, RULES, TokenRules
 from .requests import RequestTracker, ServerRequest, current_request
@@ -76,7 +76,7 @@ class Generation(CBGenerateManager):
         queue: asyncio.Queue[Any] = asyncio.Queue()
         stream = AnswerStream(
             request,
-            _inner_tokenizer(processor),
+            _package_tokenizer(processor),
             queue,
             request_stops(request.body),
             parser,
@@ -126,7 +126,7 @@ class Generation(CBGenerateManager):
         stops, hidden = request_stops(request.body), request.stop_tokens
         plain = get_response_template(processor, model) is None  # else a parser needs all tokens
         finder = StopFinder(
-            stops, _inner_tokenizer(processor), skip_special=plain, after=request.min_tokens
+            stops, _package_tokenizer(processor), skip_special=plain, after=request.min_tokens
         )
 
         def on_output(output: Any) -> None:
@@ -263,8 +263,8 @@ def _as_list(tokens: int | list[int] | None) -> list[int]:
     return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
-def _inner_tokenizer(processor: Any) -> Any:
-    return getattr(processor, "tokenizer", processor)._tokenizer
+def _package_tokenizer(processor: Any) -> Any:
+    return inner_tokenizer(processor)._tokenizer
 
 
 def _note_end(request: ServerRequest, gen_config: Any, tokens: list[int]) -> None:

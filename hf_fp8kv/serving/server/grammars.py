@@ -261,7 +261,7 @@ class Grammars:
         import llguidance
         from tokenizers import Tokenizer
 
-        tokenizer = getattr(self._tokenizer, "tokenizer", self._tokenizer)
+        tokenizer = inner_tokenizer(self._tokenizer)
         inner = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         inner.no_padding()
         inner.no_truncation()
@@ -279,6 +279,11 @@ class Grammars:
         usable = np.arange(size) < self._vocabulary
         usable[special] = False
         return tokens, np.packbits(usable, bitorder="little")
+
+
+def inner_tokenizer(processor: Any) -> Any:
+    """Return the tokenizer in a processor, or the tokenizer that stands for one."""
+    return getattr(processor, "tokenizer", processor)
 
 
 def _refused(field: str, why: str) -> APIError:

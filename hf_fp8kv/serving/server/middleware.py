@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -277,9 +278,9 @@ class _Shared:
         async with self._lock:
             if self._made is None:
                 guide = await self._grammars.compile(self._body)
-                rules = await asyncio.to_thread(
-                    read_rules, self._body, self._engine, self._tokenizer
-                )
+                read = partial(read_rules, self._body, self._engine, self._tokenizer)
+                # Words have to be tokenized.
+                rules = await asyncio.to_thread(read) if "bad_words" in self._body else read()
                 self._made = guide, rules
         return copy.deepcopy(self._made)
 

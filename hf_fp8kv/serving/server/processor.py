@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from .grammars import inner_tokenizer
 from .requests import ServerRequest
 from .tool_calls import ForcedCall
 
@@ -17,7 +18,7 @@ class RequestProcessor:
 
     def __init__(self, processor: Any, request: ServerRequest) -> None:
         self._outer, self._request = processor, request
-        self._inner = getattr(processor, "tokenizer", processor)
+        self._inner = inner_tokenizer(processor)
 
     @property
     def tokenizer(self) -> "RequestProcessor":
