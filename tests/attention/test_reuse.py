@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
-from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
 from hf_fp8kv.attention.reuse import CHUNKS_BEGIN_EMPTY
 from hf_fp8kv.cache.held_text import Text
 from tests.helpers.assertions import assert_same
@@ -244,14 +244,21 @@ def test_opting_out() -> None:
     assert not chat.cache.fork().reuse_prefix
 
 
-def test_a_failed_prompt_leaves_no_text() -> None:
-    chat = Chat("gqa", max_pages=5)
-    said, _ = chat.answer(chat.words(21))
-    with pytest.raises(Exception, match="max_pages"):
-        chat.answer(torch.cat([said, chat.words(20)], 1))
-    assert chat.cache.text is None
-    _, computed = chat.answer(torch.cat([said, chat.words(1)], 1), max_new_tokens=5)
-    assert computed == 2
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "skipped"])
+def test_a_failed_prompt_leaves_what_was_there(name: str) -> None:
+    """And nobody takes it for the beginning of another text."""
+    skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
+    chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
+    said, _ = chat.answer(chat.words(21, rows=1 + (name == "gqa")))
+    ids = torch.cat([said, chat.words(60, rows=len(said))], 1)
+    with pytest.raises(OutOfPagesError):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    _, computed = chat.answer(ids[:, :31], max_new_tokens=5)
+    assert computed == (31 if name == "skipped" else 2)
+    with pytest.raises(OutOfPagesError):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    _, computed = chat.answer(chat.words(38, rows=len(said)), max_new_tokens=2)
+    assert computed == 38
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
