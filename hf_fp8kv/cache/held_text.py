@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from ..errors import ConfigError, Fp8KVError
 from .layer import PagedLayerBase
@@ -152,12 +156,19 @@ class TextHolder(DynamicCache):
             ConfigError: the cache does not know what it holds, and it is not shorter than `text`.
         """
         lengths = {stored for stored in self._paged.host_lengths() if stored}
+        lengths |= {
+            int(layer.get_seq_length())
+            for layer in self.stock_layers
+            if isinstance(layer, DynamicLayer) and layer.is_initialized
+        }
         if not (length := max(lengths, default=0) or int(self.get_seq_length())):
             self.takes_on_trust = False
             return 0
         if self.text is not None and len(lengths) > 1:
             return self._keep_nothing()  # a step was interrupted between two layers
         if self.text is not None and self.text.length == length + self.last_step:
+            if self.last_step and self.stock_layers:
+                return self._keep_nothing()  # a recurrent state may be further on
             self._crop_text(self.last_step)  # of which no layer has stored anything
         # Whoever removes or adds tokens without a word leaves other lengths.
         if self.text is None or self.text.length != length:

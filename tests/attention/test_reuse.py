@@ -289,6 +289,36 @@ def test_an_interrupted_chat(name: str, call: int, layer: int, known: int) -> No
     assert computed == 1 or name in ENDS_WITH_STATE
 
 
+@pytest.mark.parametrize("call", [3, 4, 5])
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [("hybrid", {}), ("gqa", {"skip_layers": [0]}), ("gqa", {"skip_layers": [1]})],
+    ids=str,
+)
+def test_an_interrupted_chat_with_layers_of_transformers(
+    name: str, keywords: dict[str, Any], call: int
+) -> None:
+    """One of the two layers has stored the last token of what is then told, the other has not."""
+    calls: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+
+    chat = Chat(name, **keywords)
+    ids = chat.words(21)
+    said, _ = chat.answer(ids)
+    chat.cache.reset()
+    handle = chat.model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    handle.remove()
+    more = torch.cat([said, chat.words(5)], 1)
+    _, computed = chat.answer(more)
+    assert computed == more.shape[1]
+
+
 def test_every_step_of_other_decoding_is_told() -> None:
     """Drafts that are thrown away are not part of the text."""
     chat = Chat("gqa")
