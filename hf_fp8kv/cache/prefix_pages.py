@@ -245,6 +245,8 @@ def _expect(
     for i, (layer, parts) in enumerate(zip(layers, told, strict=True)):
         heads, k_dim, v_dim = parts["shape"]
         k_dtype, v_dtype = (getattr(torch, name) for name in parts["dtypes"])
+        if not (k_dtype.is_floating_point and v_dtype.is_floating_point):
+            raise ValueError(f"keys and values of {k_dtype} and {v_dtype}")
         key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device="meta")
         value = torch.empty((1, heads, 0, v_dim), dtype=v_dtype, device="meta")
         pool = options.new_pool(layer.storage)

@@ -423,7 +423,7 @@ LIES: list[Callable[[Any, Any], Any]] = [
     *(_set("plan", x) for x in (["fp8_e4m3", "auto"], ["no such", "format"], "fp8", [], [1, 2])),
     *(_set("dtypes", x) for x in (["load", "save"], ["int64", 3], ["quint8"] * 2, [], None)),
     *(_set("shape", x) for x in ([3, 16, 16], [2, 16], [2, 16, 16, 1], [2**40, 0, 0], [-2, 16, 16],
-                                 ["2", 16, 16], [2.0, 16, 16], [2**70, 16, 16], [[2], 16, 16])),
+                                 ["2", 16, 16], [2.5, 16, 16], [2**70, 16, 16], [[2], 16, 16])),
     *(_set("tensors", x) for x in ([], ["k", "v"], ["k", "v", "v_scales", "k_scales"], "k", None)),
     _set("indexer", ["k"]),
     _set("turns", {"mla": 1}),
