@@ -8,15 +8,20 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import transformers
 
 from ..cache.held_text import Text, TextHolder
-from ..cache.prefix_pages import identify_options, kept_for_store, restore_prefix, row_keys
-from ..errors import ConfigError, Fp8KVError
+from ..cache.prefix_pages import (
+    forget_prefix,
+    identify_options,
+    kept_for_store,
+    restore_prefix,
+    row_keys,
+)
+from ..errors import ConfigError
 from ..modeling.weights import identify_model
 from ..utils.warn_once import warn_once
 
@@ -88,26 +93,37 @@ class _Prefill(_Method):
         if not isinstance(cache, TextHolder):
             return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
         text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
-        keys = None if text is None else self._begin(cache, text, config)
+        keys, restored = ([], 0) if text is None else self._begin(cache, text, config)
+        given = dict(model_kwargs)
         # Not known before all of it is stored.
         cache.text, cache.in_prefill = None, True
         try:
-            with kept_for_store(cache, keys) if keys else nullcontext():
-                outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+            try:
+                with kept_for_store(cache, keys):
+                    outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
+            except ConfigError as error:
+                if not restored:
+                    raise
+                # The files are whole, and say that the model has other heads or dtypes than it has.
+                forget_prefix(cache, keys, restored, error)
+                model_kwargs.clear()
+                model_kwargs.update(given)
+                with kept_for_store(cache, keys):
+                    outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
             cache.text, cache.last_step = text, 0
         except BaseException as error:
-            # Layers after the one that was interrupted have stored nothing. (Our own errors are
-            # raised before anything is changed.)
-            is_known = text is not None and not cache.takes_on_trust
-            if is_known and not isinstance(error, Fp8KVError):
-                cache.reset()  # type: ignore[no-untyped-call]
+            if text is not None and not cache.takes_on_trust:
+                cache.hold_what_is_left(text, error)
             raise
         finally:
             cache.in_prefill = False
         return outputs
 
-    def _begin(self, cache: TextHolder, text: Text, config: Any) -> list[list[str]] | None:
-        """Let a cache hold what is known of a text; return the keys of its pages in a store."""
+    def _begin(self, cache: TextHolder, text: Text, config: Any) -> tuple[list[list[str]], int]:
+        """Let a cache hold what is known of a text.
+
+        Return the keys of its pages in a store, for each row, and how many pages came from there.
+        """
         begins_empty = CHUNKS_BEGIN_EMPTY and config.prefill_chunk_size
         identity = self._identify(cache)
         # Also pages of no identity: made with dropout, or by weights that could not be hashed.
@@ -116,11 +132,13 @@ class _Prefill(_Method):
             cache.reset()  # type: ignore[no-untyped-call]
         cache.reused += len(text.ids) * cache.keep_prefix(text)
         cache.identity = identity
+        if not identity or cache.takes_on_trust:
+            return [], 0
         size = cache.options.page_size
-        keys = row_keys(identity, text, size) if identity and not cache.takes_on_trust else None
-        if keys and not begins_empty:
-            restore_prefix(cache, keys, (text.length - 1) // size)
-        return keys
+        keys = row_keys(identity, text, size)
+        if not keys or begins_empty:
+            return keys, 0
+        return keys, restore_prefix(cache, keys, (text.length - 1) // size)
 
     def _identify(self, cache: TextHolder) -> str:
         """Return what the pages of a store depend on beside the tokens; empty: there is none."""

@@ -87,7 +87,7 @@ class FP8PagedLayer(PagedLayerBase):
             self.k_center = self.first_tokens.complete(self.k_center, key, self.turns)
         if passage is not None:
             return self._pass_through(passage, key_states, value_states, waits=waits)
-        self.pool.written(group.table.pages_of(start, stop))
+        self.pool.written(group.table, start, stop)
         lengths = group.lengths_on(self.device, stop)
         if waits:
             self._wait_for_queries(key_states, value_states, 0, lengths)
@@ -128,7 +128,7 @@ class FP8PagedLayer(PagedLayerBase):
         lengths = group.lengths_on(self.device, stop)
         if start == 0 and self.options.prefill == "exact":
             self.pool.grow(group.table.allocator.capacity)
-            self.pool.written(group.table.pages_of(start, stop))
+            self.pool.written(group.table, start, stop)
             first = group.table.first * group.page_size
             if waits:
                 self._wait_for_queries(key_states, value_states, first, lengths)
@@ -247,7 +247,7 @@ class FP8PagedLayer(PagedLayerBase):
         self.k_center = center
         self.pool.grow(self.group.table.allocator.capacity)
         self._bring_pages()
-        self.pool.written(self.group.table.pages_of(0, tokens))
+        self.pool.written(self.group.table, 0, tokens)
         lengths = self.group.lengths_on(self.device, tokens)
         pages = self._pages(self.group.table_on(self.device))
         ops.write(pages, without_grad(key), without_grad(value), lengths, self.backend)

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
-from ..errors import ConfigError
+from ..errors import ConfigError, Fp8KVError
 from .layer import PagedLayerBase
 from .options import CacheOptions
 from .paged_layers import PagedLayers
@@ -77,31 +81,27 @@ class Text:
     def match(self, other: "Text") -> tuple[list[int], int]:
         """Return which row each row of `other` goes on best, and how many tokens all share.
 
-        Tokens are shared if they have the same id and position; padding, if it is padding in both.
+        Of equally good ones that is its own, or else the first. Tokens are shared if they have the
+        same id and position; padding, if it is padding in both.
         """
         device, width = self.ids.device, min(self.length, other.length)
         ids, mask, positions = self._columns(width, device)
         of_other = other._columns(width, device)
         if not width or len(positions) != len(of_other[2]):
             return list(range(len(other.ids))), 0
-        rows, shared = [], []
+        shared = []
         for row in range(len(other.ids)):
             new_ids, new_mask, new_positions = (part[..., row, :] for part in of_other)
             same = (ids == new_ids) & (positions == new_positions[:, None]).all(0)
             same = torch.where(mask & new_mask, same, mask == new_mask)
-            lengths = same.long().cumprod(1).sum(1)
-            # Its own row, if no other one is better.
-            own = lengths[row] if row < len(lengths) else lengths[0] - 1
-            best = lengths.argmax()
-            row_and_length = torch.where(
-                lengths[best] > own,
-                torch.stack([best, lengths[best]]),
-                torch.stack([torch.full_like(best, row), own]),
-            )
-            rows.append(row_and_length[0])
-            shared.append(row_and_length[1])
-        found = torch.stack([torch.stack(rows), torch.stack(shared)]).tolist()
-        return found[0], min(found[1])
+            shared.append(same.long().cumprod(1).sum(1))
+        lengths = torch.stack(shared).tolist()  # [row of `other`][row]
+        best = [max(row) for row in lengths]
+        rows = [
+            at if at < len(row) and row[at] == best[at] else row.index(best[at])
+            for at, row in enumerate(lengths)
+        ]
+        return rows, min(best)
 
 
 class TextHolder(DynamicCache):
@@ -156,18 +156,22 @@ class TextHolder(DynamicCache):
             ConfigError: the cache does not know what it holds, and it is not shorter than `text`.
         """
         lengths = {stored for stored in self._paged.host_lengths() if stored}
+        lengths |= {
+            int(layer.get_seq_length())
+            for layer in self.stock_layers
+            if isinstance(layer, DynamicLayer) and layer.is_initialized
+        }
         if not (length := max(lengths, default=0) or int(self.get_seq_length())):
             self.takes_on_trust = False
             return 0
         if self.text is not None and len(lengths) > 1:
-            # A step was interrupted between two layers.
-            self.reset()  # type: ignore[no-untyped-call]
-            self.takes_on_trust = False
-            return 0
+            return self._keep_nothing()  # a step was interrupted between two layers
         if self.text is not None and self.text.length == length + self.last_step:
+            if self.last_step and self.stock_layers:
+                return self._keep_nothing()  # a recurrent state may be further on
             self._crop_text(self.last_step)  # of which no layer has stored anything
         # Whoever removes or adds tokens without a word leaves other lengths.
-        if self.text is None or {self.text.length, length} != lengths | {length}:
+        if self.text is None or self.text.length != length:
             if text.length > length:
                 self.takes_on_trust = True
                 return length
@@ -180,14 +184,28 @@ class TextHolder(DynamicCache):
         rows, shared = self.text.match(text)
         shared = min(shared, text.length - 1)
         if not shared or not self._can_crop(length - shared):
-            self.reset()  # type: ignore[no-untyped-call]
-            self.takes_on_trust = False
-            return 0
+            return self._keep_nothing()
         if rows != list(range(len(self.text.ids))):
             self.batch_select_indices(torch.tensor(rows))
         if shared < length:
             self.crop(shared - length)
         return shared
+
+    def _keep_nothing(self) -> int:
+        self.reset()  # type: ignore[no-untyped-call]
+        self.takes_on_trust = False
+        return 0
+
+    def hold_what_is_left(self, text: Text, error: BaseException) -> None:
+        """Note what of `text` the cache holds after a call that raised `error`; nothing, if unsure.
+
+        Our own errors take a step back, but not in layers of transformers.
+        """
+        lengths = set(self._paged.host_lengths())
+        if isinstance(error, Fp8KVError) and len(lengths) == 1 and not self.stock_layers:
+            self.text, self.last_step = text.crop(text.length - lengths.pop()), 0
+        else:
+            self.reset()  # type: ignore[no-untyped-call]
 
     def _can_crop(self, tokens: int) -> bool:
         """Return whether every layer can remove its last `tokens` tokens."""

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ConfigError, OutOfPagesError
 from ..formats import LayerPlan
-from ..paging.layer_group import LayerGroup
+from ..paging.page_pool import PagePool
 from ..scales import KVScales
 from . import serialization
 from .held_text import Text
@@ -24,6 +24,8 @@ from .snapshot import CacheSnapshot
 
 # Frequencies that depend on how long the text has become: K of a prefix with them.
 _MOVING = ("dynamic", "longrope")
+
+Facts = dict[str, Any]
 
 
 def check_kind(store: object) -> None:
@@ -113,8 +115,8 @@ def identify_options(options: CacheOptions, layers: Iterable[tuple[int, Any, Lay
     return digest.hexdigest()
 
 
-def row_keys(identity: str, text: Text, page_size: int) -> list[list[str]] | None:
-    """Return the keys of the full pages of each row; None: positions are not those of the tokens.
+def row_keys(identity: str, text: Text, page_size: int) -> list[list[str]]:
+    """Return the keys of the full pages of each row; none if tokens are at other positions.
 
     Padding is a part of a text: it decides in which slot of which page a token is.
     """
@@ -126,27 +128,40 @@ def row_keys(identity: str, text: Text, page_size: int) -> list[list[str]] | Non
         counted = (mask.cumsum(1) - 1).clamp(min=0)
         moved = (text.positions.cpu() != counted) & (mask != 0)
         if bool(moved.any()):
-            return None
+            return []
     return [chain_keys(identity, row, page_size) for row in ids.masked_fill(mask == 0, -1)]
 
 
-def restore_prefix(cache: Any, keys: list[list[str]], most: int) -> None:
-    """Give an empty cache the pages that a store has of each row, at most `most` of them."""
+def restore_prefix(cache: Any, keys: list[list[str]], most: int) -> int:
+    """Give an empty cache the pages that a store has of each row, at most `most` of them.
+
+    Return how many. Their sizes and dtypes are what the files say: those of the model are not known
+    before its first layer has computed.
+    """
     store, rows, size = cache.prefix_store, len(keys), cache.options.page_size
     if cache.host_length() or not most:
-        return
-    count, pages = _read_prefix(store, keys, most)
+        return 0
+    count, pages, layers = _read_prefix(store, keys, most, cache)
     if not count:
         store.count(misses=rows)
-        return
+        return 0
     try:
-        cache.adopt(_unpack_prefix(keys, count, pages, cache.options, cache.groups))
+        cache.adopt(_unpack_prefix(keys, count, pages, layers, cache))
     except OutOfPagesError:
-        return  # whoever computes these tokens raises the same, with a better explanation
+        return 0  # whoever computes these tokens raises the same, with a better explanation
     cache.restored += rows * count * size
     store.count(hits=rows, tokens_found=rows * count * size)
     for row in keys:
         store.touch(row[:count])
+    return count
+
+
+def forget_prefix(cache: Any, keys: list[list[str]], count: int, error: Exception) -> None:
+    """Take back what `restore_prefix` did: the model cannot use these pages."""
+    cache.reset()
+    cache.restored -= len(keys) * count * cache.options.page_size
+    for key in dict.fromkeys(key for row in keys for key in row[:count]):
+        cache.prefix_store.refuse(key, error)
 
 
 @contextmanager
@@ -176,52 +191,96 @@ def kept_for_store(cache: Any, keys: list[list[str]]) -> Iterator[None]:
     first = max(group.table.first for group in cache.groups.values())
     for number, row in enumerate(keys):
         store.write(row, partial(_take_pages, cache.paged_layers, number), first)
+        store.touch(row)
     for group in passing:
         group.crop(0)
 
 
 def _read_prefix(
-    store: PrefixStore, keys: list[list[str]], most: int
-) -> tuple[int, dict[str, Page]]:
-    """Return how many pages every row has there, at most `most`, and all that were read, by key."""
+    store: PrefixStore, keys: list[list[str]], most: int, cache: Any
+) -> tuple[int, dict[str, Page], list[Facts]]:
+    """Return how many pages every row has there, at most `most`.
+
+    Also all that were read, by key, and what they say of each layer.
+    """
     pages: dict[str, Page] = {}
+    layers: list[Facts] = []
+    shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    def check(page: Page) -> None:
+        if not pages:
+            layers[:], held = _expect(page.facts["layers"], cache.paged_layers, cache.options)
+            shapes.update({name: (x.shape[1:], x.dtype) for name, x in held.items()})
+        found = {name: (x.shape, x.dtype) for name, x in page.tensors.items()}
+        if page.facts != {"layers": layers} or found != shapes:
+            raise ValueError("not what this model's cache would write")
+        for layer in layers:
+            cache.options.layer_scales(layer["index"], *layer["shape"])  # ScaleError: other heads
+
     count = 0
     while count < most:
         for row in keys:
             key = row[count]
             if key not in pages:
-                page = store.read(key)
-                if page is None or (pages and page.facts != next(iter(pages.values())).facts):
-                    return count, pages
+                page = store.read(key, check)
+                if page is None:
+                    return count, pages, layers
                 pages[key] = page
         count += 1
-    return count, pages
+    return count, pages, layers
+
+
+def _expect(
+    told: Any, layers: list[Any], options: CacheOptions
+) -> tuple[list[Facts], dict[str, torch.Tensor]]:
+    """Return what a page says of these layers, and its tensors, `[1, ...]`, on no device.
+
+    Sizes and dtypes of K and V are what a page was `told`.
+
+    Raises:
+        Any error that bad data can make: of another kind than OSError and MemoryError.
+    """
+    facts: list[Facts] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for i, (layer, parts) in enumerate(zip(layers, told, strict=True)):
+        heads, k_dim, v_dim = parts["shape"]
+        k_dtype, v_dtype = (getattr(torch, name) for name in parts["dtypes"])
+        if not (k_dtype.is_floating_point and v_dtype.is_floating_point):
+            raise ValueError(f"keys and values of {k_dtype} and {v_dtype}")
+        key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device="meta")
+        value = torch.empty((1, heads, 0, v_dim), dtype=v_dtype, device="meta")
+        pool = options.new_pool(layer.storage)
+        pool.allocate(key, value, 1)
+        held = serialization.name_as_in_files(pool, pool.parts()[0])
+        facts.append(_describe(layer, pool, held))
+        tensors |= {f"{i}.{name}": tensor for name, tensor in held.items()}
+    return facts, tensors
 
 
 def _unpack_prefix(
-    keys: list[list[str]], count: int, pages: dict[str, Page], options: CacheOptions,
-    groups: dict[int | None, LayerGroup],
-) -> CacheSnapshot:  # fmt: skip
+    keys: list[list[str]], count: int, pages: dict[str, Page], layers: list[Facts], cache: Any
+) -> CacheSnapshot:
     """Return a snapshot of a cache that holds the first `count` pages of each row."""
-    length = count * options.page_size
-    layers = next(iter(pages.values())).facts["layers"]
+    options, size = cache.options, cache.options.page_size
+    length = count * size
     tensors: dict[str, torch.Tensor] = {}
-    facts: list[Any] = []
+    facts: list[Facts] = []
     used: list[list[str]] = []
-    for g, (window, group) in enumerate(groups.items()):
-        first = min(group.visible_from(length), length - 1) // options.page_size
+    for g, (window, group) in enumerate(cache.groups.items()):
+        seen = 0 if group.record_past else group.visible_from(length)
+        first = min(seen, length - 1) // size
         names = list(dict.fromkeys(key for row in keys for key in row[first:count]))
         numbers = {key: number for number, key in enumerate(names)}
         rows = [[numbers[key] for key in row[first:count]] for row in keys]
         tensors[f"groups.{g}.table"] = torch.tensor(rows, dtype=torch.int32)
         facts.append({"window": window, "first": first, "record_past": group.record_past})
         used.append(names)
-    windows = list(groups)
+    windows = list(cache.groups)
     described = []
     for i, layer in enumerate(layers):
         g = windows.index(layer["window"])
         for name in layer["tensors"]:
-            parts = [pages[key].tensors[f"{i}.{name}"] for key in used[g]]
+            parts = [pages[key].tensors.pop(f"{i}.{name}") for key in used[g]]
             tensors[f"layers.{i}.{name}"] = torch.stack(parts)
         heads, k_dim, v_dim = layer["shape"]
         center = options.layer_scales(layer["index"], heads, k_dim, v_dim)[2]
@@ -245,14 +304,17 @@ def _take_pages(layers: list[Any], row: int, places: list[int]) -> list[Page]:
         for name, tensor in held.items():
             for at, part in enumerate(tensor.cpu()):
                 tensors[at][f"{i}.{name}"] = part.contiguous()
-        facts.append(
-            {
-                "index": layer.index,
-                "window": group.window,
-                "plan": [str(side) for side in layer.storage],
-                "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
-                "shape": [pool.heads, pool.k_dim, pool.v_dim],
-                "tensors": list(held),
-            }
-        )
+        facts.append(_describe(layer, pool, held))
     return [Page(part, {"layers": facts}) for part in tensors]
+
+
+def _describe(layer: Any, pool: PagePool, tensors: dict[str, torch.Tensor]) -> Facts:
+    """Return what a page says of one of its layers."""
+    return {
+        "index": layer.index,
+        "window": layer.sliding_window,
+        "plan": [str(side) for side in layer.storage],
+        "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
+        "shape": [pool.heads, pool.k_dim, pool.v_dim],
+        "tensors": list(tensors),
+    }

@@ -9,16 +9,18 @@ Files are read in one go, and not mapped: what is used is then what was checked,
 somebody cuts off meanwhile is an error, where a map would end the process.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,8 +36,10 @@ logger = logging.getLogger(__name__)
 # Changes with what the numbers in a file mean.
 _FORMAT = "hf_fp8kv.prefix.1"
 _SUFFIX, _PARTIAL, _LOCK = ".safetensors", ".part", ".lock"
-_DIGITS = 64
-_OPEN_LOCK = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+_NAME = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
+_UNFINISHED = re.compile(rf"\.{_NAME.pattern}{re.escape(_PARTIAL)}")
+# A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 DEFAULT_BYTES = 16 << 30
 # Seconds to wait for other processes that are writing.
 _PATIENCE = 2.0
@@ -79,16 +83,6 @@ class StoreUsage(NamedTuple):
     files_refused: int
 
 
-@dataclass
-class _Counts:
-    hits: int = 0
-    misses: int = 0
-    tokens_found: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-    files_refused: int = 0
-
-
 class PrefixStore:
     """A folder with pages of prefixes, which outlive the process.
 
@@ -115,41 +109,41 @@ class PrefixStore:
                 f"max_bytes: expected a whole number of bytes above 0, got {max_bytes!r}; leave it "
                 f"out for {DEFAULT_BYTES}"
             )
-        self.path, self.max_bytes = Path(path).expanduser(), max_bytes
+        self.max_bytes = max_bytes
         try:
+            self.path = Path(path).expanduser().absolute()
             self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"path: expected a folder, or a place for one, got {str(self.path)!r}: {error}; "
-                "name another one"
+                f"path: expected a folder, or a place for one, got {str(path)!r}: {error}; name "
+                "another one"
             ) from error
-        self._counts = _Counts()
+        self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
-        self.is_writing = True
+        self._writes, self._is_bounded, self._patience = True, False, _PATIENCE
 
     def __repr__(self) -> str:
         return f"PrefixStore({str(self.path)!r}, max_bytes={self.max_bytes})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (str(self.path), self.max_bytes)
+        return partial(type(self), max_bytes=self.max_bytes), (str(self.path),)
 
     def usage(self) -> StoreUsage:
         """Return what the folder holds now, and what this process had of it."""
         files = self._scan()
-        size = sum(size for _, size, _ in files)
-        return StoreUsage(len(files), size, **self.counts())
+        return StoreUsage(len(files), sum(size for _, size, _ in files), **self.counts())
 
     def counts(self) -> dict[str, int]:
         """Return what this process had of the folder, without a look at it: a part of `usage`."""
         with self._mutex:
-            return dict(vars(self._counts))
+            return dict(self._counts)
 
     def count(self, **numbers: int) -> None:
         """Add to the numbers of `usage`."""
         with self._mutex:
             for name, number in numbers.items():
-                setattr(self._counts, name, getattr(self._counts, name) + number)
+                self._counts[name] += number
 
     # -- reading -----------------------------------------------------------------------------
 
@@ -157,18 +151,32 @@ class PrefixStore:
         """Return whether there is something under a key; it may turn out to be damaged."""
         return key not in self._refused and os.path.lexists(self._file(key))
 
-    def read(self, key: str) -> Page | None:
-        """Return the page under a key; None if there is none that is whole. Raises nothing."""
+    def read(self, key: str, check: Callable[[Page], None]) -> Page | None:
+        """Return the page under a key; None if there is none that is whole. Raises nothing.
+
+        `check`: raises ValueError, or what bad data makes it raise, for a page that cannot be used.
+        """
+        if not self._is_bounded:
+            self._is_bounded = True
+            self._hold_bound()
         if key in self._refused:
             return None
         try:
             data = _read_file(self._file(key), self.max_bytes)
             page = _unpack(key, data)
+            check(page)
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, ArithmeticError, LookupError, ValueError, TypeError,
-                AttributeError, RuntimeError, MemoryError) as error:  # fmt: skip
-            self._refuse(key, error)
+        except (OSError, MemoryError) as error:
+            # It may be good all the same: too many open files, or those of another user.
+            self._refused.add(key)
+            self.count(files_refused=1)
+            why = getattr(error, "strerror", None) or type(error).__name__
+            warn_once(logger, f"{self}: pages that cannot be read ({why}) are ignored")
+            return None
+        except (SafetensorError, ArithmeticError, LookupError, ValueError, TypeError,
+                AttributeError, RuntimeError) as error:  # fmt: skip
+            self.refuse(key, error)
             return None
         self.count(bytes_read=len(data))
         return page
@@ -185,8 +193,8 @@ class PrefixStore:
     def _file(self, key: str) -> Path:
         return self.path / f"{key}{_SUFFIX}"
 
-    def _refuse(self, key: str, error: Exception) -> None:
-        """Ignore a file from now on, and remove it if that is possible."""
+    def refuse(self, key: str, error: Exception) -> None:
+        """Ignore a file from now on, with a warning, and remove it if that is possible."""
         self._refused.add(key)
         self.count(files_refused=1)
         logger.warning(
@@ -203,69 +211,83 @@ class PrefixStore:
     # -- writing -----------------------------------------------------------------------------
 
     def write(
-        self, keys: Sequence[str], make: Callable[[list[int]], list[Page]], first: int = 0
+        self, keys: Sequence[str], make: Callable[[list[int]], Iterable[Page]], first: int = 0
     ) -> None:
         """Store the pages of a text that are not there yet. Raises nothing that a disk causes.
 
         Args:
             keys: of all its pages, from the first token on.
             make: returns the pages at these places.
-            first: the first place that `make` can be asked for. Without one before it that is not
-                there the others are of no use, and are not stored.
+            first: the first place that `make` can be asked for. If the page before it is not there
+                the others are of no use, and are not stored.
         """
         missing = []
-        for at, key in enumerate(keys):
-            if self.has(key):
+        for at in range(max(first - 1, 0), len(keys)):
+            if self.has(keys[at]):
                 continue
-            if at < first or key in self._refused:
+            if at < first or keys[at] in self._refused:
                 keys = keys[:at]
                 break
             missing.append(at)
-        if missing and self.is_writing:
+        if missing and self._writes:
             pages = make(missing)
             try:
-                with self._lock() as is_ours:
+                with self._lock(self._patience) as is_ours:
+                    # Who writes for so long may have been stopped: not to be waited for each time.
+                    self._patience = _PATIENCE if is_ours else 0.0
                     if is_ours:
                         self._write(keys, missing, pages)
             except (OSError, ImportError) as error:
-                self.is_writing = False
+                self._writes = False
                 warn_once(
                     logger,
                     f"{self} stores nothing from now on ({type(error).__name__}: {error}); what it "
                     "holds is still read",
                 )
-        self.touch(keys)
 
-    def _write(self, keys: Sequence[str], missing: list[int], pages: list[Page]) -> None:
+    def _write(self, keys: Sequence[str], missing: list[int], pages: Iterable[Page]) -> None:
         # Whatever is unfinished belongs to a process that is gone: the lock is ours.
         for name in os.listdir(self.path):
-            if name.endswith(_PARTIAL):
+            if _UNFINISHED.fullmatch(name):
                 with suppress(OSError):  # somebody's folder, or not ours to remove
                     (self.path / name).unlink()
+        kept = {self._file(key).name for key in keys}
         files = sorted(self._scan())
-        total = sum(size for _, size, _ in files)
-        kept = {f"{key}{_SUFFIX}" for key in keys}
-        files = [file for file in files if file[2] not in kept]
+        own = sum(size for _, size, name in files if name in kept)
+        others = [file for file in files if file[2] not in kept]
         for at, page in zip(missing, pages, strict=True):
+            if self.has(keys[at]):
+                continue  # another process was faster
             data = _pack(keys[at], page)
-            while files and total + len(data) > self.max_bytes:
-                _, size, name = files.pop(0)
-                (self.path / name).unlink(missing_ok=True)
-                total -= size
-            if total + len(data) > self.max_bytes:
+            own += len(data)
+            if own > self.max_bytes:
                 return  # the text alone takes all there is: its beginning is stored
+            self._evict(others, self.max_bytes - own)
             target = self._file(keys[at])
-            partial = target.with_name(f".{target.name}{_PARTIAL}")
-            if os.path.lexists(partial):  # could not be removed; a link would be followed
-                raise FileExistsError(str(partial))
+            unfinished = target.with_name(f".{target.name}{_PARTIAL}")
+            if os.path.lexists(unfinished):  # could not be removed; a link would be followed
+                raise FileExistsError(str(unfinished))
             try:
-                partial.write_bytes(data)
-                os.replace(partial, target)
+                unfinished.write_bytes(data)
+                os.replace(unfinished, target)
             except BaseException:
-                partial.unlink(missing_ok=True)
+                unfinished.unlink(missing_ok=True)
                 raise
-            total += len(data)
             self.count(bytes_written=len(data))
+
+    def _evict(self, files: list[tuple[int, int, str]], most: int) -> None:
+        """Remove the first of these files, and from the list, until the others take `most`."""
+        total = sum(size for _, size, _ in files)
+        while files and total > most:
+            _, size, name = files.pop(0)
+            (self.path / name).unlink(missing_ok=True)
+            total -= size
+
+    def _hold_bound(self) -> None:
+        """Remove what is over the bound, which was a larger one before; not if others write."""
+        with suppress(OSError, ImportError), self._lock(0.0) as is_ours:
+            if is_ours:
+                self._evict(sorted(self._scan()), self.max_bytes)
 
     def _scan(self) -> list[tuple[int, int, str]]:
         """Return time, size and name of each page in the folder."""
@@ -273,7 +295,7 @@ class PrefixStore:
         try:
             with os.scandir(self.path) as entries:
                 for entry in entries:
-                    if len(entry.name) != _DIGITS + len(_SUFFIX) or _SUFFIX not in entry.name:
+                    if not _NAME.fullmatch(entry.name):
                         continue
                     try:
                         found = entry.stat(follow_symlinks=False)
@@ -286,39 +308,40 @@ class PrefixStore:
         return files
 
     @contextmanager
-    def _lock(self) -> Iterator[bool]:
-        """Hold the folder's lock, which a killed process gives back; False: others are writing."""
+    def _lock(self, patience: float) -> Iterator[bool]:
+        """Hold the folder's lock, which a killed process gives back; False: others are writing.
+
+        `patience`: seconds to wait for them.
+        """
         import fcntl  # not on Windows
 
-        handle = os.open(self.path / _LOCK, _OPEN_LOCK, 0o666)
+        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | _FLAGS, 0o666)
+        is_ours, end = False, time.monotonic() + patience
         try:
-            end = time.monotonic() + _PATIENCE
-            while True:
+            while not is_ours:
                 try:
                     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_ours = True
                 except BlockingIOError:
-                    if time.monotonic() > end:
-                        yield False
-                        return
+                    if time.monotonic() >= end:
+                        break
                     time.sleep(0.01)
-                else:
-                    yield True
-                    return
+            yield is_ours
         finally:
+            if is_ours:
+                # A process that was forked meanwhile has the handle, too.
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
 
 
-def _open(path: str, max_bytes: int) -> PrefixStore:
-    return PrefixStore(path, max_bytes=max_bytes)
-
-
-def chain_keys(identity: str, ids: torch.Tensor, page_size: int) -> list[str]:
+def chain_keys(identity: str, ids: torch.Tensor, page_size: int, after: str = "") -> list[str]:
     """Return the key of each full page of one text: a hash of it and of all that is before it.
 
-    `ids` is `[N]`, int64, with -1 for padding; `identity` says what else the numbers depend on.
+    `ids` is `[N]`, int64, with -1 for padding; `identity` says what else the numbers depend on;
+    `after` is the key of the page before them, if they are not the beginning.
     """
     data = ids.cpu().numpy().astype("<i8")
-    keys, last = [], f"{_FORMAT}.{identity}".encode()
+    keys, last = [], bytes.fromhex(after) or f"{_FORMAT}.{identity}".encode()
     for start in range(0, len(data) - page_size + 1, page_size):
         digest = hashlib.sha256(last + b"\0" + data[start : start + page_size].tobytes())
         last = digest.digest()
@@ -328,13 +351,20 @@ def chain_keys(identity: str, ids: torch.Tensor, page_size: int) -> list[str]:
 
 def _read_file(path: Path, limit: int) -> bytes:
     """Return the bytes of a regular file, and of nothing else; raises OSError or ValueError."""
-    # A link leads out of the folder, and a pipe would never answer.
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
+    try:
+        handle = os.open(path, os.O_RDONLY | _FLAGS)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("a link") from error
+        raise
+    try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
             raise ValueError("not a file, or larger than the whole store may be")
-        return file.read(found.st_size)
+        with open(handle, "rb", closefd=False) as file:
+            return file.read(found.st_size)
+    finally:
+        os.close(handle)
 
 
 def _pack(key: str, page: Page) -> bytes:
@@ -355,12 +385,9 @@ def _unpack(key: str, data: bytes) -> Page:
     return Page(safetensors.load(data), json.loads(header["facts"]))
 
 
-def _header(data: bytes) -> dict[str, Any]:
+def _header(data: bytes) -> Any:
     size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    if not isinstance(header, dict):
-        raise ValueError("a header that is no object")
-    return header
+    return json.loads(data[8 : 8 + size])
 
 
 def _digest(key: str, facts: str, data: bytes) -> str:

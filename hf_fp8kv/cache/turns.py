@@ -143,5 +143,6 @@ def _code_turns_neighbors(module: ModuleType) -> bool:
         # Llama 4 and DeepSeek V2 turn complex numbers.
         turn: Any = getattr(module, "apply_rotary_emb", None)
         return turn is not None and "freqs_cis" in inspect.signature(turn).parameters
-    turned: list[float] = rotate_half(torch.arange(4.0)).tolist()
+    # Not where new tensors go by default, which may be no device.
+    turned: list[float] = rotate_half(torch.arange(4.0, device="cpu")).tolist()
     return turned == [-1.0, 0.0, -3.0, 2.0]

@@ -113,6 +113,14 @@ class BlockTable:
         self.version += 1
         return copies
 
+    def take_back(self, copies: Copies) -> None:
+        """List the sources of `reserve`'s copies again, which were not made."""
+        for source, page in zip(*copies, strict=True):
+            self.rows[self.rows == page] = source
+        self.allocator.share(copies[0])
+        self.allocator.drop(copies[1])
+        self.version += 1
+
     def truncate(self, length: int) -> None:
         """Drop the pages that hold no token below `length`."""
         count = max(self._pages(length), self.first)

@@ -165,7 +165,12 @@ class LayerGroup:
         else:
             self.release_passed(keep_recorded=True)
             self.shrink()
-        self.copy_pages(self.table.reserve(kept, stop, batch, granted=True))
+        copies = self.table.reserve(kept, stop, batch, granted=True)
+        try:
+            self.copy_pages(copies)
+        except BaseException:
+            self.table.take_back(copies)  # some layers do not have them: out of memory, Ctrl-C
+            raise
 
     def _first_kept(self, stop: int) -> int:
         """Return the first token of the pages that hold the last window of `stop` tokens."""
@@ -254,10 +259,7 @@ class LayerGroup:
 
     def shrink(self) -> None:
         """Renumber the pages and give bytes back, if few are held and no fork holds any."""
-        if not self.table.allocator.is_sparse:
-            return
-        pages = self.table.compact()
-        if pages is None:
+        if not self.table.allocator.is_sparse or (pages := self.table.compact()) is None:
             return
         for pool in self.pools:
             if pool.is_allocated:
@@ -265,10 +267,8 @@ class LayerGroup:
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages in every pool, and give each pool room for every page that exists."""
-        if not len(copies[0]):
-            return
         for pool in self.pools:
-            if pool.is_allocated:
+            if pool.is_allocated and len(copies[0]):
                 pool.grow(self.table.allocator.capacity)
                 pool.copy(copies)
 

@@ -15,7 +15,7 @@ import torch
 
 from ..formats import LayerPlan
 from ..ops import Pages
-from .block_table import Copies
+from .block_table import BlockTable, Copies
 from .page_allocator import Ints, PageBudget
 from .page_pool import PagePool
 
@@ -149,13 +149,16 @@ class OffloadedPool(PagePool):
 
     def grow(self, pages: int) -> None:
         """Make room for `pages` pages; the content stays."""
-        more = np.zeros(max(pages - self.pages, 0), bool)
-        self._on_device = np.concatenate([self._on_device, more])
-        self._on_host = np.concatenate([self._on_host, more])
-        if self.device_pool.is_allocated and len(more):
+        if pages <= self.pages:
+            return
+        if self.device_pool.is_allocated:
             self._prepare_move()
             self.wait()
             self.device_pool.grow(pages)
+        # After what may fail.
+        more = np.zeros(pages - self.pages, bool)
+        self._on_device = np.concatenate([self._on_device, more])
+        self._on_host = np.concatenate([self._on_host, more])
 
     # -- between the tiers -------------------------------------------------------------------
 
@@ -193,8 +196,11 @@ class OffloadedPool(PagePool):
             self._on_device[:] = False
             self.budget.note_place(self)
 
-    def written(self, pages: Ints) -> None:
-        """Note that `pages`, which are on the device, are written there."""
+    def written(self, table: BlockTable, start: int, stop: int) -> None:
+        """Note that the pages of these tokens, which are on the device, are written there."""
+        self._note_written(table.pages_of(start, stop))
+
+    def _note_written(self, pages: Ints) -> None:
         self._on_device[pages] = True
         self._on_host[pages] = False
 
@@ -278,7 +284,7 @@ class OffloadedPool(PagePool):
             if source is not None:
                 self.budget.use(self, destinations[:0], self, destinations[:0])
             self.device_pool.copy(copies, (source or self).with_pages(sources))
-            self.written(destinations)
+            self._note_written(destinations)
             return
         self._grow_host()
         self._settle()

@@ -11,7 +11,7 @@ from ..formats import AUTO, LayerPlan, SidePlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import address_pages, put_pages, take_pages, upload
 from ..ops.page_bytes import PageBytes, page_bytes
-from .block_table import Copies
+from .block_table import BlockTable, Copies
 from .page_allocator import Ints
 from .pending_write import PendingWrite
 
@@ -223,8 +223,8 @@ class PagePool:
             self._append(pages - self.pages, self._blocks[0].device)
             return
         self._prepare_move()
-        # One tensor after the other: at most one of them exists twice at a time.
-        for name, old in self.tensors().items():
+        # One after the other: at most one exists twice at a time. K is last, which has the number.
+        for name, old in reversed(self.tensors().items()):
             new = zeros((pages, *old.shape[1:]), old.dtype, old.device)
             new[: len(old)] = old
             setattr(self, name, new)
@@ -268,8 +268,8 @@ class PagePool:
         """Return a pool that has `pages` where operations read them: this one."""
         return self
 
-    def written(self, pages: Ints) -> None:
-        """Take note that `pages` are about to be written: nothing, where they are in one place."""
+    def written(self, table: BlockTable, start: int, stop: int) -> None:
+        """Note that a table's tokens `start` to `stop - 1` are written: nothing, in one place."""
 
     def receive(self, source: "PagePool", pages: npt.NDArray[np.integer], *, waits: bool) -> None:
         """Copy `pages`, ascending, from where `source`, perhaps elsewhere, has the same numbers.

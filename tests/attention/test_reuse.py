@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
-from hf_fp8kv import ConfigError, FP8PagedCache, disable, enable
+from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, disable, enable
 from hf_fp8kv.attention.reuse import CHUNKS_BEGIN_EMPTY
 from hf_fp8kv.cache.held_text import Text
 from tests.helpers.assertions import assert_same
@@ -244,14 +244,21 @@ def test_opting_out() -> None:
     assert not chat.cache.fork().reuse_prefix
 
 
-def test_a_failed_prompt_leaves_no_text() -> None:
-    chat = Chat("gqa", max_pages=5)
-    said, _ = chat.answer(chat.words(21))
-    with pytest.raises(Exception, match="max_pages"):
-        chat.answer(torch.cat([said, chat.words(20)], 1))
-    assert chat.cache.text is None
-    _, computed = chat.answer(torch.cat([said, chat.words(1)], 1), max_new_tokens=5)
-    assert computed == 2
+@pytest.mark.parametrize("name", ["gqa", "sliding_and_full", "skipped"])
+def test_a_failed_prompt_leaves_what_was_there(name: str) -> None:
+    """And nobody takes it for the beginning of another text."""
+    skipped = {"skip_layers": ["sliding_attention"]} if name == "skipped" else {}
+    chat = Chat("gqa" if name == "gqa" else "sliding_and_full", max_pages=10, **skipped)
+    said, _ = chat.answer(chat.words(21, rows=1 + (name == "gqa")))
+    ids = torch.cat([said, chat.words(60, rows=len(said))], 1)
+    with pytest.raises(OutOfPagesError):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    _, computed = chat.answer(ids[:, :31], max_new_tokens=5)
+    assert computed == (31 if name == "skipped" else 2)
+    with pytest.raises(OutOfPagesError):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    _, computed = chat.answer(chat.words(38, rows=len(said)), max_new_tokens=2)
+    assert computed == 38
 
 
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
@@ -280,6 +287,36 @@ def test_an_interrupted_chat(name: str, call: int, layer: int, known: int) -> No
     assert computed == 32 - known
     _, computed = chat.answer(edited[:, :32])
     assert computed == 1 or name in ENDS_WITH_STATE
+
+
+@pytest.mark.parametrize("call", [3, 4, 5])
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [("hybrid", {}), ("gqa", {"skip_layers": [0]}), ("gqa", {"skip_layers": [1]})],
+    ids=str,
+)
+def test_an_interrupted_chat_with_layers_of_transformers(
+    name: str, keywords: dict[str, Any], call: int
+) -> None:
+    """One of the two layers has stored the last token of what is then told, the other has not."""
+    calls: list[int] = []
+
+    def interrupt(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+
+    chat = Chat(name, **keywords)
+    ids = chat.words(21)
+    said, _ = chat.answer(ids)
+    chat.cache.reset()
+    handle = chat.model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        chat.model.generate(ids, past_key_values=chat.cache, **GREEDY)
+    handle.remove()
+    more = torch.cat([said, chat.words(5)], 1)
+    _, computed = chat.answer(more)
+    assert computed == more.shape[1]
 
 
 def test_every_step_of_other_decoding_is_told() -> None:

@@ -4,6 +4,7 @@ On a CPU both tiers are ordinary memory, and every copy between them is made. Wh
 reads as NaN here, and so does a page of the host that was written on the device since.
 """
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -19,6 +20,7 @@ from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, e
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.hot_loops import AttentionLayer
 from hf_fp8kv.paging import page_pool
+from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedPool
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
@@ -41,7 +43,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """NaN in every format of 8 bits and in floats: 0xFF (E3M4 and others: 0x80) is no number."""
-    evict, written = OffloadedPool.evict, OffloadedPool.written
+    evict, written = OffloadedPool.evict, OffloadedPool._note_written
 
     def poisoned(pool: PagePool, pages: Any = slice(None)) -> None:
         for part in pool.parts():
@@ -63,7 +65,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
             poisoned(self.host_pool, pages)
 
     monkeypatch.setattr(OffloadedPool, "evict", evict_all)
-    monkeypatch.setattr(OffloadedPool, "written", write_over)
+    monkeypatch.setattr(OffloadedPool, "_note_written", write_over)
 
 
 # Two layers with a window before each without one.
@@ -363,6 +365,43 @@ def test_a_refused_step_leaves_no_trace() -> None:
     assert_holds(pair)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("where", [{}, {"offloading": True}, {"max_device_pages": 9}], ids=str)
+def test_memory_that_does_not_suffice(
+    name: str, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of what a step does before its first layer has stored anything."""
+    calls: list[int] = []
+    pair = [FP8PagedCache(config(name), page_size=PAGE, **x) for x in ({}, where)]
+    for one in pair:
+        one.activate_past_recording()
+    feed(pair, 21)
+    pools = (PagePool, OffloadedPool) if where else (PagePool,)
+    methods = [(x, name) for x in pools for name in ("copy", "grow", "receive") if name in vars(x)]
+    for kind, method in methods:
+        for number in range(1, 5):
+            forks = [one.fork() for one in pair]  # so that pages are copied
+            stock = getattr(kind, method)
+            calls.clear()
+
+            def fail(*args: Any, stock: Any = stock, at: int = number, **kwargs: Any) -> Any:
+                calls.append(1)
+                if len(calls) == at:
+                    raise MemoryError
+                return stock(*args, **kwargs)
+
+            with monkeypatch.context() as patched, contextlib.suppress(MemoryError):
+                patched.setattr(kind, method, fail)
+                pair[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
+            pair[1].layers[0].crop(pair[0].get_seq_length() - pair[1].get_seq_length())
+            for window, group in pair[1].groups.items():
+                group.table.check(forks[1].groups[window].table)
+            assert_holds(forks)
+            feed(pair, 3, number)
+            assert_holds(pair)
+            assert_holds(forks)
+
+
 def test_tokens_are_assigned() -> None:
     pair = both()
     feed(pair, 21)
@@ -492,6 +531,18 @@ def test_memory_is_free_before_the_next_layer_takes_it(monkeypatch: pytest.Monke
             fp8_paged_attention(module, torch.randn(2, 2 * HEADS, 1, DIM), keys, values, None)
             del keys, values
     assert len(taken) == 3 * LAYERS + 1
+
+
+def test_a_cache_in_one_place_does_no_work_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    pages_of = BlockTable.pages_of
+    monkeypatch.setattr(BlockTable, "pages_of", lambda *args: found.append(1) or pages_of(*args))
+    pair = both()
+    feed(pair[:1], 21)
+    feed(pair[:1], 1, 1)
+    assert not found
+    feed(pair[1:], 21)
+    assert found
 
 
 def test_no_layer_waits_for_the_garbage_collector() -> None:

@@ -5,6 +5,8 @@ import errno
 import os
 import pickle
 import shutil
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from hf_fp8kv import (
     disable,
     enable,
 )
-from hf_fp8kv.cache.prefix_store import chain_keys
+from hf_fp8kv.cache.prefix_store import Page, _pack, chain_keys
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.store_kills import run_kills, run_together
@@ -355,7 +357,7 @@ def spoil(path: Path, number: int, others: list[Path], outside: Path) -> bool:
 def test_fifty_bad_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder, ids = tmp_path / "store", words(40)
     Reader(folder).answer(ids)
-    keys = [path.name for path in sorted(files_of(folder), key=lambda x: -x.stat().st_mtime_ns)]
+    keys = [f"{key}.safetensors" for key in keys_of(folder)]
     assert len(keys) == 5, "the first page has been used the most recently"
     before = {name: (folder / name).read_bytes() for name in keys}
     other = tmp_path / "other"
@@ -372,7 +374,7 @@ def test_fifty_bad_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         assert reader.answer(ids) == (8 if is_removable else 40 - PAGE * at), number
         if is_removable:
             assert not path.is_symlink()
-            assert reader.store.read(path.stem) is not None, "stored again"
+            assert reader.store.read(path.stem, _take_any) is not None, "stored again"
             continue
         assert path.is_dir()
         caplog.clear()
@@ -384,6 +386,130 @@ def test_fifty_bad_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert reader.store.usage().files == 5
 
 
+def _take_any(_page: Page) -> None:
+    """Find nothing wrong with a page."""
+
+
+def _set(place: str, value: Any) -> Callable[[Any, Any], Any]:
+    """Return what changes the facts of the last layer, or tensors of it."""
+
+    def change(tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+        if place.startswith("1."):
+            tensors[place] = value(tensors[place])
+        else:
+            facts["layers"][1][place] = value
+        return facts
+
+    return change
+
+
+def _drop(place: str) -> Callable[[Any, Any], Any]:
+    def change(tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+        (tensors if place in tensors else facts["layers"][1]).pop(place)
+        return facts
+
+    return change
+
+
+# By those who can write to the folder: whole files of the right name, which say what is not so.
+LIES: list[Callable[[Any, Any], Any]] = [
+    *(lambda _, facts, new=new: new for new in (None, [], "x", {}, {"layers": 0}, {"layers": []})),
+    lambda _, facts: {"layers": facts["layers"][:1]},
+    lambda _, facts: {"layers": facts["layers"] * 2},
+    lambda _, facts: {"layers": [[], []]},
+    *map(_drop, ("index", "window", "plan", "dtypes", "shape", "tensors", "1.k", "1.v_scales")),
+    *(_set("index", x) for x in (0, 7, "1", None, -1, 1.5)),
+    *(_set("window", x) for x in (9, "8", [], 2**70)),
+    *(_set("plan", x) for x in (["fp8_e4m3", "auto"], ["no such", "format"], "fp8", [], [1, 2])),
+    *(_set("dtypes", x) for x in (["load", "save"], ["int64", 3], ["quint8"] * 2, [], None)),
+    *(_set("shape", x) for x in ([3, 16, 16], [2, 16], [2, 16, 16, 1], [2**40, 0, 0], [-2, 16, 16],
+                                 ["2", 16, 16], [2.5, 16, 16], [2**70, 16, 16], [[2], 16, 16])),
+    *(_set("tensors", x) for x in ([], ["k", "v"], ["k", "v", "v_scales", "k_scales"], "k", None)),
+    _set("indexer", ["k"]),
+    _set("turns", {"mla": 1}),
+    _set("length", 10**9),
+    *(_set("1.v", change) for change in (
+        lambda x: x[:1], lambda x: x[None], lambda x: x.view(torch.int8), lambda x: x.float(),
+        lambda x: x.transpose(1, 2).contiguous(),
+    )),
+    _set("1.k_scales", lambda x: x.float()),
+    lambda tensors, facts: tensors.update(more=torch.zeros(3)) or facts,
+]  # fmt: skip
+
+
+def forge(folder: Path, key: str, change: Callable[[Any, Any], Any]) -> None:
+    page = PrefixStore(folder).read(key, _take_any)
+    assert page is not None
+    tensors = dict(page.tensors)
+    facts = change(tensors, copy.deepcopy(page.facts))
+    (folder / f"{key}.safetensors").write_bytes(_pack(key, Page(tensors, facts)))
+
+
+def keys_of(folder: Path) -> list[str]:
+    """Return the keys of a text's pages, which was used last: the first one the most recently."""
+    return [path.stem for path in sorted(files_of(folder), key=lambda x: -x.stat().st_mtime_ns)]
+
+
+def test_whole_files_that_lie(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ids = words(40)
+    Reader(tmp_path, "sliding").answer(ids)
+    reader = Reader(tmp_path, "sliding")
+    for number, change in enumerate(LIES):
+        at = number % 2
+        keys = keys_of(tmp_path)
+        forge(tmp_path, keys[at], change)
+        caplog.clear()
+        assert reader.answer(ids) == 40 - PAGE * at, number
+        assert len([x for x in caplog.records if "is not a page" in x.message]) == 1, number
+        assert reader.answer(ids) == 8, number
+
+
+def _other_sizes(heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
+    """Return what makes a page one of another model, of as many layers."""
+
+    def change(tensors: dict[str, torch.Tensor], facts: Any) -> Any:
+        for i, layer in enumerate(facts["layers"]):
+            layer.update(shape=[heads, dim, dim], dtypes=[dtype] * 2)
+            for side, shape in (("k", (heads, PAGE, dim)), ("v", (heads, dim, PAGE))):
+                tensors[f"{i}.{side}"] = torch.ones(shape, dtype=torch.uint8)
+                if f"{i}.{side}_scales" in tensors:
+                    tensors[f"{i}.{side}_scales"] = torch.ones(heads, PAGE, dtype=torch.bfloat16)
+        return facts
+
+    return change
+
+
+@pytest.mark.parametrize("other", [(3, 16, "float32"), (2, 8, "float32"), (2, 16, "float16"),
+                                   (2, 16, "int64"), (1 << 40, 0, "float32")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("keywords", [{}, {"scales": 0.05}, {"offloading": True}], ids=str)
+def test_all_pages_are_of_another_model(
+    other: tuple[int, int, str], keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    """Which is not known before the model's first layer has computed."""
+    if other[1] == 0 and not keywords.get("scales"):
+        pytest.skip("scales of so many heads take room")
+    ids = words(40, rows=2)
+    Reader(tmp_path, **keywords).answer(ids)
+    for path in files_of(tmp_path):
+        forge(tmp_path, path.stem, _other_sizes(*other))
+    reader = Reader(tmp_path, **keywords)
+    for how in ({}, {"prefill_chunk_size": 7}):
+        reader.calls.clear()
+        reader.answer(ids, **how)
+        assert sum(reader.calls) >= 40
+    # Where a page is refused before it is used, so is the next one the next time.
+    assert [reader.answer(ids) for _ in range(9)][-1] == 8, "all of it was stored again"
+
+
+def test_static_scales_of_other_heads(tmp_path: Path) -> None:
+    ids = words(40)
+    Reader(tmp_path, scales=scales_of()).answer(ids)
+    for path in files_of(tmp_path):
+        forge(tmp_path, path.stem, _other_sizes(3, 16, "float32"))
+    reader = Reader(tmp_path, scales=scales_of())
+    assert [reader.answer(ids) for _ in range(6)] == [40, 40 - 8, 40 - 16, 40 - 24, 8, 8]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_files_without_permission(tmp_path: Path) -> None:
     Reader(tmp_path).answer(words(40))
@@ -392,21 +518,29 @@ def test_files_without_permission(tmp_path: Path) -> None:
     assert Reader(tmp_path).answer(words(40)) == 40
 
 
-def test_a_file_that_may_not_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the test above, which root cannot run."""
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO, None])
+def test_a_file_that_cannot_be_read(
+    number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """It may be good: it is ignored, and left to those who can read it."""
     Reader(tmp_path).answer(words(40))
-    opened = os.open
+    reader, opened = Reader(tmp_path), os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
         if str(path).endswith(".safetensors"):
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            if number is None:
+                raise MemoryError
+            raise OSError(number, os.strerror(number), str(path))
         return opened(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", refuse)
-    assert Reader(tmp_path).answer(words(40)) == 40
-    assert "Permission denied" in caplog.text
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        for _ in range(2):
+            assert reader.answer(words(40)) == 40
+    assert ("MemoryError" if number is None else os.strerror(number)) in caplog.text
+    assert len(caplog.records) == 1
+    assert Reader(tmp_path).answer(words(40)) == 8
 
 
 # -- the disk ---------------------------------------------------------------------------------
@@ -433,6 +567,34 @@ def test_the_bound_holds_and_the_least_used_go(tmp_path: Path) -> None:
     tiny_store = Reader(tmp_path, max_bytes=page // 2)
     tiny_store.answer(words(40, seed=30))
     assert tiny_store.store.usage().files == 0
+
+
+def test_a_smaller_bound_holds_from_the_first_look_on(tmp_path: Path) -> None:
+    Reader(tmp_path).answer(words(40))
+    Reader(tmp_path).answer(words(40, seed=1))
+    page = files_of(tmp_path)[0].stat().st_size
+    store = PrefixStore(tmp_path, max_bytes=7 * page)
+    assert store.usage().files == 10, "nobody looked for a page"
+    assert Reader(tmp_path, max_bytes=7 * page).answer(words(40, seed=1)) == 8
+    assert size_of(tmp_path) <= 7 * page
+    assert Reader(tmp_path, max_bytes=7 * page).answer(words(40)) == 40 - 16
+    # A page that is larger than all there may be takes the place of nothing.
+    small = Reader(tmp_path, max_bytes=7 * page, page_size=128)
+    small.answer(words(250, seed=3))
+    assert small.store.usage().files == 7
+
+
+def test_a_smaller_bound_does_not_wait_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    Reader(tmp_path).answer(words(40))
+    with open(tmp_path / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
+        PrefixStore(tmp_path, max_bytes=1).read("x", _take_any)
+        assert len(files_of(tmp_path)) == 5
 
 
 @pytest.mark.parametrize("failure", ["write_bytes", "replace", "lock"])
@@ -474,20 +636,45 @@ def test_others_that_write_for_long_are_not_waited_for(
     with open(tmp_path / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert reader.answer(words(40)) == 40
-    assert not files_of(tmp_path)
+        assert not files_of(tmp_path)
+        monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited again"))
+        assert reader.answer(words(40)) == 40
     assert reader.answer(words(40)) == 40
     assert len(files_of(tmp_path)) == 5
+
+
+def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked while another thread writes has a copy of each open file."""
+    replace = os.replace
+    copies: list[int] = []
+
+    def fork(*args: Any) -> None:
+        handles = Path("/proc/self/fd").iterdir()
+        held = [int(x.name) for x in handles if x.is_symlink() and x.resolve().name == ".lock"]
+        copies.extend(map(os.dup, held))
+        replace(*args)
+
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fork)
+        Reader(tmp_path).answer(words(40))
+    assert copies
+    Reader(tmp_path).answer(words(40, seed=1))
+    assert len(files_of(tmp_path)) == 10
+    for handle in copies:
+        os.close(handle)
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
     (tmp_path / "folder").mkdir()
-    (tmp_path / ".gone.part").write_text("of a killed process")
+    (tmp_path / "film.part").write_text("mine")
+    (tmp_path / f".{64 * chr(97)}.safetensors.part").write_text("of a killed process")
     reader = Reader(tmp_path, max_bytes=1000)
     reader.answer(words(40))
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".safetensors"} == {
-        "README", "folder", ".lock",
+        "README", "folder", "film.part", ".lock",
     }  # fmt: skip
     assert (tmp_path / "model.safetensors").exists()
 
@@ -553,9 +740,9 @@ def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_unfinished_is_removed_if_it_can_be(tmp_path: Path) -> None:
     (tmp_path / "folder.part").mkdir()
-    (tmp_path / ".file.part").write_bytes(b"x")
+    (tmp_path / f".{64 * chr(97)}.safetensors.part").write_bytes(b"x")
     (tmp_path / "outside").write_bytes(b"x")
-    (tmp_path / ".link.part").symlink_to(tmp_path / "outside")
+    (tmp_path / f".{64 * chr(98)}.safetensors.part").symlink_to(tmp_path / "outside")
     reader = Reader(tmp_path)
     reader.answer(words(20))
     assert len(files_of(tmp_path)) == 2
@@ -565,11 +752,31 @@ def test_what_is_unfinished_is_removed_if_it_can_be(tmp_path: Path) -> None:
 
 def test_folders_and_bounds_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="a folder"):
-        PrefixStore(tmp_path / "file")
+    for path in (tmp_path / "file", "a\0b", None, 3):
+        with pytest.raises(ConfigError, match="a folder"):
+            PrefixStore(path)  # type: ignore[arg-type]
     for bound in (0, -1, 1.5, True, "1G"):
         with pytest.raises(ConfigError, match="max_bytes"):
             PrefixStore(tmp_path, max_bytes=bound)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["ein Ordner, größer", "link"])
+def test_odd_folders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a space, by a link, and from where the process has gone away since."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.chdir(tmp_path)
+    reader = Reader(Path(name))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert reader.answer(words(40)) == 40
+    assert len(files_of(tmp_path / name)) == 5
+    assert pickle.loads(pickle.dumps(reader.store)).path == tmp_path / name
+    assert Reader(tmp_path / name).answer(words(40)) == 8
+    # The folder goes away, and so do hits; answers stay.
+    shutil.rmtree((tmp_path / name).resolve())
+    assert reader.answer(words(40)) == 40
+    assert reader.answer(words(40)) == 40
 
 
 def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:

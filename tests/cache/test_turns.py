@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.cache.turns import STILL, Turns
+from hf_fp8kv.cache.turns import STILL, Turns, _code_turns_neighbors
 from tests.helpers.tiny_models import build, causal_config
 
 pytestmark = pytest.mark.text
@@ -90,3 +90,12 @@ def test_a_center_keeps_what_stays() -> None:
     torch.testing.assert_close(center, turns.steady(mean))
     assert center[..., 0].abs().max() < 0.1
     torch.testing.assert_close(center[..., 4:], mean[..., 4:])
+
+
+def test_the_device_of_new_tensors_does_not_matter() -> None:
+    model, _ = build("llama")
+    config = model.config
+    expected = Turns.of(config, 0)
+    _code_turns_neighbors.cache_clear()
+    with torch.device("meta"):
+        assert Turns.of(config, 0) == expected

@@ -503,7 +503,7 @@ def test_an_offloaded_pool_is_like_any_other(in_blocks, seed, room):
             here = whole(ours.device_pool)
             for name, tensor in whole(plain).items():
                 assert_same(here[name][read], tensor[read], f"step {step}, {name}")
-            ours.written(written)
+            ours._note_written(written)
             new = plain.take(written)
             for i, page in enumerate(written.tolist()):
                 for name in new:

@@ -4,7 +4,8 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
+from hf_fp8kv.cache.prefix_store import Page, _pack
+from hf_fp8kv.serving.engines import stored_blocks
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
 from tests.helpers.serve_process import Server, generate_answer, save_chat_model
 from tests.helpers.serving_tools import PAGE, batching, greedy
@@ -31,7 +34,13 @@ def words(count: int, seed: int = 0) -> list[int]:
 
 
 def answers(
-    folder: Path | None, texts: list[list[int]], *, seed: int = 0, pages: int = 64, **keywords: Any
+    folder: Path | None,
+    texts: list[list[int]],
+    *,
+    seed: int = 0,
+    pages: int = 64,
+    new: int = 9,
+    **keywords: Any,
 ) -> tuple[list[list[int]], Any, Any]:
     """Return what a new engine says, its usage at the end, and that of its store."""
     model, _ = tiny("gqa", seed, max_position_embeddings=512)
@@ -42,7 +51,7 @@ def answers(
     ) as manager:
         said = []
         for text in texts:  # one after the other, so that each may find what the others left
-            name = manager.add_request(text, max_new_tokens=9)
+            name = manager.add_request(text, max_new_tokens=new)
             said.append(manager.get_result(name, timeout=60).generated_tokens)
         used = serving.usage(manager)
     serving.disable(model)
@@ -96,26 +105,129 @@ def test_as_many_pages_as_are_free(tmp_path: Path) -> None:
         assert used.pages_used <= 12
 
 
+@contextmanager
+def engine(store: PrefixStore, pages: int = 64) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
+    """Yield what asks an engine, and waits until its request is over, and the engine's cache."""
+    model, _ = tiny("gqa", max_position_embeddings=512)
+    serving.enable(model, prefix_store=store)
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=batching(pages=pages)
+    ) as manager:
+
+        def ask(text: list[int]) -> list[int]:
+            name = manager.add_request(text, max_new_tokens=9)
+            said: list[int] = manager.get_result(name, timeout=60).generated_tokens
+            end = time.monotonic() + 30  # its blocks are given back after its answer
+            while allocator_of(manager).block_table and time.monotonic() < end:
+                time.sleep(0.01)
+            return said
+
+        ask(words(3, seed=99))
+        yield ask, manager.batch_processor.cache
+    serving.disable(model)
+
+
+def test_work_for_a_block_does_not_grow_with_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    touched: list[str] = []
+    hashed: list[int] = []
+    has, touch, chain = PrefixStore.has, PrefixStore.touch, stored_blocks.chain_keys
+    monkeypatch.setattr(PrefixStore, "has", lambda self, key: looked.append(key) or has(self, key))
+    monkeypatch.setattr(
+        PrefixStore, "touch", lambda self, keys: touched.extend(keys) or touch(self, keys)
+    )
+    monkeypatch.setattr(
+        stored_blocks, "chain_keys",
+        lambda name, ids, *more: hashed.append(len(ids)) or chain(name, ids, *more),
+    )  # fmt: skip
+    said, _, _ = answers(tmp_path, [words(10 * PAGE + 3)], new=14 * PAGE)
+    blocks = 24
+    assert len(list(tmp_path.glob("*.safetensors"))) == blocks
+    assert len(said[0]) == 14 * PAGE
+    assert sum(hashed) <= (blocks + 1) * PAGE, "each token once, and the block that is not there"
+    assert len(touched) == blocks, "once a request"
+    # A new block (twice, if it is written) and the one before it, and each once at the end.
+    assert len(looked) <= 4 * blocks
+
+
+def test_a_hot_beginning_outlives_what_came_later(tmp_path: Path) -> None:
+    """It is found in memory, and not read: its files are used all the same."""
+    hot, cold = words(4 * PAGE + 2), words(4 * PAGE + 2, seed=5)
+    with engine(PrefixStore(tmp_path)) as (ask, _):
+        ask(hot)
+        ask(cold)
+        ask(hot)
+        gone = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+        size = gone.stat().st_size
+        gone.unlink()  # the first page of the hot one, which was used last
+        ask(hot)
+        assert gone.exists(), "stored again"
+    PrefixStore(tmp_path, max_bytes=5 * size).read("x", print)
+    assert answers(tmp_path, [hot])[2].tokens_found == 4 * PAGE
+    assert answers(tmp_path, [cold])[2].tokens_found < 4 * PAGE
+
+
+def test_a_request_is_asked_about_once(tmp_path: Path) -> None:
+    with engine(PrefixStore(tmp_path)) as (ask, cache):
+        asked: list[str] = []
+        cache.takes_prefix = lambda request: asked.append(request) or True
+        ask(words(4 * PAGE))
+        assert len(asked) == 1
+
+
+def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
+    """The engine asks for it at each step, also where no block is free."""
+    text = words(6 * PAGE + 3)
+    answers(tmp_path, [text])
+    store = PrefixStore(tmp_path)
+    with engine(store) as (_, cache):
+        (allocator,) = cache.cache_allocators.values()
+        pool = allocator.pool
+        while pool.num_free_sectors:
+            pool.allocate_sector(allocator.index)
+        free = pool.get_free_blocks(allocator.index, pool.count_free_blocks(allocator.index))
+        before = store.counts()
+        for _ in range(3):
+            assert cache.search_prefix_match("waits", text) == 0
+        assert store.counts() == before
+        pool.free_blocks(allocator.index, free[:2])
+        assert cache.search_prefix_match("waits", text) == 2 * PAGE
+        assert store.counts()["tokens_found"] == before["tokens_found"] + 2 * PAGE
+        pool.free_blocks(allocator.index, free[2:])
+        cache.free_blocks("waits")
+        # A text that is not there is missed once, however often it is asked for.
+        misses = store.counts()["misses"]
+        for _ in range(3):
+            assert cache.search_prefix_match("other", words(6 * PAGE, seed=8)) == 0
+        assert store.counts()["misses"] == misses + 1
+
+
+def test_no_step_runs_while_blocks_are_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the engine computes on a stream of its own."""
+    text = words(3 * PAGE + 3)
+    answers(tmp_path, [text])
+    done: list[str] = []
+    put = stored_blocks.StoredBlocks._put
+    monkeypatch.setattr(stored_blocks.StoredBlocks, "_wait", lambda _: done.append("wait"))
+    monkeypatch.setattr(
+        stored_blocks.StoredBlocks, "_put", lambda self, page: done.append("put") or put(self, page)
+    )
+    answers(tmp_path, [text])
+    assert done == ["wait", "put", "put", "put", "wait"]
+
+
 def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
     """A beginning that was given up, and a request that must not find one (it wants logits)."""
     text = words(6 * PAGE + 3)
     expected, _, _ = answers(tmp_path, [text])
-    model, _ = tiny("gqa", max_position_embeddings=512)
     store = PrefixStore(tmp_path)
-    serving.enable(model, prefix_store=store)
-    with model.continuous_batching_context_manager(
-        generation_config=greedy(), continuous_batching_config=batching(pages=64)
-    ) as manager:
-
-        def ask() -> None:
-            name = manager.add_request(text, max_new_tokens=9)
-            assert manager.get_result(name, timeout=60).generated_tokens == expected[0]
-            end = time.monotonic() + 30  # its blocks are given back after its answer
-            while allocator_of(manager).block_table and time.monotonic() < end:
-                time.sleep(0.01)
-
-        ask()
-        cache, allocator = manager.batch_processor.cache, allocator_of(manager)
+    with engine(store) as (ask, cache):
+        assert ask(text) == expected[0]
+        (allocator,) = cache.cache_allocators.values()
         ledger, pool = allocator.ledger, allocator.pool
         assert store.usage().hits == 1
         for taken in (True, False):
@@ -126,13 +238,12 @@ def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
             pool.free_blocks(allocator.index, [blocks[2]])
             cache.takes_prefix = lambda _request, taken=taken: taken
             before = (store.usage().hits, held(allocator))
-            ask()
+            assert ask(text) == expected[0]
             assert store.usage().hits == before[0] + taken
             assert held(allocator) == before[1] + 1 == len(ledger.cached_blocks)
             assert list(ledger.cached_blocks)[-6:][::-1] == [
                 ledger.hash_to_block[x] for x in hashes_of(text)
             ]
-    serving.disable(model)
 
 
 def allocator_of(manager: Any) -> Any:
@@ -174,6 +285,31 @@ def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
     assert said == expected
     assert found.files_refused == 1
     assert answers(tmp_path, [text])[2].hits == 1
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda row: Page({}, {}),
+        lambda row: Page({"rows": row}, {}),
+        lambda row: Page({"block": row, "more": row.clone()}, {}),
+        lambda row: Page({"block": row[:-1]}, {}),
+        lambda row: Page({"block": row[None]}, {}),
+        lambda row: Page({"block": row.view(torch.int8)}, {}),
+        lambda row: Page({"block": row}, {"layers": []}),
+    ],
+    ids=range(7),
+)
+def test_whole_files_that_lie(lie: Callable[[torch.Tensor], Page], tmp_path: Path) -> None:
+    text = words(4 * PAGE)
+    expected, _, _ = answers(tmp_path, [text])
+    for path in tmp_path.glob("*.safetensors"):
+        page = PrefixStore(tmp_path).read(path.stem, lambda _: None)
+        assert page is not None
+        path.write_bytes(_pack(path.stem, lie(page.tensors["block"])))
+    said, _, found = answers(tmp_path, [text])
+    assert said == expected
+    assert found.files_refused == 1
 
 
 def test_models_with_windows_are_refused(tmp_path: Path) -> None:

@@ -242,10 +242,14 @@ class EngineCache:
             self._work[kind] = decode_work(table, lengths, self.page_layout.slots)
         return self._work[kind]
 
+    def fetch_prefix(self, request_id: str, prompt_ids: list[int]) -> None:
+        """Put what a store has of a prompt where the engine finds it; nothing without a store."""
+
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Return the tokens of a prompt that are in the cache, as the engine does; count them."""
         if self.takes_prefix is not None and not self.takes_prefix(request_id):
             return 0
+        self.fetch_prefix(request_id, prompt_ids)
         engine: Any = super()
         tokens = int(engine.search_prefix_match(request_id, prompt_ids))
         self.prefix_hits += tokens > 0

@@ -90,18 +90,21 @@ class Cache(EngineCache, stock.PagedAttentionCache):  # type: ignore[misc]
                 "out, or use generate()"
             )
 
-    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        """Return the tokens of a prompt that are in the cache, or were in a store."""
-        takes_prefix = self.takes_prefix is None or self.takes_prefix(request_id)
-        if self._stored is not None and takes_prefix:
-            self._stored.fetch(prompt_ids)
-        return super().search_prefix_match(request_id, prompt_ids)
+    def fetch_prefix(self, request_id: str, prompt_ids: list[int]) -> None:
+        if self._stored is not None:
+            self._stored.fetch(request_id, prompt_ids)
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         """Note that a request's blocks are full, as the engine does, and leave them in a store."""
         super().mark_complete_blocks(state, complete_blocks)
         if self._stored is not None and complete_blocks:
             self._stored.keep(state.request_id, state.initial_tokens + state.generated_tokens)
+
+    def free_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
+        """Free a request's blocks, as the engine does, once the store knows that they were used."""
+        if self._stored is not None:
+            self._stored.finish(request_id)
+        super().free_blocks(request_id, *args, **kwargs)
 
     def make_memory_handler(self, **planned: Any) -> Any:
         return _MemoryHandler(**planned)

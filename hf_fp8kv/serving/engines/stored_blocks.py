@@ -15,71 +15,126 @@ _NAME = "block"
 
 
 class StoredBlocks:
-    """The blocks of one allocator, and a store; `identity` says what else their bytes depend on."""
+    """The blocks of one allocator, and a store; `identity` says what else their bytes depend on.
+
+    The engine's thread alone uses it.
+    """
 
     def __init__(self, store: PrefixStore, identity: str, allocator: Any) -> None:
         self._store, self._allocator = store, allocator
         self._slots, self._rows = int(allocator.tokens_per_page), allocator._copy_view
+        self._device: torch.device = self._rows.device
         self._identity = f"{identity}.blocks.{self._rows.width}"
+        # Of each block that was full once: the engine's hash of it and the key in the store, which
+        # hold for as long as the engine has that hash for the block.
+        self._keys: dict[int, tuple[int, str]] = {}
+        self._missed: set[str] = set()  # requests; a waiting one asks at each step
 
-    def fetch(self, tokens: list[int]) -> None:
+    def fetch(self, request_id: str, tokens: list[int]) -> None:
         """Put the beginning of a prompt that the store has among the blocks kept for reuse.
 
         As many blocks as are free are taken; at least one token is left to be computed.
         """
         allocator, slots = self._allocator, self._slots
-        most = (len(tokens) - 1) // slots
-        known = len(allocator.match_prefix_blocks(tokens))
-        if known >= most:
-            return
-        keys = chain_keys(self._identity, torch.tensor(tokens), slots)
-        rows: list[torch.Tensor] = []
-        for key in keys[known:most]:
-            page = self._store.read(key)
-            if page is None:
+        most, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
+        blocks: list[int] = []
+        key, name = "", None
+        for place in range(most if known < most else 0):
+            if not self._has_room():
                 break
-            rows.append(page.tensors[_NAME])
-        blocks = self._take(len(rows))
-        if not blocks:
-            self._store.count(misses=int(not known))
-            return
-        index = torch.tensor(blocks, device=self._rows.device)
-        self._rows.index_copy_(0, index, torch.stack(rows[: len(blocks)]).to(self._rows.device))
-        last = None
-        for place in range(known + len(blocks)):
-            part = list(tokens[place * slots : (place + 1) * slots])
-            last = cache_allocator.compute_block_hash(last, part)
-            if place >= known:
-                allocator.ledger.register_new_hash(blocks[place - known], last)
-        # A block with a hash is kept, the last one to be given up first; one whose like there was
-        # already, behind what had been given up, is free again.
-        free = [block for block in reversed(blocks) if allocator.ledger.release(block)]
-        allocator.pool.free_blocks(allocator.index, free)
-        self._store.touch(keys[: known + len(blocks)])
-        self._store.count(hits=1, tokens_found=len(blocks) * slots)
+            part = tokens[place * slots : (place + 1) * slots]
+            (key,) = chain_keys(self._identity, torch.tensor(part), slots, key)
+            name = cache_allocator.compute_block_hash(name, part)
+            if name in allocator.ledger.hash_to_block:
+                continue  # also one behind what was given up
+            page = self._store.read(key, self._check)
+            if page is None:
+                if not known and not blocks and request_id not in self._missed:
+                    self._missed.add(request_id)
+                    self._store.count(misses=1)
+                break
+            if not blocks:
+                self._wait()  # a step that runs may still write to what is free
+            blocks.append(self._put(page))
+            allocator.ledger.register_new_hash(blocks[-1], name)
+            self._keys[blocks[-1]] = name, key
+        if blocks:
+            self._wait()  # the engine computes on another stream
+            # A block with a hash is kept for reuse, the last one to be given up first.
+            for block in reversed(blocks):
+                allocator.ledger.release(block)
+            self._store.count(hits=1, tokens_found=len(blocks) * slots)
 
-    def _take(self, count: int) -> list[int]:
-        """Return up to `count` free blocks, which are not free any more."""
+    def _check(self, page: Page) -> None:
+        """Raise ValueError for a page that is no block of this engine; see `PrefixStore.read`."""
+        row = page.tensors[_NAME]
+        if page.facts or len(page.tensors) > 1 or row.shape != (self._rows.width,):
+            raise ValueError("not a block of this engine")
+        if row.dtype != torch.uint8:
+            raise ValueError(f"a block of {row.dtype}")
+
+    def _has_room(self) -> bool:
         pool, index = self._allocator.pool, self._allocator.index
-        while pool.count_free_blocks(index) < count and pool.num_free_sectors:
+        return bool(pool.count_free_blocks(index) or pool.num_free_sectors)
+
+    def _put(self, page: Page) -> int:
+        """Copy a page to a free block, which is not free any more, and return that."""
+        pool, index = self._allocator.pool, self._allocator.index
+        if not pool.count_free_blocks(index):
             pool.allocate_sector(index)
-        count = min(count, pool.count_free_blocks(index))
-        return list(pool.get_free_blocks(index, count)) if count else []
+        (block,) = pool.get_free_blocks(index, 1)
+        self._rows.index_copy_(0, self._place(block), page.tensors[_NAME][None].to(self._device))
+        return int(block)
+
+    def _place(self, block: int) -> torch.Tensor:
+        return torch.tensor([block], device=self._device)
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).synchronize(self._device)
 
     def keep(self, request_id: str, tokens: list[int]) -> None:
-        """Store the full blocks of a request that the store does not have."""
-        table = list(self._allocator.block_table.get(request_id, ()))
-        hashes = self._allocator.ledger.block_to_hash
-        full = next((at for at, block in enumerate(table) if block not in hashes), len(table))
-        if full:
-            keys = chain_keys(
-                self._identity, torch.tensor(tokens[: full * self._slots]), self._slots
-            )
-            self._store.write(keys, lambda places: self._copy([table[at] for at in places]))
+        """Store the blocks of a request that are full since the last time."""
+        keys, new = self._find_keys(request_id, tokens)
+        if new:
+            self._write(request_id, keys, len(keys) - new)
 
-    def _copy(self, blocks: list[int]) -> list[Page]:
-        if not blocks:
-            return []
-        index = torch.tensor(blocks, device=self._rows.device)
-        rows = self._rows.index_select(0, index).cpu()
-        return [Page({_NAME: row.clone()}, {}) for row in rows]
+    def finish(self, request_id: str) -> None:
+        """Note that the blocks of a request were used, and store those that are gone from there.
+
+        Before the engine gives the blocks up.
+        """
+        self._missed.discard(request_id)
+        keys, _ = self._find_keys(request_id, [])
+        if keys:
+            self._write(request_id, keys, 0)
+            self._store.touch(keys)
+
+    def _find_keys(self, request_id: str, tokens: list[int]) -> tuple[list[str], int]:
+        """Return the keys of a request's full blocks, and how many at the end are new."""
+        slots, names = self._slots, self._allocator.ledger.block_to_hash
+        table = self._allocator.block_table.get(request_id, ())
+        keys: list[str] = []
+        full = 0
+        for block in table:
+            if block not in names:
+                break
+            known, key = self._keys.get(block, (None, ""))
+            if known == names[block] and full == len(keys):
+                keys.append(key)
+            full += 1
+        known_ones = len(keys)
+        if part := tokens[known_ones * slots : full * slots]:
+            after = keys[-1] if keys else ""
+            keys += chain_keys(self._identity, torch.tensor(part), slots, after)
+            for block, key in zip(table[known_ones:], keys[known_ones:], strict=False):
+                self._keys[block] = names[block], key
+        return keys, len(keys) - known_ones
+
+    def _write(self, request_id: str, keys: list[str], first: int) -> None:
+        table = self._allocator.block_table[request_id]
+        # One after the other: on a GPU, room for many would not be in the engine's plan.
+        self._store.write(keys, lambda places: (self._copy(table[at]) for at in places), first)
+
+    def _copy(self, block: int) -> Page:
+        return Page({_NAME: self._rows.index_select(0, self._place(block))[0].cpu()}, {})
