@@ -21,6 +21,7 @@ class Assembly:
         registers: per thread; of AMD's, vector and accumulation registers together.
         spills: of NVIDIA's, instructions that keep registers in local memory; of AMD's, vector
             registers that are kept in memory.
+        loop_spills: of NVIDIA's, those of them that are in the main loop.
         doubles: instructions on float64.
         loop: instructions of the main loop: the innermost one that multiplies matrices. Where
             there are several, that with the most loads of 16 bytes, and of those the shortest: the
@@ -39,6 +40,7 @@ class Assembly:
     wide_bytes: int
     byte_loads: int
     conversions: int
+    loop_spills: int = 0
     ahead: float = 0.0
 
 
@@ -67,6 +69,7 @@ _SASS_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
 _SASS_JUMP = re.compile(r"BRA.*\((\.L_x_\d+)\)")
 _SASS_PRODUCT = re.compile(r"(H|Q|I|B|O)?G?MMA\b|UTC\w*MMA")
 _SASS_WIDE = r"(LDG|LDGSTS)\.\S*\b128\b"
+_SASS_SPILL = r"(STL|LDL)\b"
 _SASS_DOUBLE = re.compile(r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F64|DMMA")
 
 
@@ -78,7 +81,8 @@ def read_nvidia(text: str, usage: str) -> Assembly:
     assert registers is not None, usage
     return Assembly(
         registers=int(registers[1]),
-        spills=_count(r"(STL|LDL)\b", lines),
+        spills=_count(_SASS_SPILL, lines),
+        loop_spills=_count(_SASS_SPILL, loop),
         doubles=sum(_SASS_DOUBLE.match(line) is not None for line in lines),
         loop=len(loop),
         wide_bytes=16 * _count(_SASS_WIDE, loop),

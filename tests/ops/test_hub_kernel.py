@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -51,6 +52,10 @@ def test_it_imports_torch_and_triton_and_itself_alone(folder):
         assert {path.relative_to(built) for path in built.rglob("*.py")} == sources
 
 
+@pytest.mark.skipif(
+    version("triton").startswith("3.9."),
+    reason="in the interpreter of Triton 3.9 a comparison of scalars is no mask of a block",
+)
 def test_its_own_tests_pass(folder):
     run(folder, "-m", "pytest", "-q", "-k", "1-fp8_e3m4 or 5-int8", "tests")
 

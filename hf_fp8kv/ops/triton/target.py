@@ -212,6 +212,10 @@ class _Recorder(threading.local):
 
 _recorder = _Recorder()
 
+# Of every kernel that says nothing else. Triton 3.9 warns where nothing is said of fusing products
+# with sums, since 3.10 will not do it by itself.
+_OPTIONS = {"enable_fp_fusion": True}
+
 
 @contextmanager
 def recording() -> Iterator[list[Launched]]:
@@ -231,6 +235,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """
     if 0 in grid:
         return
+    constants = _OPTIONS | constants
     if _compile is not None:
         _compile(kernel, grid, args, constants)
         return
@@ -251,6 +256,7 @@ def compiled_size(kernel: Any, *args: Any, **constants: Any) -> tuple[int, int] 
 
     The arguments are those of a launch. None: nothing is compiled for the device that they are on.
     """
+    constants = _OPTIONS | constants
     device = next(x.device for x in args if isinstance(x, torch.Tensor))
     if _compile is not None or device.type != "cuda":
         return None
