@@ -105,7 +105,7 @@ def _narrowed(handle: Any) -> Any:
 
 
 def _any_bfloat16(values: tuple[Any, ...]) -> bool:
-    for value in values:  # a generator for any() would take longer than the rest
+    for value in values:  # noqa: SIM110 (a generator would take longer than the rest)
         if isinstance(value, Handle) and value.dtype.scalar.name == "bf16":
             return True
     return False
@@ -258,7 +258,7 @@ def _look_types_up_once() -> None:
 
 
 def _make_types_once() -> None:
-    """Make a type of blocks once for each element and shape, and the shape of its tensors with it."""
+    """Make a type of blocks once for each element and shape, and with it what its tensors have."""
     block, tensor = tl.block_type, tl.tensor
     make_block, make_tensor = block.__init__, tensor.__init__
     made: dict[tuple[Any, ...], Any] = {}
@@ -306,8 +306,8 @@ def _check_operands_once() -> None:
     numbers = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
     known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
-    def as_operand(self: Any, number: Any, beside: Any, rules: tuple[Any, ...], turned: bool) -> Any:
-        key = id(beside.type), type(number), number, rules, turned
+    def as_operand(self: Any, number: Any, beside: Any, rules: Any, turned: bool) -> Any:
+        key = id(beside.type), type(number), number, rules
         found = known.get(key)
         if found is None:
             both = (number, beside) if turned else (beside, number)
