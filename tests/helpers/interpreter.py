@@ -8,8 +8,8 @@ NaN through a maximum, does not know the FNUZ formats, takes a comparison of sca
 and needs numpy < 2.4 for a loop whose bound is loaded. TRITON_INTERPRET=1 must be set before Triton
 is imported: conftest.py does that.
 
-More changes save three quarters of its time, which goes into describing types, not into numbers: the
-language is patched once per launch instead of in every call of a device function, overflow of
+More changes save three quarters of its time, which goes into describing types, not into numbers:
+the language is patched once per launch instead of in every call of a device function, overflow of
 integers is not computed for a check that is off, a type of blocks is made once for each shape, and
 what follows from types alone is not computed again for every tensor.
 """
