@@ -273,6 +273,8 @@ def test_a_compiled_step_fits_a_cuda_graph(
     name: str, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Traced on the device "meta", which like CUDA is not the CPU; nothing is computed."""
+    if name == "kv_sharing" and keywords:
+        pytest.skip("layers that share are about plans, which kinds of scale are not")
     triton_standin(monkeypatch, computes=False)
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     model = model.to("meta")

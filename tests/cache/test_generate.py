@@ -1,6 +1,7 @@
 """Every feature of generate(), on tiny models: with dtype="auto" just what DynamicCache gives."""
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -50,6 +51,14 @@ def unpadded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor[1:] for name, tensor in inputs.items()}
 
 
+@functools.cache
+def stock_answer(name: str, row: bool = False, **keywords: Any) -> torch.Tensor:
+    """What the model says with its ordinary attention and `DynamicCache`."""
+    stock, inputs = tiny(name, attn_implementation=dense_attention(name))
+    cache = DynamicCache(config=stock.config)
+    return generate(stock, unpadded(inputs) if row else inputs, cache, **keywords)
+
+
 @pytest.fixture(params=["own", "fp8_paged"])
 def attention(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -60,29 +69,27 @@ def attention(request: pytest.FixtureRequest) -> str:
 class TestAuto:
     """dtype="auto" stores what it is given: whatever differs is a lost or misplaced token."""
 
-    def pair(self, name: str, attention: str) -> tuple[Any, Any, Any]:
-        stock, inputs = tiny(name, attn_implementation=dense_attention(name))
+    def model(self, name: str, attention: str) -> tuple[Any, Any]:
         chosen = dense_attention(name) if attention == "own" else attention
-        model, _ = tiny(name, attn_implementation=chosen)
-        return stock, model, inputs
+        return tiny(name, attn_implementation=chosen)
 
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
-        stock, model, inputs = self.pair(name, attention)
+        model, inputs = self.model(name, attention)
         for keywords in (
             {},
             {"num_beams": 3, "num_return_sequences": 2},
             {"prefill_chunk_size": 5},
         ):
-            expected = generate(stock, inputs, DynamicCache(config=stock.config), **keywords)
             cache = new_cache(model, dtype="auto", prefill=prefill)
-            assert_same(generate(model, inputs, cache, **keywords), expected, keywords)
+            said = generate(model, inputs, cache, **keywords)
+            assert_same(said, stock_answer(name, **keywords), keywords)
             for group in cache.groups.values():
                 group.table.check()
 
     def test_rollback(self, name: str, prefill: str, attention: str) -> None:
-        stock, model, inputs = self.pair(name, attention)
+        model, inputs = self.model(name, attention)
         row = unpadded(inputs)
-        expected = generate(stock, row, DynamicCache(config=stock.config))
+        expected = stock_answer(name, row=True)
         draft, _ = tiny(name, attn_implementation=dense_attention(name))
         with torch.no_grad():
             for weight in draft.parameters():
@@ -102,16 +109,15 @@ class TestAuto:
                 assert not cache.paged_layers[0].shared.apart, "layers that part ways"
 
     def test_preallocated_form(self, name: str, prefill: str, attention: str) -> None:
-        stock, model, inputs = self.pair(name, attention)
-        expected = generate(stock, inputs, DynamicCache(config=stock.config))
+        model, inputs = self.model(name, attention)
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         for _ in range(2):
-            assert_same(generate(model, inputs, cache, disable_compile=True), expected)
+            said = generate(model, inputs, cache, disable_compile=True)
+            assert_same(said, stock_answer(name))
             cache.reset()
-        beams = {"num_beams": 3, "disable_compile": True}
-        expected = generate(stock, inputs, DynamicCache(config=stock.config), **beams)
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
-        assert_same(generate(model, inputs, cache, **beams), expected)
+        said = generate(model, inputs, cache, num_beams=3, disable_compile=True)
+        assert_same(said, stock_answer(name, num_beams=3))
 
 
 @pytest.mark.parametrize("page_size", [16, 64])

@@ -8,9 +8,10 @@ NaN through a maximum, does not know the FNUZ formats, takes a comparison of sca
 and needs numpy < 2.4 for a loop whose bound is loaded. TRITON_INTERPRET=1 must be set before Triton
 is imported: conftest.py does that.
 
-Three more changes save half of its time: the language is patched once per launch instead of in
-every call of a device function, overflow of integers is not computed for a check that is off, and
-the numpy type of a type is looked up once.
+More changes save three quarters of its time, which goes into describing types, not into numbers:
+the language is patched once per launch instead of in every call of a device function, overflow of
+integers is not computed for a check that is off, a type of blocks is made once for each shape, and
+what follows from types alone is not computed again for every tensor.
 """
 
 import functools
@@ -52,6 +53,10 @@ def repair() -> None:
     """Repair the interpreter of this process, once."""
     interpreter._convert_float = _convert
     _look_types_up_once()
+    _make_types_once()
+    _check_operands_once()
+    _compare_types_by_identity()
+    _make_handles_in_one_call()
     _repair_casts()
     _repair_arithmetic()
     _repair_maximum()
@@ -99,8 +104,11 @@ def _narrowed(handle: Any) -> Any:
     return Handle(_convert(data, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
 
-def _is_bfloat16(value: Any) -> bool:
-    return isinstance(value, Handle) and value.dtype.scalar == tl.bfloat16
+def _any_bfloat16(values: tuple[Any, ...]) -> bool:
+    for value in values:  # noqa: SIM110 (a generator would take longer than the rest)
+        if isinstance(value, Handle) and value.dtype.scalar.name == "bf16":
+            return True
+    return False
 
 
 def _repair_casts() -> None:
@@ -122,7 +130,7 @@ def _repair_arithmetic() -> None:
     def in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def wrapped(self: Any, *operands: Any) -> Any:
-            if any(_is_bfloat16(x) for x in operands):
+            if _any_bfloat16(operands):
                 wide = (_widened(x) if isinstance(x, Handle) else x for x in operands)
                 return _narrowed(operation(self, *wide))
             found = operation(self, *operands)
@@ -226,6 +234,14 @@ def _patch_once_per_launch() -> None:
         except Exception as error:
             raise interpreter.InterpreterError(repr(error)) from error
 
+    def patch_attr(of: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        def with_semantic(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(of, name, with_semantic)
+
+    interpreter._patch_attr = patch_attr
     interpreter._patch_lang = lambda _: patch(everything)
     interpreter.InterpretedFunction.__call__ = call
 
@@ -239,6 +255,106 @@ def _look_types_up_once() -> None:
         return _POINTER if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
 
     interpreter._get_np_dtype = get_np_dtype
+
+
+def _make_types_once() -> None:
+    """Make a type of blocks once for each element and shape, and with it what its tensors have."""
+    block, tensor = tl.block_type, tl.tensor
+    make_block, make_tensor = block.__init__, tensor.__init__
+    made: dict[tuple[Any, ...], Any] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+
+    def new(kind: Any, element: Any, shape: Any) -> Any:
+        if kind is not block:
+            return object.__new__(kind)
+        key = id(element), *(x.value if isinstance(x, tl.constexpr) else x for x in shape)
+        found = made.get(key)
+        if found is None:
+            found = object.__new__(kind)
+            make_block(found, element, shape)
+            made[key] = found  # and with it the element, so that no other gets its id
+        return found
+
+    def init_block(self: Any, element: Any, shape: Any) -> None:
+        if type(self) is not block:
+            make_block(self, element, shape)
+
+    def init_tensor(self: Any, handle: Any, kind: Any) -> None:
+        try:
+            self.shape, self.numel, self.dtype = kind.of_tensors
+        except AttributeError:
+            make_tensor(self, handle, kind)
+            sizes = tuple(x.value for x in self.shape)
+            self.shape = shapes.setdefault(sizes, self.shape)
+            kind.of_tensors = self.shape, self.numel, self.dtype
+        self.handle, self.type = handle, kind
+
+    block.__new__, block.__init__, tensor.__init__ = new, init_block, init_tensor
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, x: Any, y: Any) -> Any:
+        # Of scalars it is the same empty one.
+        return (x, y) if x.shape is y.shape else broadcast(self, x, y)
+
+    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _check_operands_once() -> None:
+    """Remember what a Python number becomes beside blocks of a type; equal types need no check."""
+    check = TritonSemantic.binary_op_type_checking_impl
+    numbers = {*tl.dtype.SINT_TYPES, *tl.dtype.UINT_TYPES, "fp16", "bf16", "fp32", "fp64"}
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def as_operand(self: Any, number: Any, beside: Any, rules: Any, turned: bool) -> Any:
+        key = id(beside.type), type(number), number, rules
+        found = known.get(key)
+        if found is None:
+            both = (number, beside) if turned else (beside, number)
+            both = check(self, *both, *rules)
+            one, other = both[::-1] if turned else both
+            if one is not beside:
+                return both
+            other.handle.data.flags.writeable = False
+            if len(known) > 4096:
+                known.clear()
+            found = known[key] = other, beside.type  # the type, so that no other gets its id
+        return (found[0], beside) if turned else (beside, found[0])
+
+    def binary_op_type_checking_impl(self: Any, x: Any, y: Any, *rules: Any, **more: Any) -> Any:
+        if type(x) is tl.tensor and x.dtype.name in numbers and not more:
+            # Equal types stay as they are, unless they are divided.
+            if type(y) is tl.tensor and x.dtype is y.dtype and len(rules) < 4:
+                return self.broadcast_impl_value(x, y)
+            if type(y) in (int, float):
+                return as_operand(self, y, x, rules, False)
+        elif type(x) in (int, float) and type(y) is tl.tensor and y.dtype.name in numbers:
+            return as_operand(self, x, y, rules, True)
+        return check(self, x, y, *rules, **more)
+
+    TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
+
+
+def _compare_types_by_identity() -> None:
+    """Compare scalar types by identity first, and look for what is nested only in what may be."""
+    integers = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
+    equal, unwrap = tl.dtype.__eq__, tl.core._unwrap_if_constexpr
+    tl.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    tl.dtype.is_int = lambda self: self.name in integers
+    flat = {tl.tensor, tl.dtype, tl.block_type, int, float, bool, str, type(None)}
+    tl.core._unwrap_if_constexpr = lambda x: x if type(x) in flat else unwrap(x)
+
+
+def _make_handles_in_one_call() -> None:
+    """Give every handle its attributes; only a wide number is compared with its type's width."""
+    check = Handle.__post_init__
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > 1:
+            check(self)
+
+    Handle.__init__ = init
 
 
 def _silence() -> None:

@@ -480,7 +480,8 @@ def causal_config(name: str, **config: Any) -> PreTrainedConfig:
     part = next((key for key in base.sub_configs if getattr(base, key, None) is text), None)
     text = base if part is None else text
     table = dict(SIZES)
-    if _knows(text, "kv_lora_rank"):
+    fields = _fields(text)
+    if _knows(text, "kv_lora_rank", fields):
         table.update(LATENT)
         del table["head_dim"]
     options = _options(text, table, {})
@@ -489,7 +490,7 @@ def causal_config(name: str, **config: Any) -> PreTrainedConfig:
         for key in ("num_hidden_layers", "n_layer", "num_layers"):
             options.pop(key, None)
         options.update(_DECODER_ONLY)
-    elif _knows(text, "is_decoder"):
+    elif _knows(text, "is_decoder", fields):
         options["is_decoder"] = True
     options = _options(text, options, CAUSAL_EXTRAS.get(name, {}) | config)
     if part is not None:
@@ -504,7 +505,7 @@ _MAY_BE_NONE = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "q
 def _layer_types(name: str, text: PreTrainedConfig) -> Options:
     """Each kind of layer of the type twice, or once where there are many kinds."""
     kinds = getattr(text, "layer_types", None)
-    if kinds is None or not _knows(text, "layer_types") or "mamba" in name:
+    if kinds is None or not _knows(text, "layer_types", _fields(text)) or "mamba" in name:
         return {}
     kinds = list(dict.fromkeys(kinds))
     kinds = (2 * kinds)[: max(2, len(kinds))]
@@ -531,19 +532,31 @@ def _make(kind: type[PreTrainedConfig], options: Options) -> PreTrainedConfig:
         return kind(**{key: value for key, value in options.items() if key != "layer_types"})
 
 
-def _knows(config: PreTrainedConfig, key: str) -> bool:
-    """True if the configuration has this field and lets it be set."""
+_UNREADABLE = (ValueError, KeyError, NotImplementedError)
+
+
+def _fields(config: PreTrainedConfig) -> Options | None:
+    """What the configuration writes, or None if it cannot."""
+    try:
+        return config.to_dict()
+    except _UNREADABLE:
+        return None
+
+
+def _knows(config: PreTrainedConfig, key: str, fields: Options | None) -> bool:
+    """True if the configuration, of these `_fields`, has this one and lets it be set."""
     member = getattr(type(config), key, None)
     if isinstance(member, property) and member.fset is None:
         return False
     try:
-        return key in config.to_dict() or hasattr(config, key)
-    except (ValueError, KeyError, NotImplementedError):
+        return fields is None or key in fields or hasattr(config, key)
+    except _UNREADABLE:
         return True
 
 
 def _options(config: PreTrainedConfig, table: Options, extra: Options) -> Options:
-    options = {key: value for key, value in table.items() if _knows(config, key)} | extra
+    fields = _fields(config)
+    options = {key: value for key, value in table.items() if _knows(config, key, fields)} | extra
     return {k: v for k, v in options.items() if v is not None or k in _MAY_BE_NONE}
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,31 +123,31 @@ def test_a_process_that_fails_is_a_row(monkeypatch, tmp_path):
         assert row.violations == ("the process ended with 3: it broke",)
 
 
-def test_a_compiler_that_dies_fails_its_target_alone():
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, Any]]:
+    """Rows of a compiler that dies, and of what does not compile; of one process, slow to start."""
     code = (
         "import os, sys;"
         "from hf_fp8kv.kernel_check import check;"
+        "from hf_fp8kv.kernel_check.variants import Variant;"
         "die = lambda: (sys.stderr.write('LLVM ERROR\\n'), sys.stderr.flush(), os.abort());"
+        "compile_kernels = check.compile_kernels;"
         "check.compile_kernels = lambda name, _: [check.Row(name, 'a', 'b')]"
         " if name == 'sm_90' else die();"
-        "check.main('sm_80,sm_90')"
+        "check.main('sm_80,sm_90');"
+        "check._write_rows(compile_kernels('sm_90', [Variant('decode', k='no format')]))"
     )
-    rows = [json.loads(line) for line in _python("-c", code).splitlines()]
-    assert [(row["target"], row["violations"]) for row in rows] == [
+    return [json.loads(line) for line in _python("-c", code).splitlines()]
+
+
+def test_a_compiler_that_dies_fails_its_target_alone(failures):
+    assert [(row["target"], row["violations"]) for row in failures[:-1]] == [
         ("sm_80", ["the process ended with -6: LLVM ERROR"]), ("sm_90", []),
     ]  # fmt: skip
 
 
-def test_what_does_not_compile_is_a_row_that_says_why():
-    code = (
-        "import json; from dataclasses import asdict;"
-        "from hf_fp8kv.kernel_check.check import compile_kernels;"
-        "from hf_fp8kv.kernel_check.variants import Variant;"
-        "rows = compile_kernels('sm_90', [Variant('decode', k='no format')]);"
-        "print(json.dumps([asdict(row) for row in rows]))"
-    )
-    (row,) = json.loads(_python("-c", code))
-    assert row["violations"] == ["does not compile: KeyError: 'no format'"]
+def test_what_does_not_compile_is_a_row_that_says_why(failures):
+    assert failures[-1]["violations"] == ["does not compile: KeyError: 'no format'"]
 
 
 def _python(*arguments: str) -> str:
