@@ -26,7 +26,7 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
-from hf_fp8kv.serving.server.ranks import Ranks, _order_cancellations, check_batching  # noqa: E402
+from hf_fp8kv.serving.server.ranks import Ranks, _order_cancellations, check_batching, load_split  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 QUESTIONS = [f"question {n} about {'pages ' * (3 * n)}" for n in range(6)]
@@ -296,6 +296,16 @@ def test_options_that_several_processes_cannot_have(model, monkeypatch, capsys, 
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = command_line.runner(monkeypatch, capsys)("serve", model, "--port", "0", *options)
     assert (code, says in " ".join(err.split())) == (1, True), err
+
+
+def test_a_torch_for_gpus_without_one_serves_on_the_cpu(model, monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+        if check_available else gpu,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="--quantization"):  # and not of the device
+        load_split(model, "main", 2, device="cpu", quantization="bnb-4bit")
 
 
 def test_steps_that_do_not_wait_are_refused():

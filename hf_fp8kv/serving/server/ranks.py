@@ -61,7 +61,7 @@ def load_split(
     Raises:
         ConfigError: the model cannot be split so; its weights have not been read then.
     """
-    here = torch.accelerator.current_accelerator()
+    here = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if here is None else here.type
     if device not in ("auto", None, kind):
         raise ConfigError(f"--device: expected auto or {kind} with {size} processes, got {device}")
