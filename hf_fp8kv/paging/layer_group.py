@@ -189,8 +189,7 @@ class LayerGroup:
         """
         if self.table.first * self.page_size <= self.visible_from(start):
             return None
-        passage = self._passage
-        if passage is None or (passage.start, passage.stop) != (start, stop):
+        if (passage := self._passage) is None or (passage.start, passage.stop) != (start, stop):
             assert start == 0, f"a passage from {start} to {stop} was not prepared"
             passage = self._passage = Passage(start, stop)
         passage.lay_out(self.table, self.visible_from(start))
@@ -222,8 +221,7 @@ class LayerGroup:
             ConfigError: some layers have stored it, and others have not.
         """
         self.finish_passage()
-        passage = self._passage
-        if passage is None:
+        if (passage := self._passage) is None:
             return
         if not passage.pools:
             self._undo_passage(passage)
@@ -258,12 +256,17 @@ class LayerGroup:
         return (table or self.table).pages_of(self._first_kept(length), length)
 
     def shrink(self) -> None:
-        """Renumber the pages and give bytes back, if few are held and no fork holds any."""
+        """Renumber the pages if few are held, by no fork; on an error no group holds any token."""
         if not self.table.allocator.is_sparse or (pages := self.table.compact()) is None:
             return
-        for pool in self.pools:
-            if pool.is_allocated:
-                pool.keep(pages)
+        try:
+            for pool in self.pools:
+                if pool.is_allocated:
+                    pool.keep(pages)
+        except BaseException:  # out of memory, Ctrl-C: some layers have the old numbers
+            for group in filter(None, (ref() for ref in self.siblings)):
+                group.clear()
+            raise
 
     def copy_pages(self, copies: Copies) -> None:
         """Copy pages in every pool, and give each pool room for every page that exists."""
@@ -280,8 +283,7 @@ class LayerGroup:
         """Return the first token of the pages that are kept, or 0 if all are."""
         if self.window is None:
             return 0
-        written = [n for n in self.lengths if n]
-        if not written or (keep_recorded and self.record_past):
+        if not (written := [n for n in self.lengths if n]) or (keep_recorded and self.record_past):
             return 0
         return self._first_kept(min(written))
 
@@ -344,8 +346,7 @@ class LayerGroup:
         if self._device_tables_version != self.table.version:
             self._device_tables.clear()
             self._device_tables_version = self.table.version
-        table = self._device_tables.get(device)
-        if table is None:
+        if (table := self._device_tables.get(device)) is None:
             # A copy: the rows change in place later, and a handle may still read this.
             table = self._device_tables[device] = upload(self._logical_rows(), device)
         return table
@@ -357,8 +358,7 @@ class LayerGroup:
     def lengths_on(self, device: torch.device, length: int) -> torch.Tensor:
         """Return `length` for each sequence, `[B]`, int32, on `device`; made once per step."""
         key = (device, length, self.table.batch)
-        lengths = self._device_lengths.get(key)
-        if lengths is None:
+        if (lengths := self._device_lengths.get(key)) is None:
             if len(self._device_lengths) >= _MAX_CACHED:
                 self._device_lengths.clear()
             lengths = torch.full((self.table.batch,), length, dtype=torch.int32, device=device)

@@ -402,6 +402,34 @@ def test_memory_that_does_not_suffice(
             assert_holds(forks)
 
 
+@pytest.mark.parametrize("where", [{}, {"offloading": True}], ids=str)
+def test_pages_that_cannot_be_renumbered(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers would then have other numbers than the others: nothing is held any more."""
+    cache, other = (FP8PagedCache(config("gemma3_text"), page_size=PAGE, **where) for _ in "ab")
+    calls: list[int] = []
+    keep = PagePool.keep
+
+    def fail(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        keep(*args)
+
+    feed([cache], 40 * PAGE)
+    with monkeypatch.context() as patched:
+        patched.setattr(PagePool, "keep", fail)
+        with pytest.raises(MemoryError):
+            cache.layers[2].group.crop(39 * PAGE)
+    for group in cache.groups.values():
+        assert not group.length
+        group.table.check()
+    for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
+        feed([cache, other], count, seed)
+    assert_holds([cache, other])
+
+
 def test_tokens_are_assigned() -> None:
     pair = both()
     feed(pair, 21)
