@@ -510,6 +510,29 @@ def test_static_scales_of_other_heads(tmp_path: Path) -> None:
     assert [reader.answer(ids) for _ in range(6)] == [40, 40 - 8, 40 - 16, 40 - 24, 8, 8]
 
 
+def test_pages_that_were_taken_back_are_not_counted(tmp_path: Path) -> None:
+    Reader(tmp_path).answer(words(40))
+    for path in files_of(tmp_path):
+        forge(tmp_path, path.stem, _other_sizes(3, 16, "float32"))
+    reader = Reader(tmp_path)
+    cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
+    reader.model.generate(words(40), past_key_values=cache, **GREEDY)
+    assert (cache.restored, reader.store.usage().files_refused) == (0, 4)
+
+
+def test_another_process_is_faster(tmp_path: Path) -> None:
+    """While this one copies its pages."""
+    stores, pages = [PrefixStore(tmp_path) for _ in "ab"], [Page({"x": torch.ones(3)}, {})] * 2
+    keys = ["a" * 64, "b" * 64]
+
+    def make(places: list[int]) -> list[Page]:
+        stores[1].write(keys, lambda _: pages)
+        return [pages[at] for at in places]
+
+    stores[0].write(keys, make)
+    assert [store.usage().bytes_written for store in stores] == [0, size_of(tmp_path)]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 def test_files_without_permission(tmp_path: Path) -> None:
     Reader(tmp_path).answer(words(40))

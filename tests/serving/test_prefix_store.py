@@ -105,6 +105,13 @@ def test_as_many_pages_as_are_free(tmp_path: Path) -> None:
         assert used.pages_used <= 12
 
 
+def test_blocks_hold_another_text_later(tmp_path: Path) -> None:
+    texts = [words(9 * PAGE, seed=number) for number in range(3)]
+    answers(tmp_path, texts, pages=12)
+    for text in texts:
+        assert answers(tmp_path, [text])[2].tokens_found == 8 * PAGE
+
+
 @contextmanager
 def engine(store: PrefixStore, pages: int = 64) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
     """Yield what asks an engine, and waits until its request is over, and the engine's cache."""
@@ -175,6 +182,7 @@ def test_a_request_is_asked_about_once(tmp_path: Path) -> None:
         cache.takes_prefix = lambda request: asked.append(request) or True
         ask(words(4 * PAGE))
         assert len(asked) == 1
+        assert not cache._stored._missed, "a request that is over is forgotten"
 
 
 def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
