@@ -136,6 +136,18 @@ def test_rows_of_a_batch_share_a_folder(name: str, tmp_path: Path) -> None:
     assert reader.answer(more[1:2], attention_mask=moved[1:2]) == 49
 
 
+def test_a_cache_that_keeps_what_windows_leave_behind(tmp_path: Path) -> None:
+    ids = words(61)
+    Reader(tmp_path, "sliding").answer(ids)
+    reader = Reader(tmp_path, "sliding")
+    cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
+    cache.activate_past_recording()
+    reader.model.generate(ids, past_key_values=cache, **GREEDY)
+    assert cache.restored == 56
+    cache.crop(20 - cache.get_seq_length())
+    assert cache.get_seq_length() == 20
+
+
 def test_a_chat_leaves_its_answers(tmp_path: Path) -> None:
     reader = Reader(tmp_path, "gqa")
     cache = FP8PagedCache(reader.model.config, prefix_store=reader.store, page_size=PAGE)
