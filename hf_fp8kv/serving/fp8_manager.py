@@ -213,11 +213,31 @@ class FP8Manager(StockManager):  # type: ignore[misc]
         )
         processor = create(self)
         processor.cache.scheduler = weakref.ref(processor.scheduler)
+        _let_newcomers_in(processor.scheduler)
         return processor
 
     def _generation_step(self) -> None:
         with engine_step():
             super()._generation_step()
+
+
+def _let_newcomers_in(scheduler: Any) -> None:
+    """Let waiting requests start where no request runs.
+
+    An engine that takes pages away from a running request starts no others until one finishes. If
+    all that still run are cancelled, or fail, none does, and whatever is asked then waits for ever
+    (transformers 5.17 to 5.23).
+    """
+    held = weakref.ref(scheduler)  # which holds what is made here
+
+    def clear_cancelled_requests() -> Any:
+        scheduler: Any = held()
+        cleared = type(scheduler).clear_cancelled_requests(scheduler)
+        if not scheduler.active_requests:
+            scheduler.block_new_requests = False
+        return cleared
+
+    scheduler.clear_cancelled_requests = clear_cancelled_requests
 
 
 def restore_attention(model: Any, *, excluding: FP8Manager | None = None) -> None:

