@@ -72,7 +72,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     cache = FP8PagedCache(base.config, **cache_keywords)  # raises now if a keyword is invalid
     warn_if_stale(base, cache.options.scales)
     if cache.prefix_store is not None:
-        # Once, here and not in the first answer, which is to come soon.
+        # Once, here and not in the first answer.
         identify_model(base)
         prepare_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED in vars(base):

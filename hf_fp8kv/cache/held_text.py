@@ -199,7 +199,8 @@ class TextHolder(DynamicCache):
     def hold_what_is_left(self, text: Text, error: BaseException) -> None:
         """Note what of `text` the cache holds after a call that raised `error`; nothing, if unsure.
 
-        Our own errors take a step back, but not in layers of transformers.
+        Our own errors are raised before a layer stores anything; transformers' layers have no
+        such rollback.
         """
         lengths = set(self._paged.host_lengths())
         if isinstance(error, Fp8KVError) and len(lengths) == 1 and not self.stock_layers:

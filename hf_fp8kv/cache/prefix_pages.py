@@ -171,16 +171,15 @@ def kept_for_store(cache: Any, keys: list[list[str]]) -> Iterator[None]:
     A text that goes on elsewhere needs the window before that place.
     """
     store, options = cache.prefix_store, cache.options
-    is_new = any(not store.has(key) for row in keys for key in row)
+    if all(store.has(key) for row in keys for key in row):
+        yield
+        return
     # Within a limit a prompt has to fit as it does without a store.
     passing = [
         group
         for group in cache.groups.values()
         if group.window is not None and not group.record_past and options.max_pages is None
     ]
-    if not is_new:
-        yield
-        return
     for group in passing:
         group.record_past = True
     try:

@@ -155,7 +155,7 @@ class OffloadedPool(PagePool):
             self._prepare_move()
             self.wait()
             self.device_pool.grow(pages)
-        # After what may fail.
+        # Last, since what is above may fail.
         more = np.zeros(pages - self.pages, bool)
         self._on_device = np.concatenate([self._on_device, more])
         self._on_host = np.concatenate([self._on_host, more])

@@ -223,7 +223,7 @@ class PagePool:
             self._append(pages - self.pages, self._blocks[0].device)
             return
         self._prepare_move()
-        # One after the other: at most one exists twice at a time. K is last, which has the number.
+        # One after the other: at most one exists twice at a time. K last: `pages` is read from it.
         for name, old in reversed(self.tensors().items()):
             new = zeros((pages, *old.shape[1:]), old.dtype, old.device)
             new[: len(old)] = old

@@ -114,7 +114,7 @@ def enable(
     warn_of_rounding(model)
     warn_if_stale(model, config.options.scales)
     if prefix_store is not None:
-        # Once, here and not in the first answer, which is to come soon.
+        # Once, here and not in the first answer.
         identify_model(model)
         prepare_backend(choose_backend(config.options.backend, model.device))
     disable(model)

@@ -46,7 +46,7 @@ class StoredBlocks:
             (key,) = chain_keys(self._identity, torch.tensor(part), slots, key)
             name = cache_allocator.compute_block_hash(name, part)
             if name in allocator.ledger.hash_to_block:
-                continue  # also one behind what was given up
+                continue  # still cached, although a block before it was evicted
             page = self._store.read(key, self._check)
             if page is None:
                 if not known and not blocks and request_id not in self._missed:
@@ -133,7 +133,7 @@ class StoredBlocks:
 
     def _write(self, request_id: str, keys: list[str], first: int) -> None:
         table = self._allocator.block_table[request_id]
-        # One after the other: on a GPU, room for many would not be in the engine's plan.
+        # One after the other: the engine's memory plan has no room for a copy of many blocks.
         self._store.write(keys, lambda places: (self._copy(table[at]) for at in places), first)
 
     def _copy(self, block: int) -> Page:
