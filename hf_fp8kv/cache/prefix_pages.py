@@ -19,7 +19,8 @@ from .held_text import Text
 from .indexed import FP8PagedIndexedLayer
 from .layer import PagedLayerBase
 from .options import CacheOptions
-from .prefix_store import Page, PrefixStore, chain_keys
+from .prefix_file import Page, chain_keys
+from .prefix_store import PrefixStore
 from .snapshot import CacheSnapshot
 
 # Frequencies that depend on how long the text has become: K of a prefix with them.

@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import io
 import os
 import pickle
 import shutil
@@ -25,7 +26,7 @@ from hf_fp8kv import (
     disable,
     enable,
 )
-from hf_fp8kv.cache.prefix_store import Page, _pack, chain_keys
+from hf_fp8kv.cache.prefix_file import Page, chain_keys, pack
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.store_kills import run_kills, run_together
@@ -86,7 +87,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.iterdir())
+    return sum(path.lstat().st_size for path in folder.iterdir() if path.name != ".lock")
 
 
 # -- what is found ----------------------------------------------------------------------------
@@ -454,7 +455,7 @@ def forge(folder: Path, key: str, change: Callable[[Any, Any], Any]) -> None:
     assert page is not None
     tensors = dict(page.tensors)
     facts = change(tensors, copy.deepcopy(page.facts))
-    (folder / f"{key}.safetensors").write_bytes(_pack(key, Page(tensors, facts)))
+    (folder / f"{key}.safetensors").write_bytes(pack(key, Page(tensors, facts)))
 
 
 def keys_of(folder: Path) -> list[str]:
@@ -632,27 +633,30 @@ def test_a_smaller_bound_does_not_wait_for_others(
         assert len(files_of(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("failure", ["write_bytes", "replace", "lock"])
+@pytest.mark.parametrize("failure", ["write", "replace", "lock"])
 def test_a_full_disk_stops_storing_and_nothing_else(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Reader(tmp_path).answer(words(40))
     reader = Reader(tmp_path)
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        if failure == "write_bytes":
-            with open(args[0], "wb") as file:
-                file.write(args[1][:100])
+    def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    target: Any = {"write_bytes": Path, "replace": os}.get(failure)
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(data[:100])
+            return fail() or 0
+
     with monkeypatch.context() as patched:
-        if target is None:
+        if failure == "lock":
             import fcntl
 
             patched.setattr(fcntl, "flock", fail)
+        elif failure == "replace":
+            patched.setattr(os, failure, fail)
         else:
-            patched.setattr(target, failure, fail)
+            patched.setattr(Path, "open", Full)
         for seed in (1, 2):
             assert reader.answer(words(40, seed=seed)) == 40
         assert reader.answer(words(40)) == 8, "what is there is read"

@@ -14,7 +14,7 @@ import torch
 from transformers.generation.continuous_batching import cache as stock
 
 from hf_fp8kv import ConfigError, PrefixStore, enable, serving
-from hf_fp8kv.cache.prefix_store import Page, _pack
+from hf_fp8kv.cache.prefix_file import Page, pack
 from hf_fp8kv.serving.engines import stored_blocks
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
 from tests.helpers.serve_process import Server, generate_answer, save_chat_model
@@ -314,7 +314,7 @@ def test_whole_files_that_lie(lie: Callable[[torch.Tensor], Page], tmp_path: Pat
     for path in tmp_path.glob("*.safetensors"):
         page = PrefixStore(tmp_path).read(path.stem, lambda _: None)
         assert page is not None
-        path.write_bytes(_pack(path.stem, lie(page.tensors["block"])))
+        path.write_bytes(pack(path.stem, lie(page.tensors["block"])))
     said, _, found = answers(tmp_path, [text])
     assert said == expected
     assert found.files_refused == 1

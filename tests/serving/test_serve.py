@@ -572,7 +572,8 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
 
 def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
     key = {"HF_FP8KV_API_KEY": "sesame"}
-    with serving(model, "--host", "0.0.0.0", "--max-waiting", "2", environment=key) as server:
+    few = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
+    with serving(model, "--host", "0.0.0.0", *few, environment=key) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
             for path, sent in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
                 status, text, _ = server.ask(path, sent, headers=headers)
@@ -580,9 +581,11 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
         assert server.ask("/health")[0] == 200
         shown = {"authorization": "Bearer sesame"}
+        long, crowd = body(messages=STORY, max_tokens=200), []
         with ThreadPoolExecutor(24) as pool:
-            long = body(messages=STORY, max_tokens=100)
-            crowd = list(pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24)))
+            # Until some of them wait at a time: they may be read as slowly as they are answered.
+            while {status for status, _, _ in crowd} != {200, 429} and len(crowd) < 240:
+                crowd += pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24))
         assert {status for status, _, _ in crowd} == {200, 429}
         assert all(h["retry-after"] for status, _, h in crowd if status == 429)
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:

@@ -1,0 +1,192 @@
+"""A folder of files that take a bounded number of bytes, shared by processes.
+
+One process at a time writes, the one that holds the lock. The lock file says how many bytes there
+are at most: a number that is raised before a file is written and lowered after one was removed, so
+that a process that is killed leaves it too high, and never too low. Reading all of the folder
+corrects it, which a process does when it begins, and when something has to be removed.
+"""
+
+import heapq
+import os
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_LOCK, _PARTIAL = ".lock", ".part"
+# A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
+OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
+# Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and some.
+_TICK = 20_000_000
+
+
+class StoredFile(NamedTuple):
+    """A file of the folder: when it was last used (ns since 1970), its bytes, its name."""
+
+    used: int
+    bytes: int
+    name: str
+
+
+class PrefixFolder:
+    """The files of a folder whose names match a pattern, at most `max_bytes` of them.
+
+    `names`: what matches a name. Other files are left alone.
+    """
+
+    def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
+        self.path, self._names, self._max_bytes = path, names, max_bytes
+        self._unfinished = re.compile(rf"\.{names.pattern}{re.escape(_PARTIAL)}")
+        # A heap of the files at the last look, and the time of it: whoever is not in it was
+        # written later. What they are now is looked up for each before it is removed.
+        self._oldest: list[StoredFile] = []
+        self._looked = 0
+
+    def files(self) -> list[StoredFile]:
+        """Return all files. Raises OSError if the folder cannot be read."""
+        found = []
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if self._names.fullmatch(entry.name) and (file := self._look_up(entry.name)):
+                    found.append(file)
+        return found
+
+    def _look_up(self, name: str) -> StoredFile | None:
+        try:
+            found = (self.path / name).lstat()
+        except OSError:
+            return None  # another process was faster
+        if stat.S_ISDIR(found.st_mode):
+            return None
+        return StoredFile(found.st_mtime_ns, found.st_size, name)
+
+    def hold_bound(self) -> None:
+        """Remove what is over the bound, which was a larger one before; not if others write."""
+        with self.lock(0.0) as lock:
+            if lock is not None:
+                self._evict(lock, self._count(lock), self._max_bytes, ())
+
+    def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
+        """Write a file, whole or not at all; the least recently used ones make room for it.
+
+        Args:
+            lock: what `lock` returned.
+            name: of the file, which is not there yet.
+            data: its content.
+            own: names of files that stay. If they leave no room, nothing is changed.
+
+        Returns:
+            Whether there was room.
+
+        Raises:
+            OSError: the disk is full, or nothing may be written here.
+        """
+        if not self._make_room(lock, len(data), own):
+            return False
+        unfinished = self.path / f".{name}{_PARTIAL}"
+        with suppress(OSError):
+            unfinished.unlink()  # of a process that is gone: the lock is ours
+        try:
+            with unfinished.open("xb") as file:  # not through a link
+                file.write(data)
+            os.replace(unfinished, self.path / name)
+        except FileExistsError:
+            raise  # not ours to remove
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        return True
+
+    def _make_room(self, lock: int, size: int, own: Collection[str]) -> bool:
+        """Count `size` bytes more; remove files if these are too many."""
+        total = _read_total(lock)
+        if total is None:
+            total = self._count(lock)
+        if total + size > self._max_bytes:
+            kept = sum(file.bytes for name in own if (file := self._look_up(name)))
+            if kept + size > self._max_bytes:
+                return False
+            total = self._evict(lock, total, self._max_bytes - size, own)
+        _write_total(lock, total + size)
+        return True
+
+    def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
+        """Remove the least recently used files, but `own`, until `most` bytes are left of `total`.
+
+        Returns the bytes that are left.
+        """
+        passed: list[StoredFile] = []
+        is_new = False
+        while total > most:
+            if not is_new and (not self._oldest or self._oldest[0].used >= self._looked):
+                total, is_new = self._count(lock), True
+                passed.clear()
+                continue
+            if not self._oldest:
+                break
+            file = heapq.heappop(self._oldest)
+            if file.name in own:
+                passed.append(file)
+            elif (now := self._look_up(file.name)) != file:
+                if now is not None:
+                    heapq.heappush(self._oldest, now)
+            else:
+                (self.path / file.name).unlink(missing_ok=True)
+                total -= file.bytes
+                _write_total(lock, total)
+        for file in passed:
+            heapq.heappush(self._oldest, file)
+        return total
+
+    def _count(self, lock: int) -> int:
+        """Look at all files, remove what killed processes left unfinished, and return the bytes."""
+        for name in os.listdir(self.path):
+            if self._unfinished.fullmatch(name):
+                with suppress(OSError):  # somebody's folder, or not ours to remove
+                    (self.path / name).unlink()
+        self._looked = time.time_ns() - _TICK
+        self._oldest = self.files()
+        heapq.heapify(self._oldest)
+        total = sum(file.bytes for file in self._oldest)
+        os.ftruncate(lock, 0)
+        _write_total(lock, total)
+        return total
+
+    @contextmanager
+    def lock(self, patience: float) -> Iterator[int | None]:
+        """Hold the folder's lock, which a killed process gives back; None: others are writing.
+
+        `patience`: seconds to wait for them. Raises OSError, or ImportError on Windows.
+        """
+        import fcntl  # not on Windows
+
+        handle = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | OPEN_FLAGS, 0o666)
+        is_ours, end = False, time.monotonic() + patience
+        try:
+            while not is_ours:
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_ours = True
+                except BlockingIOError:
+                    if time.monotonic() >= end:
+                        break
+                    time.sleep(0.01)
+            yield handle if is_ours else None
+        finally:
+            if is_ours:
+                # A process that was forked meanwhile has the handle, too.
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+
+def _read_total(lock: int) -> int | None:
+    """Return the number in the lock file, of 20 digits; None if there is something else in it."""
+    data = os.pread(lock, 21, 0)
+    return int(data) if len(data) == 20 and data.isdigit() else None
+
+
+def _write_total(lock: int, total: int) -> None:
+    os.pwrite(lock, b"%020d" % total, 0)
