@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 
 from ..errors import ConfigError
@@ -195,7 +196,8 @@ class PrefixStore:
     def write(
         self, keys: Sequence[str], make: Callable[[list[int]], Iterable[Page]], first: int = 0
     ) -> None:
-        """Store the pages of a text that are not there yet. Raises nothing that a disk causes.
+        """Store the pages of a text that are not there yet. Raises nothing that a disk causes, or
+        memory that has no room for a copy of them.
 
         Args:
             keys: of all its pages, from the first token on.
@@ -212,8 +214,8 @@ class PrefixStore:
                 break
             missing.append(at)
         if missing and self._writes:
-            pages = make(missing)
             try:
+                pages = make(missing)
                 with self._folder.lock(self._patience) as lock:
                     # Who writes for so long may have been stopped: not to be waited for each time.
                     self._patience = _PATIENCE if lock is not None else 0.0
@@ -226,6 +228,8 @@ class PrefixStore:
                     f"{self} stores nothing from now on ({type(error).__name__}: {error}); what it "
                     "holds is still read",
                 )
+            except (MemoryError, torch.OutOfMemoryError):
+                warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
 
     def _write(
         self, lock: int, keys: Sequence[str], missing: list[int], pages: Iterable[Page]

@@ -27,6 +27,7 @@ from hf_fp8kv import (
     enable,
 )
 from hf_fp8kv.cache.prefix_file import Page, chain_keys, pack
+from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.store_kills import run_kills, run_together
@@ -663,6 +664,28 @@ def test_a_full_disk_stops_storing_and_nothing_else(
     assert len([x for x in caplog.records if "stores nothing" in x.message]) == 1
     assert not list(tmp_path.glob(".*.part"))
     assert len(files_of(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_without_memory_for_a_copy_the_answer_is_given(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    reader, copies = Reader(tmp_path), []
+    take = PagePool.take
+
+    def fail(pool: PagePool, numbers: Any) -> Any:
+        copies.append(pool)
+        if len(copies) == 2:  # the second layer
+            raise error("CUDA out of memory")
+        return take(pool, numbers)
+
+    monkeypatch.setattr(PagePool, "take", fail)
+    assert reader.answer(words(40)) == 40
+    assert "no memory for a copy" in caplog.text
+    assert not files_of(tmp_path)
+    assert reader.answer(words(40, seed=1)) == 40
+    assert len(files_of(tmp_path)) == 5, "with room again, more is stored"
 
 
 def test_others_that_write_for_long_are_not_waited_for(
