@@ -40,8 +40,8 @@ class PrefixFolder:
     def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
         self.path, self._names, self._max_bytes = path, names, max_bytes
         self._unfinished = re.compile(rf"\.{names.pattern}{re.escape(_PARTIAL)}")
-        # A heap of the files at the last look, and the time of it: whoever is not in it was
-        # written later. What they are now is looked up for each before it is removed.
+        # A heap of the files at the last look, and the time of it: what is not in it was used
+        # later. Each file is looked up again before it is removed.
         self._oldest: list[StoredFile] = []
         self._looked = 0
 
@@ -76,7 +76,7 @@ class PrefixFolder:
             lock: what `lock` returned.
             name: of the file, which is not there yet.
             data: its content.
-            own: names of files that stay. If they leave no room, nothing is changed.
+            own: names of files that stay: those of a text that is used now.
 
         Returns:
             Whether there was room.
@@ -102,14 +102,14 @@ class PrefixFolder:
 
     def _make_room(self, lock: int, size: int, own: Collection[str]) -> bool:
         """Count `size` bytes more; remove files if these are too many."""
+        if size > self._max_bytes:
+            return False
         total = _read_total(lock)
         if total is None:
             total = self._count(lock)
+        total = self._evict(lock, total, self._max_bytes - size, own)
         if total + size > self._max_bytes:
-            kept = sum(file.bytes for name in own if (file := self._look_up(name)))
-            if kept + size > self._max_bytes:
-                return False
-            total = self._evict(lock, total, self._max_bytes - size, own)
+            return False
         _write_total(lock, total + size)
         return True
 
@@ -118,27 +118,23 @@ class PrefixFolder:
 
         Returns the bytes that are left.
         """
-        passed: list[StoredFile] = []
         is_new = False
         while total > most:
             if not is_new and (not self._oldest or self._oldest[0].used >= self._looked):
                 total, is_new = self._count(lock), True
-                passed.clear()
                 continue
             if not self._oldest:
                 break
             file = heapq.heappop(self._oldest)
             if file.name in own:
-                passed.append(file)
-            elif (now := self._look_up(file.name)) != file:
+                continue  # used now, so it is as good as written later
+            if (now := self._look_up(file.name)) != file:
                 if now is not None:
                     heapq.heappush(self._oldest, now)
             else:
                 (self.path / file.name).unlink(missing_ok=True)
                 total -= file.bytes
                 _write_total(lock, total)
-        for file in passed:
-            heapq.heappush(self._oldest, file)
         return total
 
     def _count(self, lock: int) -> int:

@@ -1,6 +1,7 @@
 """A folder with a bound: the least recently used files go, whoever wrote them, and no others."""
 
 import errno
+import heapq
 import os
 import re
 import tempfile
@@ -26,8 +27,8 @@ def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -
     with folder.lock(0.0) as lock:
         assert lock is not None
         is_there = folder.put(lock, name, bytes(size), {*own, name})
-    if is_there:
-        touch(folder, name)
+    for used in (*own, name) if is_there else own:  # as the texts' pages are
+        touch(folder, used)
     return is_there
 
 
@@ -114,6 +115,29 @@ def test_removing_looks_once_for_many_files(
     assert sorted(file.name for file in folder.files()) == sorted(
         f"page{number}" for number in range(80, 180)
     )
+
+
+def test_work_for_a_page_does_not_grow_with_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder is full, and the first of its files to go would be those of the text."""
+    folder = folder_at(tmp_path)
+    for number in range(100):
+        put(folder, f"page{number}", 1)
+    time.sleep(2 * prefix_folder._TICK / 1e9)
+    own, work = {f"page{number}" for number in (*range(40), *range(100, 140))}, []
+    look_up, pop = PrefixFolder._look_up, heapq.heappop
+    monkeypatch.setattr(PrefixFolder, "_look_up", lambda *x: work.append("look") or look_up(*x))
+    monkeypatch.setattr(heapq, "heappop", lambda heap: work.append("pop") or pop(heap))
+    for number in range(100, 140):
+        with folder.lock(0.0) as lock:
+            assert lock is not None
+            assert folder.put(lock, f"page{number}", b"x", own)
+    assert {file.name for file in folder.files()} == {f"page{x}" for x in range(140)} - {
+        f"page{x}" for x in range(40, 80)
+    }
+    # All files at the one look, the text's pages that are passed by, and those that are removed.
+    assert len(work) <= 100 + 40 + 2 * 40 + 100
 
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
