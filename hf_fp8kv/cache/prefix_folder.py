@@ -67,7 +67,7 @@ class PrefixFolder:
         """Remove what is over the bound, which was a larger one before; not if others write."""
         with self.lock(0.0) as lock:
             if lock is not None:
-                self._evict(lock, self._count(lock), self._max_bytes, ())
+                _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
 
     def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
         """Write a file, whole or not at all; the least recently used ones make room for it.
@@ -104,14 +104,12 @@ class PrefixFolder:
         """Count `size` bytes more; remove files if these are too many."""
         if size > self._max_bytes:
             return False
-        total = _read_total(lock)
-        if total is None:
+        if (total := _read_total(lock)) is None:
             total = self._count(lock)
         total = self._evict(lock, total, self._max_bytes - size, own)
-        if total + size > self._max_bytes:
-            return False
-        _write_total(lock, total + size)
-        return True
+        has_room = total + size <= self._max_bytes
+        _write_total(lock, total + size if has_room else total)
+        return has_room
 
     def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
         """Remove the least recently used files, but `own`, until `most` bytes are left of `total`.
@@ -134,7 +132,6 @@ class PrefixFolder:
             else:
                 (self.path / file.name).unlink(missing_ok=True)
                 total -= file.bytes
-                _write_total(lock, total)
         return total
 
     def _count(self, lock: int) -> int:
@@ -146,10 +143,8 @@ class PrefixFolder:
         self._looked = time.time_ns() - _TICK
         self._oldest = self.files()
         heapq.heapify(self._oldest)
-        total = sum(file.bytes for file in self._oldest)
-        os.ftruncate(lock, 0)
-        _write_total(lock, total)
-        return total
+        os.ftruncate(lock, 0)  # the number is written once it has been used: a disk may be full
+        return sum(file.bytes for file in self._oldest)
 
     @contextmanager
     def lock(self, patience: float) -> Iterator[int | None]:

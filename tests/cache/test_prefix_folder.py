@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -170,3 +171,23 @@ def test_what_was_counted_and_not_written_takes_no_room(
     assert put(folder, "page1", 70)
     assert sorted(file.name for file in folder.files()) == ["page0", "page1"]
     assert int((tmp_path / ".lock").read_text()) == 90
+
+
+def test_a_smaller_bound_makes_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has no room for the count, either."""
+    for number in range(3):
+        put(folder_at(tmp_path), f"page{number}", 30)
+    (tmp_path / ".lock").unlink()
+    smaller, write = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
+
+    def write_if_there_is_room(*args: Any) -> int:
+        if total_of(smaller.files()) > 50:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", write_if_there_is_room)
+    smaller.hold_bound()
+    assert [file.name for file in smaller.files()] == ["page2"]
+    assert int((tmp_path / ".lock").read_text()) == 30
