@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_LOCK, _PARTIAL = ".lock", ".part"
+_LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
 OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and some.

@@ -146,10 +146,10 @@ def test_a_damaged_count_is_made_again(data: bytes, tmp_path: Path) -> None:
     folder = folder_at(tmp_path)
     for number in range(3):
         put(folder, f"page{number}", 30)
-    (tmp_path / ".lock").write_bytes(data)
+    (tmp_path / ".prefix_store.lock").write_bytes(data)
     assert put(folder, "page3", 30)
     assert sorted(file.name for file in folder.files()) == ["page1", "page2", "page3"]
-    assert (tmp_path / ".lock").read_bytes() == b"%020d" % 90
+    assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
 
 
 def test_what_was_counted_and_not_written_takes_no_room(
@@ -167,10 +167,10 @@ def test_what_was_counted_and_not_written_takes_no_room(
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
                 put(folder, "page1", 20)
-    assert int((tmp_path / ".lock").read_text()) == BOUND
+    assert int((tmp_path / ".prefix_store.lock").read_text()) == BOUND
     assert put(folder, "page1", 70)
     assert sorted(file.name for file in folder.files()) == ["page0", "page1"]
-    assert int((tmp_path / ".lock").read_text()) == 90
+    assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
 
 
 def test_a_smaller_bound_makes_room_on_a_full_disk(
@@ -179,7 +179,7 @@ def test_a_smaller_bound_makes_room_on_a_full_disk(
     """Which has no room for the count, either."""
     for number in range(3):
         put(folder_at(tmp_path), f"page{number}", 30)
-    (tmp_path / ".lock").unlink()
+    (tmp_path / ".prefix_store.lock").unlink()
     smaller, write = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
 
     def write_if_there_is_room(*args: Any) -> int:
@@ -190,4 +190,4 @@ def test_a_smaller_bound_makes_room_on_a_full_disk(
     monkeypatch.setattr(os, "pwrite", write_if_there_is_room)
     smaller.hold_bound()
     assert [file.name for file in smaller.files()] == ["page2"]
-    assert int((tmp_path / ".lock").read_text()) == 30
+    assert int((tmp_path / ".prefix_store.lock").read_text()) == 30
