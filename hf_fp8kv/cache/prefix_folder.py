@@ -63,6 +63,10 @@ class PrefixFolder:
             return None
         return StoredFile(found.st_mtime_ns, found.st_size, name)
 
+    def touch(self, name: str, used: int) -> None:
+        """Note when a file was used, in ns since 1970. Raises OSError if that is not possible."""
+        os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
+
     def hold_bound(self) -> None:
         """Remove what is over the bound, which was a larger one before; not if others write."""
         with self.lock(0.0) as lock:
@@ -142,6 +146,11 @@ class PrefixFolder:
                     (self.path / name).unlink()
         self._looked = time.time_ns() - _TICK
         self._oldest = self.files()
+        now = time.time_ns()
+        for file in self._oldest:
+            if file.used > now:  # a clock was set back: new files would go before these
+                with suppress(OSError):
+                    self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
         os.ftruncate(lock, 0)  # the number is written once it has been used: a disk may be full
         return sum(file.bytes for file in self._oldest)

@@ -141,6 +141,21 @@ def test_work_for_a_page_does_not_grow_with_its_text(
     assert len(work) <= 100 + 40 + 2 * 40 + 100
 
 
+def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
+    """As if the clock had been set back."""
+    folder, future = folder_at(tmp_path), time.time_ns() + 10**15
+    for number in range(5):
+        put(folder, f"page{number}", 20)
+        folder.touch(f"page{number}", future + number)
+    for number in range(5, 9):
+        with folder.lock(0.0) as lock:
+            assert lock is not None
+            assert folder.put(lock, f"page{number}", bytes(20), ())
+    names = {file.name for file in folder.files()}
+    assert len(names) == 5
+    assert names > {"page5", "page6", "page7", "page8"}
+
+
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
 def test_a_damaged_count_is_made_again(data: bytes, tmp_path: Path) -> None:
     folder = folder_at(tmp_path)
