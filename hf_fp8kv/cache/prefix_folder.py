@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_LOCK, _PARTIAL = ".lock", ".part"
+_LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
 OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
 # Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and some.
@@ -40,8 +40,8 @@ class PrefixFolder:
     def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
         self.path, self._names, self._max_bytes = path, names, max_bytes
         self._unfinished = re.compile(rf"\.{names.pattern}{re.escape(_PARTIAL)}")
-        # A heap of the files at the last look, and the time of it: whoever is not in it was
-        # written later. What they are now is looked up for each before it is removed.
+        # A heap of the files at the last look, and the time of it: what is not in it was used
+        # later. Each file is looked up again before it is removed.
         self._oldest: list[StoredFile] = []
         self._looked = 0
 
@@ -63,11 +63,15 @@ class PrefixFolder:
             return None
         return StoredFile(found.st_mtime_ns, found.st_size, name)
 
+    def touch(self, name: str, used: int) -> None:
+        """Note when a file was used, in ns since 1970. Raises OSError if that is not possible."""
+        os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
+
     def hold_bound(self) -> None:
         """Remove what is over the bound, which was a larger one before; not if others write."""
         with self.lock(0.0) as lock:
             if lock is not None:
-                self._evict(lock, self._count(lock), self._max_bytes, ())
+                _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
 
     def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
         """Write a file, whole or not at all; the least recently used ones make room for it.
@@ -76,7 +80,7 @@ class PrefixFolder:
             lock: what `lock` returned.
             name: of the file, which is not there yet.
             data: its content.
-            own: names of files that stay. If they leave no room, nothing is changed.
+            own: names of files that stay: those of a text that is used now.
 
         Returns:
             Whether there was room.
@@ -102,43 +106,36 @@ class PrefixFolder:
 
     def _make_room(self, lock: int, size: int, own: Collection[str]) -> bool:
         """Count `size` bytes more; remove files if these are too many."""
-        total = _read_total(lock)
-        if total is None:
+        if size > self._max_bytes:
+            return False
+        if (total := _read_total(lock)) is None:
             total = self._count(lock)
-        if total + size > self._max_bytes:
-            kept = sum(file.bytes for name in own if (file := self._look_up(name)))
-            if kept + size > self._max_bytes:
-                return False
-            total = self._evict(lock, total, self._max_bytes - size, own)
-        _write_total(lock, total + size)
-        return True
+        total = self._evict(lock, total, self._max_bytes - size, own)
+        has_room = total + size <= self._max_bytes
+        _write_total(lock, total + size if has_room else total)
+        return has_room
 
     def _evict(self, lock: int, total: int, most: int, own: Collection[str]) -> int:
         """Remove the least recently used files, but `own`, until `most` bytes are left of `total`.
 
         Returns the bytes that are left.
         """
-        passed: list[StoredFile] = []
         is_new = False
         while total > most:
             if not is_new and (not self._oldest or self._oldest[0].used >= self._looked):
                 total, is_new = self._count(lock), True
-                passed.clear()
                 continue
             if not self._oldest:
                 break
             file = heapq.heappop(self._oldest)
             if file.name in own:
-                passed.append(file)
-            elif (now := self._look_up(file.name)) != file:
+                continue  # used now, so it is as good as written later
+            if (now := self._look_up(file.name)) != file:
                 if now is not None:
                     heapq.heappush(self._oldest, now)
             else:
                 (self.path / file.name).unlink(missing_ok=True)
                 total -= file.bytes
-                _write_total(lock, total)
-        for file in passed:
-            heapq.heappush(self._oldest, file)
         return total
 
     def _count(self, lock: int) -> int:
@@ -149,11 +146,14 @@ class PrefixFolder:
                     (self.path / name).unlink()
         self._looked = time.time_ns() - _TICK
         self._oldest = self.files()
+        now = time.time_ns()
+        for file in self._oldest:
+            if file.used > now:  # a clock was set back: new files would go before these
+                with suppress(OSError):
+                    self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
-        total = sum(file.bytes for file in self._oldest)
-        os.ftruncate(lock, 0)
-        _write_total(lock, total)
-        return total
+        os.ftruncate(lock, 0)  # the number is written once it has been used: a disk may be full
+        return sum(file.bytes for file in self._oldest)
 
     @contextmanager
     def lock(self, patience: float) -> Iterator[int | None]:

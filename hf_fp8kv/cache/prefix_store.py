@@ -169,7 +169,7 @@ class PrefixStore:
         now = time.time_ns()
         for at, key in enumerate(keys):
             try:
-                os.utime(self._file(key), ns=(now - at, now - at), follow_symlinks=False)
+                self._folder.touch(_file_name(key), now - at)
             except OSError:
                 continue  # removed by another process, or not ours to touch
 

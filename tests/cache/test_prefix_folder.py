@@ -1,11 +1,13 @@
 """A folder with a bound: the least recently used files go, whoever wrote them, and no others."""
 
 import errno
+import heapq
 import os
 import re
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
@@ -26,8 +28,8 @@ def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -
     with folder.lock(0.0) as lock:
         assert lock is not None
         is_there = folder.put(lock, name, bytes(size), {*own, name})
-    if is_there:
-        touch(folder, name)
+    for used in (*own, name) if is_there else own:  # as the texts' pages are
+        touch(folder, used)
     return is_there
 
 
@@ -116,15 +118,53 @@ def test_removing_looks_once_for_many_files(
     )
 
 
+def test_work_for_a_page_does_not_grow_with_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the folder is full, and the first of its files to go would be those of the text."""
+    folder = folder_at(tmp_path)
+    for number in range(100):
+        put(folder, f"page{number}", 1)
+    time.sleep(2 * prefix_folder._TICK / 1e9)
+    own, work = {f"page{number}" for number in (*range(40), *range(100, 140))}, []
+    look_up, pop = PrefixFolder._look_up, heapq.heappop
+    monkeypatch.setattr(PrefixFolder, "_look_up", lambda *x: work.append("look") or look_up(*x))
+    monkeypatch.setattr(heapq, "heappop", lambda heap: work.append("pop") or pop(heap))
+    for number in range(100, 140):
+        with folder.lock(0.0) as lock:
+            assert lock is not None
+            assert folder.put(lock, f"page{number}", b"x", own)
+    assert {file.name for file in folder.files()} == {f"page{x}" for x in range(140)} - {
+        f"page{x}" for x in range(40, 80)
+    }
+    # All files at the one look, the text's pages that are passed by, and those that are removed.
+    assert len(work) <= 100 + 40 + 2 * 40 + 100
+
+
+def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
+    """As if the clock had been set back."""
+    folder, future = folder_at(tmp_path), time.time_ns() + 10**15
+    for number in range(5):
+        put(folder, f"page{number}", 20)
+        folder.touch(f"page{number}", future + number)
+    for number in range(5, 9):
+        with folder.lock(0.0) as lock:
+            assert lock is not None
+            assert folder.put(lock, f"page{number}", bytes(20), ())
+    names = {file.name for file in folder.files()}
+    assert len(names) == 5
+    assert names > {"page5", "page6", "page7", "page8"}
+
+
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])
 def test_a_damaged_count_is_made_again(data: bytes, tmp_path: Path) -> None:
     folder = folder_at(tmp_path)
     for number in range(3):
         put(folder, f"page{number}", 30)
-    (tmp_path / ".lock").write_bytes(data)
+    (tmp_path / ".prefix_store.lock").write_bytes(data)
     assert put(folder, "page3", 30)
     assert sorted(file.name for file in folder.files()) == ["page1", "page2", "page3"]
-    assert (tmp_path / ".lock").read_bytes() == b"%020d" % 90
+    assert (tmp_path / ".prefix_store.lock").read_bytes() == b"%020d" % 90
 
 
 def test_what_was_counted_and_not_written_takes_no_room(
@@ -142,7 +182,27 @@ def test_what_was_counted_and_not_written_takes_no_room(
         for _ in range(4):
             with pytest.raises(OSError, match="No space"):
                 put(folder, "page1", 20)
-    assert int((tmp_path / ".lock").read_text()) == BOUND
+    assert int((tmp_path / ".prefix_store.lock").read_text()) == BOUND
     assert put(folder, "page1", 70)
     assert sorted(file.name for file in folder.files()) == ["page0", "page1"]
-    assert int((tmp_path / ".lock").read_text()) == 90
+    assert int((tmp_path / ".prefix_store.lock").read_text()) == 90
+
+
+def test_a_smaller_bound_makes_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which has no room for the count, either."""
+    for number in range(3):
+        put(folder_at(tmp_path), f"page{number}", 30)
+    (tmp_path / ".prefix_store.lock").unlink()
+    smaller, write = PrefixFolder(tmp_path, NAMES, 50), os.pwrite
+
+    def write_if_there_is_room(*args: Any) -> int:
+        if total_of(smaller.files()) > 50:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(os, "pwrite", write_if_there_is_room)
+    smaller.hold_bound()
+    assert [file.name for file in smaller.files()] == ["page2"]
+    assert int((tmp_path / ".prefix_store.lock").read_text()) == 30

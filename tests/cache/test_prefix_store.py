@@ -88,7 +88,9 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.iterdir() if path.name != ".lock")
+    return sum(
+        path.lstat().st_size for path in folder.iterdir() if path.name != ".prefix_store.lock"
+    )
 
 
 # -- what is found ----------------------------------------------------------------------------
@@ -627,7 +629,7 @@ def test_a_smaller_bound_does_not_wait_for_others(
     import fcntl
 
     Reader(tmp_path).answer(words(40))
-    with open(tmp_path / ".lock", "w") as held:
+    with open(tmp_path / ".prefix_store.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
         PrefixStore(tmp_path, max_bytes=1).read("x", _take_any)
@@ -695,7 +697,7 @@ def test_others_that_write_for_long_are_not_waited_for(
 
     monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 0.05)
     reader = Reader(tmp_path)
-    with open(tmp_path / ".lock", "w") as held:
+    with open(tmp_path / ".prefix_store.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert reader.answer(words(40)) == 40
         assert not files_of(tmp_path)
@@ -712,7 +714,11 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
 
     def fork(*args: Any) -> None:
         handles = Path("/proc/self/fd").iterdir()
-        held = [int(x.name) for x in handles if x.is_symlink() and x.resolve().name == ".lock"]
+        held = [
+            int(x.name)
+            for x in handles
+            if x.is_symlink() and x.resolve().name == ".prefix_store.lock"
+        ]
         copies.extend(map(os.dup, held))
         replace(*args)
 
@@ -731,13 +737,15 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
     (tmp_path / "folder").mkdir()
-    (tmp_path / "film.part").write_text("mine")
+    for name in ("film.part", ".lock"):
+        (tmp_path / name).write_text("mine")
     (tmp_path / f".{64 * chr(97)}.safetensors.part").write_text("of a killed process")
     reader = Reader(tmp_path, max_bytes=1000)
     reader.answer(words(40))
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".safetensors"} == {
-        "README", "folder", "film.part", ".lock",
+        "README", "folder", "film.part", ".lock", ".prefix_store.lock",
     }  # fmt: skip
+    assert (tmp_path / ".lock").read_text() == "mine"
     assert (tmp_path / "model.safetensors").exists()
 
 
