@@ -15,6 +15,8 @@ from .prefix_folder import OPEN_FLAGS
 
 # Changes with what the numbers in a file mean.
 _FORMAT = "hf_fp8kv.prefix.1"
+# Where the digest will be.
+_NO_DIGEST = 64 * "0"
 
 
 Tensors = dict[str, torch.Tensor]
@@ -65,12 +67,18 @@ def read_file(path: Path, limit: int) -> bytes:
         os.close(handle)
 
 
-def pack(key: str, page: Page) -> bytes:
-    """Return the content of a file."""
+def pack(key: str, page: Page) -> tuple[bytes, memoryview]:
+    """Return the content of a file, in two parts."""
     facts = json.dumps(page.facts, sort_keys=True)
-    digest = _digest(key, facts, safetensors.save(page.tensors))
-    header = {"format": _FORMAT, "key": key, "facts": facts, "digest": digest}
-    return safetensors.save(page.tensors, metadata=header)
+    header = {"format": _FORMAT, "key": key, "facts": facts, "digest": _NO_DIGEST}
+    data = safetensors.save(page.tensors, metadata=header)
+    start = _start_of_tensors(data)
+    digest = _digest(key, facts, data)
+    # Quotes are escaped within strings, so that this is the entry and nothing else.
+    head = data[:start].replace(
+        f'"digest":"{_NO_DIGEST}"'.encode(), f'"digest":"{digest}"'.encode()
+    )
+    return head, memoryview(data)[start:]
 
 
 def unpack(key: str, data: bytes) -> Page:
@@ -83,16 +91,18 @@ def unpack(key: str, data: bytes) -> Page:
     return Page(safetensors.load(data), json.loads(header["facts"]))
 
 
+def _start_of_tensors(data: bytes) -> int:
+    return 8 + int.from_bytes(data[:8], "little")
+
+
 def _header(data: bytes) -> Any:
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size])
+    return json.loads(data[8 : _start_of_tensors(data)])
 
 
 def _digest(key: str, facts: str, data: bytes) -> str:
     """Return a digest of the tensors in a safetensors file, of names, shapes and bytes alike."""
-    size = int.from_bytes(data[:8], "little")
     tensors = {name: x for name, x in _header(data).items() if name != "__metadata__"}
     described = json.dumps([_FORMAT, key, facts, tensors], sort_keys=True)
     digest = hashlib.sha256(described.encode())
-    digest.update(memoryview(data)[8 + size :])
+    digest.update(memoryview(data)[_start_of_tensors(data) :])
     return digest.hexdigest()

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -73,13 +73,15 @@ class PrefixFolder:
             if lock is not None:
                 _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
 
-    def put(self, lock: int, name: str, data: bytes, own: Collection[str]) -> bool:
+    def put(
+        self, lock: int, name: str, data: Sequence[bytes | memoryview], own: Collection[str]
+    ) -> bool:
         """Write a file, whole or not at all; the least recently used ones make room for it.
 
         Args:
             lock: what `lock` returned.
             name: of the file, which is not there yet.
-            data: its content.
+            data: the parts of its content, in bytes.
             own: names of files that stay: those of a text that is used now.
 
         Returns:
@@ -88,14 +90,14 @@ class PrefixFolder:
         Raises:
             OSError: the disk is full, or nothing may be written here.
         """
-        if not self._make_room(lock, len(data), own):
+        if not self._make_room(lock, sum(map(len, data)), own):
             return False
         unfinished = self.path / f".{name}{_PARTIAL}"
         with suppress(OSError):
             unfinished.unlink()  # of a process that is gone: the lock is ours
         try:
             with unfinished.open("xb") as file:  # not through a link
-                file.write(data)
+                file.writelines(data)
             os.replace(unfinished, self.path / name)
         except FileExistsError:
             raise  # not ours to remove

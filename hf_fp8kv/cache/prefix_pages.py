@@ -217,17 +217,11 @@ def _read_prefix(
         for layer in layers:
             cache.options.layer_scales(layer["index"], *layer["shape"])  # ScaleError: other heads
 
-    count = 0
-    while count < most:
-        for row in keys:
-            key = row[count]
-            if key not in pages:
-                page = store.read(key, check)
-                if page is None:
-                    return count, pages, layers
-                pages[key] = page
-        count += 1
-    return count, pages, layers
+    wanted = dict.fromkeys(row[at] for at in range(most) for row in keys)
+    for key, page in zip(wanted, store.read(wanted, check), strict=False):
+        pages[key] = page
+    missing = (at for at in range(most) if any(row[at] not in pages for row in keys))
+    return next(missing, most), pages, layers
 
 
 def _expect(

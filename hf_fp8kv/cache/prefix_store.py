@@ -14,9 +14,12 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +38,8 @@ _NAMES = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
 DEFAULT_BYTES = 16 << 30
 # Seconds to wait for other processes that are writing.
 _PATIENCE = 2.0
+# Files that are read at a time, and bytes that may wait to be written beside those of one text.
+READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
 
 class StoreUsage(NamedTuple):
@@ -100,6 +105,10 @@ class PrefixStore:
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
+        # What is to be written, and these pages, which can be read meanwhile.
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._queued: dict[str, Page] = {}
+        self._writer: threading.Thread | None = None
         self._writes, self._is_bounded, self._patience = True, False, _PATIENCE
 
     def __repr__(self) -> str:
@@ -109,7 +118,8 @@ class PrefixStore:
         return partial(type(self), max_bytes=self.max_bytes), (str(self.path),)
 
     def usage(self) -> StoreUsage:
-        """Return what the folder holds now, and what this process had of it."""
+        """Return what the folder holds now, and what this process had of it; see `flush`."""
+        self.flush()
         try:
             files = self._folder.files()
         except OSError:
@@ -131,10 +141,15 @@ class PrefixStore:
 
     def has(self, key: str) -> bool:
         """Return whether there is something under a key; it may turn out to be damaged."""
-        return key not in self._refused and os.path.lexists(self._file(key))
+        if key in self._refused:
+            return False
+        return key in self._queued or os.path.lexists(self._file(key))
 
-    def read(self, key: str, check: Callable[[Page], None]) -> Page | None:
-        """Return the page under a key; None if there is none that is whole. Raises nothing.
+    def read(self, keys: Iterable[str], check: Callable[[Page], None]) -> Iterator[Page]:
+        """Yield the pages under keys, up to the first that is not there, or not whole.
+
+        Several are read at a time, by threads, and at most `READERS` ahead of what is taken.
+        Raises nothing of its own.
 
         `check`: raises ValueError, or what bad data makes it raise, for a page that cannot be used.
         """
@@ -142,11 +157,37 @@ class PrefixStore:
             self._is_bounded = True
             with suppress(OSError, ImportError):
                 self._folder.hold_bound()
+        keys = iter(keys)
+        for first in islice(keys, 1):  # alone: a store often has none
+            if (page := self._checked(first, partial(self._load, first), check)) is None:
+                return
+            yield page
+        with ThreadPoolExecutor(READERS) as pool:
+            ahead = deque((key, pool.submit(self._load, key)) for key in islice(keys, READERS))
+            while ahead:
+                key, loaded = ahead.popleft()
+                if (page := self._checked(key, loaded.result, check)) is None:
+                    return
+                ahead += [(key, pool.submit(self._load, key)) for key in islice(keys, 1)]
+                yield page
+
+    def _load(self, key: str) -> tuple[Page, int] | None:
+        """Return a page and the bytes that were read for it; None if it is refused."""
         if key in self._refused:
             return None
+        if (queued := self._queued.get(key)) is not None:
+            return Page(dict(queued.tensors), queued.facts), 0
+        data = read_file(self._file(key), self.max_bytes)
+        return unpack(key, data), len(data)
+
+    def _checked(
+        self, key: str, load: Callable[[], tuple[Page, int] | None], check: Callable[[Page], None]
+    ) -> Page | None:
+        """Return the page that is loaded; None if there is none that is whole."""
         try:
-            data = read_file(self._file(key), self.max_bytes)
-            page = unpack(key, data)
+            if (loaded := load()) is None:
+                return None
+            page, size = loaded
             check(page)
         except FileNotFoundError:
             return None
@@ -161,17 +202,8 @@ class PrefixStore:
                 AttributeError, RuntimeError) as error:  # fmt: skip
             self.refuse(key, error)
             return None
-        self.count(bytes_read=len(data))
+        self.count(bytes_read=size)
         return page
-
-    def touch(self, keys: Sequence[str]) -> None:
-        """Note that the pages of a text were used: the first ones the most recently."""
-        now = time.time_ns()
-        for at, key in enumerate(keys):
-            try:
-                self._folder.touch(_file_name(key), now - at)
-            except OSError:
-                continue  # removed by another process, or not ours to touch
 
     def _file(self, key: str) -> Path:
         return self.path / _file_name(key)
@@ -196,12 +228,13 @@ class PrefixStore:
     def write(
         self, keys: Sequence[str], make: Callable[[list[int]], Iterable[Page]], first: int = 0
     ) -> None:
-        """Store the pages of a text that are not there yet. Raises nothing that a disk causes, or
-        memory that has no room for a copy of them.
+        """Have the pages of a text stored that are not there yet, by a thread.
+
+        Raises nothing that a disk causes, or memory that has no room for a copy of them.
 
         Args:
             keys: of all its pages, from the first token on.
-            make: returns the pages at these places.
+            make: returns the pages at these places, of which nobody changes the tensors.
             first: the first place that `make` can be asked for. If the page before it is not there
                 the others are of no use, and are not stored.
         """
@@ -213,35 +246,95 @@ class PrefixStore:
                 keys = keys[:at]
                 break
             missing.append(at)
-        if missing and self._writes:
-            try:
-                pages = make(missing)
-                with self._folder.lock(self._patience) as lock:
-                    # Who writes for so long may have been stopped: not to be waited for each time.
-                    self._patience = _PATIENCE if lock is not None else 0.0
-                    if lock is not None:
-                        self._write(lock, keys, missing, pages)
-            except (OSError, ImportError) as error:
-                self._writes = False
-                warn_once(
-                    logger,
-                    f"{self} stores nothing from now on ({type(error).__name__}: {error}); what it "
-                    "holds is still read",
-                )
-            except (MemoryError, torch.OutOfMemoryError):
-                warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
+        if not missing or not self._writes:
+            return
+        if sum(map(_bytes_of, list(self._queued.values()))) > _MOST_QUEUED:
+            self.flush()
+        try:
+            pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
+        except (MemoryError, torch.OutOfMemoryError):
+            warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
+            return
+        self._queued.update(pages)
+        self._submit(partial(self._write_text, keys, pages), in_thread=True)
 
-    def _write(
-        self, lock: int, keys: Sequence[str], missing: list[int], pages: Iterable[Page]
-    ) -> None:
+    def touch(self, keys: Sequence[str]) -> None:
+        """Note that the pages of a text were used: the first ones the most recently."""
+        # After what is being written, which may be these very pages.
+        self._submit(partial(self._touch_files, keys, time.time_ns()), in_thread=False)
+
+    def flush(self) -> None:
+        """Wait until what was to be stored is in the folder."""
+        while (writer := self._writer) is not None and writer.is_alive():
+            writer.join()
+
+    def _submit(self, job: Callable[[], None], *, in_thread: bool) -> None:
+        """Have a job done after those that wait: by the thread if there is one, or a new one."""
+        with self._mutex:
+            self._jobs.append(job)
+            if self._writer is not None and self._writer.is_alive():
+                return
+            if in_thread:
+                # Not a daemon: a process that ends waits for it.
+                self._writer = threading.Thread(target=self._work, name="hf_fp8kv prefix store")
+                try:
+                    self._writer.start()
+                except RuntimeError:
+                    self._writer = None  # no more threads, or the interpreter ends
+                else:
+                    return
+        self._work()
+
+    def _work(self) -> None:
+        """Do the jobs that wait."""
+        while True:
+            with self._mutex:
+                if not self._jobs:
+                    if self._writer is threading.current_thread():
+                        self._writer = None
+                    return
+                job = self._jobs.popleft()
+            job()
+
+    def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
+        try:
+            with self._folder.lock(self._patience) as lock:
+                # Who writes for so long may have been stopped: not to be waited for each time.
+                self._patience = _PATIENCE if lock is not None else 0.0
+                if lock is not None and self._writes:
+                    self._write_pages(lock, keys, pages)
+        except (OSError, ImportError) as error:
+            self._writes = False
+            warn_once(
+                logger,
+                f"{self} stores nothing from now on ({type(error).__name__}: {error}); what it "
+                "holds is still read",
+            )
+        finally:
+            for key in pages:
+                self._queued.pop(key, None)
+
+    def _touch_files(self, keys: Sequence[str], now: int) -> None:
+        for at, key in enumerate(keys):
+            try:
+                self._folder.touch(_file_name(key), now - at)
+            except OSError:
+                continue  # removed by another process, or not ours to touch
+
+    def _write_pages(self, lock: int, keys: Sequence[str], pages: dict[str, Page]) -> None:
         own = {_file_name(key) for key in keys}
-        for at, page in zip(missing, pages, strict=True):
-            if self.has(keys[at]):
+        for key, page in pages.items():
+            if os.path.lexists(self._file(key)):
                 continue  # another process was faster
-            data = pack(keys[at], page)
-            if not self._folder.put(lock, _file_name(keys[at]), data, own):
+            data = pack(key, page)
+            if not self._folder.put(lock, _file_name(key), data, own):
                 return  # the text alone takes all there is: its beginning is stored
-            self.count(bytes_written=len(data))
+            self.count(bytes_written=sum(map(len, data)))
+            self._queued.pop(key, None)
+
+
+def _bytes_of(page: Page) -> int:
+    return sum(tensor.nbytes for tensor in page.tensors.values())
 
 
 def _file_name(key: str) -> str:

@@ -27,7 +27,7 @@ def folder_at(path: Path) -> PrefixFolder:
 def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -> bool:
     with folder.lock(0.0) as lock:
         assert lock is not None
-        is_there = folder.put(lock, name, bytes(size), {*own, name})
+        is_there = folder.put(lock, name, [bytes(size)], {*own, name})
     for used in (*own, name) if is_there else own:  # as the texts' pages are
         touch(folder, used)
     return is_there
@@ -133,7 +133,7 @@ def test_work_for_a_page_does_not_grow_with_its_text(
     for number in range(100, 140):
         with folder.lock(0.0) as lock:
             assert lock is not None
-            assert folder.put(lock, f"page{number}", b"x", own)
+            assert folder.put(lock, f"page{number}", [b"x"], own)
     assert {file.name for file in folder.files()} == {f"page{x}" for x in range(140)} - {
         f"page{x}" for x in range(40, 80)
     }
@@ -150,7 +150,7 @@ def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
     for number in range(5, 9):
         with folder.lock(0.0) as lock:
             assert lock is not None
-            assert folder.put(lock, f"page{number}", bytes(20), ())
+            assert folder.put(lock, f"page{number}", [bytes(20)], ())
     names = {file.name for file in folder.files()}
     assert len(names) == 5
     assert names > {"page5", "page6", "page7", "page8"}

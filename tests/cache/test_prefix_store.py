@@ -6,8 +6,11 @@ import io
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from hf_fp8kv import (
 )
 from hf_fp8kv.cache.prefix_file import Page, chain_keys, pack
 from hf_fp8kv.paging.page_pool import PagePool
+from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
 from tests.helpers.store_kills import run_kills, run_together
@@ -68,6 +72,7 @@ class Reader:
         keywords = {**GREEDY, **keywords}
         self.calls.clear()
         said = self.model.generate(ids, **keywords)
+        self.store.flush()
         computed = self.calls[0]
         if "num_beams" not in keywords:
             keywords["logits_processor"] = wide_margins(LEAST_MARGIN)
@@ -390,7 +395,7 @@ def test_fifty_bad_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         assert reader.answer(ids) == (8 if is_removable else 40 - PAGE * at), number
         if is_removable:
             assert not path.is_symlink()
-            assert reader.store.read(path.stem, _take_any) is not None, "stored again"
+            assert [*reader.store.read([path.stem], _take_any)], "stored again"
             continue
         assert path.is_dir()
         caplog.clear()
@@ -454,11 +459,11 @@ LIES: list[Callable[[Any, Any], Any]] = [
 
 
 def forge(folder: Path, key: str, change: Callable[[Any, Any], Any]) -> None:
-    page = PrefixStore(folder).read(key, _take_any)
+    (page,) = PrefixStore(folder).read([key], _take_any)
     assert page is not None
     tensors = dict(page.tensors)
     facts = change(tensors, copy.deepcopy(page.facts))
-    (folder / f"{key}.safetensors").write_bytes(pack(key, Page(tensors, facts)))
+    (folder / f"{key}.safetensors").write_bytes(b"".join(pack(key, Page(tensors, facts))))
 
 
 def keys_of(folder: Path) -> list[str]:
@@ -543,6 +548,7 @@ def test_another_process_is_faster(tmp_path: Path) -> None:
 
     def make(places: list[int]) -> list[Page]:
         stores[1].write(keys, lambda _: pages)
+        stores[1].flush()
         return [pages[at] for at in places]
 
     stores[0].write(keys, make)
@@ -632,7 +638,7 @@ def test_a_smaller_bound_does_not_wait_for_others(
     with open(tmp_path / ".prefix_store.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("waited"))
-        PrefixStore(tmp_path, max_bytes=1).read("x", _take_any)
+        assert not [*PrefixStore(tmp_path, max_bytes=1).read(["x"], _take_any)]
         assert len(files_of(tmp_path)) == 5
 
 
@@ -688,6 +694,91 @@ def test_without_memory_for_a_copy_the_answer_is_given(
     assert not files_of(tmp_path)
     assert reader.answer(words(40, seed=1)) == 40
     assert len(files_of(tmp_path)) == 5, "with room again, more is stored"
+
+
+def test_what_waits_to_be_written_is_found(tmp_path: Path) -> None:
+    import fcntl
+
+    reader = Reader(tmp_path)
+    with open(tmp_path / ".prefix_store.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        ids = words(40)
+        said = reader.model.generate(ids, **GREEDY)
+        assert not files_of(tmp_path)
+        again = reader.model.generate(ids, **GREEDY)
+        assert reader.calls[0] == 40
+        assert 8 in reader.calls, "the pages that wait"
+        assert_same(again, said)
+        assert reader.store.counts()["bytes_read"] == 0
+    reader.store.flush()
+    assert len(files_of(tmp_path)) == 5
+    assert Reader(tmp_path).answer(ids) == 8
+
+
+def store_pages(store: PrefixStore, count: int, seed: int = 0) -> list[str]:
+    """Store a text of so many pages, and return their keys."""
+    keys = [f"{seed:032x}{number:032x}" for number in range(count)]
+    store.write(keys, lambda at: [Page({"x": torch.full((3,), float(n))}, {"at": n}) for n in at])
+    return keys
+
+
+def test_a_process_that_ends_stores_what_waits(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\nfrom hf_fp8kv import PrefixStore\n"
+        "from tests.cache.test_prefix_store import store_pages\n"
+        "store_pages(PrefixStore(sys.argv[1]), 200)\nsys.exit(3)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=make_environment())
+    assert done.returncode == 3
+    assert len(files_of(tmp_path)) == 200
+
+
+def test_more_than_may_wait_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._MOST_QUEUED", 50 * 12)
+    store = PrefixStore(tmp_path)
+    for seed in range(20):
+        store_pages(store, 20, seed)
+        assert len(files_of(tmp_path)) >= 20 * (seed + 1) - 70
+    store.flush()
+    assert len(files_of(tmp_path)) == 400
+    assert not store._queued
+
+
+def test_without_another_thread_it_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    for seed in range(2):
+        store_pages(PrefixStore(tmp_path), 3, seed)
+        assert len(files_of(tmp_path)) == 3 * (seed + 1)
+
+
+@pytest.mark.parametrize("gone", [0, 1, 7, 30, 50])
+def test_pages_are_read_in_their_order(
+    gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(tmp_path)
+    keys = store_pages(store, 50)
+    store.flush()
+    for key in keys[gone : gone + 1]:
+        (tmp_path / f"{key}.safetensors").unlink()
+    asked: list[str] = []
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store.READERS", 3)
+
+    def wanted() -> Iterator[str]:
+        for key in keys:
+            asked.append(key)
+            yield key
+
+    found = []
+    for page in PrefixStore(tmp_path).read(wanted(), _take_any):
+        found.append(page.facts["at"])
+        assert len(asked) <= len(found) + 3
+        assert page.tensors["x"].tolist() == [page.facts["at"]] * 3
+    assert found == list(range(gone))
 
 
 def test_others_that_write_for_long_are_not_waited_for(

@@ -162,16 +162,19 @@ def test_work_for_a_block_does_not_grow_with_the_text(
 def test_a_hot_beginning_outlives_what_came_later(tmp_path: Path) -> None:
     """It is found in memory, and not read: its files are used all the same."""
     hot, cold = words(4 * PAGE + 2), words(4 * PAGE + 2, seed=5)
-    with engine(PrefixStore(tmp_path)) as (ask, _):
+    store = PrefixStore(tmp_path)
+    with engine(store) as (ask, _):
         ask(hot)
         ask(cold)
         ask(hot)
+        store.flush()
         gone = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         size = gone.stat().st_size
         gone.unlink()  # the first page of the hot one, which was used last
         ask(hot)
+        store.flush()
         assert gone.exists(), "stored again"
-    PrefixStore(tmp_path, max_bytes=5 * size).read("x", print)
+    assert not [*PrefixStore(tmp_path, max_bytes=5 * size).read(["x"], print)]
     assert answers(tmp_path, [hot])[2].tokens_found == 4 * PAGE
     assert answers(tmp_path, [cold])[2].tokens_found < 4 * PAGE
 
@@ -312,9 +315,9 @@ def test_whole_files_that_lie(lie: Callable[[torch.Tensor], Page], tmp_path: Pat
     text = words(4 * PAGE)
     expected, _, _ = answers(tmp_path, [text])
     for path in tmp_path.glob("*.safetensors"):
-        page = PrefixStore(tmp_path).read(path.stem, lambda _: None)
+        (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
         assert page is not None
-        path.write_bytes(pack(path.stem, lie(page.tensors["block"])))
+        path.write_bytes(b"".join(pack(path.stem, lie(page.tensors["block"]))))
     said, _, found = answers(tmp_path, [text])
     assert said == expected
     assert found.files_refused == 1

@@ -4,6 +4,7 @@ The engine keeps full blocks that nobody uses, under a hash of their tokens, unt
 room. What a store has of a prompt is put among them, where the engine then finds it.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,26 +40,32 @@ class StoredBlocks:
         allocator, slots = self._allocator, self._slots
         most, known = (len(tokens) - 1) // slots, len(allocator.match_prefix_blocks(tokens))
         blocks: list[int] = []
-        key, name = "", None
-        for place in range(most if known < most else 0):
-            if not self._has_room():
-                break
-            part = tokens[place * slots : (place + 1) * slots]
-            (key,) = chain_keys(self._identity, torch.tensor(part), slots, key)
-            name = cache_allocator.compute_block_hash(name, part)
-            if name in allocator.ledger.hash_to_block:
-                continue  # still cached, although a block before it was evicted
-            page = self._store.read(key, self._check)
-            if page is None:
-                if not known and not blocks and request_id not in self._missed:
-                    self._missed.add(request_id)
-                    self._store.count(misses=1)
-                break
-            if not blocks:
-                self._wait()  # a step that runs may still write to what is free
-            blocks.append(self._put(page))
-            allocator.ledger.register_new_hash(blocks[-1], name)
-            self._keys[blocks[-1]] = name, key
+        asked: list[tuple[int, str]] = []
+
+        def wanted() -> Iterator[str]:
+            key, name = "", None
+            for place in range(most if known < most else 0):
+                part = tokens[place * slots : (place + 1) * slots]
+                (key,) = chain_keys(self._identity, torch.tensor(part), slots, key)
+                name = cache_allocator.compute_block_hash(name, part)
+                if name not in allocator.ledger.hash_to_block:
+                    asked.append((name, key))
+                    yield key
+                # else still cached, although a block before it was evicted
+
+        if self._has_room():
+            for page in self._store.read(wanted(), self._check):
+                if not blocks:
+                    self._wait()  # a step that runs may still write to what is free
+                name, key = asked[len(blocks)]
+                blocks.append(self._put(page))
+                allocator.ledger.register_new_hash(blocks[-1], name)
+                self._keys[blocks[-1]] = name, key
+                if not self._has_room():
+                    break
+        if asked and not known and not blocks and request_id not in self._missed:
+            self._missed.add(request_id)
+            self._store.count(misses=1)
         if blocks:
             self._wait()  # the engine computes on another stream
             # A block with a hash is kept for reuse, the last one to be given up first.
