@@ -1,9 +1,10 @@
 """A folder of files that take a bounded number of bytes, shared by processes.
 
-One process at a time writes, the one that holds the lock. The lock file says how many bytes there
-are at most: a number that is raised before a file is written and lowered after one was removed, so
-that a process that is killed leaves it too high, and never too low. Reading all of the folder
-corrects it, which a process does when it begins, and when something has to be removed.
+One process at a time writes, the one that holds the lock. The lock file holds an upper bound of the
+bytes: it is raised before a file is written and lowered after files were removed, so a process that
+is killed leaves it too high, and never too low. A look at the whole folder corrects it: a process
+takes one when it begins, and while it removes files, once all that it saw the last time have been
+removed or used since.
 """
 
 import heapq
