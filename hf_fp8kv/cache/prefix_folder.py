@@ -65,7 +65,10 @@ class PrefixFolder:
         return StoredFile(found.st_mtime_ns, found.st_size, name)
 
     def touch(self, name: str, used: int) -> None:
-        """Note when a file was used, in ns since 1970. Raises OSError if that is not possible."""
+        """Note when a file was used, in ns since 1970.
+
+        Raises OSError if it is not there or not ours, NotImplementedError on Windows.
+        """
         os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
@@ -153,7 +156,8 @@ class PrefixFolder:
                 with suppress(OSError):
                     self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
-        os.ftruncate(lock, 0)  # the number is written once it has been used: a disk may be full
+        # Not known until the caller writes it: a full disk may have no room before files are gone.
+        os.ftruncate(lock, 0)
         return sum(file.bytes for file in self._oldest)
 
     @contextmanager
