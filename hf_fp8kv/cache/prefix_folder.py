@@ -33,9 +33,9 @@ class StoredFile(NamedTuple):
 
 
 class PrefixFolder:
-    """The files of a folder whose names match a pattern, at most `max_bytes` of them.
+    """The files of a folder whose names match a pattern; together at most `max_bytes`.
 
-    `names`: what matches a name. Other files are left alone.
+    `names`: matches the whole name of a file. Other files are left alone.
     """
 
     def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
@@ -72,7 +72,7 @@ class PrefixFolder:
         os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
-        """Remove what is over the bound, which was a larger one before; not if others write."""
+        """Remove what is over the bound, which may have been larger; nothing while others write."""
         with self.lock(0.0) as lock:
             if lock is not None:
                 _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
