@@ -2,8 +2,9 @@
 
 Each process loads the model, calls `enable` and loads the CPU's kernels, which `enable` does by
 itself with a store, beside hashing the weights. Then its first `generate` is timed: a prompt, one
-token. Half of the processes have a `PrefixStore` that an earlier one filled, half have none; they
-take turns, so that a busy machine slows both alike.
+token. A third of the processes have a `PrefixStore` that an earlier one filled, a third an empty
+one, which shows what storing costs, and a third have none. They take turns, so that a busy machine
+slows all alike.
 """
 
 import json
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 # How many times sooner the answer has to come.
 TARGET = 5.0
+STORES = ("none", "empty", "full")
 
 
 def run_prefix_suite(
@@ -34,20 +36,20 @@ def run_prefix_suite(
     rounds: int = 3,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Time first answers with and without a store, in turns, each in a process of its own.
+    """Time first answers without a store and with one, in turns, each in a process of its own.
 
     Args:
         model: a folder or a Hub id; None: the demo model.
         tokens: of the prefix; a question of about ten more follows, another one in each round.
-        rounds: of one process with and one without a store.
+        rounds: of one process without a store, one with an empty one and one with a full one.
         progress: called with the name of each thing measured.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`; `rows`, each with `store`
-        (whether there is one), `seconds` (all), `median`, `low`, `high` (quartiles), `enable` (the
+        (one of `STORES`), `seconds` (all), `median`, `low`, `high` (quartiles), `enable` (the
         median of what that took before), and `found`, tokens found in the store; `ratio`, of the
-        medians; `difference`, the largest of a logit in any round; `bytes` and `files` of the
-        store.
+        medians without a store and with a full one; `difference`, the largest of a logit of these
+        two in any round; `bytes` and `files` of the full store.
 
     Raises:
         RuntimeError: a process that measures ended early.
@@ -56,39 +58,40 @@ def run_prefix_suite(
         from ..utils.demo_model import model_path
 
         model = str(model_path())
-    told: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    told: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORES}
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        _ask(model, tokens, "What is this text about?", store)
+        full = Path(folder) / "full"
+        _ask(model, tokens, "What is this text about?", full)
         for number in range(rounds):
             question = f"In {number + 2} words, what is said of lists?"
-            for has_store in (number % 2 == 0, number % 2 == 1):
-                told[has_store].append(_ask(model, tokens, question, store if has_store else None))
+            places = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full}
+            turn = number % len(STORES)
+            for kind in STORES[turn:] + STORES[:turn]:
+                told[kind].append(_ask(model, tokens, question, places[kind]))
                 if progress is not None:
-                    name = "with" if has_store else "without"
-                    progress(f"round {number + 1} of {rounds}, {name} a store")
-        files = list(Path(store).glob("*.safetensors"))
+                    progress(f"round {number + 1} of {rounds}, store: {kind}")
+        files = list(full.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
     rows = []
-    for has_store in (False, True):
-        seconds = [answer["seconds"] for answer in told[has_store]]
+    for kind in STORES:
+        seconds = [answer["seconds"] for answer in told[kind]]
         median, low, high = quartiles(seconds)
         rows.append(
             {
-                "store": has_store, "seconds": seconds, "median": median, "low": low, "high": high,
-                "found": min(answer["found"] for answer in told[has_store]),
-                "enable": quartiles([answer["enable"] for answer in told[has_store]])[0],
+                "store": kind, "seconds": seconds, "median": median, "low": low, "high": high,
+                "found": min(answer["found"] for answer in told[kind]),
+                "enable": quartiles([answer["enable"] for answer in told[kind]])[0],
             }
         )  # fmt: skip
     difference = max(
         (torch.tensor(one["logits"]) - torch.tensor(other["logits"])).abs().max().item()
-        for one, other in zip(told[True], told[False], strict=True)
+        for one, other in zip(told["full"], told["none"], strict=True)
     )
     return {
         **describe_run("prefix"),
         "settings": {"model": model, "tokens": tokens, "rounds": rounds},
         "rows": rows,
-        "ratio": rows[0]["median"] / rows[1]["median"],
+        "ratio": rows[0]["median"] / rows[-1]["median"],
         "difference": difference,
         "bytes": size,
         "files": len(files),
@@ -102,7 +105,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
         {"store": "left", **dict.fromkeys(columns, "right")},
         (
             (
-                "with" if row["store"] else "without", f"{row['median']:.2f}",
+                row["store"], f"{row['median']:.2f}",
                 "-" if row["low"] is None else f"{row['low']:.2f} to {row['high']:.2f}",
                 f"{row['enable']:.2f}", f"{row['found']:,}",
             )
@@ -115,8 +118,13 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
     )  # fmt: skip
 
 
-def _ask(model: str, tokens: int, question: str, store: str | None) -> dict[str, Any]:
-    task = json.dumps({"model": model, "tokens": tokens, "question": question, "store": store})
+def _ask(model: str, tokens: int, question: str, store: Path | None) -> dict[str, Any]:
+    task = json.dumps(
+        {
+            "model": model, "tokens": tokens, "question": question,
+            "store": None if store is None else str(store),
+        }
+    )  # fmt: skip
     command = [sys.executable, "-c", f"from {__name__} import _measure; _measure()", task]
     done = subprocess.run(command, capture_output=True, text=True, env=make_environment())
     if done.returncode:

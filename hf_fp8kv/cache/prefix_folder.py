@@ -1,9 +1,10 @@
 """A folder of files that take a bounded number of bytes, shared by processes.
 
-One process at a time writes, the one that holds the lock. The lock file says how many bytes there
-are at most: a number that is raised before a file is written and lowered after one was removed, so
-that a process that is killed leaves it too high, and never too low. Reading all of the folder
-corrects it, which a process does when it begins, and when something has to be removed.
+One process at a time writes, the one that holds the lock. The lock file holds an upper bound of the
+bytes: it is raised before a file is written and lowered after files were removed, so a process that
+is killed leaves it too high, and never too low. A look at the whole folder corrects it: a process
+takes one when it begins, and while it removes files, once all that it saw the last time have been
+removed or used since.
 """
 
 import heapq
@@ -19,7 +20,7 @@ from typing import NamedTuple
 _LOCK, _PARTIAL = ".prefix_store.lock", ".part"
 # A link leads out of the folder, and a pipe would never answer. (Windows has none of these.)
 OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"))
-# Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and some.
+# Nanoseconds that the time of a file may be behind the clock: a tick of the kernel, and a margin.
 _TICK = 20_000_000
 
 
@@ -32,9 +33,9 @@ class StoredFile(NamedTuple):
 
 
 class PrefixFolder:
-    """The files of a folder whose names match a pattern, at most `max_bytes` of them.
+    """The files of a folder whose names match a pattern; together at most `max_bytes`.
 
-    `names`: what matches a name. Other files are left alone.
+    `names`: matches the whole name of a file. Other files are left alone.
     """
 
     def __init__(self, path: Path, names: re.Pattern[str], max_bytes: int) -> None:
@@ -64,11 +65,14 @@ class PrefixFolder:
         return StoredFile(found.st_mtime_ns, found.st_size, name)
 
     def touch(self, name: str, used: int) -> None:
-        """Note when a file was used, in ns since 1970. Raises OSError if that is not possible."""
+        """Note when a file was used, in ns since 1970.
+
+        Raises OSError if it is not there or not ours, NotImplementedError on Windows.
+        """
         os.utime(self.path / name, ns=(used, used), follow_symlinks=False)
 
     def hold_bound(self) -> None:
-        """Remove what is over the bound, which was a larger one before; not if others write."""
+        """Remove what is over the bound, which may have been larger; nothing while others write."""
         with self.lock(0.0) as lock:
             if lock is not None:
                 _write_total(lock, self._evict(lock, self._count(lock), self._max_bytes, ()))
@@ -154,7 +158,8 @@ class PrefixFolder:
                 with suppress(OSError):
                     self.touch(file.name, self._looked)
         heapq.heapify(self._oldest)
-        os.ftruncate(lock, 0)  # the number is written once it has been used: a disk may be full
+        # Not known until the caller writes it: a full disk may have no room before files are gone.
+        os.ftruncate(lock, 0)
         return sum(file.bytes for file in self._oldest)
 
     @contextmanager

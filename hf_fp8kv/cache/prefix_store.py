@@ -318,8 +318,8 @@ class PrefixStore:
         for at, key in enumerate(keys):
             try:
                 self._folder.touch(_file_name(key), now - at)
-            except OSError:
-                continue  # removed by another process, or not ours to touch
+            except (OSError, NotImplementedError):
+                continue  # removed by another process, not ours to touch, or on Windows
 
     def _write_pages(self, lock: int, keys: Sequence[str], pages: dict[str, Page]) -> None:
         own = {_file_name(key) for key in keys}

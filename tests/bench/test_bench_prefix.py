@@ -16,8 +16,9 @@ def test_the_suite_measures_in_processes_of_their_own(tmp_path: Path) -> None:
     result = run_prefix_suite(
         model=save_chat_model(tmp_path), tokens=200, rounds=1, progress=told.append
     )
-    assert told == ["round 1 of 1, with a store", "round 1 of 1, without a store"]
-    assert [(row["store"], row["found"]) for row in result["rows"]] == [(False, 0), (True, 192)]
+    assert told == [f"round 1 of 1, store: {kind}" for kind in ("none", "empty", "full")]
+    found = [(row["store"], row["found"]) for row in result["rows"]]
+    assert found == [("none", 0), ("empty", 0), ("full", 192)]
     assert result["difference"] < 0.1
     assert result["files"] == 3
     console = Console(width=140, file=io.StringIO(), record=True)

@@ -79,6 +79,9 @@ def test_the_least_recently_used_go(plan: list[tuple[str, int, int, int]]) -> No
                     event("removed, with a look" if folder._looked > looked else "removed")
                 if is_exact and gone:
                     assert total_of(before) + size - total_of(gone[:-1]) > BOUND, "and no more"
+                if is_exact:
+                    count = int((path / ".prefix_store.lock").read_text())
+                    assert count == total_of(folder.files())
             elif before:
                 file = before[place % len(before)]
                 if what == "touch":
@@ -154,6 +157,17 @@ def test_files_from_the_future_go_before_new_ones(tmp_path: Path) -> None:
     names = {file.name for file in folder.files()}
     assert len(names) == 5
     assert names > {"page5", "page6", "page7", "page8"}
+
+
+def test_a_text_takes_all_there_is_and_no_more(tmp_path: Path) -> None:
+    folder = folder_at(tmp_path)
+    for name, size in (("page0", 10), ("page1", 45), ("page2", 45)):
+        assert put(folder, name, size)
+    for _ in range(2):
+        assert not put(folder, "page3", 20, own=("page1", "page2"))
+        assert {"page1", "page2"} <= {file.name for file in folder.files()}
+        count = int((tmp_path / ".prefix_store.lock").read_text())
+        assert count == total_of(folder.files()), "what was not written is not counted"
 
 
 @pytest.mark.parametrize("data", [b"", b"0" * 19, b"0" * 21, b"x" * 20, b"-" + b"0" * 19])

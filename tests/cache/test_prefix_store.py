@@ -642,7 +642,7 @@ def test_a_smaller_bound_does_not_wait_for_others(
         assert len(files_of(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("failure", ["write", "replace", "lock"])
+@pytest.mark.parametrize("failure", ["write", "replace", "lock", "Windows"])
 def test_a_full_disk_stops_storing_and_nothing_else(
     failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -651,6 +651,10 @@ def test_a_full_disk_stops_storing_and_nothing_else(
 
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
+
+    def lack_links(*_: Any, **keywords: Any) -> None:
+        if not keywords.get("follow_symlinks", True):
+            raise NotImplementedError("utime: follow_symlinks unavailable on this platform")
 
     class Full(io.FileIO):
         def write(self, data: Any) -> int:
@@ -662,6 +666,9 @@ def test_a_full_disk_stops_storing_and_nothing_else(
             import fcntl
 
             patched.setattr(fcntl, "flock", fail)
+        elif failure == "Windows":
+            patched.setitem(sys.modules, "fcntl", None)
+            patched.setattr(os, "utime", lack_links)
         elif failure == "replace":
             patched.setattr(os, failure, fail)
         else:
