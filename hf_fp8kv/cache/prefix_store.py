@@ -41,6 +41,9 @@ _PATIENCE = 2.0
 # Files that are read at a time, and bytes that may wait to be written beside those of one text.
 READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
+# A page and the bytes that were read for it; None if it is refused.
+_Loaded = tuple[Page, int] | None
+
 
 class StoreUsage(NamedTuple):
     """What a store holds, and what this process had of it.
@@ -163,15 +166,22 @@ class PrefixStore:
                 return
             yield page
         with ThreadPoolExecutor(READERS) as pool:
-            ahead = deque((key, pool.submit(self._load, key)) for key in islice(keys, READERS))
+            ahead = deque((key, self._load_by(pool, key)) for key in islice(keys, READERS))
             while ahead:
-                key, loaded = ahead.popleft()
-                if (page := self._checked(key, loaded.result, check)) is None:
+                key, load = ahead.popleft()
+                if (page := self._checked(key, load, check)) is None:
                     return
-                ahead += [(key, pool.submit(self._load, key)) for key in islice(keys, 1)]
+                ahead += [(key, self._load_by(pool, key)) for key in islice(keys, 1)]
                 yield page
 
-    def _load(self, key: str) -> tuple[Page, int] | None:
+    def _load_by(self, pool: ThreadPoolExecutor, key: str) -> Callable[[], _Loaded]:
+        """Have a page loaded by a thread if there can be one; return what waits for it."""
+        try:
+            return pool.submit(self._load, key).result
+        except RuntimeError:  # no more threads, or the main thread has ended
+            return partial(self._load, key)
+
+    def _load(self, key: str) -> _Loaded:
         """Return a page and the bytes that were read for it; None if it is refused."""
         if key in self._refused:
             return None
@@ -181,7 +191,7 @@ class PrefixStore:
         return unpack(key, data), len(data)
 
     def _checked(
-        self, key: str, load: Callable[[], tuple[Page, int] | None], check: Callable[[Page], None]
+        self, key: str, load: Callable[[], _Loaded], check: Callable[[Page], None]
     ) -> Page | None:
         """Return the page that is loaded; None if there is none that is whole."""
         try:

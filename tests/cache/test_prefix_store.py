@@ -788,6 +788,27 @@ def test_pages_are_read_in_their_order(
     assert found == list(range(gone))
 
 
+@pytest.mark.parametrize("left", [0, 2])
+def test_pages_are_read_without_more_threads(
+    left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PrefixStore(tmp_path)
+    keys = store_pages(store, 20)
+    store.flush()
+    start, started = threading.Thread.start, []
+
+    def fail(thread: threading.Thread) -> None:
+        if len(started) == left:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store.READERS", 8)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    found = [page.facts["at"] for page in PrefixStore(tmp_path).read(keys, _take_any)]
+    assert found == list(range(20))
+
+
 def test_others_that_write_for_long_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
