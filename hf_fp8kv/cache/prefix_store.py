@@ -281,27 +281,31 @@ class PrefixStore:
     def _submit(self, job: Callable[[], None], *, in_thread: bool) -> None:
         """Have a job done after those that wait: by the thread if there is one, or a new one."""
         with self._mutex:
-            self._jobs.append(job)
-            if self._writer is not None and self._writer.is_alive():
+            is_writing = self._writer is not None and self._writer.is_alive()
+            if is_writing or (in_thread and self._start_writer()):
+                self._jobs.append(job)
                 return
-            if in_thread:
-                # Not a daemon: a process that ends waits for it.
-                self._writer = threading.Thread(target=self._work, name="hf_fp8kv prefix store")
-                try:
-                    self._writer.start()
-                except RuntimeError:
-                    self._writer = None  # no more threads, or the interpreter ends
-                else:
-                    return
-        self._work()
+        job()
+
+    def _start_writer(self) -> bool:
+        """Start the thread; return whether that is possible."""
+        if not threading.main_thread().is_alive():
+            return False  # what is still started may be cut off
+        # Not a daemon: a process that ends waits for it.
+        writer = threading.Thread(target=self._work, name="hf_fp8kv prefix store")
+        try:
+            writer.start()
+        except RuntimeError:
+            return False  # no more threads
+        self._writer = writer
+        return True
 
     def _work(self) -> None:
-        """Do the jobs that wait."""
+        """Do the jobs that wait, in the thread."""
         while True:
             with self._mutex:
                 if not self._jobs:
-                    if self._writer is threading.current_thread():
-                        self._writer = None
+                    self._writer = None
                     return
                 job = self._jobs.popleft()
             job()

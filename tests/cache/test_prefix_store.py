@@ -30,6 +30,7 @@ from hf_fp8kv import (
     enable,
 )
 from hf_fp8kv.cache.prefix_file import Page, chain_keys, pack
+from hf_fp8kv.cache.prefix_folder import PrefixFolder
 from hf_fp8kv.paging.page_pool import PagePool
 from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
@@ -738,6 +739,56 @@ def test_a_process_that_ends_stores_what_waits(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=make_environment())
     assert done.returncode == 3
     assert len(files_of(tmp_path)) == 200
+
+
+@pytest.mark.parametrize("begin", ["atexit.register(late)", "Thread(target=late).start()"])
+def test_after_the_main_thread_has_ended(begin: str, tmp_path: Path) -> None:
+    """The interpreter starts no threads then, or waits for none, depending on its version."""
+    script = (
+        "import atexit, sys, threading, time\nfrom threading import Thread\n"
+        "from hf_fp8kv import PrefixStore\n"
+        "from tests.cache.test_prefix_store import _take_any, store_pages\n"
+        "store = PrefixStore(sys.argv[1])\nkeys = store_pages(store, 20)\n"
+        "def late():\n"
+        "    while threading.main_thread().is_alive():\n        time.sleep(0.01)\n"
+        "    store_pages(store, 300, 1)\n"
+        "    store.flush()\n"
+        "    print(len([*store.read(keys, _take_any)]))\n"
+        f"{begin}"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=make_environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
+    assert len(files_of(tmp_path)) == 320
+
+
+def test_who_dates_pages_does_not_write_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, is_dating, may_go_on = PrefixStore(tmp_path), threading.Event(), threading.Event()
+    write, writers = PrefixFolder.put, []
+
+    def date(*_: Any) -> None:
+        is_dating.set()
+        assert may_go_on.wait(60)
+
+    def put(*args: Any) -> bool:
+        writers.append(threading.current_thread())
+        may_go_on.set()
+        dater.join(0.2)  # the lock is ours: who wrote the next text would wait for it
+        return write(*args)
+
+    monkeypatch.setattr(PrefixFolder, "touch", date)
+    monkeypatch.setattr(PrefixFolder, "put", put)
+    dater = threading.Thread(target=store.touch, args=(["a" * 64],))
+    dater.start()
+    assert is_dating.wait(60)
+    store_pages(store, 1)
+    store_pages(store, 1, 1)
+    store.flush()
+    assert len(files_of(tmp_path)) == 2
+    dater.join()
+    assert dater not in writers
 
 
 def test_more_than_may_wait_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
