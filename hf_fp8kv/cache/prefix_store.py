@@ -263,7 +263,7 @@ class PrefixStore:
         try:
             pages = dict(zip((keys[at] for at in missing), make(missing), strict=True))
         except (MemoryError, torch.OutOfMemoryError):
-            warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
+            self._warn_of_memory()
             return
         self._queued.update(pages)
         self._submit(partial(self._write_text, keys, pages), in_thread=True)
@@ -317,6 +317,8 @@ class PrefixStore:
                 self._patience = _PATIENCE if lock is not None else 0.0
                 if lock is not None and self._writes:
                     self._write_pages(lock, keys, pages)
+        except MemoryError:
+            self._warn_of_memory()
         except (OSError, ImportError) as error:
             self._writes = False
             warn_once(
@@ -325,6 +327,7 @@ class PrefixStore:
                 "holds is still read",
             )
         finally:
+            # All at once: pages of a text may share memory, which is free when none is left.
             for key in pages:
                 self._queued.pop(key, None)
 
@@ -344,7 +347,9 @@ class PrefixStore:
             if not self._folder.put(lock, _file_name(key), data, own):
                 return  # the text alone takes all there is: its beginning is stored
             self.count(bytes_written=sum(map(len, data)))
-            self._queued.pop(key, None)
+
+    def _warn_of_memory(self) -> None:
+        warn_once(logger, f"{self}: no memory for a copy of pages, which are not stored")
 
 
 def _bytes_of(page: Page) -> int:

@@ -802,6 +802,56 @@ def test_more_than_may_wait_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     assert not store._queued
 
 
+def test_a_text_of_which_some_is_written_waits_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are parts of the same tensors."""
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._MOST_QUEUED", 2 * 12)
+    store, is_last, may_go_on = PrefixStore(tmp_path), threading.Event(), threading.Event()
+    put, flush = PrefixFolder.put, store.flush
+
+    def wait_at_last(folder: PrefixFolder, lock: int, name: str, *more: Any) -> bool:
+        if name.startswith(f"{0:032x}{2:032x}"):
+            is_last.set()
+            assert may_go_on.wait(60)
+        return put(folder, lock, name, *more)
+
+    def go_on() -> None:
+        may_go_on.set()
+        flush()
+
+    monkeypatch.setattr(PrefixFolder, "put", wait_at_last)
+    monkeypatch.setattr(store, "flush", go_on)
+    store_pages(store, 3)
+    assert is_last.wait(60)
+    assert len(files_of(tmp_path)) == 2
+    store_pages(store, 1, 1)
+    assert may_go_on.is_set()
+    flush()
+    assert len(files_of(tmp_path)) == 4
+
+
+def test_without_memory_for_one_text_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, may_go_on = PrefixStore(tmp_path), threading.Event()
+
+    def lack_memory(key: str, page: Page) -> Any:
+        assert may_go_on.wait(60)
+        if key.startswith(f"{0:032x}"):
+            raise MemoryError
+        return pack(key, page)
+
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store.pack", lack_memory)
+    for seed in range(3):
+        store_pages(store, 3, seed)
+    may_go_on.set()
+    store.flush()
+    assert len(files_of(tmp_path)) == 6
+    assert not store._queued
+    assert "no memory for a copy" in caplog.text
+
+
 def test_without_another_thread_it_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
