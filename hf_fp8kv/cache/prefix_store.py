@@ -22,6 +22,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError
@@ -107,12 +108,17 @@ class PrefixStore:
         self._folder = PrefixFolder(self.path, _NAMES, max_bytes)
         self._counts = dict.fromkeys(StoreUsage._fields[2:], 0)
         self._refused: set[str] = set()
+        self._begin()
+        _STORES.add(self)
+        self._writes, self._is_bounded, self._patience = True, False, _PATIENCE
+
+    def _begin(self) -> None:
+        """Begin without a thread and without anything to write."""
         self._mutex = threading.Lock()
         # What is to be written, and these pages, which can be read meanwhile.
         self._jobs: deque[Callable[[], None]] = deque()
         self._queued: dict[str, Page] = {}
         self._writer: threading.Thread | None = None
-        self._writes, self._is_bounded, self._patience = True, False, _PATIENCE
 
     def __repr__(self) -> str:
         return f"PrefixStore({str(self.path)!r}, max_bytes={self.max_bytes})"
@@ -358,3 +364,16 @@ def _bytes_of(page: Page) -> int:
 
 def _file_name(key: str) -> str:
     return f"{key}{_SUFFIX}"
+
+
+_STORES: WeakSet[PrefixStore] = WeakSet()
+
+
+def _begin_in_child() -> None:
+    """Leave what was being written to the process that has forked: it alone has the thread."""
+    for store in _STORES:
+        store._begin()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_in_child)

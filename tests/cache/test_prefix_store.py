@@ -953,6 +953,32 @@ def test_a_fork_does_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.Monke
         os.close(handle)
 
 
+def test_a_fork_while_a_text_is_written(tmp_path: Path) -> None:
+    """By a process of its own, since this one may have threads that a fork would disturb."""
+    script = (
+        "import fcntl, os, signal, sys\n"
+        "from hf_fp8kv import PrefixStore\n"
+        "from tests.cache.test_prefix_store import store_pages\n"
+        "store = PrefixStore(sys.argv[1])\n"
+        "held = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)\n"
+        "fcntl.flock(held, fcntl.LOCK_EX)\n"
+        "keys = store_pages(store, 3)\n"
+        "with store._mutex:\n"  # as another thread may have it
+        "    child = os.fork()\n"
+        "fcntl.flock(held, fcntl.LOCK_UN)\n"
+        "if not child:\n"
+        "    signal.alarm(60)\n"
+        "    assert not store._queued and not store._jobs\n"
+        "    store_pages(store, 3, 1)\n"
+        "    store.flush()\n"
+        "    os._exit(store.usage().files < 3)\n"
+        "sys.exit(os.waitpid(child, 0)[1] != 0)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
+    assert subprocess.run(command, env=make_environment()).returncode == 0
+    assert len(files_of(tmp_path)) == 6
+
+
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 5000)
