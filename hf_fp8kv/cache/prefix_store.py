@@ -234,7 +234,7 @@ class PrefixStore:
             self._file(key), type(error).__name__, error,
         )  # fmt: skip
         try:
-            os.unlink(self._file(key))
+            self._file(key).unlink(missing_ok=True)  # another process may be faster
         except OSError:
             return  # a folder, or not ours to remove
         self._refused.discard(key)

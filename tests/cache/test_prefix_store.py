@@ -408,6 +408,17 @@ def test_fifty_bad_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert reader.store.usage().files == 5
 
 
+def test_a_damaged_file_that_another_process_removes(tmp_path: Path) -> None:
+    stores = [PrefixStore(tmp_path) for _ in "ab"]
+    keys = store_pages(stores[0], 3)
+    stores[0].flush()
+    for store in stores:
+        store.refuse(keys[0], ValueError("damaged"))
+    for store in stores:
+        assert len(store_pages(store, 3)) == 3
+        assert len([*store.read(keys, _take_any)]) == 3
+
+
 def _take_any(_page: Page) -> None:
     """Find nothing wrong with a page."""
 
@@ -704,9 +715,10 @@ def test_without_memory_for_a_copy_the_answer_is_given(
     assert len(files_of(tmp_path)) == 5, "with room again, more is stored"
 
 
-def test_what_waits_to_be_written_is_found(tmp_path: Path) -> None:
+def test_what_waits_to_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
 
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 60.0)
     reader = Reader(tmp_path)
     with open(tmp_path / ".prefix_store.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
