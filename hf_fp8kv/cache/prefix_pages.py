@@ -266,7 +266,7 @@ def _unpack_prefix(
         names = list(dict.fromkeys(key for row in keys for key in row[first:count]))
         numbers = {key: number for number, key in enumerate(names)}
         rows = [[numbers[key] for key in row[first:count]] for row in keys]
-        tensors[f"groups.{g}.table"] = torch.tensor(rows, dtype=torch.int32)
+        tensors[f"groups.{g}.table"] = torch.tensor(rows, dtype=torch.int32, device="cpu")
         facts.append({"window": window, "first": first, "record_past": group.record_past})
         used.append(names)
     windows = list(cache.groups)

@@ -189,6 +189,14 @@ def test_every_way_to_store(keywords: dict[str, Any], tmp_path: Path) -> None:
     assert Reader(tmp_path, **keywords).answer(words(40)) == 40 - 39 // size * size
 
 
+@pytest.mark.parametrize("name", ["gqa", "sliding"])
+def test_under_another_default_device(name: str, tmp_path: Path) -> None:
+    """A kernel that wrote to a tensor there would end the process."""
+    readers, ids = [Reader(tmp_path, name) for _ in "ab"], words(40)
+    with torch.device("meta"):
+        assert [reader.answer(ids) for reader in readers] == [40, 8]
+
+
 # -- what is never found ----------------------------------------------------------------------
 
 

@@ -153,7 +153,7 @@ def gather(
     if not _READABLE.issuperset((chosen.codes.dtype, dtype)):
         return torch_backend.gather(pages, lengths, side, start, stop, dtype, ragged)
     heads, batch = pages.heads, len(pages.table)
-    out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype)
+    out = torch.empty((batch, heads, stop - start, chosen.head_dim), dtype=dtype, device="cpu")
     blocks = -(-(stop - start) // gathering.BLOCK)
     call = gathering.GATHER.fill(
         (0, batch * heads * blocks, batch, heads, start, stop, ragged, not is_k),
@@ -180,7 +180,7 @@ def attend(
     batch, q_heads, tokens, q_dim = query.shape
     heads, v_dim = pages.heads, v.head_dim
     groups = q_heads // heads
-    out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype)
+    out = torch.empty((batch, tokens, q_heads, v_dim), dtype=query.dtype, device="cpu")
 
     # Rows of one block share the decoded bytes; more than BLOCK of them outgrow the cache.
     block = min(tokens, max(attention.BLOCK // groups, 1))
