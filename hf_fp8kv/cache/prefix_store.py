@@ -114,7 +114,9 @@ class PrefixStore:
 
     def _begin(self) -> None:
         """Begin without a thread and without anything to write."""
-        self._mutex = threading.Lock()
+        # Who waits for the thread waits for this: an interrupted `Thread.join` lets Python 3.11 and
+        # 3.12 take a thread that runs for one that has ended.
+        self._mutex = threading.Condition()
         # What is to be written, and these pages, which can be read meanwhile.
         self._jobs: deque[Callable[[], None]] = deque()
         self._queued: dict[str, Page] = {}
@@ -281,14 +283,13 @@ class PrefixStore:
 
     def flush(self) -> None:
         """Wait until what was to be stored is in the folder."""
-        while (writer := self._writer) is not None and writer.is_alive():
-            writer.join()
+        with self._mutex:
+            self._mutex.wait_for(lambda: self._writer is None)
 
     def _submit(self, job: Callable[[], None], *, in_thread: bool) -> None:
         """Have a job done after those that wait: by the thread if there is one, or a new one."""
         with self._mutex:
-            is_writing = self._writer is not None and self._writer.is_alive()
-            if is_writing or (in_thread and self._start_writer()):
+            if self._writer is not None or (in_thread and self._start_writer()):
                 self._jobs.append(job)
                 return
         job()
@@ -312,9 +313,13 @@ class PrefixStore:
             with self._mutex:
                 if not self._jobs:
                     self._writer = None
+                    self._mutex.notify_all()
                     return
                 job = self._jobs.popleft()
-            job()
+            try:
+                job()
+            except Exception:
+                logger.exception("%s: the pages of a text are not stored", self)
 
     def _write_text(self, keys: Sequence[str], pages: dict[str, Page]) -> None:
         try:

@@ -811,6 +811,50 @@ def test_who_dates_pages_does_not_write_those_of_others(
     assert dater not in writers
 
 
+def test_an_interrupted_wait(tmp_path: Path) -> None:
+    """The next one waits, and so does the process when it ends."""
+    script = (
+        "import fcntl, os, signal, sys, threading\n"
+        "from hf_fp8kv import PrefixStore\n"
+        "from hf_fp8kv.cache import prefix_store\n"
+        "from tests.cache.test_prefix_store import files_of, store_pages\n"
+        "prefix_store._PATIENCE = 60\n"
+        "store = PrefixStore(sys.argv[1])\n"
+        "held = os.open(store.path / '.prefix_store.lock', os.O_CREAT | os.O_RDWR)\n"
+        "for seed in range(2):\n"
+        "    fcntl.flock(held, fcntl.LOCK_EX)\n"
+        "    store_pages(store, 100, seed)\n"
+        "    interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    threading.Timer(0.2, interrupt).start()\n"
+        "    try:\n"
+        "        store.flush()\n"
+        "        sys.exit('was not interrupted')\n"
+        "    except KeyboardInterrupt:\n"
+        "        fcntl.flock(held, fcntl.LOCK_UN)\n"
+        "    if not seed:\n"
+        "        store.flush()\n"
+        "        assert len(files_of(store.path)) == 100\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=make_environment())
+    assert done.returncode == 0
+    assert len(files_of(tmp_path)) == 200
+
+
+def test_an_error_in_the_thread_ends_neither_it_nor_who_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PrefixStore, "_write_pages", lambda *_: 1 / 0)
+    store = PrefixStore(tmp_path)
+    store_pages(store, 3)
+    store.flush()
+    assert "ZeroDivisionError" in caplog.text
+    assert "are not stored" in caplog.text
+    monkeypatch.undo()
+    store_pages(store, 3)
+    store.flush()
+    assert len(files_of(tmp_path)) == 3
+
+
 def test_more_than_may_wait_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_fp8kv.cache.prefix_store._MOST_QUEUED", 50 * 12)
     store = PrefixStore(tmp_path)
