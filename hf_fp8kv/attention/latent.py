@@ -238,9 +238,9 @@ def _weight_by_identity(module: Any, projection: Any, like: Tensor) -> Tensor | 
         if not projection.training:
             with torch.no_grad():
                 # Numbers of both signs and several sizes, and none.
-                tries = torch.arange(3 * rank).cos().view(3, -1)
-                tries = (tries * torch.tensor([[0.0], [1.0], [8.0]])).to(like)
-                weight = projection(torch.eye(rank).to(like)).T.contiguous()
+                tries = torch.arange(3 * rank, device="cpu").cos().view(3, -1)
+                tries = (tries * torch.tensor([[0.0], [1.0], [8.0]], device="cpu")).to(like)
+                weight = projection(torch.eye(rank, device="cpu").to(like)).T.contiguous()
                 if not all(map(_is_close, projection(tries), tries @ weight.T)):
                     weight = None
         known = vars(module)[_ABSORBED] = _Absorbed(state, parts, weight)

@@ -262,7 +262,7 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
         for layer in self.stock_layers:
             layer.batch_repeat_interleave(repeats)
-        self._select(torch.arange(self._paged.batch).repeat_interleave(repeats))
+        self._select(torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in that order; no bytes are copied.
@@ -272,7 +272,8 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         for layer in self.stock_layers:
             layer.batch_select_indices(indices)
         if batch := self._paged.batch:
-            self._select(torch.arange(batch)[torch.as_tensor(indices).cpu()])
+            kept = torch.as_tensor(indices, device="cpu")
+            self._select(torch.arange(batch, device="cpu")[kept])
 
     # -- forks, files, sizes -----------------------------------------------------------------
 

@@ -66,8 +66,8 @@ def choose_plan(
     if count < FEWEST_TOKENS:
         return None
     tokens = _sample(count, window).to(key.device)
-    asked = torch.linspace(len(tokens) // 4, len(tokens) - 1, _QUERIES).long().unique()
-    asked = asked.to(key.device)
+    asked = torch.linspace(len(tokens) // 4, len(tokens) - 1, _QUERIES, device="cpu")
+    asked = asked.long().unique().to(key.device)
     tokens = tokens if columns is None else columns.to(key.device)[tokens]
     k, v = (x[:, tokens].transpose(0, 1).float() for x in (key, value))
     queries = Queries.from_states(query[:, tokens[asked]], k, asked, scaling, None)
@@ -142,6 +142,10 @@ def _sample(tokens: int, window: int | None) -> Tensor:
     first = 0 if window is None else max(tokens - window, 0)
     begin, end = first + _FIRST, tokens - _LAST
     if begin >= end:
-        return torch.arange(first, tokens)
-    between = torch.linspace(begin, end - 1, min(_BETWEEN, end - begin)).long().unique()
-    return torch.cat([torch.arange(first, begin), between, torch.arange(end, tokens)])
+        return torch.arange(first, tokens, device="cpu")
+    between = torch.linspace(begin, end - 1, min(_BETWEEN, end - begin), device="cpu")
+    before, after = (
+        torch.arange(first, begin, device="cpu"),
+        torch.arange(end, tokens, device="cpu"),
+    )
+    return torch.cat([before, between.long().unique(), after])

@@ -186,7 +186,7 @@ class TextHolder(DynamicCache):
         if not shared or not self._can_crop(length - shared):
             return self._keep_nothing()
         if rows != list(range(len(self.text.ids))):
-            self.batch_select_indices(torch.tensor(rows))
+            self.batch_select_indices(torch.tensor(rows, device="cpu"))
         if shared < length:
             self.crop(shared - length)
         return shared

@@ -79,12 +79,14 @@ class FixedIndexer(StaticIndexedLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times, side by side."""
         if self.indexer_keys is not None:
-            self.reorder_cache(torch.arange(len(self.indexer_keys)).repeat_interleave(repeats))
+            rows = torch.arange(len(self.indexer_keys), device="cpu")
+            self.reorder_cache(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences `indices`, in that order."""
         if self.indexer_keys is not None:
-            self.reorder_cache(torch.arange(len(self.indexer_keys))[torch.as_tensor(indices).cpu()])
+            rows = torch.arange(len(self.indexer_keys), device="cpu")
+            self.reorder_cache(rows[torch.as_tensor(indices, device="cpu")])
 
 
 class _IndexedLayer(PagedLayerBase):

@@ -305,7 +305,7 @@ class CacheOptions:
                 for scale, side in ((layer.k, plan.k), (layer.v, plan.v))
             )
             return k, v, layer.k_center if plan.k.centered else None
-        constant = torch.tensor(self.scales, dtype=torch.float32)
+        constant = torch.tensor(self.scales, dtype=torch.float32, device="cpu")
         k = None if plan.k.format == AUTO else constant.repeat(heads, k_dim)
         v = None if plan.v.format == AUTO or not v_dim else constant.repeat(heads, v_dim)
         return k, v, None

@@ -241,8 +241,9 @@ class PagedLayers:
         its first call as at the others, unless that call attends to its own tokens.
         """
         is_stored = self.options.is_preallocated and self.options.prefill == "stored"
-        is_first = isinstance(offset, int) and offset == 0
-        return torch.zeros((), dtype=torch.int32) if is_stored and is_first else offset
+        if is_stored and isinstance(offset, int) and offset == 0:
+            return torch.zeros((), dtype=torch.int32, device="cpu")
+        return offset
 
     def check_crop(self, tokens: int) -> None:
         """Raise ConfigError if a window no longer holds what `crop` would go back to."""

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _NAMES = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
 DEFAULT_BYTES = 16 << 30
-# Seconds to wait for other processes that are writing.
-_PATIENCE = 2.0
+# Seconds to wait for other processes that are writing, and for those that have written for so long.
+_PATIENCE, _LITTLE_PATIENCE = 2.0, 0.1
 # Files that are read at a time, and bytes that may wait to be written beside those of one text.
 READERS, _MOST_QUEUED = min(os.cpu_count() or 1, 8), 1 << 30
 
@@ -325,7 +325,7 @@ class PrefixStore:
         try:
             with self._folder.lock(self._patience) as lock:
                 # Who writes for so long may have been stopped: not to be waited for each time.
-                self._patience = _PATIENCE if lock is not None else 0.0
+                self._patience = _PATIENCE if lock is not None else _LITTLE_PATIENCE
                 if lock is not None and self._writes:
                     self._write_pages(lock, keys, pages)
         except MemoryError:

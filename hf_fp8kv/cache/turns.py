@@ -115,7 +115,7 @@ class Turns:
 
     def _frequencies(self, pairs: int) -> Tensor:
         """Return by how much each pair turns in a position, in radians: `[pairs]`, float32."""
-        pair = torch.arange(pairs, dtype=torch.float32)
+        pair = torch.arange(pairs, dtype=torch.float32, device="cpu")
         speeds = self.base ** -(pair / max(pairs, 1))
         return speeds.where(pair < int(pairs * self.moving), 0.0)
 

@@ -80,7 +80,7 @@ def match_channels(here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
     `here` and `there` are K of the same tokens at two positions, `[N, H, D]`, float64.
     """
     if not here.shape[-1]:  # layers of latents without positions
-        return torch.arange(0)
+        return torch.arange(0, device="cpu")
     before, after = (x.flatten(0, 1).square() for x in (here, there))
     change = after - before
     energy = change.square().sum(0)

@@ -43,7 +43,7 @@ class Candidate:
     def measure(self, x: torch.Tensor, queries: Queries | None, *, dynamic: bool) -> torch.Tensor:
         """Return what errors of K or V, `x` `[N, Hkv, D]`, cost: float64, `[scales tried]`."""
         if self.plan.is_auto:
-            return torch.zeros(1 if dynamic else len(_STEPS), dtype=torch.float64)
+            return torch.zeros(1 if dynamic else len(_STEPS), dtype=torch.float64, device="cpu")
         x, queries = self.trial.transform(x, queries)
         if dynamic:
             choose = search_scale if self.trial.side == "k" else dynamic_scale

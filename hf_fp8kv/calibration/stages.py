@@ -275,7 +275,7 @@ def _sample_queries(query: torch.Tensor, k: torch.Tensor, call: dict[str, Any]) 
     tokens = query.shape[2]
     if query.shape[0] != 1 or tokens != len(k):
         return None
-    positions = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens)).long()
+    positions = torch.linspace(tokens // 4, tokens - 1, min(_QUERIES, tokens), device="cpu").long()
     scaling = call.get("scaling")
     window = call.get("sliding_window")
     return Queries.from_states(

@@ -73,7 +73,7 @@ def code_table(fmt: Format, device: torch.device) -> torch.Tensor:
     """Return the number that each of the 256 codes encodes: `[256]`, float32, on `device`."""
     # A table made in inference mode could not be used outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        code = torch.arange(256, dtype=torch.int32)
+        code = torch.arange(256, dtype=torch.int32, device="cpu")
         magnitude = code & 0x7F
         exponent = magnitude >> fmt.mantissa_bits
         fraction = magnitude & ((1 << fmt.mantissa_bits) - 1)

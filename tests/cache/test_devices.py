@@ -253,3 +253,56 @@ def test_the_signature_says_nothing_of_devices():
     """Devices are the model's affair: there is no argument that could contradict it."""
     named = [n for n in inspect.signature(FP8PagedCache).parameters if "device" in n]
     assert named == ["max_device_pages"], "which says how many, not where"
+
+
+ELSEWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "default": ("gqa", {}, {}),
+    "centered": ("gqa", {"dtype": "fp8_e3m4", "center_keys": True}, {}),
+    "torch": ("gqa", {"dtype": "fp8", "backend": "torch"}, {}),
+    "reference": ("gqa", {"dtype": "fp8", "backend": "reference"}, {}),
+    "scales": ("gqa", {"scales": 0.05}, {}),
+    "auto": ("mha", {"dtype": "auto"}, {}),
+    "window": ("sliding", {}, {}),
+    "chunks": ("sliding_and_full", {"prefill": "stored"}, {"prefill_chunk_size": 7}),
+    "latent": ("latent", {}, {}),
+    "indexer": ("sparse", {}, {}),
+    "preallocated": ("gqa", {"max_cache_len": 64}, {}),
+    "offloading": ("softcap", {"offloading": True}, {}),
+    "limited": ("gqa", {"max_pages": 12, "page_size": 8}, {}),
+    "recurrent": ("hybrid", {}, {}),
+}
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["cache", "enable"])
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_under_another_default_device(case: str, enabled: bool, tmp_path: Path) -> None:
+    """What is made on the processor is there, whatever `torch.set_default_device` says."""
+    name, keywords, options = ELSEWHERE[case]
+    options = {"max_new_tokens": 6, "do_sample": False, **options}
+    model, _ = tiny(name)
+    ids, mask = prompt(tokens=20).values()
+    longer = torch.cat([ids, ids[:, :5] + 1], 1)
+
+    def answers() -> list[torch.Tensor]:
+        cache = FP8PagedCache(model.config, **keywords)
+        both = {"attention_mask": mask, "past_key_values": cache, **options}
+        said = [model.generate(ids, **both)]
+        if enabled:
+            both["attention_mask"] = mask.new_ones(mask.shape[0], longer.shape[1])
+            both["attention_mask"][:, : mask.shape[1]] = mask
+            said.append(model.generate(longer, **both))
+        cache.memory_footprint()
+        if case != "recurrent":
+            cache.batch_select_indices([1])
+            cache.save(tmp_path / "cache.safetensors")
+            again = FP8PagedCache.load(tmp_path / "cache.safetensors")
+            again.fork().batch_repeat_interleave(2)
+        return said
+
+    if enabled:
+        hf_fp8kv.enable(model)
+    expected = answers()
+    with torch.device("meta"):
+        said = answers()
+    for one, other in zip(said, expected, strict=True):
+        assert_same(one, other, case)

@@ -980,6 +980,7 @@ def test_others_that_write_for_long_are_not_waited_for(
     import fcntl
 
     monkeypatch.setattr("hf_fp8kv.cache.prefix_store._PATIENCE", 0.05)
+    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._LITTLE_PATIENCE", 0.0)
     reader = Reader(tmp_path)
     with open(tmp_path / ".prefix_store.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

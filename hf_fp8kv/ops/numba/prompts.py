@@ -84,7 +84,7 @@ def _mask(queries: int, keys: int, window: int) -> Tensor | None:
     """Return what the last `queries` of `keys` tokens see, or None: all up to their own."""
     if queries == keys and (not window or window >= keys):
         return None
-    visible = torch.ones((queries, keys), dtype=torch.bool).tril(keys - queries)
+    visible = torch.ones((queries, keys), dtype=torch.bool, device="cpu").tril(keys - queries)
     return visible.triu(keys - queries - window + 1) if window else visible
 
 

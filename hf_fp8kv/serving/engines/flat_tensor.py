@@ -210,7 +210,7 @@ class _FP8Pages:
         self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
     ) -> None:
         """Write the request's row of the table that the engine hands to attention: our pages."""
-        blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype)
+        blocks = torch.tensor(self.block_table[request_id], dtype=block_table.dtype, device="cpu")
         block_table[: len(blocks)].copy_(blocks * self.pages_per_block, non_blocking=True)
 
 

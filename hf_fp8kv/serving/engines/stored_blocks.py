@@ -46,7 +46,7 @@ class StoredBlocks:
             key, name = "", None
             for place in range(most if known < most else 0):
                 part = tokens[place * slots : (place + 1) * slots]
-                (key,) = chain_keys(self._identity, torch.tensor(part), slots, key)
+                (key,) = chain_keys(self._identity, torch.tensor(part, device="cpu"), slots, key)
                 name = cache_allocator.compute_block_hash(name, part)
                 if name not in allocator.ledger.hash_to_block:
                     asked.append((name, key))
@@ -134,7 +134,7 @@ class StoredBlocks:
         known_ones = len(keys)
         if part := tokens[known_ones * slots : full * slots]:
             after = keys[-1] if keys else ""
-            keys += chain_keys(self._identity, torch.tensor(part), slots, after)
+            keys += chain_keys(self._identity, torch.tensor(part, device="cpu"), slots, after)
             for block, key in zip(table[known_ones:], keys[known_ones:], strict=False):
                 self._keys[block] = names[block], key
         return keys, len(keys) - known_ones

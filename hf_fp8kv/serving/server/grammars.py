@@ -166,7 +166,8 @@ class GrammarMask(stock.ContinuousBatchingLogitsProcessor):
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self, vocabulary: int) -> None:
-        self._vocabulary, self._nothing = vocabulary, torch.empty(0, dtype=torch.int32)
+        self._vocabulary = vocabulary
+        self._nothing = torch.empty(0, dtype=torch.int32, device="cpu")
         self._blocked: list[tuple[int, torch.Tensor]] = []  # row of the scores, mask
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:

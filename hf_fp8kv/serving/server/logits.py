@@ -105,7 +105,7 @@ class RuleProcessor(stock.ContinuousBatchingLogitsProcessor):
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._nothing = torch.empty(0, dtype=torch.int32)
+        self._nothing = torch.empty(0, dtype=torch.int32, device="cpu")
         self._rows: list[tuple[int, TokenRules, Any]] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class LogprobRecorder(stock.ContinuousBatchingLogitsProcessor):
     ignored_kwargs: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._nothing = torch.empty(0, dtype=torch.int32)
+        self._nothing = torch.empty(0, dtype=torch.int32, device="cpu")
         self._wanted: dict[int, Logprobs] = {}  # by row
         self._logits: dict[int, torch.Tensor] = {}
 
@@ -277,7 +277,7 @@ def _score_spans(model: Any, spans: Sequence[_Span], **batch: Any) -> Any:
     That has `logits` `[1, L, V]`: of the tokens that `logits_indices` names, or of all of the step.
     """
     own: torch.Tensor = batch["logits_indices"]
-    rows = torch.cat([torch.arange(s.first, s.first + len(s.tokens)) for s in spans])
+    rows = torch.cat([torch.arange(s.first, s.first + len(s.tokens), device="cpu") for s in spans])
     rows = rows.to(own.device, own.dtype)
     if "logits_to_keep" in batch:
         logits = model(**{**batch, "logits_to_keep": torch.cat([own, rows])}).logits

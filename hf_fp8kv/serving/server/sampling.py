@@ -98,7 +98,7 @@ class _MinP(stock.ContinuousBatchingLogitsProcessor):
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
         """Return each request's share, fp32 as int32."""
         given = [r.state.logit_processor_kwargs.get("min_p", 0.0) for r in requests_with_new_token]
-        return torch.tensor(given, dtype=torch.float32).view(torch.int32)
+        return torch.tensor(given, dtype=torch.float32, device="cpu").view(torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds fp32 as int32."""
@@ -127,7 +127,7 @@ class _Noise(stock.ContinuousBatchingLogitsProcessor):
             # The engine has counted the tokens of this step: the sampled one comes at this place.
             key = noise_key(given.get("seed", 0), request.state.position_offset)
             keys.append(key if given.get("temperature") else 0)
-        return torch.tensor(keys, dtype=torch.int64).to(torch.int32)
+        return torch.tensor(keys, dtype=torch.int64, device="cpu").to(torch.int32)
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         """Return scores `[B, V]`; `tensor_arg` `[>= B]` holds keys."""
