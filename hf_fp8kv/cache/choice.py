@@ -144,8 +144,6 @@ def _sample(tokens: int, window: int | None) -> Tensor:
     if begin >= end:
         return torch.arange(first, tokens, device="cpu")
     between = torch.linspace(begin, end - 1, min(_BETWEEN, end - begin), device="cpu")
-    before, after = (
-        torch.arange(first, begin, device="cpu"),
-        torch.arange(end, tokens, device="cpu"),
-    )
+    before = torch.arange(first, begin, device="cpu")
+    after = torch.arange(end, tokens, device="cpu")
     return torch.cat([before, between.long().unique(), after])
