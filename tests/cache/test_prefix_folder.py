@@ -33,6 +33,15 @@ def put(folder: PrefixFolder, name: str, size: int, own: tuple[str, ...] = ()) -
     return is_there
 
 
+def full_folder_at(path: Path) -> PrefixFolder:
+    """A folder with pages 0 to 99 of a byte each, written before any look that is to come."""
+    folder = folder_at(path)
+    for number in range(BOUND):
+        put(folder, f"page{number}", 1)
+    time.sleep(2 * prefix_folder._TICK / 1e9)
+    return folder
+
+
 def touch(folder: PrefixFolder, name: str) -> None:
     now = time.time_ns()
     os.utime(folder.path / name, ns=(now, now))
@@ -107,10 +116,7 @@ def test_storing_takes_the_same_time_however_much_there_is(
 def test_removing_looks_once_for_many_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = folder_at(tmp_path)
-    for number in range(100):
-        put(folder, f"page{number}", 1)
-    time.sleep(2 * prefix_folder._TICK / 1e9)
+    folder = full_folder_at(tmp_path)
     looks, scandir = [], os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scandir(path))
     for number in range(100, 180):
@@ -125,10 +131,7 @@ def test_work_for_a_page_does_not_grow_with_its_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the folder is full, and the first of its files to go would be those of the text."""
-    folder = folder_at(tmp_path)
-    for number in range(100):
-        put(folder, f"page{number}", 1)
-    time.sleep(2 * prefix_folder._TICK / 1e9)
+    folder = full_folder_at(tmp_path)
     own, work = {f"page{number}" for number in (*range(40), *range(100, 140))}, []
     look_up, pop = PrefixFolder._look_up, heapq.heappop
     monkeypatch.setattr(PrefixFolder, "_look_up", lambda *x: work.append("look") or look_up(*x))

@@ -750,14 +750,20 @@ def store_pages(store: PrefixStore, count: int, seed: int = 0) -> list[str]:
     return keys
 
 
+def run_script(script: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, which gets the folder as its argument."""
+    command = [sys.executable, *options, "-c", script, str(folder)]
+    return subprocess.run(command, env=make_environment(), capture_output=True, text=True)
+
+
 def test_a_process_that_ends_stores_what_waits(tmp_path: Path) -> None:
     script = (
         "import sys, torch\nfrom hf_fp8kv import PrefixStore\n"
         "from tests.cache.test_prefix_store import store_pages\n"
         "store_pages(PrefixStore(sys.argv[1]), 200)\nsys.exit(3)"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=make_environment())
-    assert done.returncode == 3
+    done = run_script(script, tmp_path)
+    assert done.returncode == 3, done.stderr
     assert len(files_of(tmp_path)) == 200
 
 
@@ -776,8 +782,7 @@ def test_after_the_main_thread_has_ended(begin: str, tmp_path: Path) -> None:
         "    print(len([*store.read(keys, _take_any)]))\n"
         f"{begin}"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, env=make_environment(), capture_output=True, text=True)
+    done = run_script(script, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
     assert len(files_of(tmp_path)) == 320
 
@@ -835,8 +840,8 @@ def test_an_interrupted_wait(tmp_path: Path) -> None:
         "        store.flush()\n"
         "        assert len(files_of(store.path)) == 100\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=make_environment())
-    assert done.returncode == 0
+    done = run_script(script, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert len(files_of(tmp_path)) == 200
 
 
@@ -1039,8 +1044,7 @@ def test_a_fork_while_a_text_is_written(tmp_path: Path) -> None:
         "    os._exit(store.usage().files < 3)\n"
         "sys.exit(os.waitpid(child, 0)[1] != 0)"
     )
-    command = [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)]
-    assert subprocess.run(command, env=make_environment()).returncode == 0
+    assert run_script(script, tmp_path, "-W", "ignore").returncode == 0
     assert len(files_of(tmp_path)) == 6
 
 
