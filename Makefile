@@ -1,8 +1,8 @@
 # Every target sets up .venv itself; it needs Python 3.11 or newer and make, nothing else.
 #
 #   make demo     a small real model answers with its default cache and with FP8 pages
-#   make test     the tests, two at a time, and the slowest ones; PYTEST_ARGS="-k pages -x"
-#                 selects tests, RUN_SLOW=1 adds those marked slow
+#   make test     the fast tier of the tests: every behavior once; PYTEST_ARGS="-k pages -x" selects
+#   make test-all all tests, with more examples of each property
 #   make check    ruff and mypy
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
@@ -33,6 +33,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Each process begins with one half, so that a fixture of a module is made once.
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# Overrides the options of the fast tier in pyproject.toml.
+ALL := -m "" --hypothesis-profile=full
 CPU_MATRIX_ARGS ?=
 
 TRANSFORMERS ?= git+https://github.com/huggingface/transformers
@@ -76,7 +78,7 @@ PACKAGES_quark := amd-quark==0.13 transformers==5.23.0
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
+.PHONY: help venv demo test test-all test-rest check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
   clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
@@ -105,6 +107,13 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(READY)
+	$(BIN)/python -m pytest $(ALL) $(PYTEST_ARGS)
+
+# What `make test` leaves out of `make test-all`: CI runs one after the other.
+test-rest: $(READY)
+	$(BIN)/python -m pytest $(ALL) -m "full or hypothesis" $(PYTEST_ARGS)
 
 check: ruff-check ruff-format mypy
 

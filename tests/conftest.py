@@ -1,10 +1,12 @@
-"""What every test starts from: no network, the same random numbers, two threads, and a device.
+"""Common setup of all tests: no network, fixed seeds, a thread count, a device, two tiers.
 
-RUN_SLOW=1 also runs the tests marked slow. Tests marked gpu run where torch finds a device.
+`make test` runs the fast tier: every behavior once. Tests marked `full` run in `make test-all`
+only. Tests marked `gpu` need a device that torch finds.
 """
 
 import gc
 import os
+from pathlib import Path
 
 # Read by huggingface_hub and transformers when they are imported, hence before everything else.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,12 +14,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read when torch is imported. Threads that wait by spinning make a suite of tiny models up to eight
 # times slower on a machine that is busy with something else.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# A pool of processes that compile takes longer to start than what these tests compile.
+# Starting a pool of compiler processes takes longer than compiling these models.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Compiled kernels persist between runs. Triton and numba key them by their sources.
+os.environ.setdefault("TRITON_CACHE_DIR", str(Path(__file__).parents[1] / "build/cache/triton"))
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / "build/cache/numba"))
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -33,22 +37,26 @@ if not HAS_GPU:
 _SHARED = "PYTEST_XDIST_WORKER" in os.environ
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _SHARED else 2))
 
-# No deadline: the first example of a test may compile a kernel. In CI the examples are the same in
-# every run, so that a failure there is a failure everywhere.
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# No deadline: the first example of a test may compile a kernel. CI draws the same examples in every
+# run. A test sets no number of examples itself: `make test` uses the fast profile.
+_CI = bool(os.environ.get("CI"))
+for _name, _examples, _steps in (("fast", 25, 20), ("full", 150, 40)):
+    hypothesis.settings.register_profile(
+        _name,
+        deadline=None,
+        derandomize=_CI,
+        print_blob=_CI,
+        max_examples=_examples,
+        stateful_step_count=_steps,
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, or was not asked to run."""
+    """Skip the tests that need a GPU on a machine without one."""
     no_gpu = pytest.mark.skip(reason="needs a GPU, and torch finds none")
-    not_asked = pytest.mark.skip(reason="slow: set RUN_SLOW=1 to run it")
     for item in items:
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(no_gpu)
-        if item.get_closest_marker("slow") and os.environ.get("RUN_SLOW", "0") == "0":
-            item.add_marker(not_asked)
 
 
 def pytest_collection_finish() -> None:

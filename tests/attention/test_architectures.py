@@ -1,6 +1,6 @@
 """The sweep over model types: equal tokens with `dtype="auto"`, in every type that can run.
 
-About forty types run by default; RUN_SLOW=1 runs every type that transformers can build here.
+About forty types run in the fast tier; `make test-all` runs every type that transformers can build here.
 """
 
 from typing import Any
@@ -163,7 +163,7 @@ def test_a_model_is_the_same_for_the_same_seed():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", type_names())
 def test_every_type(name):
     row = check_type(name)
@@ -172,6 +172,6 @@ def test_every_type(name):
     _check(row)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_enough_types_run_under_dynamic_cache():
     assert counts(list(sweep(type_names(), only_baseline=True)))["run under DynamicCache"] >= 140

@@ -39,7 +39,7 @@ print(json.dumps([started, parts, stack.cache.host_length()]))
     assert all(value > 0 for value in parts.values()), parts
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_suite_measures_in_a_process_of_its_own() -> None:
     told: list[str] = []
     result = host.run_host_suite(turns=2, progress=told.append)

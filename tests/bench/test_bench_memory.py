@@ -29,7 +29,7 @@ def test_windows_and_short_texts_take_little_more_than_half(name: str, tokens: i
         assert row["stock_held"] >= kept * config.num_key_value_heads * config.head_dim * 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_suite_measures_in_a_process_of_its_own() -> None:
     told: list[str] = []
     result = run_memory_suite(models=("Gemma 3 270M",), tokens=(80,), progress=told.append)

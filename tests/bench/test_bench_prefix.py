@@ -10,7 +10,7 @@ from hf_fp8kv.bench.prefix import format_table, run_prefix_suite
 from tests.helpers.serve_process import save_chat_model
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_suite_measures_in_processes_of_their_own(tmp_path: Path) -> None:
     told: list[str] = []
     result = run_prefix_suite(

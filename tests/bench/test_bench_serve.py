@@ -67,7 +67,7 @@ def test_both_servers_get_pages_of_the_same_bytes(tmp_path):
     assert blocks == 193
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_both_servers_answer_under_load(tmp_path):
     name = save_chat_model(tmp_path)
     load = bench_serve.Load(

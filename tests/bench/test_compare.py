@@ -8,7 +8,7 @@ from hf_fp8kv.bench.compare import NEW, compare_trees
 from hf_fp8kv.bench.hot_loops import LOOPS, make_loops
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_trees_take_turns():
     rows = compare_trees(NEW, NEW, turns=3, backend="torch", loops="host, update, ")
     assert [row["loop"] for row in rows] == [n for n in LOOPS if n.startswith("host, update, ")]
@@ -18,7 +18,7 @@ def test_two_trees_take_turns():
         assert row["new"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_tree_without_the_package_says_so(tmp_path: Path, capfd):
     (tmp_path / "hf_fp8kv.py").write_text("raise ImportError('no package here')")
     with pytest.raises(RuntimeError, match="ended with 1"):

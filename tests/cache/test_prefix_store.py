@@ -1074,7 +1074,7 @@ def test_kills_while_writing(tmp_path: Path) -> None:
     assert result["written"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_hundred_kills(tmp_path: Path) -> None:
     result = run_kills(tmp_path, kills=200)
     assert (result["wrong"], result["over"]) == (0, 0), result

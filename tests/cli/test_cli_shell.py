@@ -120,7 +120,7 @@ def test_an_interruption_is_one_line(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["check", "--json"], pytest.param(["--help"], marks=pytest.mark.slow)]
+    "arguments", [["check", "--json"], pytest.param(["--help"], marks=pytest.mark.full)]
 )
 def test_a_reader_that_goes_away_is_no_traceback(arguments):
     reading, writing = os.pipe()

@@ -643,7 +643,7 @@ OTHERS = [size for size in itertools.product((1, 30, 80), (1, 3, 8, 32, 128)) if
 
 @pytest.mark.parametrize("report", [True, False])
 @pytest.mark.parametrize(
-    ("layers", "heads"), SIZES + [pytest.param(*size, marks=pytest.mark.slow) for size in OTHERS]
+    ("layers", "heads"), SIZES + [pytest.param(*size, marks=pytest.mark.full) for size in OTHERS]
 )
 def test_no_label_lies_on_another(layers, heads, report):
     measured = found(layers, heads, model="org/" + "a-long-name-" * 20)

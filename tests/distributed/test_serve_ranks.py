@@ -217,8 +217,8 @@ def test_two_processes_answer_as_one(model):
     ("rank", "killed"),
     [
         (1, True),
-        pytest.param(0, True, marks=pytest.mark.slow),
-        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(0, True, marks=pytest.mark.full),
+        pytest.param(1, False, marks=pytest.mark.full),
     ],
     ids=["killed", "first killed", "failed"],
 )

@@ -1,6 +1,6 @@
 """What only a GPU can show: graphs, compiled steps, no waiting, far addresses, no races.
 
-Where there is no GPU, RUN_SLOW=1 runs what can be run of it in Triton's interpreter on tiny shapes:
+Where there is no GPU, `make test-all` runs what can be run of it in Triton's interpreter on tiny shapes:
 it shows that the tests themselves work.
 """
 
@@ -32,7 +32,7 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 pytestmark = [
-    pytest.mark.gpu if HERE == "cuda" else pytest.mark.slow,
+    pytest.mark.gpu if HERE == "cuda" else pytest.mark.full,
     pytest.mark.usefixtures("interpreted"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -96,7 +96,7 @@ def test_other_formats_and_shapes_keep_the_rules():
     assert len(rows) >= len(OTHERS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 def test_all_variants_keep_the_rules(target):
     assert _broken(check_targets([target])[target]) == []

@@ -231,7 +231,7 @@ def test_no_folder_for_the_cache(monkeypatch):
     assert compiled == [len]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_second_process_compiles_nothing(tmp_path):
     """One signature per kernel whatever the formats, dtypes and shapes; found on disk again."""
     script = """
@@ -271,7 +271,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert results[1] == "[0, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have other features")
 @pytest.mark.parametrize(
     ("setting", "expected"),

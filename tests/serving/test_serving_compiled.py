@@ -26,7 +26,7 @@ def _fresh_compiler() -> Any:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gpt_oss"])
+    @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gpt_oss"])
     def test_the_same_tokens(self, name: str) -> None:
         """Attention stays as it is, so that no number of requests is compiled by itself."""
         model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
