@@ -1,6 +1,6 @@
 """The sweep over model types: equal tokens with `dtype="auto"`, in every type that can run.
 
-About forty types run in the fast tier; `make test-all` runs every type that transformers can build here.
+About forty types run in the fast tier; `make test-all` runs every type that transformers builds.
 """
 
 from typing import Any

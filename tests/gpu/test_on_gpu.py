@@ -1,6 +1,6 @@
 """What only a GPU can show: graphs, compiled steps, no waiting, far addresses, no races.
 
-Where there is no GPU, `make test-all` runs what can be run of it in Triton's interpreter on tiny shapes:
+Without a GPU, `make test-all` runs what it can in Triton's interpreter on tiny shapes:
 it shows that the tests themselves work.
 """
 

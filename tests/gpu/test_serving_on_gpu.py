@@ -1,6 +1,6 @@
 """Continuous batching on a GPU: streams, graphs, offloading, memory; and the same tokens.
 
-Where there is no GPU, `make test-all` runs what can be run of it in Triton's interpreter on tiny shapes:
+Without a GPU, `make test-all` runs what it can in Triton's interpreter on tiny shapes:
 it shows that the tests themselves work. Engines of transformers 5.17 have no steps by block table.
 """
 
