@@ -4,6 +4,8 @@
 #   make test     the fast tier of the tests: every behavior once; PYTEST_ARGS="-k pages -x" selects
 #   make test-all all tests, with more examples of each property
 #   make check    ruff and mypy
+#   make mutants  break the package in 60 ways, and see that the tests notice each one (45 minutes);
+#                 MUTANTS_ARGS="--only fork beams" selects
 #   make cpu-matrix  the tests marked "text" under nine settings that change how a CPU rounds;
 #                 CPU_MATRIX_ARGS="--all --only ATEN_CPU_CAPABILITY=default,threads=1": all tests
 #   make newest   the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
@@ -36,6 +38,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 # Overrides the options of the fast tier in pyproject.toml.
 ALL := -m "" --hypothesis-profile=full
 CPU_MATRIX_ARGS ?=
+MUTANTS_ARGS ?=
 
 TRANSFORMERS ?= git+https://github.com/huggingface/transformers
 OLDEST_TRANSFORMERS := 5.17.0
@@ -78,7 +81,7 @@ PACKAGES_quark := amd-quark==0.13 transformers==5.23.0
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-rest check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
+.PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
   clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
@@ -114,6 +117,9 @@ test-all: $(READY)
 # What `make test` leaves out of `make test-all`: CI runs one after the other.
 test-rest: $(READY)
 	$(BIN)/python -m pytest $(ALL) -m "full or hypothesis" $(PYTEST_ARGS)
+
+mutants: $(READY)
+	$(BIN)/python -m tests.tools.mutants $(MUTANTS_ARGS)
 
 check: ruff-check ruff-format mypy
 

@@ -1,8 +1,8 @@
-"""The layout of docs/architecture.md: which room may import which, and the sizes of files."""
+"""The layout of docs/architecture.md: which folder may import which, and their budgets of lines."""
 
 import ast
 import re
-import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +22,15 @@ FLOORS = (
     ("bench",),
     ("cli",),
 )
+
+# The most lines of each folder of the package, blank lines and comments among them; the files beside
+# the folders count as "__init__" and "errors". An issue may trade lines between folders if it says
+# so. The sum only falls.
+BUDGETS = {
+    "attention": 2045, "bench": 1300, "cache": 5392, "calibration": 3143, "cli": 2400,
+    "errors": 63, "formats": 454, "__init__": 53, "modeling": 551, "ops": 7832, "paging": 2020,
+    "scales": 3934, "serving": 7392, "utils": 620, "vllm": 1042,
+}  # fmt: skip
 
 
 def module_name(path: Path) -> str:
@@ -100,11 +109,15 @@ def test_docs_show_this_order():
     assert table == [(str(n), room) for n, rooms in enumerate(FLOORS, 1) for room in rooms]
 
 
-def test_sizes_of_files():
-    lines = {name: len(path.read_text().splitlines()) for name, path in MODULES.items()}
-    root = [path for path in MODULES.values() if path.parent == PACKAGE]
-    median = statistics.median(lines.values())
-    print(f"{len(lines)} files, {sum(lines.values())} lines, median {median:.0f}")
-    assert len(root) <= 6, [path.name for path in root]
-    assert {name: count for name, count in lines.items() if count > 400} == {}
-    assert median <= 150
+def test_budgets():
+    lines = Counter[str]()
+    for module, path in MODULES.items():
+        lines[room_of(module)] += len(path.read_text().splitlines())
+    root = [path.name for path in PACKAGE.glob("*.py")]
+    print(f"{len(MODULES)} files, {sum(lines.values())} lines: {dict(lines)}")
+    over = {
+        room: (n, BUDGETS.get(room, 0)) for room, n in lines.items() if n > BUDGETS.get(room, 0)
+    }
+    assert not over, f"lines and budget of a folder: {over}; delete before you add"
+    assert BUDGETS.keys() == lines.keys()
+    assert len(root) <= 6, root

@@ -1,0 +1,76 @@
+"""Patterns that read as translated, counted: no folder may gain any.
+
+A sentence that a pattern finds by mistake is rewritten all the same, or its count stays within the
+allowance. Whoever removes some lowers the allowance. CONTRIBUTING.md says what to write instead.
+"""
+
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATTERNS = {
+    "what as a noun": r"\b(?:returns?|of|is|are|from|than|and) what\b",
+    "fronted Of": r"(?:^|[.;:]\s)Of [a-z]",
+    "that of": r"\b(?:that|those|the same) of\b",
+    "another one": r"\banother one\b|\bother ones\b|\bthe others?\b",
+    "None: ...": r"\b(?:None|True|False): [a-z]",
+    "semicolon": r";\s",
+    "also in": r"\balso (?:in|of|when|where|for)\b|, too\b",
+    "but for": r"\bbut for\b",
+    "beside": r"\bbeside\b",
+    "know, tell, ask": r"\b(?:is|are|was|be|been) (?:asked|told)\b|\b(?:asks|tells|knows|sees)\b",
+    "nobody": r"\b(?:nobody|somebody|whoever)\b",
+    "that there is": r"\bthat there (?:is|are)\b|\bthat (?:is|are) there\b",
+    "so many": r"\b(?:so|as) (?:many|much)\b",
+    "of its own": r"\bof (?:its|their) own\b",
+    "is no": r"\b(?:is|are) no [a-z]",
+    "is to be": r"\b(?:is|are|has|have) to be\b",
+    "idioms": r"\b(?:goes on|gives? back|taken for|meanwhile|by hand|in turns)\b",
+}  # fmt: skip
+FILES = {
+    "package": ("hf_fp8kv/**/*.py",),
+    "docs": ("docs/*.md", "*.md"),
+    "tests": ("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py"),
+}
+# The most matches of each pattern, in the order of `PATTERNS`. They only fall.
+ALLOWED = {"package": (), "docs": (), "tests": ()}
+
+
+def prose_of(path: Path) -> str:
+    """Return comments and strings of a module, or a page without its code."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    kinds = (tokenize.COMMENT, tokenize.STRING)
+    return "\n".join(token.string.strip("# \"'") for token in tokens if token.type in kinds)
+
+
+def count(texts: list[str]) -> Counter[str]:
+    found = Counter[str]()
+    for name, pattern in PATTERNS.items():
+        found[name] = sum(len(re.findall(pattern, text, re.MULTILINE)) for text in texts)
+    return found
+
+
+@pytest.mark.parametrize("place", FILES)
+def test_no_pattern_gains(place):
+    paths = {path for glob in FILES[place] for path in ROOT.glob(glob)} - {Path(__file__)}
+    found = count([prose_of(path) for path in sorted(paths)])
+    print(f'"{place}": {tuple(found.values())},')
+    allowed = dict(zip(PATTERNS, ALLOWED[place], strict=True))
+    more = {name: (n, allowed[name]) for name, n in found.items() if n > allowed[name]}
+    assert not more, f"matches and allowance: {more}; rewrite what this change added"
+
+
+def test_a_pattern_is_found():
+    texts = ["# Of larger ones registers are short; those of K are asked, too"]
+    found = count([text.strip("# ") for text in texts])
+    assert [name for name, n in found.items() if n] == [
+        "fronted Of", "that of", "semicolon", "also in", "know, tell, ask"
+    ]  # fmt: skip

@@ -1,0 +1,452 @@
+"""Mutation test: `make mutants` breaks the package in named ways, and the tests must notice.
+
+    python -m tests.tools.mutants [--only NAME ...] [--jobs N] [--list]
+
+Each mutant replaces one piece of text in a copy of the tree. The test files that should notice it
+run first, up to the first failure. A survivor meets the whole fast tier, and then the full one. The
+command fails if a patch does not apply, if the named tests fail without any mutation, if a mutant
+cannot be imported, or if more than `ALLOWED` mutants survive the fast tier or one the full tier.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist", "__pycache__")
+# Mutants that may survive the fast tier.
+ALLOWED = 3
+# Exit codes of pytest: all passed, some failed.
+PASSED, FAILED = 0, 1
+TIMEOUT = 600.0
+
+
+class Mutant(NamedTuple):
+    """A fault: in `file`, the one occurrence of `old` becomes `new`; `tests` should notice it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+REFERENCE, CODEC = "ops/reference.py", "formats/codec.py"
+TABLE, GROUP = "paging/block_table.py", "paging/layer_group.py"
+TORCH, WRITE = "ops/torch/backend.py", "ops/triton/write.py"
+DECODE, SOFTMAX = "ops/triton/decode.py", "ops/triton/softmax.py"
+ATTENTION = "ops/triton/attention.py"
+
+MUTANTS = (
+    # The specification.
+    Mutant(
+        "codec: large values wrap", CODEC,
+        "subnormal, normal).clamp(max=fmt.max_code)", "subnormal, normal) & 0x7F",
+        "tests/formats/test_codec.py",
+    ),
+    Mutant(
+        "codec: NaN is swallowed", CODEC,
+        "code | 0x80, code)\n        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)",
+        "code | 0x80, code)",
+        "tests/formats/test_codec.py",
+    ),
+    Mutant(
+        "codec: ties round up", CODEC,
+        "((1 << (drop - 1)) - 1) + odd) >> drop)", "(1 << (drop - 1))) >> drop)",
+        "tests/formats/test_codec.py",
+    ),
+    Mutant(
+        "codec: dynamic scales round down", CODEC,
+        "raised = (scale.view(torch.int32) + 0xFFFF) >> 16", "raised = scale.view(torch.int32) >> 16",
+        "tests/formats/test_codec.py",
+    ),
+    Mutant(
+        "codec: the worst scale of K is chosen", CODEC, "cost.argmin(-1", "cost.argmax(-1",
+        "tests/formats/test_search_scale.py",
+    ),
+    Mutant(
+        "rotation is not orthonormal", "formats/rotation.py",
+        "float(block**-0.5)", "float(block**-0.25)", "tests/formats/test_rotation.py",
+    ),
+    Mutant(
+        "static scales of E3M4 are not converted", "formats/formats.py",
+        '0x7F, 0x80, 31.0, 448.0 / 31.0, True)', '0x7F, 0x80, 31.0, 1.0, True)',
+        "tests/formats/test_codec.py tests/scales/test_scales.py",
+    ),
+    Mutant(
+        "reference: K and V scales swapped", REFERENCE,
+        '(("k", k_scales), ("v", v_scales))', '(("v", k_scales), ("k", v_scales))',
+        "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: V's scale doubled", REFERENCE,
+        "x = x * scales[:, :, inside, None].float()",
+        'x = x * scales[:, :, inside, None].float() * (1 + (side == "v"))',
+        "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: the center is not added back", REFERENCE,
+        "        x = x + stored.center[:, :, None]", "        pass", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: K stays rotated", REFERENCE,
+        "    if stored.rotated:\n        x = rotate(x)\n    if stored.center",
+        "    if stored.center", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: the static scale multiplies twice", REFERENCE,
+        "encode(x * stored.static_scale.reciprocal()[:, None], fmt)",
+        "encode(x * stored.static_scale[:, None], fmt)", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: sinks are ignored", REFERENCE,
+        "    if spec.sinks is not None:", "    if False:", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: bytes of hidden tokens count", REFERENCE,
+        "    v = v.masked_fill(~seen.any(2)[..., None], 0)\n", "", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "reference: a write without a page is silent", REFERENCE,
+        "        if not bool(exists.all()):\n            raise_overrun(pages, lengths, tokens)\n", "",
+        "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "window: off by one", "ops/visibility.py",
+        "return query_position - window + 1", "return query_position - window",
+        "tests/ops/test_ops.py tests/cache/test_windows.py",
+    ),
+    Mutant(
+        "causal: a token does not see itself", "ops/visibility.py",
+        "seen & (position <= query)", "seen & (position < query)", "tests/ops/test_ops.py",
+    ),
+    # The torch backend.
+    Mutant(
+        "torch: the last page is dropped", TORCH,
+        "for first in range(low // size, -(-high // size), step):",
+        "for first in range(low // size, max(high // size, 1), step):", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "torch: K's scales are V's", TORCH,
+        "k_scales = (words << 16)", "k_scales = (words & -0x10000)", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "torch: softcap is ignored", TORCH,
+        "logits = torch.tanh(logits / softcap) * softcap", "pass", "tests/ops/test_ops.py",
+    ),
+    Mutant(
+        "torch: older sums do not fade", TORCH, "        out *= alpha\n", "",
+        "tests/ops/test_ops.py",
+    ),
+    # Triton, interpreted.
+    Mutant(
+        "triton: the first new token is lost", WRITE,
+        "inside = (t >= 0) & (t < tokens)", "inside = (t > 0) & (t < tokens)",
+        "tests/ops/test_kernels_write.py",
+    ),
+    Mutant(
+        "triton: K and V scales swapped", WRITE,
+        "(1 if TRANSPOSED else 0)", "(0 if TRANSPOSED else 1)", "tests/ops/test_kernels_write.py",
+    ),
+    Mutant(
+        "triton: tokens past the limit are stored", WRITE,
+        "    inside &= position < limit\n", "", "tests/ops/test_kernels_write.py",
+    ),
+    Mutant(
+        "triton: a token lost at a page boundary", WRITE,
+        "slot = position % PAGE", "slot = (position + 1) % PAGE", "tests/ops/test_kernels_write.py",
+    ),
+    Mutant(
+        "triton: the newest token is not read", ATTENTION,
+        "end = tl.minimum(end, last_q + 1)", "end = tl.minimum(end, last_q)",
+        "tests/ops/test_kernels_attention.py",
+    ),
+    Mutant(
+        "triton: window off by one", SOFTMAX,
+        "return q_position - window", "return q_position - window - 1",
+        "tests/ops/test_kernels_attention.py",
+    ),
+    Mutant(
+        "triton: V's scale is not applied", SOFTMAX,
+        "        weights *= of_others(v_scale, SWAPPED)", "        pass",
+        "tests/ops/test_kernels_attention.py",
+    ),
+    Mutant(
+        "triton: splits are merged without their weight", DECODE,
+        "tl.sum(split_acc * share[:, :, None], 0)", "tl.sum(split_acc, 0)",
+        "tests/ops/test_kernels_attention.py",
+    ),
+    Mutant(
+        "triton: the counter of splits is not reset", DECODE,
+        "                tl.store(counter_ptr, 0)", "                pass",
+        "tests/ops/test_kernels_attention.py tests/ops/test_kernels_generate.py",
+    ),
+    # numba.
+    Mutant(
+        "numba: the last page is dropped", "ops/numba/attend.py",
+        "min(c.stop, length, c.slots * c.table_columns)",
+        "min(c.stop, max(length // c.slots * c.slots, 1), c.slots * c.table_columns)",
+        "tests/ops/test_ops.py tests/ops/test_numba.py",
+    ),
+    Mutant(
+        "numba: a token lost at a page boundary", "ops/numba/write.py",
+        "page_of(c, sequence, length + token), (length", "page_of(c, sequence, length), (length",
+        "tests/ops/test_ops.py tests/ops/test_numba.py",
+    ),
+    # Pages.
+    Mutant(
+        "fork: the copy is skipped", GROUP,
+        "if pool.is_allocated and len(copies[0]):", "if pool.is_allocated and not len(copies[0]):",
+        "tests/cache/test_cache.py",
+    ),
+    Mutant(
+        "fork: a shared page is written", TABLE,
+        "                if holders > 1:", "                if holders > 2:",
+        "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "crop: the last page is dropped", TABLE,
+        "count = max(self._pages(length), self.first)",
+        "count = max(length // self.page_size, self.first)", "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "window: a visible page is released", TABLE,
+        "first = min(token // self.page_size, self.count)\n        if first > self.first:",
+        "first = min(-(-token // self.page_size), self.count)\n        if first > self.first:",
+        "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "beams: pages are freed while in use", TABLE,
+        "self.rows = self.rows[sequences]\n        self.allocator.share(self.used().ravel())",
+        "self.rows = self.rows[sequences]", "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "budget: one page too many", "paging/page_allocator.py",
+        "self.held + pages > self.max_pages", "self.held + pages > self.max_pages + 1",
+        "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "pool: growth loses the last page", "paging/page_pool.py",
+        "            new[: len(old)] = old\n", "            new[: len(old) - 1] = old[:-1]\n",
+        "tests/paging/test_page_pool.py",
+    ),
+    # The cache.
+    Mutant(
+        "crop: one token too few", GROUP,
+        "max(self.lengths[i] - tokens, 0)", "max(self.lengths[i] - max(tokens - 1, 0), 0)",
+        "tests/cache/test_cache.py tests/cache/test_lengths.py",
+    ),
+    Mutant(
+        "beams: the order is ignored", "cache/cache.py",
+        "        self._select(beam_idx)", "        self._select(torch.arange(len(beam_idx)))",
+        "tests/cache/test_cache.py tests/cache/test_generate.py",
+    ),
+    Mutant(
+        "update: a failed step is not undone", "cache/cache.py",
+        "            self._paged.undo_step(layer_idx, key_states.shape[-2])\n", "",
+        "tests/cache/test_cache.py tests/cache/test_lengths.py",
+    ),
+    Mutant(
+        "select: centers stay in place", "cache/dynamic_layer.py",
+        "            self.k_center = self.k_center[sequences.to(self.k_center.device)]",
+        "            pass", "tests/cache/test_centers.py",
+    ),
+    Mutant(
+        "save: centers are lost", "cache/serialization.py",
+        "            if layer.k_center is not None:", "            if False:",
+        "tests/cache/test_golden_files.py tests/cache/test_cache.py tests/cache/test_centers.py",
+    ),
+    Mutant(
+        "load: a foreign file is accepted", "cache/serialization.py",
+        'if header.get("format") != CACHE_FORMAT or', "if", "tests/cache/test_cache.py",
+    ),
+    Mutant(
+        "prefix store: the digest is not checked", "cache/prefix_file.py",
+        'if header["digest"] != _digest(key, header["facts"], data):', "if False:",
+        "tests/cache/test_prefix_store.py tests/cache/test_prefix_folder.py",
+    ),
+    Mutant(
+        "prefix store: keys ignore the tokens before", "cache/prefix_file.py",
+        "last = digest.digest()", "last = last", "tests/cache/test_prefix_store.py",
+    ),
+    Mutant(
+        "prefix store: the lock is not taken", "cache/prefix_folder.py",
+        "                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "",
+        "tests/cache/test_prefix_folder.py tests/cache/test_prefix_store.py",
+    ),
+    Mutant(
+        "offloading: pages come back stale", "paging/page_pool.py",
+        "new[to : to + len(run)].copy_(old[of : of + len(run)]",
+        "new[to : to + len(run) - 1].copy_(old[of : of + len(run) - 1]",
+        "tests/cache/test_offloading.py tests/paging/test_page_pool.py",
+    ),
+    # Attention.
+    Mutant(
+        "attention: the layer's window is ignored", "attention/fp8_paged.py",
+        "    window = spec.window or key.window\n    if complete:",
+        "    window = spec.window\n    if complete:", "tests/cache/test_windows.py",
+    ),
+    Mutant(
+        "attention: training through pages is silent", "attention/fp8_paged.py",
+        "            if query.requires_grad and module.training:", "            if False:",
+        "tests/attention/test_training.py tests/attention/test_training_gradients.py",
+    ),
+    Mutant(
+        "attention: a narrow mask is accepted", "attention/fp8_paged.py",
+        "if mask.ndim != 4 or mask.shape[-1] < key.shape[2] or key.start:", "if mask.ndim != 4:",
+        "tests/attention/test_masks.py tests/attention/test_other_tools.py",
+    ),
+    Mutant(
+        "latents: absorbed without the positions", "ops/torch/backend.py",
+        "            logits += more if v_scales is None else more * v_scales\n", "",
+        "tests/attention/test_latent.py tests/ops/test_ops.py",
+    ),
+    # Scales and calibration.
+    Mutant(
+        "scales: every rank takes the first heads", "scales/layer_scales.py",
+        "return slice(tp_rank * wanted, (tp_rank + 1) * wanted)", "return slice(0, wanted)",
+        "tests/scales/test_scales.py",
+    ),
+    Mutant(
+        "scales: NaN is accepted", "scales/validation.py",
+        "bad = ~((scale >= _LOWEST) & (scale <= _HIGHEST))",
+        "bad = (scale < _LOWEST) | (scale > _HIGHEST)", "tests/scales/test_scales.py",
+    ),
+    Mutant(
+        "scales: one side stands for both", "scales/reduce.py",
+        "            k = v = torch.maximum(k, v)", "            v = k",
+        "tests/scales/test_export.py",
+    ),
+    Mutant(
+        "scales: no room for a dropped center", "scales/reduce.py",
+        "return LayerScales(k + room, v, source=layer.source)",
+        "return LayerScales(k, v, source=layer.source)", "tests/scales/test_export.py",
+    ),
+    Mutant(
+        "calibration: the costliest scale is chosen", "calibration/choose.py",
+        "step = cost.argmin(0, keepdim=True)", "step = cost.argmax(0, keepdim=True)",
+        "tests/calibration/test_choose.py",
+    ),
+    # Serving.
+    Mutant(
+        "serving: padding overwrites results", "serving/step.py",
+        "            if padding.any():", "            if False:", "tests/serving/test_serving.py",
+    ),
+    Mutant(
+        "serving: a ring of the wrong length", "serving/step.py",
+        "            position %= self.window", "            position %= self.window + 1",
+        "tests/serving/test_serving.py tests/serving/test_serving_layouts.py",
+    ),
+)  # fmt: skip
+
+
+def apply(tree: Path, mutant: Mutant) -> None:
+    path = tree / "hf_fp8kv" / mutant.file
+    text = path.read_text()
+    if (count := text.count(mutant.old)) != 1:
+        raise SystemExit(f"{mutant.name}: its text occurs {count} times in {mutant.file}")
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def restore(tree: Path, mutant: Mutant) -> None:
+    shutil.copy2(ROOT / "hf_fp8kv" / mutant.file, tree / "hf_fp8kv" / mutant.file)
+
+
+def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
+    """Return pytest's exit code, None after `TIMEOUT` seconds, and its last lines."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CI": "true"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None, "timeout"
+    return done.returncode, "\n".join(done.stdout.splitlines()[-5:])
+
+
+def judge(tree: Path, mutant: Mutant) -> str:
+    """Return what noticed the mutant: "named tests", "fast tier", "full tier", or "" if nothing."""
+    stages = {
+        "named tests": mutant.tests.split(),
+        "fast tier": [],
+        "full tier": ["-m", "", "--hypothesis-profile=full"],
+    }
+    apply(tree, mutant)
+    try:
+        for stage, arguments in stages.items():
+            code, tail = run_tests(tree, *arguments)
+            if code in (FAILED, None):
+                return stage
+            if code != PASSED:
+                raise SystemExit(f"{mutant.name}: pytest ended with {code}:\n{tail}")
+        return ""
+    finally:
+        restore(tree, mutant)
+
+
+def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
+    files = sorted({name for mutant in mutants for name in mutant.tests.split()})
+    code, tail = run_tests(tree, *files)
+    if code != PASSED:
+        raise SystemExit(f"the tests fail without a mutation: pytest ended with {code}:\n{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], help="names, or parts of them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--list", action="store_true", help="name the mutants, and run nothing")
+    given = parser.parse_args()
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names), "two mutants have one name"
+    chosen = [m for m in MUTANTS if not given.only or any(part in m.name for part in given.only)]
+    began, found = time.monotonic(), dict[str, str]()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        trees = SimpleQueue[Path]()
+        for number in range(1 if given.list else given.jobs):
+            trees.put(shutil.copytree(ROOT, Path(folder) / str(number), ignore=NOT_COPIED))
+        first = trees.get()
+        for mutant in chosen:
+            apply(first, mutant)
+            restore(first, mutant)
+            if given.list:
+                print(f"{mutant.name}  ({mutant.file})")
+        if given.list:
+            return
+        trees.put(first)
+        check_unmutated(first, chosen)
+        print(f"{time.monotonic() - began:.0f} s: the tests pass without a mutation", flush=True)
+
+        def run(mutant: Mutant) -> None:
+            tree = trees.get()
+            try:
+                found[mutant.name] = stage = judge(tree, mutant)
+            finally:
+                trees.put(tree)
+            now = time.monotonic() - began
+            print(f"{now:.0f} s: {mutant.name}: {stage or 'SURVIVED'}", flush=True)
+
+        with ThreadPoolExecutor(given.jobs) as pool:
+            list(pool.map(run, chosen))
+    fast = sum(stage in ("named tests", "fast tier") for stage in found.values())
+    alive = [name for name, stage in found.items() if not stage]
+    minutes = (time.monotonic() - began) / 60
+    print(f"{fast} of {len(chosen)} mutants noticed by the fast tier, {len(alive)} by none, "
+          f"{minutes:.1f} minutes")  # fmt: skip
+    if alive or len(chosen) - fast > ALLOWED:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
