@@ -1,6 +1,6 @@
 """The Triton kernels as a kernel for the Hub, in the layout of Hugging Face's package `kernels`.
 
-    python -m tests.helpers.hub_kernel build/kernel
+    python -m tests.tools.hub_kernel build/kernel
 
 It is made from `hf_fp8kv/ops/triton` and what that imports, which is torch and Triton alone, and
 never committed: source in `torch-ext/`, which kernel-builder reads, and what that makes of it in

@@ -1,6 +1,6 @@
 """A plugin of pytest: kernels run as Triton compiles them for sm_90, on the CPU, by ttsem.
 
-`python -m pytest -p tests.helpers.ir tests/ops`, see `make kernels-ir`. Every launch is compiled to
+`python -m pytest -p tests.tools.ir tests/ops`, see `make kernels-ir`. Every launch is compiled to
 Triton's intermediate code, which ttsem executes; an access outside of a tensor, and a number that
 depends on which program came first, fail the test at the kernel's line. PyTorch and the tests
 believe that there is a GPU.
@@ -38,7 +38,7 @@ from ttsem import harness, interp2, minimize, mlir, pidraces, sanitize, values
 from ttsem.interp import Interp
 from ttsem.ir_types import Op
 
-from tests.helpers import ptx
+from tests.tools.kernels import ptx
 
 ARCH = 90
 COUNTS: collections.Counter[str] = collections.Counter()

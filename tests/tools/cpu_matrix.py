@@ -1,9 +1,9 @@
 """Run tests under the settings that change how a CPU rounds.
 
-    python -m tests.helpers.cpu_matrix                    the tests marked text, nine settings
-    python -m tests.helpers.cpu_matrix --product          all eighteen combinations
-    python -m tests.helpers.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
-    python -m tests.helpers.cpu_matrix -- -k quickstart   what follows goes to pytest
+    python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
+    python -m tests.tools.cpu_matrix --product          all eighteen combinations
+    python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
+    python -m tests.tools.cpu_matrix -- -k quickstart   what follows goes to pytest
 
 A library picks its kernels by what the processor can do. These variables hide a part of that, so
 sums run in another order, as they would on another machine. The nine settings pair every choice
