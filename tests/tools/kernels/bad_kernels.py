@@ -1,23 +1,19 @@
-"""What the check must notice: kernels that break a rule, a compiler that dies, a wrong variant.
+"""What the check must notice: kernels that break a rule, a wrong variant, a compiler that dies.
 
-    python -m tests.tools.kernels.bad_kernels
-
-prints rows for sm_90 as JSON. The kernels resemble the decode kernel: "good" breaks no rule, and
-each other case changes one thing.
+The kernels resemble the decode kernel. "good" breaks no rule. Other cases change one thing each.
 """
 
-import json
 import os
-import sys
 from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
+from hf_fp8kv.ops.triton import tuning
 from hf_fp8kv.ops.triton.target import Target
 
-from .check import Row, compile_variants, make_row, run_in_processes, set_target
+from .check import Row, compile_variants, make_row, set_target
 from .variants import Variant
 
 CASES = {
@@ -68,7 +64,7 @@ def _decode(
 
 
 def compile_bad(name: str) -> Iterator[Row]:
-    """Yield the row of a case."""
+    """Yield the row of a case for sm_90. Call it in a new process."""
     set_target("sm_90")
     if name == "dies":
         os.abort()
@@ -84,9 +80,6 @@ def compile_bad(name: str) -> Iterator[Row]:
     q, table = torch.zeros(16, 128, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
     arguments = (q, pool, pool, table, torch.zeros(16, 128), stride, 63)
     compiled = _decode.warmup(*arguments, grid=(1,), **constants)
-    variant = Variant("decode", main=True)
-    yield make_row(Target.parse("sm_90"), variant, "_decode", compiled, constants)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(run_in_processes(list(CASES), compile_bad)))
+    with tuning.override(programs=3):
+        variant = Variant("decode", main=True)
+        yield make_row(Target.parse("sm_90"), variant, "_decode", compiled, constants)
