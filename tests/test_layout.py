@@ -18,7 +18,6 @@ FLOORS = (
     ("attention",),
     ("calibration", "serving"),
     ("__init__", "vllm"),
-    ("kernel_check",),
     ("bench",),
     ("cli",),
 )

@@ -55,12 +55,6 @@ def backends() -> Iterable[str]:
     return CHOICES
 
 
-def targets() -> Iterable[str]:
-    from ..kernel_check.rules import TARGETS
-
-    return TARGETS
-
-
 def attentions() -> Iterable[str]:
     return ("fp8_paged", "sdpa", "eager", "flex_attention")
 

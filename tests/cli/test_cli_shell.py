@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from hf_fp8kv import cli
-from hf_fp8kv.kernel_check.check import TARGETS
 from hf_fp8kv.scales import CHECKPOINT_FORMATS
 from tests.helpers import command_line
 
@@ -58,7 +57,6 @@ def completed(monkeypatch, capsys):
                 "prefix",
             ],
         ),
-        ("hf-fp8kv check --target ", list(TARGETS)),
         ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel", "token"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
         ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),

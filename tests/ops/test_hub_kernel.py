@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.helpers.hub_kernel import BACKENDS, NAME, make_kernel
+from tests.tools.hub_kernel import BACKENDS, NAME, make_kernel
 
 LOAD = """
 import sys

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if "tests.helpers.ir" not in sys.modules:
+if "tests.tools.ir" not in sys.modules:
     pytest.skip("runs in `make kernels-ir`", allow_module_level=True)
 
 import triton
@@ -17,7 +17,7 @@ from ttsem.sanitize import KernelFault, Unjudged
 from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.ops.triton.codec import MOVED_PACKED, codec_for, decode_for_dot
 from hf_fp8kv.ops.triton.target import Target
-from tests.helpers import ir
+from tests.tools import ir
 
 
 @triton.jit

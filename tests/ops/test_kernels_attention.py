@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu"
-EXECUTED = "tests.helpers.ir" in sys.modules  # as compiled for NVIDIA's, see there
+EXECUTED = "tests.tools.ir" in sys.modules  # as compiled for NVIDIA's, see there
 KERNELS = {"decode": decode.attend, "extend": extend.attend}
 Tensor = torch.Tensor
 

@@ -25,7 +25,7 @@ from hf_fp8kv.ops.triton.target import target_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-if "tests.helpers.ir" in sys.modules:  # the GPU that it pretends is none for torch.compile
+if "tests.tools.ir" in sys.modules:  # the GPU that it pretends is none for torch.compile
     GREEDY["disable_compile"] = True
 pytestmark = [
     pytest.mark.text,

@@ -1,7 +1,7 @@
 """Launch parameters of the attention kernels, by architecture, head size and format.
 
 None of these numbers was measured on a GPU yet. They follow from compiling for each target
-(`hf-fp8kv check --kernels`): no spills, and registers and shared memory that leave room for
+(`make kernels`): no spills, and registers and shared memory that leave room for
 `expected_programs` programs of the decode kernel on one processor.
 """
 
@@ -64,7 +64,7 @@ FEW_ROWS = 16
 
 # What a program of the decode kernel takes: registers of a thread, warps and shared memory, for so
 # many query rows. A plan is made before a kernel is compiled, for all layers; that at least as many
-# programs fit as this says is checked (`hf-fp8kv check --kernels`).
+# programs fit as this says is checked (`make kernels`).
 _DECODE_TAKES = {
     "cuda": {8: (168, 2, 37 << 10), 16: (240, 2, 41 << 10)},
     "hip": {16: (256, 1, 16 << 10)},
@@ -195,7 +195,7 @@ def _has_room(target: Target, width: int, widest: int) -> bool:
     """Return whether tiles of 16 bits leave room for as many programs as codes of 8 do.
 
     They do where a processor has 228 KB: two of the extend kernel with two stages, up to the head
-    size `widest` (`check --kernels`).
+    size `widest` (`make kernels`).
     """
     return target.shares.shared >= 200 << 10 and width <= widest
 

@@ -1,10 +1,10 @@
 """The Triton kernels as a kernel for the Hub, in the layout of Hugging Face's package `kernels`.
 
-    python -m tests.helpers.hub_kernel build/kernel
+    python -m tests.tools.hub_kernel build/kernel
 
-It is made from `hf_fp8kv/ops/triton` and what that imports, which is torch and Triton alone, and
-never committed: source in `torch-ext/`, which kernel-builder reads, and what that makes of it in
-`build/`, which `kernels.get_local_kernel` loads.
+The kernel consists of `hf_fp8kv/ops/triton` and the modules that it imports. These need only torch
+and Triton. The repository is never committed. It has the source for kernel-builder in `torch-ext/`,
+and the builder's result for `kernels.get_local_kernel` in `build/`.
 """
 
 import ast
@@ -17,16 +17,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_fp8kv"
 NAME, TITLE = "fp8_paged_attention", "fp8-paged-attention"
 VERSION = 1
-# For Triton there is nothing to compile; "cpu" is for its interpreter.
+# Triton needs no build. "cpu" is for its interpreter.
 BACKENDS = ("cuda", "rocm", "cpu")
 _FIRST = "ops/triton/backend.py"
 
-# What is written by hand: its names, tests, benchmark and card.
+# Parts that are not copied from the package: public names, tests, benchmark and card.
 PARTS = ROOT / "tests" / "data" / "hub_kernel"
 
 
 def find_sources(first: str = _FIRST) -> list[str]:
-    """Return the files that a file of the package imports, and itself, by relative imports."""
+    """Return a file of the package and the files that it imports relatively, directly or not."""
     found: dict[str, None] = {}
     left = [first]
     while left:
@@ -49,12 +49,12 @@ def find_sources(first: str = _FIRST) -> list[str]:
 
 
 def _is_bare(file: Path) -> bool:
-    """Return whether a file is replaced by an empty one: it imports much that is not needed."""
+    """Return whether an empty file replaces this one, because it imports too much."""
     return file.as_posix() in ("__init__.py", "ops/__init__.py")
 
 
 def make_kernel(target: Path) -> None:
-    """Write the kernel's repository to a folder, which is emptied before."""
+    """Write the kernel's repository to a folder. Its contents are deleted first."""
     shutil.rmtree(target, ignore_errors=True)
     source = target / "torch-ext" / NAME
     for path in find_sources():

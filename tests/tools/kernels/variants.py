@@ -1,4 +1,4 @@
-"""Calls that kernels are compiled for: every format, and shapes and features worth checking.
+"""Calls that kernels are compiled for: every format, and the shapes and features worth checking.
 
 A variant is called as a cache calls it, on small tensors on the CPU; see check.py.
 """
@@ -6,12 +6,13 @@ A variant is called as a cache calls it, on small tensors on the CPU; see check.
 import importlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ..formats import AUTO, FORMATS
-from ..ops import AttentionSpec, Pages, StoredSide
+from hf_fp8kv.formats import AUTO, FORMATS
+from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
+
+HEADS, BATCH, LENGTH = 8, 3, 2001
 
 
 @dataclass(frozen=True)
@@ -20,17 +21,17 @@ class Variant:
 
     Attributes:
         operation: "decode", "extend", "write" or "gather".
-        k, v: formats.
-        static: whether the scales are static ones.
-        dims: head sizes of K and V.
-        groups: query heads per KV head.
-        tokens: new tokens.
-        page: slots of a page.
-        dtype: of the query, or of new keys and values.
-        extras: "window", "softcap", "sinks", "mask", "bias", "center", "rotated"; "complete": a
-            mask that says for each query token what it sees; "new": the tokens are stored first;
-            "latent": K holds latents, of one head, and V their positions; "k" or "v" for gather.
-        main: whether it is among those that must be fast.
+        k, v: Formats.
+        static: Whether the scales are static.
+        dims: Head sizes of K and V.
+        groups: Query heads per KV head.
+        tokens: New tokens.
+        page: Slots of a page.
+        dtype: Dtype of the query, or of new keys and values.
+        extras: "window", "softcap", "sinks", "mask", "bias", "center", "rotated" or "blocks".
+            "complete" is a mask per query token. "new" stores the tokens first. "latent" means one
+            head whose K holds latents, and V their positions. "k" or "v" is the side to gather.
+        main: Whether the variant must be fast.
     """
 
     operation: str
@@ -48,25 +49,21 @@ class Variant:
     @property
     def name(self) -> str:
         """Name in a table."""
-        sides = [self.k] if self.k == self.v else [f"{self.k} and", self.v]
-        dims = [str(d) for d in dict.fromkeys(self.dims)]
-        parts = [*sides, "static" if self.static else "", "D" + "/".join(dims)]
-        parts += ["" if self.groups == 4 else f"groups {self.groups}"]
-        parts += ["" if self.tokens == 1 else f"T{self.tokens}"]
-        parts += ["" if self.page == 64 else f"page {self.page}"]
-        parts += ["" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch.")]
-        parts = [part.removeprefix("fp8_") for part in parts if part]
-        return " ".join([self.operation, *parts, *self.extras])
+        parts = [
+            self.operation, *([self.k] if self.k == self.v else [f"{self.k} and", self.v]),
+            "static" if self.static else "", "D" + "/".join(map(str, dict.fromkeys(self.dims))),
+            "" if self.groups == 4 else f"groups {self.groups}",
+            "" if self.tokens == 1 else f"T{self.tokens}",
+            "" if self.page == 64 else f"page {self.page}",
+            "" if self.dtype == torch.bfloat16 else str(self.dtype).removeprefix("torch."),
+            *self.extras,
+        ]  # fmt: skip
+        return " ".join(part.removeprefix("fp8_") for part in parts if part)
 
     @property
     def heads(self) -> int:
         """KV heads."""
         return 1 if "latent" in self.extras else HEADS
-
-    @property
-    def has_few_codes_of_v(self) -> bool:
-        """Whether V holds positions beside latents in 8 bits: too few for 16-byte loads."""
-        return "latent" in self.extras and self.v != AUTO
 
     @property
     def bytes_per_token(self) -> int:
@@ -76,19 +73,17 @@ class Variant:
 
 
 def list_variants(names: Collection[str] = ()) -> list[Variant]:
-    """Return what is compiled for every target, or those of `names` only."""
-    formats: list[dict[str, Any]] = [{"k": name, "v": name} for name in FORMATS]
-    # Those that no hardware knows are read by moving bits everywhere.
+    """Return the variants to compile for every target, or those with one of `names`."""
+    formats = [{"k": name, "v": name} for name in FORMATS]
+    # No hardware converts these formats: their bits are moved on every GPU.
     own = [{"k": fmt.name, "v": fmt.name} for fmt in FORMATS.values() if fmt.torch_dtype is None]
-    auto: dict[str, Any] = {"k": AUTO, "v": AUTO}
-    static: dict[str, Any] = {"static": True}
+    auto, static = {"k": AUTO, "v": AUTO}, {"static": True}
     e2m5, int8 = ({"k": name, "v": name} for name in ("fp8_e2m5", "int8"))
-    rotated: dict[str, Any] = {**e2m5, "extras": ("rotated",)}
-    # As pools that grow have them.
-    blocks: dict[str, Any] = {"extras": ("blocks",)}
-    everything: dict[str, Any] = {"extras": ("window", "softcap", "sinks", "mask", "center")}
-    complete: dict[str, Any] = {"extras": ("complete",)}
-    mains: list[dict[str, Any]] = [
+    rotated = {**e2m5, "extras": ("rotated",)}
+    blocks = {"extras": ("blocks",)}  # pools that grow consist of blocks
+    everything = {"extras": ("window", "softcap", "sinks", "mask", "center")}
+    complete = {"extras": ("complete",)}
+    mains = [
         *formats, *({**fmt, **static} for fmt in formats), auto, {"dims": (64, 64)},
         {"page": 128}, {"groups": 8}, {"groups": 1}, {"extras": ("window",)},
         *({**fmt, "extras": ("new",)} for fmt in (formats[0], *own, auto)),
@@ -97,56 +92,45 @@ def list_variants(names: Collection[str] = ()) -> list[Variant]:
         blocks, {**static, **blocks}, rotated, {**rotated, **int8, **static},
         {**e2m5, "extras": ("new", "blocks", "rotated", "center")},
     ]  # fmt: skip
-    others: list[dict[str, Any]] = [
-        {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
-        everything, {"extras": ("bias",)}, {"dtype": torch.float32},
-        {"dims": (192, 128)}, {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8},
-        {"tokens": 5}, {"page": 16, **blocks},
-        *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
-        *({**rotated, **more} for more in ({"dims": (256, 256)}, {"groups": 8, "tokens": 8})),
+    # Models with compressed attention have 16 to 128 heads, and positions in 16 bits.
+    latent = {"dims": (512, 64), "groups": 16, "v": AUTO, "extras": ("latent",)}
+    latents = [
+        latent, {**latent, "k": "fp8_e3m4"}, {**latent, "k": AUTO},
+        {**latent, "k": "int8", "static": True}, {**latent, "groups": 128},
+        {**latent, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
+        {**latent, "groups": 128, "k": "fp8_e3m4", "extras": ("latent", "blocks")},
     ]  # fmt: skip
-    extends: list[dict[str, Any]] = [
+    others = [
+        {"dims": (96, 96)}, {"dims": (256, 256)}, {"k": AUTO}, {"page": 16}, {"extras": ("mask",)},
+        everything, {"extras": ("bias",)}, {"dtype": torch.float32}, {"dims": (192, 128)},
+        {"groups": 8, "tokens": 4}, {"groups": 8, "tokens": 8}, {"tokens": 5},
+        {"page": 16, **blocks}, *({"groups": g, "tokens": 4, **complete} for g in (4, 8)),
+        {**rotated, "dims": (256, 256)}, {**rotated, "groups": 8, "tokens": 8}, *latents,
+        {**latent, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
+        {**latent, "extras": ("latent", "complete"), "tokens": 2},
+        {**latent, "extras": ("latent", "bias", "softcap")},
+        {**latent, "dims": (256, 64), "page": 16},
+    ]  # fmt: skip
+    extends = [
         {}, static, {"k": "fp8_e5m2", "v": "fp8_e5m2"}, *own, auto, {"dims": (64, 64)},
         {"dims": (256, 256)}, everything, {"dtype": torch.float32}, complete,
         {**complete, "dims": (256, 256)}, blocks, rotated, {**rotated, "dims": (256, 256)},
     ]  # fmt: skip
-    writes: list[dict[str, Any]] = [
+    writes = [
         *formats, {**static, "extras": ("center",)}, auto, blocks,
         {**e2m5, "extras": ("rotated", "center")},
     ]  # fmt: skip
-    gathers: list[dict[str, Any]] = [{}, static, *own, blocks, rotated]
-    # As models with compressed attention have them: positions in 16 bits, of 16 to 128 heads.
-    latent: dict[str, Any] = {"dims": (512, 64), "groups": 16, "v": AUTO}
-    latents: list[dict[str, Any]] = [
-        *({**latent, "k": name, "extras": ("latent",)} for name in ("fp8_e4m3", "fp8_e3m4", AUTO)),
-        {**latent, "k": "int8", "static": True, "extras": ("latent",)},
-        {**latent, "k": "fp8_e2m5", "extras": ("latent", "rotated")},
-        {**latent, "groups": 128, "extras": ("latent",)},
-        {**latent, "groups": 128, "k": "fp8_e3m4", "extras": ("latent", "blocks")},
-    ]  # fmt: skip
-    more_latents: list[dict[str, Any]] = [
-        {**latent, "v": "fp8_e4m3", "tokens": 4, "extras": ("latent", "window", "sinks", "mask")},
-        {**latent, "extras": ("latent", "complete"), "tokens": 2},
-        {**latent, "extras": ("latent", "bias", "softcap")},
-        {**latent, "dims": (256, 64), "page": 16, "extras": ("latent",)},
-    ]  # fmt: skip
     variants = [
         *(Variant("decode", **main, main=True) for main in mains),
-        *(Variant("decode", **other) for other in (*others, *latents, *more_latents)),
+        *(Variant("decode", **other) for other in others),
         *(Variant("extend", **extend, tokens=1024) for extend in (*extends, *latents)),
-        # Too few programs to fill a GPU: split as for decoding.
+        # Too few programs to fill a GPU: split as decoding is.
         *(Variant("extend", **extend, tokens=128) for extend in ({}, everything, complete)),
         *(Variant("write", **write, tokens=tokens) for write in writes for tokens in (1, 128)),
-        *(
-            Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
-            for gather in gathers
-            for side in "kv"
-        ),
-    ]
+        *(Variant("gather", **{**gather, "extras": (side, *gather.get("extras", ()))})
+          for gather in ({}, static, *own, blocks, rotated) for side in "kv"),
+    ]  # fmt: skip
     return [variant for variant in variants if not names or variant.name in names]
-
-
-HEADS, BATCH, LENGTH = 8, 3, 2001
 
 
 def call_variant(variant: Variant) -> None:
@@ -160,11 +144,11 @@ def call_variant(variant: Variant) -> None:
     elif variant.operation == "write":
         kernels.write(pages, *_new_tokens(variant), lengths)
     else:
-        latent = "latent" in variant.extras
+        latent, complete = "latent" in variant.extras, "complete" in variant.extras
         q_heads = variant.heads * variant.groups
         q_dim = sum(variant.dims) if latent else variant.dims[0]
         query = torch.zeros(BATCH, variant.tokens, q_heads, q_dim, dtype=variant.dtype)
-        extras: dict[str, Any] = {
+        extras = {
             "window": 512,
             "softcap": 30.0,
             "sinks": torch.zeros(q_heads, dtype=variant.dtype),
@@ -172,17 +156,15 @@ def call_variant(variant: Variant) -> None:
             "bias": torch.zeros(1, q_heads, variant.tokens, LENGTH, dtype=variant.dtype),
         }
         chosen = {name: x for name, x in extras.items() if name in variant.extras}
-        complete = "complete" in variant.extras
         if complete:
-            seen = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
-            chosen["mask"] = seen
+            chosen["mask"] = torch.ones(BATCH, 1, variant.tokens, LENGTH, dtype=torch.bool)
         spec = AttentionSpec(variant.dims[0] ** -0.5, causal=not complete, latent=latent, **chosen)
         new = {"new": _new_tokens(variant)} if "new" in variant.extras else {}
         kernels.attend(query.transpose(1, 2), pages, lengths, 0, LENGTH, spec, **new)
 
 
 def _new_tokens(variant: Variant) -> tuple[torch.Tensor, ...]:
-    """Return keys and values as a projection gives them: the heads of a token beside each other."""
+    """Return keys and values with the strides of a projection: a token's heads are contiguous."""
     shape = (BATCH, variant.tokens, variant.heads)
     return tuple(
         torch.zeros(*shape, dim, dtype=variant.dtype).transpose(1, 2) for dim in variant.dims

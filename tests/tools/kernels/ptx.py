@@ -4,9 +4,9 @@ from typing import Any
 
 
 def evaluate(text: str, codes: Any) -> list[Any]:
-    """Return the four float16 bit patterns that a packed move gives for four codes.
+    """Return the bit patterns of the four float16 values that a packed move makes of four codes.
 
-    `codes` is the register that holds the four: an int, or an array of int64 of many of them.
+    `codes` is the register with the four codes: an int, or an int64 array of registers.
     """
     names = {"$2": codes}
     for line in text.replace("\n", "").strip("{}").split(";"):

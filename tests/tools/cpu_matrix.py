@@ -1,13 +1,13 @@
 """Run tests under the settings that change how a CPU rounds.
 
-    python -m tests.helpers.cpu_matrix                    the tests marked text, nine settings
-    python -m tests.helpers.cpu_matrix --product          all eighteen combinations
-    python -m tests.helpers.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
-    python -m tests.helpers.cpu_matrix -- -k quickstart   what follows goes to pytest
+    python -m tests.tools.cpu_matrix                    the tests marked text, nine settings
+    python -m tests.tools.cpu_matrix --product          all eighteen combinations
+    python -m tests.tools.cpu_matrix --all --only ATEN_CPU_CAPABILITY=default,threads=1
+    python -m tests.tools.cpu_matrix -- -k quickstart   what follows goes to pytest
 
-A library picks its kernels by what the processor can do. These variables hide a part of that, so
-sums run in another order, as they would on another machine. The nine settings pair every choice
-with every other one.
+A library picks its kernels by the instruction sets of the CPU. These variables hide some of them,
+so sums run in a different order, as on a different machine. The nine settings contain every pair of
+choices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 UNSET = "unset"
-# In this order threads alternate along both other axes: nine settings hold all pairs of choices.
+# Threads alternate along both other axes, so nine settings contain all pairs of choices.
 CHOICES = {
     "ONEDNN_MAX_CPU_ISA": (UNSET, "AVX512_CORE", "AVX2"),
     "ATEN_CPU_CAPABILITY": (UNSET, "avx2", "default"),
@@ -53,10 +53,9 @@ def parse_only(text: str) -> Setting:
 
 
 def environment(setting: Setting, logs: Path) -> dict[str, str]:
-    """Return this process's environment with the setting in it and no other choice.
+    """Return this process's environment with the setting and no other choice.
 
-    What torch compiles for one setting it would take from its cache for another one, too: each
-    has a cache of its own.
+    Each setting has its own cache, because torch would reuse code compiled for a different one.
     """
     kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
     chosen = {name: value for name, value in setting.items() if value != UNSET}
@@ -68,7 +67,7 @@ def environment(setting: Setting, logs: Path) -> dict[str, str]:
 
 
 def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
-    """Run pytest under a setting; return whether it passed, and its closing line."""
+    """Run pytest under a setting. Return whether it passed, and its closing line."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     with log.open("w") as file:
         code = subprocess.run(
@@ -84,12 +83,12 @@ def run(setting: Setting, arguments: list[str], log: Path) -> tuple[bool, str]:
 
 
 def main() -> int:
-    """Run the settings one after the other; return 1 if a test failed under one of them."""
+    """Run the settings one after the other. Return 1 if a test failed under one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--product", action="store_true", help="every combination")
-    parser.add_argument("--all", action="store_true", help="every test, not those marked text")
+    parser.add_argument("--all", action="store_true", help="every test, not only those marked text")
     parser.add_argument(
         "--only", action="append", type=parse_only, metavar="NAME=VALUE,...",
         help="the settings with these choices; may be given again",

@@ -1,21 +1,21 @@
-"""A plugin of pytest: kernels run as Triton compiles them for sm_90, on the CPU, by ttsem.
+"""A pytest plugin that runs kernels as Triton compiles them for sm_90, on the CPU, with ttsem.
 
-`python -m pytest -p tests.helpers.ir tests/ops`, see `make kernels-ir`. Every launch is compiled to
-Triton's intermediate code, which ttsem executes; an access outside of a tensor, and a number that
-depends on which program came first, fail the test at the kernel's line. PyTorch and the tests
-believe that there is a GPU.
+`python -m pytest -p tests.tools.ir tests/ops`, see `make kernels-ir`. Every launch is compiled to
+Triton's intermediate code, and ttsem executes that. An access outside a tensor, or a value that
+depends on the order of programs, fails the test at the kernel's line. PyTorch and the tests behave
+as if there were a GPU.
 
-A launch is executed from what several passes of the compiler leave, each time on the memory that it
-began with, and all must leave the same bytes there; only products of float32, of which a pass makes
-three of TF32, may be rounded in another way. By default these are the last passes of TTIR and of
-TTGIR, where layouts are chosen, loops are pipelined, copies run asynchronously and shared memory is
-allocated; for some tests each pass that changes the code (`--stages all`: for all tests). After
-that Triton makes LLVM's code, which nothing here executes.
+A launch is executed from the code that several compiler passes leave, each time on the same initial
+memory, and all must leave the same bytes. Only products of float32 may be rounded differently,
+because a pass splits them into three TF32 products. By default the passes are the last one of TTIR
+and the last one of TTGIR, where layouts are chosen, loops are pipelined, copies are asynchronous
+and shared memory is allocated. For some tests it is each pass that changes the code (`--stages
+all`: for all tests). After that Triton generates LLVM code, which nothing here executes.
 
-Added to what ttsem 0.1.0 knows are codec.py's PTX, and the order that a counter gives: what a
-program did before it counted (an atomic update that releases) is seen by a program that counts
-later (and acquires). Threads of a program are not told apart: a barrier that is missing before the
-count is not noticed.
+The plugin adds two things to ttsem 0.1.0: codec.py's PTX, and the order that a counter gives. What
+a program did before an atomic update that releases is visible to a program that counts later and
+acquires. The threads of a program are not told apart, so a missing barrier before the count is not
+noticed.
 """
 
 import collections
@@ -38,15 +38,15 @@ from ttsem import harness, interp2, minimize, mlir, pidraces, sanitize, values
 from ttsem.interp import Interp
 from ttsem.ir_types import Op
 
-from tests.helpers import ptx
+from tests.tools.kernels import ptx
 
 ARCH = 90
 COUNTS: collections.Counter[str] = collections.Counter()
 _session = ExitStack()
-_every_pass = False  # whether a test is executed from what every pass leaves
+_every_pass = False  # whether a test is executed from the code of every pass
 _compiled: dict[str, list[tuple[str, str]]] = {}
-_stages: list[tuple[str, str]] = []  # of the compilation that is under way
-# Parts of tests' names.
+_stages: list[tuple[str, str]] = []  # of the current compilation
+# Parts of the names of tests to skip.
 _LEFT_OUT = {
     "gigabytes": "ttsem copies all memory of a launch, several times",
     "test_a_compiled_step": "torch.compile needs a real GPU",
@@ -54,7 +54,7 @@ _LEFT_OUT = {
     "architectures[latent": "transformers' experts need a real GPU",
     "architectures[sinks": "transformers' experts need a real GPU",
 }
-# Tests that are executed from every pass: of each kernel, of each form of it.
+# Tests that are executed from every pass: each form of each kernel.
 FROM_EVERY_PASS = {
     "test_16_bits_are_within_twice_pytorch_s_error[fp8_e4m3 dynamic bfloat16-decode]",
     "test_16_bits_are_within_twice_pytorch_s_error[fp8_e3m4 dynamic float16-extend]",
@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Before conftest.py asks whether there is a GPU."""
+    """Install the hooks before conftest.py looks for a GPU."""
     mlir.enable_generic_printing()
     pidraces.find_race = find_race
     ttsem.ops.OPS["tt.elementwise_inline_asm"] = run_assembly
@@ -90,7 +90,7 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what asks for more than kernels."""
+    """Skip tests that need more than kernels."""
     for item in items:
         for part, reason in _LEFT_OUT.items():
             if part in item.name:
@@ -105,17 +105,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop() -> Iterator[None]:
-    """A GPU of few processors, so that grids are small; also inside of custom operations."""
+    """Assume a GPU with four multiprocessors, so that grids are small. This reaches custom ops."""
     from hf_fp8kv import ops
     from hf_fp8kv.ops.triton import decode, replay
     from hf_fp8kv.ops.triton.target import Target, assuming
 
-    # A launch is executed on copies of its tensors: addresses of other memory lead nowhere.
+    # A launch is executed on copies of its tensors, so addresses of other memory are invalid.
     ops.reads_blocks = lambda *_: False
-    # Every launch is one of Triton's, which is looked at.
+    # Every launch goes through Triton, where it is intercepted.
     replay._REPLAYS = False
     torch.Tensor.pin_memory = lambda tensor: tensor
-    # Nothing is compiled as far as machine code, whose registers could be counted.
+    # No machine code is generated, so there are no registers to count.
     decode.compiled_size = lambda *_, **__: None
     with assuming(Target("cuda", 90, 4)):
         return (yield)
@@ -154,11 +154,11 @@ _HOOKS = {"on_stop": _stop, "on_unchecked": lambda: _count("not searched for rac
 
 
 class _BeforeLLVM(Exception):
-    """Ends a compilation."""
+    """End a compilation."""
 
 
 class _PassManager:
-    """Runs passes one at a time, and keeps what each makes of a module."""
+    """Run passes one at a time, and keep the module that each pass leaves."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -180,7 +180,7 @@ class _PassManager:
 
 
 class _Recorder:
-    """Stands for a module of Triton's compiler that knows passes."""
+    """Stand in for a module of Triton's compiler that adds passes."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
@@ -201,7 +201,7 @@ class _Recorder:
 
 
 def compile_stages(fn: Any, args: Any, kwargs: Any) -> list[tuple[str, str]]:
-    """Return the passes of a launch's compilation, and the module that each makes."""
+    """Return the passes of a launch's compilation, and the module that each pass leaves."""
     target = harness.target_for("cpu", ARCH)
     options, signature, constants, attributes = harness._specialize(fn, args, kwargs, target)
     key = f"{ASTSource(fn, signature, constants, attributes).hash()} {options} {_every_pass}"
@@ -220,13 +220,13 @@ def compile_stages(fn: Any, args: Any, kwargs: Any) -> list[tuple[str, str]]:
 
 
 def _changed(stages: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return those stages that differ from the one before."""
+    """Return the stages that differ from the previous stage."""
     bare = [None, *(minimize.strip_locs(text) for _, text in stages)]
     return [stage for i, stage in enumerate(stages) if bare[i] != bare[i + 1]]
 
 
 def check_layouts(name: str, text: str) -> None:
-    """Raise if a thread does not hold the part of a tensor that the code says it does."""
+    """Raise if a thread does not hold its part of a tensor according to the layout."""
     violations, gaps, checked = interp2.check_module(mlir.parse(text), *interp2.launch_config(text))
     if violations:
         raise AssertionError(f"{name}: {violations[0]}") from violations[0]
@@ -235,10 +235,7 @@ def check_layouts(name: str, text: str) -> None:
 
 
 def run_stages(run: Callable[..., None], fn: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a launch from each of its stages, on the memory that it begins with.
-
-    All must leave the same numbers.
-    """
+    """Run a launch from each of its stages on its initial memory. All must leave equal values."""
     if kwargs["warmup"]:
         return run(fn, *args, **kwargs)
     options = {name: x for name, x in kwargs.items() if name not in ("grid", "warmup")}
@@ -260,7 +257,7 @@ def run_stages(run: Callable[..., None], fn: Any, *args: Any, **kwargs: Any) -> 
             error.add_note(f"executed from {name}")
             raise
         results.append([x.clone() for x in memory])
-        # "tf32x3": a pass makes three products of one.
+        # "tf32x3": a pass splits a product into three.
         rounded = "inputPrecision = 1 " in stages[0][1]
         same = all(are_same(*pair, rounded) for pair in zip(results[0], results[-1], strict=True))
         assert same, f"{fn.__name__}: {name} leaves other numbers than {stages[0][0]}"
@@ -268,16 +265,16 @@ def run_stages(run: Callable[..., None], fn: Any, *args: Any, **kwargs: Any) -> 
 
 
 def are_same(first: torch.Tensor, last: torch.Tensor, rounded: bool) -> bool:
-    """Return whether two tensors have the same bytes, or are rounded in another way."""
+    """Return whether two tensors have the same bytes, or differ by rounding only."""
     if rounded and first.dtype == torch.float32:
-        # Relative to the largest: a number may be a sum of larger ones.
+        # Relative to the largest value, because a value may be a sum of larger ones.
         largest = max(first[first.isfinite()].abs().tolist(), default=0.0)
         return torch.allclose(first, last, rtol=0.0, atol=1e-5 * largest, equal_nan=True)
     return torch.equal(first.view(torch.uint8), last.view(torch.uint8))
 
 
 def run_assembly(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
-    """Return what codec.py's assembly makes of codes; other assembly is left to ttsem."""
+    """Return the values that codec.py's assembly makes of codes. ttsem runs other assembly."""
     text = str(op.attrs["asm_string"]).replace("\\0A", "\n")
     if not text.strip('"'):
         return [args[0]]
@@ -290,7 +287,7 @@ def run_assembly(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
 
 
 def to_integer(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
-    """Return integers, and refuse numbers that they do not hold: LLVM leaves the result open."""
+    """Return integers. Refuse values out of their range, for which LLVM defines no result."""
     x = values.to_float(args[0], op.operand_types[0])
     limit = 2.0 ** (op.result_types[0].scalar.width - 1)
     if not ((x >= -limit) & (x < limit)).all():
@@ -299,18 +296,18 @@ def to_integer(interp: Interp, op: Op, args: list[Any]) -> list[Any]:
 
 
 def find_race(log: list[Any] | None) -> pidraces.PidRace | None:
-    """Return a pair of accesses whose order nothing fixes, or None; `log` is ttsem's."""
+    """Return a pair of accesses in ttsem's `log` whose order is undefined, or None."""
     if _find_race(log) is None:
         return None
     assert log is not None
-    # Programs run one after the other: an agent's position is that of its first access.
+    # Programs run one after the other, in the order of their first accesses.
     position: dict[Any, int] = {}
     count: dict[Any, tuple[int, int]] = {}  # when a program counted, and where
     for i, (agent, kind, op, addresses, *_) in enumerate(log):
         position.setdefault(agent, i)
         is_count = "sem = 4" in op and "scope = 2" not in op  # acq_rel, of more than one program
         if kind == "a" and is_count and len(addresses) == 1:
-            # A second one is an access like any other.
+            # A second count is an ordinary access.
             count.setdefault(agent, (i, int(addresses[0])))
     is_after = [e[0] in count and i > count[e[0]][0] for i, e in enumerate(log)]
     before = [e for e, after in zip(log, is_after, strict=True) if not after]

@@ -11,7 +11,7 @@ import hf_fp8kv
 
 
 def main() -> None:
-    """Check what is installed, and generate some tokens."""
+    """Check the installed files, and generate some tokens."""
     package = Path(hf_fp8kv.__file__).parent
     assert "site-packages" in package.parts, package
     assert (package / "py.typed").is_file()

@@ -1,0 +1,77 @@
+"""Compile the kernels for GPUs, and print registers, memory, instructions and broken rules.
+
+    make kernels KERNELS_ARGS="--target sm_90 --summary"
+
+No GPU is needed. The exit code is 1 if a kernel does not compile or breaks a rule.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hf_fp8kv.utils.terminal import make_table
+
+from .check import Row, check_targets
+from .rules import TARGETS
+from .variants import list_variants
+
+# The kernels that read pages, for each way to store K and V.
+SUMMARY = [
+    f"{operation} {stored} D128{tokens}"
+    for operation, tokens in (("decode", ""), ("extend", " T1024"))
+    for stored in ("e4m3 static", "e4m3", "e5m2", "e3m4", "auto")
+]
+COLUMNS = ("registers", "spills", "shared", "programs", "rows", "tile", "warps", "wide_bytes",
+           "conversions", "per_kib", "per_tile", "in_flight")  # fmt: skip
+
+
+def read_rows(path: str) -> dict[tuple[str, ...], Any]:
+    """Return the rows of an earlier report by target, variant and kernel."""
+    rows = itertools.chain(*json.loads(Path(path).read_text())["targets"].values())
+    return {(row["target"], row["variant"], row["kernel"]): row for row in rows}
+
+
+def make_cells(row: Row, before: dict[tuple[str, ...], Any]) -> dict[str, object]:
+    """Return the cells of a row. A cell that differs from `before` has both values."""
+    cells = {name: row[name] for name in ("variant", "kernel", "target")}
+    earlier = before.get((row["target"], row["variant"], row["kernel"]), {})
+    for name in COLUMNS:
+        now = row.get(name, "")
+        then = earlier.get(name, now)
+        cells[name.replace("_", " ")] = now if then == now else f"{then} > {now}"
+    return cells | {"verdict": "; ".join(row["violations"]) or "ok"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compile and print. Return 1 if a kernel does not compile or breaks a rule."""
+    parser = argparse.ArgumentParser("tests.tools.kernels", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    names = [variant.name for variant in list_variants()]
+    add("--target", nargs="+", action="extend", choices=TARGETS, help="default: all")
+    add("--variant", nargs="+", action="extend", choices=names, metavar="NAME", default=[],
+        help="rows of the table to compile; default: all")  # fmt: skip
+    add("--summary", action="store_true", help="only variants that read pages")
+    add("--before", type=read_rows, default={}, metavar="FILE",
+        help="output of an earlier --json; cells that differ have both values")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    options = parser.parse_args(arguments)
+    variants = SUMMARY if options.summary else options.variant
+    found = check_targets(options.target or list(TARGETS), variants)
+    rows = [row for of_target in found.values() for row in of_target]
+    if options.json:
+        print(json.dumps({"triton": version("triton"), "targets": found}))
+    else:
+        rows.sort(key=lambda row: ([*names, ""].index(row["variant"]), row["kernel"]))
+        table = make_table([make_cells(row, options.before) for row in rows])
+        Console(width=None if sys.stdout.isatty() else 200).print(table)
+    return int(any(row["violations"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

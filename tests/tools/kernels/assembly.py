@@ -1,0 +1,179 @@
+"""Machine code of a compiled kernel: registers, spills, and the loop that reads pages.
+
+NVIDIA's code is disassembled by tools in Triton's wheel (nvdisasm, cuobjdump). For AMD's GPUs
+Triton keeps the assembly. No GPU is needed.
+"""
+
+import re
+import subprocess
+import tempfile
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Facts about a kernel's machine code.
+
+    Attributes:
+        registers: Registers per thread. On AMD vector and accumulation registers together.
+        spills: Instructions that access local memory (NVIDIA), or spilled vector registers (AMD).
+        loop_spills: Spills in the main loop. NVIDIA only.
+        doubles: Instructions on float64.
+        loop: Instructions of the main loop, or 0. Of the innermost loops that multiply matrices it
+            is the one with the most 16-byte loads, and then the shortest.
+        wide_bytes: Bytes that a thread loads in the loop with 16-byte loads from global memory.
+        byte_loads: Loads of single bytes from shared memory in the loop.
+        conversions: Instructions in the loop that convert 8-bit floating-point values.
+        ahead: Share of a round's 16-byte loads that is in flight during a product, at most.
+    """
+
+    registers: int
+    spills: int
+    doubles: int
+    loop: int
+    wide_bytes: int
+    byte_loads: int
+    conversions: int
+    loop_spills: int = 0
+    ahead: float = 0.0
+
+
+def read_assembly(asm: dict[str, Any]) -> Assembly:
+    """Return the facts of a kernel, given the `asm` of what Triton compiled."""
+    if "amdgcn" in asm:
+        return read_amd(asm["amdgcn"])
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(asm["cubin"])
+        usage = _run_tool("cuobjdump", "--dump-resource-usage", binary)
+        # -ndf leaves out the analysis of data flow, a quarter of the time.
+        return read_nvidia(_run_tool("nvdisasm", "-c", "-ndf", binary), usage)
+
+
+def _run_tool(name: str, *arguments: str | Path) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+# "/*0a30*/   @!P0 LDGSTS.E.BYPASS.128 [R5], [R6.64] ;" and ".L_x_3:"
+_SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?(?P<line>[A-Z][^;]*);")
+_SASS_LABEL = re.compile(r"^(\.L_x_\d+):", re.MULTILINE)
+_SASS_JUMP = r"BRA.*\((\.L_x_\d+)\)"
+_SASS_PRODUCT = r"(H|Q|I|B|O)?G?MMA\b|UTC\w*MMA"
+_SASS_WIDE = r"(LDG|LDGSTS)\.\S*\b128\b"
+_SASS_SPILL = r"(STL|LDL)\b"
+_SASS_DOUBLE = r"D(ADD|MUL|FMA|SETP|MNMX)\b|[IF]2F\.F64|F2F\.F32\.F64|F2I\S*\.F64|DMMA"
+
+
+def read_nvidia(text: str, usage: str) -> Assembly:
+    """Return the facts in nvdisasm's `text` and cuobjdump's resource `usage`."""
+    lines, labels = _find_lines(text, _SASS, _SASS_LABEL)
+    loop = _find_main_loop(lines, labels, _SASS_JUMP, _SASS_PRODUCT, _SASS_WIDE)
+    return Assembly(
+        registers=_read_field(r"REG:(\d+)", usage),
+        spills=_count(_SASS_SPILL, lines),
+        loop_spills=_count(_SASS_SPILL, loop),
+        doubles=_count(_SASS_DOUBLE, lines),
+        loop=len(loop),
+        wide_bytes=16 * _count(_SASS_WIDE, loop),
+        byte_loads=_count(r"LDS\.[US]8\b", loop),
+        conversions=_count(r"F2FP\.\S*(E4M3|E5M2)", loop),
+        ahead=_count_copies(loop),
+    )
+
+
+def _count_copies(loop: Sequence[str]) -> float:
+    """Return the rounds of asynchronous copies to shared memory that are in flight together.
+
+    These are the groups that the strictest wait leaves, and the groups that a round adds. Loads to
+    registers do not count, because the same round waits for their values.
+    """
+    groups = _count(r"LDGDEPBAR\b", loop)
+    left = [int(m[1], 16) for line in loop if (m := re.match(r"DEPBAR\.LE SB0, (\w+)", line))]
+    copied = groups and left and _count(r"LDGSTS\.\S*\b128\b", loop)
+    return (min(left) + groups) / groups if copied else 0.0
+
+
+# "  v_mfma_f32_16x16x32_fp8_fp8 a[0:3], ..." and ".LBB0_5:"
+_GCN = re.compile(r"^\s+(?P<line>[a-z]+_[a-z0-9_]+\b[^\n;]*)", re.MULTILINE)
+_GCN_LABEL = re.compile(r"^(\.LBB\d+_\d+):", re.MULTILINE)
+_GCN_JUMP = r"s_c?branch\S*\s+(\.LBB\d+_\d+)"
+_GCN_PRODUCT = r"v_s?mfma"
+_GCN_LOAD = r"(global|buffer|flat)_load_"
+_GCN_WIDE = r"(global|buffer|flat)_load_(lds_)?dwordx4"
+
+
+def read_amd(text: str) -> Assembly:
+    """Return the facts in the assembly `text` of a kernel for AMD's GPUs."""
+    lines, labels = _find_lines(text[: text.find(".amdhsa_kernel")], _GCN, _GCN_LABEL)
+    loop = _find_main_loop(lines, labels, _GCN_JUMP, _GCN_PRODUCT, _GCN_WIDE)
+    return Assembly(
+        registers=_read_field(r"\.vgpr_count:\s+(\d+)", text),
+        spills=_read_field(r"\.vgpr_spill_count:\s+(\d+)", text),
+        doubles=_count(r"v_\w+_f64", lines),
+        loop=len(loop),
+        wide_bytes=16 * _count(_GCN_WIDE, loop),
+        byte_loads=_count(r"ds_read_[ui]8", loop),
+        conversions=_count(r"v_cvt_\w*(fp8|bf8)", loop),
+        ahead=_count_loads_ahead(loop),
+    )
+
+
+def _count_loads_ahead(loop: Sequence[str]) -> float:
+    """Return the share of AMD's wide loads that is in flight, at most, at a product of the loop.
+
+    Loads end in order: a wait for vmcnt(n) leaves the last n.
+    """
+    in_flight: list[bool] = []
+    most = 0
+    for line in [*loop, *loop]:
+        if re.match(_GCN_LOAD, line):
+            in_flight.append(re.match(_GCN_WIDE, line) is not None)
+        elif left := re.match(r"s_waitcnt.*vmcnt\((\d+)\)", line):
+            in_flight = in_flight[max(0, len(in_flight) - int(left[1])) :]
+        elif re.match(_GCN_PRODUCT, line):
+            most = max(most, sum(in_flight))
+    return most / max(1, _count(_GCN_WIDE, loop))
+
+
+def _read_field(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, (pattern, text)
+    return int(found[1])
+
+
+def _find_lines(
+    text: str, instruction: re.Pattern[str], label: re.Pattern[str]
+) -> tuple[list[str], dict[str, int]]:
+    """Return the instructions, and for each label the index of the instruction after it."""
+    matches = list(instruction.finditer(text))
+    starts = [m.start() for m in matches]
+    labels = {m[1]: bisect(starts, m.start()) for m in label.finditer(text)}
+    return [m["line"].strip() for m in matches], labels
+
+
+def _find_main_loop(
+    lines: Sequence[str], labels: dict[str, int], jump: str, product: str, wide: str
+) -> Sequence[str]:
+    """Return the instructions of the main loop, see `Assembly`. `wide` matches its widest loads."""
+    jumps = [(end, m) for end, line in enumerate(lines) if (m := re.match(jump, line))]
+    starts = [(labels.get(m[1], len(lines)), end) for end, m in jumps]
+    loops = {(a, b) for a, b in starts if a <= b and _count(product, lines[a : b + 1])}
+    inner = [
+        lines[a : b + 1]
+        for a, b in loops
+        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    ]
+    found = min(inner, key=lambda loop: (-_count(wide, loop), len(loop)), default=[])
+    return [line for line in found if not line.startswith("NOP")]
+
+
+def _count(pattern: str, lines: Sequence[str]) -> int:
+    compiled = re.compile(pattern)
+    return sum(compiled.match(line) is not None for line in lines)

@@ -1,0 +1,85 @@
+"""What the check must notice: kernels that break a rule, a wrong variant, a compiler that dies.
+
+The kernels resemble the decode kernel. "good" breaks no rule. Other cases change one thing each.
+"""
+
+import os
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_fp8kv.ops.triton import tuning
+from hf_fp8kv.ops.triton.target import Target
+
+from .check import Row, compile_variants, make_row, set_target
+from .variants import Variant
+
+CASES = {
+    "good": {},
+    "strides unknown": {"stride": 64 * 128 + 1},
+    "V by rows": {"V_BY_ROWS": True},
+    "large": {"ROWS": 128, "WIDE": 512},
+    "converted by bits": {"BY_BITS": True},
+    "float64": {"DOUBLE": True},
+    "unknown format": None,
+    "dies": None,
+}
+
+
+@triton.jit
+def _convert(codes, BY_BITS: tl.constexpr):
+    if BY_BITS:
+        wide = codes.to(tl.int16)
+        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    else:
+        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _decode(
+    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, stride, length,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, V_BY_ROWS: tl.constexpr,
+    BY_BITS: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    rows, d, n = tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, TILE)
+    q = tl.load(q_ptr + rows[:, None] * WIDE + d[None, :])
+    acc = tl.zeros([ROWS, WIDE], tl.float32)
+    page = tl.load(table_ptr)
+    for j in tl.range(0, length, num_stages=3):
+        next_page = tl.load(table_ptr + j + 1)
+        base = page.to(tl.int64) * stride
+        k = tl.load(k_ptr + base + n[:, None] * WIDE + d[None, :])
+        x = tl.dot(q, tl.trans(_convert(k, BY_BITS)))
+        if DOUBLE:
+            x = (x.to(tl.float64) * x + 1).to(tl.float32)
+        if V_BY_ROWS:
+            v = tl.load(v_ptr + base + n[:, None] * WIDE + d[None, :])
+        else:
+            v = tl.trans(tl.load(v_ptr + base + d[:, None] * TILE + n[None, :]))
+        acc = tl.dot(x.to(tl.float16), _convert(v, BY_BITS), acc)
+        page = next_page
+    tl.store(out_ptr + rows[:, None] * WIDE + d[None, :], acc)
+
+
+def compile_bad(name: str) -> Iterator[Row]:
+    """Yield the row of a case for sm_90. Call it in a new process."""
+    set_target("sm_90")
+    if name == "dies":
+        os.abort()
+    if name == "unknown format":
+        yield from compile_variants("sm_90", [Variant("decode", k="no format")])
+        return
+    constants = {
+        "ROWS": 16, "WIDE": 128, "TILE": 64, "V_BY_ROWS": False, "BY_BITS": False, "DOUBLE": False,
+        "num_warps": 4, **CASES[name],
+    }  # fmt: skip
+    stride = constants.pop("stride", 64 * 128)
+    pool = torch.zeros(4, 64, 128, dtype=torch.uint8)
+    q, table = torch.zeros(16, 128, dtype=torch.float16), torch.zeros(64, dtype=torch.int32)
+    arguments = (q, pool, pool, table, torch.zeros(16, 128), stride, 63)
+    compiled = _decode.warmup(*arguments, grid=(1,), **constants)
+    with tuning.override(programs=3):
+        variant = Variant("decode", main=True)
+        yield make_row(Target.parse("sm_90"), variant, "_decode", compiled, constants)

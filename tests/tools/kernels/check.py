@@ -1,0 +1,142 @@
+"""Compile every kernel for every supported GPU, without one, and check the machine code.
+
+The functions that a cache calls run on tensors on the CPU, and each kernel that they would start is
+compiled for the target instead. So the check sees what would run, with the same constants and the
+same alignment of arguments. assembly.py reads the machine code, rules.py judges it.
+
+Triton's cache (TRITON_CACHE_DIR) keeps what was compiled, by the kernels' source.
+"""
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from hf_fp8kv.ops.triton.target import Target, assuming, compiling
+
+from .assembly import read_assembly
+from .rules import find_violations
+from .variants import Variant, call_variant, list_variants
+
+# One kernel of a variant for one target: its names, violations, and the facts of `make_row`.
+Row: TypeAlias = dict[str, Any]
+
+
+def check_targets(names: Sequence[str], variants: Collection[str] = ()) -> dict[str, list[Row]]:
+    """Return the rows of each target, for the variants with these names or all variants."""
+    chosen = list_variants(variants)
+    return run_in_processes(names, lambda name: compile_variants(name, chosen))
+
+
+def run_in_processes(
+    names: Sequence[str], work: Callable[[str], Iterable[Row]]
+) -> dict[str, list[Row]]:
+    """Return the rows that `work` yields for each name, in one process per name, two at a time.
+
+    Triton 3.6 converts FP8 for every target in the way of the first target of a process. The
+    processes are forks, because an import of torch and transformers takes seconds. A process that
+    dies becomes a row.
+    """
+    fork = multiprocessing.get_context("fork")
+    found: dict[str, list[Row]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for first in range(0, len(names), 2):
+            processes = {
+                name: fork.Process(target=_write_rows, args=(Path(folder, name), work, name))
+                for name in names[first : first + 2]
+            }
+            for process in processes.values():
+                process.start()
+            for name, process in processes.items():
+                process.join()
+                lines = Path(folder, name).read_text().splitlines()
+                found[name] = [json.loads(line) for line in lines]
+                print(f"{name}: {len(lines)} kernels", file=sys.stderr)
+                if process.exitcode:
+                    why = f"the process ended with {process.exitcode}"
+                    found[name].append(_failed_row(name, "", "", why))
+    return found
+
+
+def _write_rows(path: Path, work: Callable[[str], Iterable[Row]], name: str) -> None:
+    with path.open("w", buffering=1) as file:
+        for row in work(name):
+            file.write(json.dumps(row) + "\n")
+
+
+def compile_variants(name: str, chosen: Iterable[Variant]) -> Iterator[Row]:
+    """Yield a row for each kernel that the variants start on the target `name`.
+
+    From now on Triton takes the target for this process's GPU.
+    """
+    set_target(name)
+    target = Target.parse(name)
+    seen: set[str] = set()
+    launches: list[tuple[Any, ...]] = []
+    for variant in chosen:
+        launches.clear()
+        try:
+            with assuming(target), compiling(lambda *launch: launches.append(launch)):
+                call_variant(variant)
+            for kernel, grid, args, constants in launches:
+                compiled = kernel.warmup(*args, grid=grid, **constants)
+                if compiled.hash not in seen:
+                    seen.add(compiled.hash)
+                    yield make_row(target, variant, kernel.__name__, compiled, constants)
+        except Exception as error:  # a compiler may raise anything, and the report is about it
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            why = f"does not compile: {type(error).__name__}: {lines[-1] if lines else ''}"
+            yield _failed_row(name, variant.name, variant.operation, why)
+
+
+def _failed_row(target: str, variant: str, kernel: str, why: str) -> Row:
+    return {"target": target, "variant": variant, "kernel": kernel, "violations": [why]}
+
+
+def set_target(name: str) -> None:
+    """Make Triton compile for the GPU `name` from now on."""
+    parsed = Target.parse(name)
+    target = GPUTarget(parsed.vendor, parsed.arch, 32 if parsed.is_nvidia else 64)
+    # The part of a driver that a compilation uses.
+    driver = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+
+
+def make_row(target: Target, variant: Variant, kernel: str, compiled: Any, constants: Any) -> Row:
+    """Return the facts of a compiled kernel: those of Assembly, its resources and ratios.
+
+    "rows" are the query rows of a program, "tile" the tokens that a round of the main loop reads,
+    "per_kib" the loop's instructions of a warp per KiB of keys and values, "per_tile" those of all
+    warps in a round. "programs" fit on a multiprocessor, and have "in_flight" bytes of keys and
+    values in flight, at most, while they compute.
+    """
+    found = read_assembly(compiled.asm)
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    programs = target.fit(found.registers, warps, shared)
+    tile = constants.get("TILE", 0)
+    reads = kernel in ("_decode", "_extend") and variant.dtype != torch.float32
+    broken = find_violations(target, variant, found, shared, warps, tile if reads else 0)
+    tile = tile if found.loop else 0
+    size = variant.bytes_per_token * tile
+    per_tile = found.loop * warps if tile else 0
+    return {
+        "target": target.name, "variant": variant.name, "kernel": kernel.strip("_"), "warps": warps,
+        **asdict(found), "shared": shared, "programs": programs, "rows": constants.get("ROWS", 0),
+        "tile": tile, "per_kib": round(per_tile * 1024 / size, 1) if tile else 0.0,
+        "per_tile": per_tile, "in_flight": round(found.ahead * size) * programs,
+        "violations": list(broken),
+    }  # fmt: skip

@@ -1,0 +1,59 @@
+"""Rules for machine code: spills, shared memory, width of loads, native conversions."""
+
+from collections.abc import Iterator
+
+from hf_fp8kv.formats import FORMATS
+from hf_fp8kv.ops.triton.target import RESOURCES, Target
+from hf_fp8kv.ops.triton.tuning import expected_programs
+
+from .assembly import Assembly
+from .variants import Variant
+
+# Bytes of shared memory that one program may have. NVIDIA reserves one KiB.
+TARGETS = {
+    name: has.shared - (1024 if name.startswith("sm_") else 0) for name, has in RESOURCES.items()
+}
+# Newer versions of ptxas keep a few values outside the main loop that are used after it.
+SPILLS_OUTSIDE = 8
+
+
+def find_violations(
+    target: Target, variant: Variant, assembly: Assembly, shared: int, warps: int, tile: int
+) -> Iterator[str]:
+    """Yield each rule that a kernel breaks.
+
+    Args:
+        shared: Bytes of shared memory.
+        warps: Warps of a program.
+        tile: Tokens that a round of the main loop reads. 0 if the kernel need not read pages fast.
+    """
+    if assembly.loop_spills:
+        yield f"{assembly.loop_spills} spills in the main loop"
+    elif assembly.spills > (SPILLS_OUTSIDE if assembly.loop and target.is_nvidia else 0):
+        yield f"{assembly.spills} spills"
+    if shared > TARGETS[target.name]:
+        yield f"{shared} bytes of shared memory, the limit is {TARGETS[target.name]}"
+    if assembly.doubles:
+        yield f"{assembly.doubles} float64 instructions"
+    if not tile:
+        return
+    if not assembly.loop:
+        yield "no main loop"
+        return
+    # The positions of latents in 8 bits are too few bytes for 16-byte loads.
+    narrow_v = "latent" in variant.extras and variant.v in FORMATS
+    width = variant.bytes_per_token - (variant.dims[1] if narrow_v else 0)
+    wide, needed = assembly.wide_bytes * (32 if target.is_nvidia else 64), width * tile / warps
+    if wide < needed:
+        yield f"{wide} of {needed:.0f} bytes in 16-byte loads"
+    if assembly.byte_loads and not narrow_v:
+        yield f"{assembly.byte_loads} loads of single bytes from shared memory"
+    # Codes of E5M2 may also become float16 by placing their bytes.
+    stored = [FORMATS[name] for name in (variant.k, variant.v) if name in FORMATS]
+    converted = any(fmt.exponent_bits < 5 and target.converts(fmt) for fmt in stored)
+    if converted and not assembly.conversions:
+        yield "no native conversion"
+    programs = target.fit(assembly.registers, warps, shared)
+    expected = expected_programs(target, variant.groups * variant.tokens)
+    if variant.main and variant.operation == "decode" and programs < expected:
+        yield f"{programs} programs fit on a multiprocessor, of {expected}"
