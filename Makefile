@@ -85,7 +85,8 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
-  newest oldest kernels kernels-ir vllm   clients tools compare docs dist hub-kernel workflows gpu clean
+  newest oldest kernels kernels-ir vllm \
+  clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile

@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md: which folder may import which, and their budgets of lines."""
+"""The layout of docs/architecture.md: who may import whom, and how many lines a folder may have."""
 
 import ast
 import re
@@ -22,9 +22,9 @@ FLOORS = (
     ("cli",),
 )
 
-# The most lines of each folder of the package, blank lines and comments among them; the files beside
-# the folders count as "__init__" and "errors". An issue may trade lines between folders if it says
-# so. The sum only falls.
+# The most lines of each folder of the package, with blank lines and comments. The files next to the
+# folders count as "__init__" and "errors". An issue may trade lines between folders if it says so.
+# The sum only falls.
 BUDGETS = {
     "attention": 2045, "bench": 1300, "cache": 5392, "calibration": 3143, "cli": 2400,
     "errors": 63, "formats": 454, "__init__": 53, "modeling": 551, "ops": 7832, "paging": 2020,

@@ -54,8 +54,9 @@ MUTANTS = (
     ),
     Mutant(
         "codec: NaN is swallowed", CODEC,
-        "code | 0x80, code)\n        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)",
-        "code | 0x80, code)",
+        "(code > 0), code | 0x80, code)\n"
+        "        code = torch.where(magnitude > 0x7F800000, fmt.nan_code, code)",
+        "(code > 0), code | 0x80, code)",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -65,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "codec: dynamic scales round down", CODEC,
-        "raised = (scale.view(torch.int32) + 0xFFFF) >> 16", "raised = scale.view(torch.int32) >> 16",
+        "(scale.view(torch.int32) + 0xFFFF) >> 16", "scale.view(torch.int32) >> 16",
         "tests/formats/test_codec.py",
     ),
     Mutant(
@@ -116,7 +117,8 @@ MUTANTS = (
     ),
     Mutant(
         "reference: a write without a page is silent", REFERENCE,
-        "        if not bool(exists.all()):\n            raise_overrun(pages, lengths, tokens)\n", "",
+        "        if not bool(exists.all()):\n            raise_overrun(pages, lengths, tokens)\n",
+        "",
         "tests/ops/test_ops.py",
     ),
     Mutant(
