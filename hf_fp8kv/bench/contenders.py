@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache, QuantizedCache
+from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
 from ..formats import DISTINCT
-from .hot_loops import AttentionLayer, make_config
 from .reporting import quartiles
 
 Step = Callable[[], object]
@@ -30,6 +29,24 @@ PAGED: dict[str, dict[str, Any]] = {
 }
 # The relative RMS between a step and torch's attention on the same bytes: both round to bfloat16.
 TOLERANCE = 0.02
+
+
+class AttentionLayer(torch.nn.Module):
+    """A stand-in for a model's layer: what the attention functions ask of one."""
+
+    is_causal = True
+
+    def __init__(self, groups: int, layer: int = 0) -> None:
+        super().__init__()
+        self.layer_idx, self.num_key_value_groups = layer, groups
+
+
+def make_config(heads: tuple[int, int, int], layers: int = 1) -> LlamaConfig:
+    """Return the config of a model with layers of these query heads, KV heads and head size."""
+    return LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        head_dim=heads[2], hidden_size=heads[0] * heads[2], vocab_size=8, intermediate_size=8,
+    )  # fmt: skip
 
 
 def make_row(

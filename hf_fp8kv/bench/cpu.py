@@ -25,10 +25,12 @@ from .contenders import (
     FOLDED,
     PAGED,
     QUANTIZED,
+    AttentionLayer,
     Heads,
     Step,
     attend_step,
     fill,
+    make_config,
     make_paged,
     make_row,
     make_steps,
@@ -36,8 +38,6 @@ from .contenders import (
     take_turns,
 )
 from .cpu_memory import measure_bytes, measure_processes
-from .hot_loops import AttentionLayer, make_config, make_loops
-from .latent import measure_latents
 from .reporting import build_table, format_number, format_target
 
 if TYPE_CHECKING:
@@ -66,16 +66,13 @@ def run_cpu_suite(
     pairs: int = 9,
     backend: str = "auto",
     memory_tokens: int | None = 8192,
-    latent_context: Sequence[int] = (4096, 16384, 32768),
-    latent_heads: Sequence[int] = (16, 128),
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Measure decode steps, updates, copies and memory, and return rows for JSON.
 
     Each contender runs once in each of the `pairs` turns, with so many tokens stored (`context`,
     ascending). `heads` are query heads, key/value heads and head size. Processes of their own store
-    `memory_tokens`, to see how they grow; None: skip. `latent_context` and `latent_heads` are those
-    of the section on latents (latent.py). `progress` is called with what is next.
+    `memory_tokens`, to see how they grow; None: skip. `progress` is called with what is next.
 
     Returns:
         `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
@@ -98,11 +95,9 @@ def run_cpu_suite(
         rows += _first_call_rows(heads, backend, pairs)
         report("chunks of prompts")
         rows += _chunk_rows(context, heads, backend, pairs)
-        report("updates, copies and the host's time")
+        report("updates and copies")
         rows += _update_rows(context, heads, backend, pairs)
         rows += _copy_rows(max(context), heads, backend, pairs)
-        rows += _host_rows(backend, pairs)
-        rows += measure_latents(latent_context, latent_heads, backend, pairs, report)
     rows += measure_bytes(heads, backend)
     if memory_tokens:
         report("memory of processes")
@@ -110,8 +105,7 @@ def run_cpu_suite(
     return {
         **describe_run("cpu"),
         "settings": {"context": list(context), "heads": list(heads), "pairs": pairs,
-                     "backend": backend, "batch": 1, "latent_context": list(latent_context),
-                     "latent_heads": list(latent_heads)},
+                     "backend": backend, "batch": 1},
         "rows": rows,
     }  # fmt: skip
 
@@ -284,17 +278,4 @@ def _time_rows(measure: str, seconds: dict[str, list[float]], tokens: int) -> li
     return [
         make_row(measure, name, [1e3 * x for x in taken], "ms", context=tokens)
         for name, taken in seconds.items()
-    ]
-
-
-def _host_rows(backend: str, turns: int) -> list[dict[str, Any]]:
-    """Return rows of microseconds per layer of a tiny decode step: what the host does."""
-    loops = make_loops(backend, "host, ")
-    taken: dict[str, list[float]] = {name: [] for name in loops}
-    for _ in range(turns):
-        for name, loop in loops.items():
-            taken[name].append(loop())
-    return [
-        make_row("host, per layer", name.removeprefix("host, "), values, "µs", context=64)
-        for name, values in taken.items()
     ]

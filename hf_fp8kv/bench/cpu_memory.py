@@ -17,6 +17,7 @@ from .contenders import (
     E4M3,
     PAGED,
     Attention,
+    AttentionLayer,
     Heads,
     attend_step,
     fill,
@@ -24,7 +25,6 @@ from .contenders import (
     make_row,
     random_states,
 )
-from .hot_loops import AttentionLayer
 
 # Ratios of bytes at head size 128 that dynamic and static scales must not pass.
 BYTES = (0.54, 0.52)

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from benchmarks.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.bench import accuracy
-from hf_fp8kv.bench.accuracy import AMAX, CONSTANT, DYNAMIC, MEASURED, STATIC, run_accuracy_suite
 from hf_fp8kv.bench.quality import CACHES, DEFAULT, STOCK
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.errors import ConfigError

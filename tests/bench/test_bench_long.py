@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gemma3ForCausalLM
 
+from benchmarks.long import caches, fill, predictions, texts
+from benchmarks.long.caches import ROWS, RoundedCache, Row
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.bench import long
-from hf_fp8kv.bench.long import caches, fill, predictions, texts
-from hf_fp8kv.bench.long.caches import ROWS, RoundedCache, Row
 from hf_fp8kv.calibration.divergence import UNQUANTISED, compare_caches
 from hf_fp8kv.errors import ConfigError
 from tests.helpers import command_line

@@ -11,10 +11,10 @@ from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.long import answers, format_table, suite, tasks
+from benchmarks.long.caches import ROWS, Row, choose_rows
+from benchmarks.long.tasks import Haystack, Part, Question, Step
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.bench.long import answers, format_table, suite, tasks
-from hf_fp8kv.bench.long.caches import ROWS, Row, choose_rows
-from hf_fp8kv.bench.long.tasks import Haystack, Part, Question, Step
 from hf_fp8kv.calibration.divergence import UNQUANTISED
 from hf_fp8kv.errors import ConfigError
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.memory import MODELS, PROMPTS, TARGET, make_config, run_memory_suite
 from hf_fp8kv.bench import memory
-from hf_fp8kv.bench.memory import MODELS, PROMPTS, TARGET, make_config, run_memory_suite
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hf_fp8kv.bench.prefix import format_table, run_prefix_suite
+from benchmarks.prefix import format_table, run_prefix_suite
 from tests.helpers.serve_process import save_chat_model
 
 

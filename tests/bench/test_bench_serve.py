@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
+from benchmarks.serve_clients import Answer, Server
 from hf_fp8kv.bench import serve as bench_serve
-from hf_fp8kv.bench.serve_clients import Answer, Server
 from tests.helpers.serve_process import save_chat_model
 
 

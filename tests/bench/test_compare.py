@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_fp8kv.bench.compare import NEW, compare_trees
-from hf_fp8kv.bench.hot_loops import LOOPS, make_loops
+from benchmarks.compare import NEW, compare_trees
+from benchmarks.hot_loops import LOOPS, make_loops
 
 
 @pytest.mark.full

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.long import predictions
+from benchmarks.long.caches import ROWS
+from benchmarks.long.outliers import planted_outliers
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.bench.long import predictions
-from hf_fp8kv.bench.long.caches import ROWS
-from hf_fp8kv.bench.long.outliers import planted_outliers
 from hf_fp8kv.errors import ConfigError
 from tests.helpers.tiny_models import tiny
 

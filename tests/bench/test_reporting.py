@@ -7,9 +7,9 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache
 
+from benchmarks.gpu.shapes import KINDS
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.bench import accuracy, contenders, quality
-from hf_fp8kv.bench.gpu.shapes import KINDS
 from hf_fp8kv.bench.reporting import build_table, count_bytes, format_number, quartiles
 from hf_fp8kv.formats import DISTINCT, FORMATS
 from tests.helpers.tiny_models import tiny
