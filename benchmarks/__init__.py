@@ -1,1 +1,1 @@
-"""The authors' benchmarks, run from a clone: `python -m benchmarks.gpu` and so on."""
+"""Benchmarks for the authors of hf_fp8kv, run from a clone: `python -m benchmarks.NAME`."""

@@ -1,10 +1,10 @@
-"""Accuracy suite: predictions by format, kind of scales and center of K."""
+"""Predictions of a model by format, kind of scales and center of K."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, product
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from hf_fp8kv.bench.quality import (
     first_tokens,
     stock_cache,
 )
-from hf_fp8kv.bench.reporting import build_table, count_bytes, report_percents, summarize_texts
+from hf_fp8kv.bench.reporting import count_bytes
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration import stages
 from hf_fp8kv.calibration.choose import CalibrationOptions, Choice
@@ -33,28 +33,28 @@ from hf_fp8kv.scales.kv_scales import KVScales
 from hf_fp8kv.scales.layer_scales import Granularity, LayerScales
 from hf_fp8kv.utils.environment import describe_run
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .shared import MODEL, main, report_percents, summarize_texts, with_model
+from .shared import TEXTS as TEXTS_OPTION
 
 MEASURED = tuple(fmt.name for fmt in DISTINCT)
 CONSTANT, DYNAMIC = "constant 1.0", "dynamic"
-# What other tools write: nothing is chosen. For the first format only.
+# The scales that other tools write, without a choice. For the first format only.
 AMAX = "amax / 448 per head"
 STATIC: dict[str, Granularity] = {
     f"static per {kind}": kind for kind in get_args(Granularity) if kind != "token"
 }
 
 _FINEST = next(name for name, kind in STATIC.items() if kind == "channel")
-# Two topics with the same paragraph of so many characters are one text to the calibration.
+# Topics that share a paragraph of at least this many characters count as the same text.
 _PARAGRAPH = 80
 
-# By format and kind of scales: the scales of each layer.
+# The scales of each layer, by format and kind of scales.
 _Choices = Mapping[tuple[str, str], Mapping[int, Choice]]
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row: what it measures, and what makes its cache."""
+    """A row: its format and scales, and the constructor of its cache."""
 
     format: str
     scales: str
@@ -78,23 +78,24 @@ def run_accuracy_suite(
     calibrated: int = 2**15,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
-    """Return what formats, scales and centers do to a model's predictions, for JSON.
+    """Score a model's predictions under formats, scales and centers, for JSON.
 
     The texts are topics of Python's manual. Static scales are calibrated for each format and
-    granularity, on topics that share no paragraph with those that are scored. In rows with a
-    center, every layer has one.
+    granularity, on topics that share no paragraph with the scored topics. In rows with a center,
+    every layer has a center.
 
-    Arguments are those of `run_quality_suite`, and `calibrated`: tokens to calibrate on, at most.
+    The arguments are those of `measure_quality`, and `calibrated`, the maximum number of tokens to
+    calibrate on.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `format`, `scales`, `centered`, the fields of `summarize_texts`, and `bytes_per_token` (of
-        the layers that are stored in 8 bits, for a model in bf16, at the end of a text).
+        The entries of `describe_run`, `settings`, and `rows` with `format`, `scales`, `centered`,
+        the fields of `summarize_texts`, and `bytes_per_token` (of the layers that are stored in 8
+        bits, for a model in bf16, at the end of a text).
 
     Raises:
-        ConfigError: there are not that many texts of that many tokens, or the model cannot use the
-            cache.
+        ConfigError: The manual has too few texts of this length, or the model cannot use the cache.
     """
+    run = describe_run("accuracy", device=str(model.device))
     length = prefill + score
     scored, others = split_topics(tokenizer, texts, length)
     layers = paged_layers(model)
@@ -105,7 +106,7 @@ def run_accuracy_suite(
     report = report_percents(progress, corpus.tokens + texts * length * calls)
 
     def on_calibration(stage: str, tokens: int, resumed: bool) -> None:
-        # What is read once more, to choose, is little, and not in the total.
+        # The choice reads a few texts again, which the total leaves out.
         report("calibrating", tokens if stage == "text" else 0)
 
     def on_call(text: int, cache: str, tokens: int) -> None:
@@ -126,12 +127,12 @@ def run_accuracy_suite(
         ]  # fmt: skip
     per_channel = (choice.k.shape[-1] > 1 for choice in choices[MEASURED[0], _FINEST].values())
     return {
-        **describe_run("accuracy", device=str(model.device)),
+        **run,
         "settings": {
             **describe_settings(model, name, scored, prefill=prefill, score=score, chunk=chunk),
             "calibrated_tokens": corpus.tokens,
             "calibrated_on": list(others)[: corpus.texts],
-            # False: it is not known what RoPE rotates, and K has a scale for each head instead.
+            # False if the channels that RoPE rotates are not known: K has a scale per head then.
             "k_per_channel": all(per_channel),
             "unquantised_bytes_per_token": 2
             * sum(part[side].numel() for part in ranges.values() for side in ("k_max", "v_max")),
@@ -149,37 +150,14 @@ def run_accuracy_suite(
     }
 
 
-def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_accuracy_suite` as a table for a terminal."""
-    settings = result["settings"]
-    numbers = ("mean KL, 1e-3", "largest KL", "same top-1", "bytes per token")
-    return build_table(
-        {**dict.fromkeys(("format", "scales", "K"), "left"), **dict.fromkeys(numbers, "right")},
-        (
-            (
-                row["format"], row["scales"], "centered" if row["centered"] else "",
-                f"{1e3 * row['kl']:.2f}"
-                + ("" if row["kl_error"] is None else f" ± {1e3 * row['kl_error']:.2f}"),
-                f"{row['kl_max']:.2e}", f"{row['top1']:.2%}", f"{row['bytes_per_token']:.0f}",
-            )
-            for row in result["rows"]
-        ),
-        grouped=True,
-        title=f"{settings['model']}, {settings['dtype']}: against the unquantised cache",
-        caption=f"{len(settings['texts'])} texts, {settings['score']} tokens each after "
-        f"{settings['prefill']}, ± the standard error over texts; static scales from "
-        f"{settings['calibrated_tokens']} tokens of others; {result['hardware']['cpu']}, "
-        f"{result['date']}",
-    )  # fmt: skip
-
-
 def split_topics(
     tokenizer: Any, count: int, length: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the first tokens of the topics to score, `[1, length]`, and texts to calibrate on.
 
-    No topic shares a paragraph with one that is scored. Those of the quality suite are scored
-    first, then the shortest ones that are long enough, which leaves the most for the calibration.
+    No topic shares a paragraph with a scored topic. The topics of `hf-fp8kv bench quality` are
+    scored first, then the shortest topics of at least `length` tokens, which leaves the most text
+    for the calibration.
     """
     paragraphs = {name: _find_paragraphs(text) for name, text in TOPICS.items()}
     shortest = sorted(TOPICS.keys() - set(TEXTS), key=lambda name: (len(TOPICS[name]), name))
@@ -195,7 +173,7 @@ def split_topics(
     if len(scored) < count or not others:
         raise ConfigError(
             f"texts: expected at most {len(scored) - (not others)}, got {count}: no other topic "
-            f"has {length} tokens and a text of its own"
+            f"has {length} tokens and a separate text"
         )
     return scored, others
 
@@ -212,7 +190,7 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choice
     choices = {}
     for fmt, (name, kind) in product(MEASURED, STATIC.items()):
         options = replace(job.options, granularity=kind, fmt=FORMATS[fmt])
-        # A state keeps the first choice that it is asked for.
+        # A state keeps its first choice.
         fresh = replace(job, options=options, state=State(None, ""))
         tried = stages.choose_scales(fresh, corpus.windows, ranges, partners)
         choices[fmt, name] = {index: of_layer[0] for index, of_layer in tried.items()}
@@ -223,7 +201,7 @@ def _calibrate(job: Job, corpus: Corpus) -> tuple[dict[int, TensorDict], _Choice
 
 
 def _smallest_scales(ranges: TensorDict) -> Choice:
-    """Return the smallest scales per head under which nothing saturates."""
+    """Return the smallest scales per head that saturate no value."""
     mean = (ranges["k_sum"] / ranges["count"]).float()
 
     def scale(side: str, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
@@ -280,7 +258,7 @@ def _last_rows(model: PreTrainedModel) -> list[_Row]:
 
 
 def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) -> float:
-    """Return the bytes of a token in a new cache that is given `tokens` of a bf16 model."""
+    """Return the bytes of a token in a new cache with `tokens` of a bf16 model."""
     for index, part in ranges.items():
         k, v = (
             torch.ones((1, len(x), tokens, x.shape[1]), dtype=torch.bfloat16)
@@ -289,6 +267,10 @@ def _bytes_per_token(cache: Any, ranges: Mapping[int, TensorDict], tokens: int) 
         cache.update(k, v, index)
     if isinstance(cache, FP8PagedCache):
         page = cache.options.page_size
-        # The last page is partly filled: what a token takes is its share of a full one.
+        # The last page is partly filled: count a token's share of a full page.
         return float(cache.memory_footprint()["used"]) / (-(-tokens // page) * page)
     return count_bytes(cache) / tokens
+
+
+if __name__ == "__main__":
+    main(__doc__, with_model(run_accuracy_suite), {**MODEL, **TEXTS_OPTION})

@@ -1,41 +1,55 @@
-"""Two source trees of the package, turn by turn: `python -m benchmarks.compare OLD_TREE`.
+"""Hot loops of two source trees of the package in alternating turns.
 
-A process for each tree runs the loops of `hot_loops.py`. The two take turns, so that a busy machine
-slows both of them down, and what counts is the median of the ratios within a turn.
+A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so that a busy
+machine slows both of them down; the result is the median of the ratios within a turn. Tools such as
+pyperf time one tree after the other.
 
     git worktree add /tmp/before HEAD~1
     python -m benchmarks.compare /tmp/before --turns 30 --backend numba
 """
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from hf_fp8kv.bench.reporting import build_table, format_number, quartiles
+from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
+from .shared import TURNS, Result, main
 
-NEW = Path(__file__).parents[2]
+NEW = Path(__file__).parents[1]
 
 
 def compare_trees(
-    old: Path, new: Path = NEW, *, turns: int = 30, backend: str = "auto", loops: str = ""
-) -> list[dict[str, Any]]:
+    old: Path,
+    new: Path = NEW,
+    *,
+    turns: int = 30,
+    backend: str = "auto",
+    loops: str = "",
+    progress: Callable[[str], None],
+) -> Result:
     """Return a row for each hot loop: `loop`, `old` and `new` in µs, `ratio`, `low` and `high`.
 
-    `old` and `new` are folders that hold a folder `hf_fp8kv`. Each loop whose name begins with
-    `loops` has so many turns in each tree, after one that does not count.
+    Args:
+        old: Folder that contains a folder `hf_fp8kv`.
+        new: As `old`, for the tree to compare with it.
+        turns: Number of turns of each loop in each tree, after a turn that does not count.
+        backend: Backend of `FP8PagedCache`.
+        loops: Beginning of the names of the loops to run.
+        progress: Function that is called with the number of the turn.
 
     Raises:
-        RuntimeError: a tree cannot run the loops.
+        RuntimeError: A tree cannot run the loops.
     """
-    # -P: the folder of the script is no place to import from.
+    run = describe_run("compare")
+    # -P: Python must not import from the script's folder.
     command = [sys.executable, "-P", str(hot_loops.__file__), backend, loops]
     shuffle, order = random.Random(0).shuffle, [0, 1]
     with contextlib.ExitStack() as stack:
@@ -49,6 +63,7 @@ def compare_trees(
         names, _ = [json.loads(_read_line(process)) for process in processes]
         pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for turn in range(turns + 1):
+            progress(f"turn {turn} of {turns}")
             for name in names:
                 shuffle(order)
                 taken = {which: _measure(processes[which], name) for which in order}
@@ -60,7 +75,8 @@ def compare_trees(
         before, after = (quartiles(values)[0] for values in zip(*measured, strict=True))
         row = {"loop": name, "old": before, "new": after, "ratio": ratio, "low": low, "high": high}
         rows.append(row)
-    return rows
+    settings = {"old": str(old), "new": str(new), "turns": turns, "backend": backend}
+    return {**run, "settings": settings, "rows": rows}
 
 
 def _measure(process: "subprocess.Popen[str]", name: str) -> float:
@@ -78,26 +94,11 @@ def _read_line(process: "subprocess.Popen[str]") -> str:
     return line
 
 
-def main() -> None:
-    """Read the command line and print the ratios."""
-    from rich.console import Console
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("old", type=Path, help="the source tree to compare with")
-    parser.add_argument("--new", type=Path, default=NEW, help="default: the tree of this module")
-    parser.add_argument("--turns", type=int, default=30)
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--loops", default="", help="only those whose names begin so")
-    keys = ("old", "new", "ratio", "low", "high")
-    table = build_table(
-        {"µs per layer and step": "left", **dict.fromkeys(keys, "right")},
-        [
-            [row["loop"], *(format_number(row[key]) for key in keys)]
-            for row in compare_trees(**vars(parser.parse_args()))
-        ],
-    )
-    Console().print(table)
-
-
 if __name__ == "__main__":
-    main()
+    options = {
+        "old": {"type": Path, "help": "The source tree to compare with."},
+        "--new": {"type": Path, "help": "Default: the tree of this module."},
+        "--backend": {"help": "Default: auto."},
+        "--loops": {"help": "Beginning of the names of the loops to run."},
+    }
+    main(__doc__, compare_trees, {**options, **TURNS})

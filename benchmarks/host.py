@@ -1,129 +1,67 @@
-"""Host suite: what a processor does for a decode step on a GPU, measured without one.
+"""Time of the CPU for a decode step on a GPU, measured without a GPU.
 
 A step of the growing cache, as `generate()` runs it eagerly: `update`, then the attention function
-"fp8_paged" with the backend "triton", at shapes of an 8B model. Kernels are compiled for a GPU by
-Triton, and started by a driver that starts nothing: its launcher takes the arguments and returns.
-So Triton's launcher in C and the driver's call are not in these numbers, nor are the calls of
-torch that ask for the device and stream in use; tensors are in the processor's memory, and torch's
-allocator is that of the processor.
+"fp8_paged" with the backend "triton", at shapes of an 8B model. Triton compiles the kernels for a
+GPU, and a driver that starts nothing launches them: its launcher takes the arguments and returns.
+The numbers exclude Triton's launcher in C, the driver's call, and torch's queries of the current
+device and stream. Tensors and torch's allocator are those of the CPU.
 
-It is measured in a process of its own: Triton takes the driver for that of the GPU from then on.
+A separate process measures, because Triton keeps the driver from then on.
 """
 
-import functools
-import importlib
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache
 
 from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
-from hf_fp8kv.bench.reporting import build_table, format_number, format_target
 from hf_fp8kv.utils.environment import describe_run, make_environment
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .shared import TURNS, Result, main, run_process
 
 GPU = "sm_90"
-# Layers of the stacks: one has all costs of a step, of 32 each has its share of them.
+# Layers of the stacks: a single layer has all costs of a step, 32 layers share them.
 LAYERS = (1, 32)
-# Microseconds that a layer of the larger stack may take.
-TARGET = 30.0
 HEADS: Heads = (32, 8, 128)
 TOKENS = 1000
-# DynamicCache computes for real: numbers so small that little else than calls is left.
+# DynamicCache really computes: its tensors are so small that little but the calls is left.
 TINY: Heads = (4, 2, 16)
 TINY_TOKENS = 64
-# Steps of all layers in a turn: few, since a turn that no one else disturbs is looked for.
+PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa, tiny"
+# Steps of all layers in a turn: few, because the result is an undisturbed turn.
 _CALLS = 32
 
-# Functions that a step calls, by part. Each is called again and again with the arguments of a step,
-# while those of the other parts return what they did in the step: so it is timed without them.
-PARTS: dict[str, tuple[str, ...]] = {
-    "handles": ("cache.layer.PagedLayerBase._handles",),
-    "operations": ("ops.write", "ops.attend", "ops.write_and_attend"),
-    "arguments of write": ("ops.triton.backend.write",),
-    "arguments of attend": ("ops.triton.backend.attend",),
-    "launch of write": ("ops.triton.write.launch",),
-    "launches of attend": ("ops.triton.decode.launch",),
-}
 
+def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result:
+    """Return rows with `cache`, `layers` and `value`, microseconds per layer and step.
 
-def run_host_suite(
-    *, turns: int = 200, progress: Callable[[str], None] | None = None
-) -> dict[str, Any]:
-    """Measure decode steps with a driver that starts nothing, and return rows for JSON.
-
-    A number is the least of `turns` turns: what a busy machine adds is no part of it.
-
-    Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`: `cache`,
-        `layers`, `part`, `value`, microseconds per layer, and `target` or None.
+    A value is the least of all turns, because a busy machine only adds time.
 
     Raises:
         RuntimeError: Triton is not installed, or does not compile here.
     """
-    (progress or (lambda _message: None))(f"decode steps, kernels compiled for {GPU}")
-    command = [sys.executable, "-m", "benchmarks.host", str(turns)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=make_environment()
-    )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raise RuntimeError(f"a process ended with {done.returncode}: {lines[-1] if lines else ''}")
-    return {
-        **describe_run("host"),
-        "settings": {
-            "gpu": GPU, "heads": list(HEADS), "tokens": TOKENS, "batch": 1, "turns": turns,
-        },
-        "rows": json.loads(done.stdout.splitlines()[-1]),
+    run = describe_run("host")
+    progress(f"decode steps, kernels compiled for {GPU}")
+    rows = run_process("benchmarks.host:_measure", {"turns": turns}, make_environment())
+    settings = {
+        "gpu": GPU, "heads": list(HEADS), "tokens": TOKENS, "batch": 1, "turns": turns,
     }  # fmt: skip
-
-
-def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_host_suite` as a table for a terminal."""
-    settings, heads = result["settings"], result["settings"]["heads"]
-    columns: dict[str, Literal["left", "right"]] = {
-        "layers": "left", "cache": "left", "part": "left", "µs per layer": "right",
-        "target": "right",
-    }  # fmt: skip
-    cells = [
-        (
-            str(row["layers"]), row["cache"], row["part"], format_number(row["value"]),
-            format_target(row["target"]),
-        )
-        for row in result["rows"]
-    ]  # fmt: skip
-    return build_table(
-        columns,
-        cells,
-        grouped=True,
-        title=f"host time of a decode step: {heads[0]} query heads, {heads[1]} key/value heads, "
-        f"head size {heads[2]}, {settings['tokens']} tokens",
-        caption=f"{result['hardware']['cpu']}, least of {settings['turns']} turns, kernels "
-        f"compiled for {settings['gpu']}; Triton's launcher in C and the driver's call are not in "
-        f"it; {result['date']}",
-    )
-
-
-# -- the process that measures -------------------------------------------------------------------
+    return {**run, "settings": settings, "rows": rows}
 
 
 def make_driver() -> SimpleNamespace:
-    """Return a driver for Triton that takes launches and starts nothing."""
+    """Return a driver for Triton that accepts launches and starts nothing."""
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget("cuda", int(GPU.removeprefix("sm_")), 32)
     utils = SimpleNamespace(
         get_device_properties=lambda _device: {"max_shared_mem": 1 << 20},
-        # Module, function, registers, spills, and the most threads of a program.
+        # Module, function, registers, spills, and the maximum number of threads of a program.
         load_binary=lambda *_: (object(), object(), 128, 0, 1024),
     )
     return SimpleNamespace(
@@ -155,7 +93,7 @@ class Stack:
         self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
         self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
         self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
-        self.scaling = dim**-0.5
+        self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
         self.steps = _CALLS // layers
         stored = torch.zeros(1, kv_heads, tokens, dim, dtype=torch.bfloat16)
         for i in range(layers):
@@ -165,10 +103,10 @@ class Stack:
         """Run a step."""
         for module in self.modules:
             keys, values = self.cache.update(self.key, self.value, module.layer_idx)
-            attend(self.attention, module, self.query, keys, values, self.scaling)
+            self.attention(module, self.query, keys, values, None, **self.options)
 
     def measure(self) -> float:
-        """Return the microseconds of this thread per layer and step, of a turn."""
+        """Return the microseconds of this thread per layer and step, in one turn."""
         began = time.thread_time()
         for _ in range(self.steps):
             self.step()
@@ -177,24 +115,12 @@ class Stack:
         return 1e6 * seconds / _CALLS
 
 
-def attend(
-    attention: Callable[..., Any],
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-) -> None:
-    """Call an attention function as models do."""
-    attention(module, query, keys, values, None, dropout=0.0, scaling=scaling, sliding_window=None)
-
-
 def make_stack(layers: int) -> Stack:
-    """Return layers of the paged cache that take themselves, and their pages, to be on the GPU."""
+    """Return layers of the paged cache that behave as if their pages were on the GPU."""
     from hf_fp8kv.cache.cache import FP8PagedCache
 
     cache = FP8PagedCache(make_config(HEADS, layers), backend="torch")
-    # Room for a page more at once: growing is not measured.
+    # The stored tokens leave room in a page: growing is not measured.
     stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
     for layer in cache.paged_layers:
         layer.backend = "triton"
@@ -202,83 +128,9 @@ def make_stack(layers: int) -> Stack:
     return stack
 
 
-def _find_owner(name: str) -> tuple[Any, str]:
-    """Return the module or class that a function of `PARTS` belongs to, and its name there."""
-    path, _, attribute = name.rpartition(".")
-    parts = path.split(".")
-    for end in range(len(parts), 0, -1):
-        try:
-            owner = importlib.import_module(".".join(("hf_fp8kv", *parts[:end])))
-        except ModuleNotFoundError:
-            continue
-        return functools.reduce(getattr, parts[end:], owner), attribute
-    raise AttributeError(name)
-
-
-@contextmanager
-def _replaced(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions by name inside the `with` block."""
-    before = {name: getattr(*_find_owner(name)) for name in functions}
-    for name, function in functions.items():
-        setattr(*_find_owner(name), function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(*_find_owner(name), function)
-
-
-# The arguments of a call, and what it returned.
-_Call = tuple[tuple[Any, ...], dict[str, Any], Any]
-
-
-def _record_step(stack: Stack) -> dict[str, list[_Call]]:
-    """Run a step, and return the calls of each function of `PARTS`."""
-    calls: dict[str, list[_Call]] = {}
-
-    def record(name: str) -> Callable[..., Any]:
-        function = getattr(*_find_owner(name))
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            calls[name].append((args, kwargs, result))
-            return result
-
-        calls[name] = []
-        return recorded
-
-    with _replaced({name: record(name) for names in PARTS.values() for name in names}):
-        stack.step()
-    return calls
-
-
-def measure_parts(stack: Stack) -> dict[str, float]:
-    """Return the microseconds per layer and step of each part, of a turn."""
-    calls = _record_step(stack)
-    stack.cache.crop(-1)
-    constant = {
-        name: functools.partial(_return, made[0][2]) for name, made in calls.items() if made
-    }
-    taken = {}
-    for part, names in PARTS.items():
-        timed = [(getattr(*_find_owner(name)), *call[:2]) for name in names for call in calls[name]]
-        with _replaced({name: stub for name, stub in constant.items() if name not in names}):
-            began = time.thread_time()
-            for _ in range(stack.steps):
-                for function, args, kwargs in timed:
-                    function(*args, **kwargs)
-            seconds = time.thread_time() - began
-        taken[part] = 1e6 * seconds / _CALLS
-    return taken
-
-
-def _return(result: Any, *_: Any, **__: Any) -> Any:
-    return result
-
-
 @torch.no_grad()
-def measure(turns: int) -> list[dict[str, Any]]:
-    """Return the rows of the suite; only for a process of its own."""
+def _measure(task: dict[str, Any]) -> None:
+    """Write the rows, in a separate process."""
     import triton
 
     from hf_fp8kv.ops.triton.target import Target, assuming
@@ -287,31 +139,17 @@ def measure(turns: int) -> list[dict[str, Any]]:
     triton.runtime.driver.set_active(make_driver())
     dynamic = DynamicCache(config=make_config(TINY, max(LAYERS)))
     stock = Stack(dynamic, "sdpa", TINY, TINY_TOKENS, max(LAYERS))
-    rows = []
+    found = []
     with assuming(Target.parse(GPU)):
-        stacks = {layers: make_stack(layers) for layers in LAYERS}
-        for layers, stack in stacks.items():
-            stack.step()  # kernels are compiled before the measurement
+        for layers in LAYERS:
+            stack = make_stack(layers)
+            stack.step()  # compiles the kernels
             stack.cache.crop(-1)
-            whole = min(stack.measure() for _ in range(turns))
-            parts = [measure_parts(stack) for _ in range(turns)]
-            least = {part: min(each[part] for each in parts) for part in PARTS}
-            least["rest"] = whole - sum(least.values())
-            target = TARGET if layers == max(LAYERS) else None
-            rows.append(_row(PAGED, layers, "all", whole, target))
-            rows += [_row(PAGED, layers, part, value) for part, value in least.items()]
-    taken = min(stock.measure() for _ in range(turns))
-    return [*rows, _row(STOCK, max(LAYERS), "all", taken)]
-
-
-PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa, tiny"
-
-
-def _row(
-    cache: str, layers: int, part: str, value: float, target: float | None = None
-) -> dict[str, Any]:
-    return {"cache": cache, "layers": layers, "part": part, "value": value, "target": target}
+            found.append((PAGED, layers, min(stack.measure() for _ in range(task["turns"]))))
+    found.append((STOCK, max(LAYERS), min(stock.measure() for _ in range(task["turns"]))))
+    rows = [dict(zip(("cache", "layers", "value"), row, strict=True)) for row in found]
+    sys.stdout.write(json.dumps([{**row, "unit": "µs per layer"} for row in rows]) + "\n")
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measure(int(sys.argv[1]))) + "\n")
+    main(__doc__, measure_host, TURNS)

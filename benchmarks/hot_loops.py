@@ -1,7 +1,6 @@
-"""Hot loops of one decode step and layer, by the public API alone.
+"""Hot loops of one decode step and layer, through the public API alone.
 
-`compare.py` runs this file with other versions of the package, which need not have it: it imports
-nothing of the package but its public names.
+`compare.py` runs this file with other versions of the package, so it imports public names only.
 """
 
 import json
@@ -22,16 +21,16 @@ PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
 
 @dataclass(frozen=True)
 class Loop:
-    """A cache at a length, and what is done to it."""
+    """A cache at a length, and the calls that are timed."""
 
     cache: str  # PAGED or DYNAMIC
-    attends: bool  # whether attention follows the update
-    tokens: int = 64  # stored before
-    # Query heads, key/value heads, head size: small ones leave the host's time alone.
+    attends: bool  # attention follows the update
+    tokens: int = 64  # in the cache
+    # Query heads, key/value heads, head size: small sizes leave only the host's time.
     heads: tuple[int, int, int] = (4, 2, 16)
     layers: int = 4
     steps: int = 48  # of decoding, in a turn
-    # Of FP8PagedCache. The default format has not always been the same one.
+    # Options of FP8PagedCache. The default format differs between versions.
     options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
 
 
@@ -50,7 +49,7 @@ LOOPS = {
 
 
 def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
-    """Return the loops whose name begins so; a call gives microseconds per layer and step."""
+    """Return the loops by name; a call returns microseconds per layer and step."""
     return {name: _make(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)}
 
 
@@ -86,12 +85,12 @@ def _make(loop: Loop, backend: str) -> Callable[[], float]:
         cache.crop(-loop.steps)
         return 1e6 * seconds / loop.steps / loop.layers
 
-    run()  # compiled code and threads are there before the measurement
+    run()  # compiled code and threads exist before the measurement
     return run
 
 
 def main(backend: str = "auto", prefix: str = "") -> None:
-    """Write the names of the loops, and the microseconds of each one that a line asks for."""
+    """Write the names of the loops; then read names and write the microseconds of each loop."""
     loops = make_loops(backend, prefix)
     sys.stdout.write(json.dumps(list(loops)) + "\n")
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Section "latent" of the CPU suite: a decode step of one MLA layer, as DeepSeek's models have it.
+"""Decode steps of one MLA layer on a CPU, with the sizes of DeepSeek's models.
 
-A step stores a token's latent and attends to all: everything between the layer's projections. The
-stock one expands the history, as the model's code does; "absorbed" is the same algebra as here on a
-16-bit latent, written with torch's own products.
+A step stores a token's latent and attends to all latents. It contains everything between the
+layer's projections. transformers' own step expands the history, as the model's code does.
+"absorbed" is the algebra of this package on a 16-bit latent, with torch's own products.
 """
 
 import functools
@@ -16,48 +16,61 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from hf_fp8kv.attention import latent
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import DYNAMIC, Step, make_row, random_states, take_turns
+from hf_fp8kv.bench.contenders import DYNAMIC, Step, random_states, ratios, take_turns
+from hf_fp8kv.bench.reporting import make_row
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.modeling.model_support import ATTENTION
+from hf_fp8kv.utils.environment import describe_run
+
+from .shared import TURNS, Result, main
 
 ABSORBED = "cat + absorbed, bf16"
 PAGED = {f"FP8PagedCache {name}": f"fp8_{name}" for name in ("e4m3", "e3m4")}
 RANK, POSITIONS = 512, 64
-# The most that a step may take of one of the stock kind at 16k tokens, by query heads.
-_TARGETS = {16: 1 / 20, 128: 1 / 50}
-_TARGET_TOKENS = 16384
-# Relative RMS between steps: 8 bits in one, 16 in the other.
+# Relative RMS between steps, which compute with 8 and with 16 bits.
 _TOLERANCE = 0.1
 _CHUNK = 1024
 
 
 def measure_latents(
-    context: Sequence[int],
-    heads: Sequence[int],
-    backend: str,
-    turns: int,
-    report: Callable[[str], None],
-) -> list[dict[str, Any]]:
+    *,
+    context: Sequence[int] = (4096, 16384, 32768),
+    heads: Sequence[int] = (16, 128),
+    backend: str = "auto",
+    turns: int = 9,
+    progress: Callable[[str], None],
+) -> Result:
     """Return rows of decode steps over latents of 512 numbers and 64 of position, batch 1.
 
-    `context`: tokens stored; `heads`: query heads; the stock step runs in three turns, since it
-    takes seconds.
+    Args:
+        context: Numbers of stored tokens.
+        heads: Numbers of query heads.
+        backend: Backend of `FP8PagedCache`.
+        turns: Number of turns. transformers' own step takes seconds and has at most three.
+        progress: Function that is called with what is measured next.
     """
-    rows = []
-    for count in heads:
-        module = make_module(count)
-        for tokens in context:
-            report(f"latents, {count} heads, {tokens} tokens")
-            rows += _measure(module, count, tokens, backend, turns)
-    return rows
+    run, rows = describe_run("latent"), []
+    with torch.inference_mode():
+        for count in heads:
+            module = make_module(count)
+            for tokens in context:
+                progress(f"latents, {count} heads, {tokens} tokens")
+                rows += _measure(module, count, tokens, backend, turns)
+    settings = {"context": list(context), "heads": list(heads), "turns": turns, "backend": backend}
+    return {**run, "settings": settings, "rows": rows}
 
 
 def make_module(
     heads: int, rank: int = RANK, positions: int = POSITIONS, layers: int = 1, layer: int = 0
 ) -> Any:
-    """Return DeepSeek's attention with so many heads, random, bfloat16, that leaves latents.
+    """Return a random attention layer of DeepSeek V3, bfloat16, that stores latents.
 
-    It is number `layer` of a model of `layers`.
+    Args:
+        heads: Number of query heads.
+        rank: Size of a latent.
+        positions: Size of its position.
+        layers: Number of layers of the model.
+        layer: Index of this layer.
     """
     config = DeepseekV3Config(
         hidden_size=256, num_attention_heads=heads, num_key_value_heads=heads, kv_lora_rank=rank,
@@ -74,28 +87,26 @@ def _measure(
     module: Any, heads: int, tokens: int, backend: str, turns: int
 ) -> list[dict[str, Any]]:
     steps = make_steps(module, heads, tokens, backend)
-    stock = {name: steps[name] for name in (*PAGED, DYNAMIC)}
-    seconds = take_turns(stock, min(turns, 3))
+    stock = take_turns({name: steps[name] for name in (*PAGED, DYNAMIC)}, min(turns, 3))
     others = take_turns({name: steps[name] for name in (*PAGED, ABSORBED)}, turns)
     label = f"latent, {heads} heads"
     rows = [
         make_row(label, name, [1e3 * x for x in taken], "ms", context=tokens)
-        for name, taken in {**others, DYNAMIC: seconds[DYNAMIC]}.items()
+        for name, taken in {**others, DYNAMIC: stock[DYNAMIC]}.items()
     ]
-    for other, taken, target in (
-        (DYNAMIC, seconds, _TARGETS.get(heads) if tokens == _TARGET_TOKENS else None),
-        (ABSORBED, others, 1.0),
-    ):
-        for name in PAGED:
-            ratios = [a / b for a, b in zip(taken[name], taken[other], strict=True)]
-            rows.append(
-                make_row(label, name, ratios, "×", context=tokens, against=other, target=target)
-            )
-    return rows
+    return rows + [
+        make_row(label, name, ratios(taken, name, other), "×", context=tokens, against=other)
+        for other, taken in ((DYNAMIC, stock), (ABSORBED, others))
+        for name in PAGED
+    ]
 
 
 def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, Step]:
-    """Return a decode step of each cache with `tokens` stored, checked against the stock one."""
+    """Return a decode step of each cache with `tokens` stored.
+
+    Raises:
+        RuntimeError: A step of this package does not compute absorbed attention.
+    """
     query = random_states(heads, 1, module.qk_head_dim)
     new = random_states(1, 1, RANK), random_states(1, 1, POSITIONS)
     stored = random_states(1, tokens, RANK), random_states(1, tokens, POSITIONS)
@@ -116,16 +127,19 @@ def make_steps(module: Any, heads: int, tokens: int, backend: str) -> dict[str, 
     dynamic.update(*stored, 0)
     steps[DYNAMIC] = functools.partial(step, dynamic, sdpa_attention_forward)
     steps[ABSORBED] = functools.partial(_absorb, module, query, new, list(stored))
-    expected = steps[ABSORBED]()
+    expected: Any = steps[ABSORBED]()
     for name in PAGED:
-        _check(name, steps[name](), expected)
+        found: Any = steps[name]()
+        error = float((found.float() - expected.float()).norm() / expected.float().norm())
+        if not error < _TOLERANCE:
+            raise RuntimeError(f"{name}: expected absorbed attention, got {error:.1e} error")
     return steps
 
 
 def _absorb(
     module: Any, query: torch.Tensor, new: tuple[torch.Tensor, ...], stored: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Attend to latents in bfloat16, as fast as torch's own products are."""
+    """Attend to latents in bfloat16 with torch's own products."""
     stored[:] = [torch.cat([old, x], 2) for old, x in zip(stored, new, strict=True)]
     projections = latent.find_projections(module, stored[0])
     assert projections is not None
@@ -136,8 +150,5 @@ def _absorb(
     return projections.expand((weights @ key)[None, None])
 
 
-def _check(name: str, found: Any, expected: Any) -> None:
-    """Raise RuntimeError unless two steps agree: what is wrong is not worth timing."""
-    error = float((found.float() - expected.float()).norm() / expected.float().norm())
-    if not error < _TOLERANCE:
-        raise RuntimeError(f"{name}: expected absorbed attention, got {error:.1e} relative error")
+if __name__ == "__main__":
+    main(__doc__, measure_latents, TURNS)

@@ -1,31 +1,28 @@
-"""Latent suite: predictions of an MLA model by how latents and their positions are stored.
+"""Predictions of random MLA models by the formats of latents and their positions.
 
-No model of this kind is small, so this one is random, of DeepSeek V3's code, head sizes and rank,
-with what makes real ones hard to store: singular values that fall off, channels of the latent that
-are larger than others, and positions (RoPE) larger than latents. Every cache gets what a model in
-bfloat16 gives it. What other software stores is imitated: numbers are rounded before they go to
-transformers' own cache.
+No small MLA model exists. These have DeepSeek V3's code, head sizes and rank, and the properties
+that make real models hard to store: decaying singular values, larger channels of the latent, and
+positions (RoPE) larger than latents. Every cache gets bfloat16 numbers. Rounding before
+transformers' own cache imitates what other software stores.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
-from hf_fp8kv.bench.reporting import build_table, report_percents, summarize_texts
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import UNQUANTISED, Scores, compare_caches
 from hf_fp8kv.formats import FORMATS, LayerPlan
 from hf_fp8kv.formats.codec import round_to_format
 from hf_fp8kv.utils.environment import describe_run
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .shared import TEXTS, Result, main, report_percents, summarize_texts
 
 _VOCABULARY = 2000
 _E4M3 = FORMATS["fp8_e4m3"]
@@ -36,8 +33,8 @@ class Kind:
     """A random model.
 
     Attributes:
-        positions: how much larger than latents the positions are.
-        outliers: channels of each latent that are eight times as large as they would be.
+        positions: Factor by which the positions are larger than latents.
+        outliers: Number of channels of each latent that are eight times larger.
     """
 
     positions: float
@@ -55,24 +52,21 @@ _Rounded = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RoundedCache(DynamicCache):
-    """transformers' own cache, of latents and positions that were rounded before."""
+    """transformers' own cache of rounded latents and positions, `[B, 1, T, ...]`."""
 
     def __init__(self, config: Any, rounded: _Rounded) -> None:
-        """Remember `rounded`, which is given latents and positions, `[B, 1, T, ...]`."""
         super().__init__(config=config)
         self._rounded = rounded
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Store rounded latents and positions; return all that are stored."""
         rounded = self._rounded(*_round_to_bf16(key_states, value_states))
         return super().update(*rounded, *args, **kwargs)
 
 
 class _PagedBf16(FP8PagedCache):
-    """This package's cache, of latents and positions that are bfloat16 numbers."""
+    """This package's cache of latents and positions that are bfloat16 numbers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Store them; return all that are stored."""
         return super().update(*_round_to_bf16(key_states, value_states), *args, **kwargs)
 
 
@@ -86,7 +80,7 @@ def _amax(*parts: Tensor) -> Tensor:
 
 
 def _round_by_blocks(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Round as `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 numbers."""
+    """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 numbers."""
     blocks = latent.unflatten(-1, (-1, 128))
     return _to_e4m3(blocks, _amax(blocks)).flatten(-2), positions.bfloat16().to(positions.dtype)
 
@@ -105,7 +99,7 @@ def _round_to_bf16(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return latent.bfloat16().to(latent.dtype), positions.bfloat16().to(positions.dtype)
 
 
-# Name, bytes of a token with 512 and 64 numbers, and how it is stored.
+# Bytes of a token with 512 and 64 numbers, and the rounding.
 IMITATED: dict[str, tuple[int, _Rounded]] = {
     "bfloat16": (1152, _round_to_bf16),
     "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
@@ -120,7 +114,7 @@ PLANS = (
 DEFAULT = "FP8PagedCache, the default"
 
 
-def run_latent_suite(
+def measure_latent_accuracy(
     *,
     texts: int = 3,
     prefill: int = 512,
@@ -128,17 +122,17 @@ def run_latent_suite(
     layers: int = 4,
     rank: int = 512,
     progress: Callable[[str, float], None] | None = None,
-) -> dict[str, Any]:
-    """Return what formats of latents and positions do to a model's predictions, for JSON.
+) -> Result:
+    """Score random models' predictions by the formats of latents and positions, for JSON.
 
-    Texts are random tokens, the most frequent ones most often, as in text.
+    Texts are random tokens with the frequencies of words in text.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `model` (of `KINDS`), `cache`, `bytes_per_token` (of a model in bf16 with latents of 512 and
-        positions of 64) and the fields of `summarize_texts`.
+        The entries of `describe_run`, `settings`, and `rows` with `model` (of `KINDS`), `cache`,
+        `bytes_per_token` (of a model in bf16 with latents of 512 and positions of 64) and the
+        fields of `summarize_texts`.
     """
-    rows = []
+    run, rows = describe_run("latent"), []
     calls = len(KINDS) * texts * (2 + len(IMITATED) + len(PLANS))
     report = report_percents(progress, calls * (prefill + score))
     for name, kind in KINDS.items():
@@ -148,7 +142,9 @@ def run_latent_suite(
         scores: dict[str, list[Scores]] = {}
         for text in range(texts):
             ids = _random_text(prefill + score, seed=text)
-            on_call = partial(_report_call, report, name)
+            on_call = partial(
+                lambda model, cache, tokens: report(f"{model}: {cache}", tokens), name
+            )
             with paged_attention(model):
                 found = compare_caches(
                     model, ids, caches, prefill=prefill, chunk=128, on_call=on_call
@@ -168,11 +164,7 @@ def run_latent_suite(
     settings = {
         "texts": texts, "prefill": prefill, "score": score, "layers": layers, "rank": rank,
     }  # fmt: skip
-    return {**describe_run("latent"), "settings": settings, "rows": rows}
-
-
-def _report_call(report: Callable[[str, int], None], model: str, cache: str, tokens: int) -> None:
-    report(f"{model}: {cache}", tokens)
+    return {**run, "settings": settings, "rows": rows}
 
 
 def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
@@ -196,7 +188,7 @@ def _bytes_per_token(make: Callable[[], Any]) -> float:
 
 
 def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
-    """Return a random model, float32, whose attention is not flat."""
+    """Return a random model, float32, with attention that differs between tokens."""
     generator = torch.Generator().manual_seed(seed)
     config = DeepseekV3Config(
         vocab_size=_VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers,
@@ -215,7 +207,7 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
         gains = torch.exp(0.5 * torch.randn(rank, generator=generator))
         gains[torch.randperm(rank, generator=generator)[: kind.outliers]] *= 8
         attention.kv_a_layernorm.weight.copy_(gains)
-        # What the norm makes large the projection makes small again.
+        # The projection undoes the gains of the norm.
         attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
         attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.positions)
         attention.q_b_proj.weight.mul_(3)
@@ -224,9 +216,9 @@ def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrain
 
 
 def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool) -> Tensor:
-    """Return a matrix that keeps the size of what it is applied to, or, flat, of unit variance.
+    """Return a matrix that keeps the norm of its input, or, if flat, has unit variance.
 
-    Unless it is flat the i-th singular value is proportional to the root of 1 / i.
+    Unless it is flat, the i-th singular value is proportional to the root of 1 / i.
     """
     matrix: Tensor = torch.randn(shape, generator=generator)
     if flat:
@@ -245,19 +237,5 @@ def _random_text(tokens: int, seed: int) -> Tensor:
     return ids[None]
 
 
-def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_latent_suite` as a table for a terminal."""
-    by_cache: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        by_cache.setdefault(row["cache"], {})[row["model"]] = row
-    cells = [
-        (cache, f"{next(iter(of.values()))['bytes_per_token']:.0f}",
-         *(f"{1e3 * of[kind]['kl']:.2f}" for kind in KINDS))
-        for cache, of in by_cache.items()
-    ]  # fmt: skip
-    return build_table(
-        {"latents stored as": "left", "bytes per token": "right", **dict.fromkeys(KINDS, "right")},
-        cells,
-        title="Mean KL in 1e-3 of random MLA models",
-        caption=f"{result['hardware']['cpu']}, {result['date']}",
-    )
+if __name__ == "__main__":
+    main(__doc__, measure_latent_accuracy, TEXTS)

@@ -1,27 +1,25 @@
-"""Serve suite: `hf-fp8kv serve` beside `transformers serve` under the same load.
+"""`hf-fp8kv serve` and `transformers serve` under the same load.
 
-All serve one model with continuous batching, and get the same bytes for their pages; with the FP8
-ones, twice as many tokens fit. A third is ours with pages in the model's dtype: the same kernels
-without FP8. Clients each send one request after another and read the answer as
-it comes. The servers take turns, and what counts is the median over turns, and percentiles over
-the requests of all turns. Prompts begin differently, so that no prefix is found twice.
+All servers run one model with continuous batching, and get the same bytes for their pages; FP8
+pages hold twice as many tokens. A third server has our pages in the model's dtype: the same kernels
+without FP8. Each client sends one request after the other and reads the streamed answer. The
+servers alternate; the result is the median over turns, and percentiles over the requests of all
+turns. Prompts begin differently, so that no prefix is reused.
 """
 
 import contextlib
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hf_fp8kv.bench.reporting import build_table, quartiles
+from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.cli.shared import find_model
 from hf_fp8kv.formats import AUTO, DEFAULT_DTYPE, parse_dtype
 from hf_fp8kv.serving.engines.common import sizes
-from hf_fp8kv.utils import demo_model
 from hf_fp8kv.utils.environment import describe_run
 
 from .serve_clients import Load, Server, run_server
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from .shared import MODEL, TURNS, Result, main
 
 STOCK, OURS, PLAIN = "transformers serve", "hf-fp8kv serve", "hf-fp8kv serve, auto"
 SERVERS = (STOCK, OURS, PLAIN)
@@ -35,7 +33,7 @@ LOADS = (
 )  # fmt: skip
 
 
-def run_serve_suite(
+def measure_serving(
     *,
     model: str | None = None,
     device: str = "auto",
@@ -44,25 +42,29 @@ def run_serve_suite(
     turns: int = 3,
     dtype: str = DEFAULT_DTYPE,
     batch_tokens: int = 512,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Return what was measured, ready for JSON.
+    progress: Callable[[str], None],
+) -> Result:
+    """Put each load on each server.
 
-    The model is a folder or a hub id; None: the demo's. Every server has each load in so many
-    turns, after one that does not count. All have pages and steps of so many tokens (steps as each
-    server has them by itself, beside a long prompt); `dtype` is that of the FP8 pages. `progress`
-    is called with what is measured next.
+    Args:
+        model: A folder or a Hub id. None means the demo model.
+        device: Device of the servers.
+        loads: The loads.
+        page_size: Number of tokens of a page.
+        turns: Number of turns of each load, after a turn that does not count.
+        dtype: Format of the FP8 pages.
+        batch_tokens: Number of tokens of a step. Beside a long prompt each server has its default.
+        progress: Function that is called with what is measured next.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `load`, `measure`, `server`, `against`, `value`, `unit`, `low` and `high` (quartiles over
-        turns), and `failed` (requests without an answer); None where a row has none.
+        The entries of `describe_run`, `settings`, and `rows` with `load`, `measure`, `server`,
+        `against`, `value`, `unit`, `low` and `high` (quartiles over turns), and `failed` (requests
+        without an answer).
 
     Raises:
-        ConfigError: a server does not start, or answers nothing.
+        ConfigError: A server does not start, or answers nothing.
     """
-    report = progress or (lambda _message: None)
-    name = model or str(demo_model.model_path())
+    run, name = describe_run("serve"), find_model(model)
     rows: list[dict[str, Any]] = []
     for load in loads:
         ours = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]
@@ -76,18 +78,18 @@ def run_serve_suite(
         }  # fmt: skip
         alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
                  str(page_size)]  # fmt: skip
-        if not load.long_words:  # or what each server does by itself
+        if not load.long_words:  # else the server's default
             alike += ["--cb-max-batch-tokens", str(batch_tokens)]
         with contextlib.ExitStack() as stack:
             servers = {}
             for which, command in commands.items():
-                report(f"{load.name}: starting {which}")
+                progress(f"{load.name}: starting {which}")
                 servers[which] = stack.enter_context(run_server([*command, *alike], name))
             for turn in range(turns + 1):
                 order = list(servers)
                 random.Random(turn).shuffle(order)
                 for which in order:
-                    report(f"{load.name}: turn {turn} of {turns}, {which}")
+                    progress(f"{load.name}: turn {turn} of {turns}, {which}")
                     servers[which].take(load, counts=turn > 0, seed=turn)
             rows += _rows(load, servers)
             stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
@@ -95,16 +97,16 @@ def run_serve_suite(
     settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
                 "dtype": dtype, "batch_tokens": batch_tokens,
                 "loads": [vars(load) for load in loads]}  # fmt: skip
-    return {**describe_run("serve"), "settings": settings, "rows": rows}
+    return {**run, "settings": settings, "rows": rows}
 
 
 def _same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
-    """Return how many of our pages take the bytes of so many of the stock server's."""
+    """Return how many of our pages have the bytes of `blocks` pages of the stock server."""
     return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
 
 
 def _page_bytes(name: str, page_size: int, dtype: str) -> int:
-    """Return the bytes of a page of all layers; dynamic scales are in it."""
+    """Return the bytes of a page of all layers, with its dynamic scales."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name).get_text_config()
@@ -112,9 +114,6 @@ def _page_bytes(name: str, page_size: int, dtype: str) -> int:
     plain = parse_dtype(dtype, "dtype") == AUTO
     token = dim * (4 if "32" in str(config.dtype) else 2) if plain else dim + 2
     return int(2 * config.num_hidden_layers * heads * page_size * token)
-
-
-# -- what was seen ---------------------------------------------------------------------------------
 
 
 def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
@@ -158,25 +157,10 @@ def _row(
 
 
 def _percentile(values: Sequence[float], share: int) -> float:
-    """Return the smallest value that so many percent of the values do not pass."""
+    """Return the smallest value that `share` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(-(-share * len(ordered) // 100) - 1, 0)]
 
 
-def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_serve_suite` as a table for a terminal, the servers side by side."""
-    settings, hardware = result["settings"], result["hardware"]
-    cells: dict[tuple[str, str, str], dict[str, str]] = {}
-    for row in result["rows"]:
-        spread = "" if row["low"] is None else f" ({row['low']:.3g} - {row['high']:.3g})"
-        failed = f", {row['failed']} failed" if row["failed"] else ""
-        key = (row["load"], row["measure"], row["unit"])
-        cells.setdefault(key, {})[row["server"]] = f"{row['value']:.4g}{spread}{failed}"
-    return build_table(
-        {"load": "left", "measure": "left", "unit": "left", **dict.fromkeys(SERVERS, "right")},
-        [(*key, *(by.get(server, "") for server in SERVERS)) for key, by in cells.items()],
-        grouped=True,
-        title=f"{settings['model']}, pages of {settings['page_size']} tokens, {settings['device']}",
-        caption=f"{hardware['cpu']} ({', '.join(hardware['instructions'])}), {hardware['cores']} "
-        f"cores, {settings['turns']} turns, medians (quartiles), {result['date']}",
-    )
+if __name__ == "__main__":
+    main(__doc__, measure_serving, {**MODEL, **TURNS})

@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that put a load on them."""
+"""Servers in separate processes, and clients that put a load on them."""
 
 import contextlib
 import http.client
@@ -18,7 +18,7 @@ from itertools import pairwise
 from hf_fp8kv.errors import ConfigError
 
 _START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
-# Seconds from an answer that is streamed to a long prompt, and from that to other requests.
+# Seconds from a streamed answer to a long prompt, and from the long prompt to other requests.
 _AHEAD = 1.0
 _WORDS = [
     "page", "slot", "table", "length", "scale", "token", "layer", "head",
@@ -28,21 +28,21 @@ _WORDS = [
 
 @dataclass(frozen=True)
 class Load:
-    """A load: what the clients do, and how much room there is."""
+    """A load: the requests of the clients, and the room for them."""
 
     name: str
-    clients: int  # that ask at the same time
+    clients: int  # at the same time
     requests: int  # of all clients in a turn
-    words: int  # of a prompt, about a token each
-    new_tokens: int  # of an answer, at most
-    blocks: int  # pages of the stock server; the other one gets the same bytes
-    long_words: int = 0  # of one prompt that is read meanwhile, beside an answer that is streamed
+    words: int  # of a prompt, about one token each
+    new_tokens: int  # of an answer, maximum
+    blocks: int  # pages of the stock server; the other servers get the same bytes
+    long_words: int = 0  # of a long prompt next to a streamed answer
     streamed: int = 300  # tokens of that answer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One request; seconds since it was sent."""
+    """An answer; seconds since its request."""
 
     first: float
     last: float
@@ -55,23 +55,23 @@ class Answer:
 
 
 class Server:
-    """A server in a process of its own, and what its clients saw."""
+    """A server in a separate process, and the measurements of its clients."""
 
     def __init__(self, process: "subprocess.Popen[str]", port: int, model: str) -> None:
         self.process, self.port, self.model = process, port, model
-        # Of the turns that count: answers, and new tokens a second of each turn.
+        # Answers of the turns that count, and new tokens per second of each turn.
         self.answers: list[Answer] = []
         self.throughput: list[float] = []
-        # Of each turn beside a long prompt: its answer, and the one that was streamed meanwhile.
+        # Turns with a long prompt: its answer, and the answer that was streamed during it.
         self.long_prompts: list[Answer] = []
         self.streams: list[Answer] = []
-        # Requests without an answer, and bytes of memory at most.
+        # Requests without an answer, and the peak of the process in bytes.
         self.failed, self.peak = 0, 0
-        # At most in use, all, bytes of all; None where the server does not tell.
+        # Peak of pages in use, all pages, their bytes. None if the server has no such metrics.
         self.pages: list[float] | None = None
 
     def take(self, load: Load, *, counts: bool, seed: int) -> None:
-        """Put the load on it once."""
+        """Run the load once."""
         done = threading.Event()
         watch = threading.Thread(target=self._watch, args=(done,))
         watch.start()
@@ -95,7 +95,9 @@ class Server:
             watch.join()
         answers = [answer for answer in replies if answer is not None]
         if not answers:
-            raise ConfigError(f"the server of {self.model} answers nothing; start it by hand")
+            raise ConfigError(
+                f"the server of {self.model} answers nothing; start it in a terminal to see why"
+            )
         if counts:
             self.failed += len(replies) - len(answers)
             self.answers += answers
@@ -106,7 +108,7 @@ class Server:
                     kept.append(answer)
 
     def _ask(self, load: Load, number: int) -> Answer | None:
-        """Send one request and read its answer as it comes."""
+        """Send one request and read its streamed answer."""
         words = random.Random(number).choices(_WORDS, k=load.words)
         text = f"{number}: {' '.join(words)}. Tell me more."
         body = {
@@ -129,7 +131,7 @@ class Server:
                         continue
                     chunk = json.loads(line[6:])
                     choice = chunk["choices"][0]
-                    # An answer may be nothing but its end.
+                    # An answer may consist of its end alone.
                     ends = choice.get("finish_reason") is not None and not times
                     if choice["delta"].get("content") or ends:
                         times.append(time.perf_counter() - began)
@@ -142,7 +144,7 @@ class Server:
         return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
 
     def _watch(self, done: threading.Event) -> None:
-        """Look at its memory and its pages until the turn is over."""
+        """Observe memory and pages until the turn is over."""
         import psutil
 
         process = psutil.Process(self.process.pid)
@@ -168,8 +170,8 @@ class Server:
 
 @contextlib.contextmanager
 def run_server(arguments: list[str], model: str) -> Iterator[Server]:
-    """Run a server inside the context; its log is read, and shown if it does not start."""
-    # Threads that wait by spinning are slow where something else runs, such as the clients here.
+    """Run a server inside the context; show its log if it does not start."""
+    # Threads that wait by spinning are slow next to other processes, such as the clients.
     environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
     process = subprocess.Popen(
         [sys.executable, *arguments],

@@ -1,16 +1,13 @@
 """KL of a model's predictions in vLLM with stored K and V, against those with its 16-bit cache.
 
-    python -m benchmarks.vllm_quality            # in the environment of `make vllm`
-
-Each row is a dtype of `--kv-cache-dtype`, some with scales calibrated here on other texts. A text
-is one prompt; vLLM is asked for the log-probabilities of its tokens, and what its model computes
-for them is recorded whole.
+It runs in the environment of `make vllm`. Each row is a dtype of `--kv-cache-dtype`, some with
+scales that are calibrated on other texts. A text is one prompt. vLLM returns log-probabilities of
+its tokens, and a hook records all logits that the model computes for them.
 """
 
-import argparse
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,16 @@ import torch
 
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.utils.demo_model import model_path
-from hf_fp8kv.utils.terminal import make_table
+from hf_fp8kv.utils.environment import describe_run
 
 from .accuracy import split_topics
+from .shared import Result, main
 
 BASE = "auto"
 DTYPES = (
     "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
 )  # fmt: skip
-# What is calibrated for which dtype: vLLM's own reads scales in a copy of the checkpoint.
+# Calibrated scales by dtype; vLLM's own dtypes read scales from a copy of the checkpoint.
 CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
     ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
     ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
@@ -40,7 +38,7 @@ CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
 def make_scales(
     checkpoint: str, texts: Sequence[str], tokenizer: Any, tokens: int, folder: Path
 ) -> list[tuple[str, str, str, str | None]]:
-    """Calibrate on so many tokens; return dtype, name, checkpoint and scales of each row."""
+    """Calibrate on `tokens`; return dtype, name, checkpoint and scales of each row."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
@@ -77,7 +75,7 @@ def predict(folder: str, texts: Sequence[list[int]], dtype: str, scales: str | N
 
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
             logits = compute(*args, **kwargs)
-            if len(logits) > 1:  # not those of the next token alone
+            if len(logits) > 1:  # the prompt, not the next token
                 recorded.append(logits.float().log_softmax(-1))
             return logits
 
@@ -91,18 +89,36 @@ def predict(folder: str, texts: Sequence[list[int]], dtype: str, scales: str | N
     return torch.cat(recorded)
 
 
-def measure(dtypes: Sequence[str], tokens: int, calibrated: int) -> list[dict[str, object]]:
-    """Return the rows of the table: dtype, mean KL, its standard error, same most likely token.
+def measure_vllm(
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    tokens: int = 512,
+    calibrated: int = 2**13,
+    progress: Callable[[str], None],
+) -> Result:
+    """Return rows with `dtype`, `scales`, `kl` (the mean), `kl_error` (of the mean) and `top1`.
 
-    `tokens` of each of four texts are scored; other texts are calibrated on, so many tokens at most
-    (0: such rows are left out).
+    Args:
+        dtypes: Values of `--kv-cache-dtype`.
+        tokens: Number of tokens of each of four texts, which are scored.
+        calibrated: Maximum number of tokens to calibrate on. 0 leaves out calibrated rows.
+        progress: Function that is called with the name of each row.
     """
     from transformers import AutoTokenizer
+    from vllm.platforms import current_platform
 
+    run = describe_run("vllm-quality")
+    # In this process, where the hook reaches the model.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Once: with a second engine vLLM 0.32 fails at a module of llvmlite.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     checkpoint = str(model_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     scored, others = split_topics(tokenizer, 4, tokens)
     texts = [ids[0].tolist() for ids in scored.values()]
+    rows = []
     with tempfile.TemporaryDirectory() as made:
         planned: list[tuple[str, str, str, str | None]]
         planned = [(dtype, "as the dtype says", checkpoint, None) for dtype in dtypes]
@@ -110,43 +126,23 @@ def measure(dtypes: Sequence[str], tokens: int, calibrated: int) -> list[dict[st
             planned += make_scales(
                 checkpoint, list(others.values()), tokenizer, calibrated, Path(made)
             )
+        progress(BASE)
         base = predict(checkpoint, texts, BASE, None)
-        return [_make_row(base, texts, *row) for row in planned]
-
-
-def _make_row(
-    base: torch.Tensor, texts: Sequence[list[int]], dtype: str, name: str, folder: str,
-    scales: str | None,
-) -> dict[str, object]:  # fmt: skip
-    other = predict(folder, texts, dtype, scales)
-    kl = (base.exp() * (base - other)).sum(-1)
-    same = (base.argmax(-1) == other.argmax(-1)).float().mean()
-    error = kl.std() / len(kl) ** 0.5
-    return {
-        "--kv-cache-dtype": dtype, "scales": name, "mean KL": f"{kl.mean():.2e}",
-        "standard error": f"{error:.1e}", "same top-1": f"{100 * same:.1f} %",
-    }  # fmt: skip
-
-
-def main() -> None:
-    """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description="KL in vLLM, by dtype of the KV cache")
-    parser.add_argument("--dtypes", nargs="*", default=DTYPES)
-    parser.add_argument("--tokens", type=int, default=512, help="of each of four texts")
-    parser.add_argument("--calibrated", type=int, default=2**13, help="tokens of other texts")
-    chosen = parser.parse_args()
-    # In this process, where the model can be reached.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm.platforms import current_platform
-
-    # Once: with a second engine vLLM 0.32 fails at a module of llvmlite.
-    current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
-    from rich.console import Console
-
-    Console().print(make_table(measure(chosen.dtypes, chosen.tokens, chosen.calibrated)))
+        for dtype, name, folder, scales in planned:
+            progress(f"{dtype}, {name}")
+            other = predict(folder, texts, dtype, scales)
+            kl = (base.exp() * (base - other)).sum(-1)
+            same = (base.argmax(-1) == other.argmax(-1)).float().mean()
+            rows.append(
+                {
+                    "dtype": dtype, "scales": name, "kl": float(kl.mean()),
+                    "kl_error": float(kl.std() / len(kl) ** 0.5), "top1": float(same),
+                }
+            )  # fmt: skip
+    settings = {"dtypes": list(dtypes), "tokens": tokens, "calibrated": calibrated}
+    return {**run, "settings": settings, "rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    numbers = {"--tokens": {"type": int}, "--calibrated": {"type": int}}
+    main(__doc__, measure_vllm, {"--dtypes": {"nargs": "*"}, **numbers})

@@ -1,5 +1,4 @@
-"""Long suite: predictions and tasks of whole models at long context, under this package's caches
-and others."""
+"""Predictions and tasks of whole models at long context, under this package's caches and others."""
 
 from .chart import plot
 from .report import format_table

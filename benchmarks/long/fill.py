@@ -34,7 +34,7 @@ class Prefix:
         if model.config.is_encoder_decoder:
             raise ConfigError(
                 f"model: expected a decoder, got {type(model).__name__}, whose text is read by an "
-                "encoder; use --suite quality"
+                "encoder; use `hf-fp8kv bench quality`"
             )
         self._model, self._ids = model, ids
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_fp8kv.bench.reporting import summarize_texts
 from hf_fp8kv.cache.cache import FP8PagedCache
 from hf_fp8kv.calibration.divergence import (
     UNQUANTISED,
@@ -18,6 +17,7 @@ from hf_fp8kv.calibration.divergence import (
 )
 from hf_fp8kv.formats import LayerPlan
 
+from ..shared import summarize_texts
 from .caches import Row
 from .fill import Prefix
 

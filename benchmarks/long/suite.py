@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.bench.quality import describe_settings
-from hf_fp8kv.bench.reporting import report_percents
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.utils.environment import describe_run
 from hf_fp8kv.utils.files import write_all
 
+from ..shared import report_percents
 from . import predictions
 from .answers import count_tokens as count_task_tokens
 from .answers import run_task

@@ -1,0 +1,186 @@
+"""`hf-fp8kv bench memory`: bytes of a token, growth of a process, and tokens that fit in a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..attention.fp8_paged import fp8_paged_attention
+from ..utils.environment import describe_run
+from .capacity import BATCH_TOKENS, MODELS, PAGE, PERCENT, REQUESTS, plan_capacity, shape
+from .contenders import E4M3, PAGED, Attention, AttentionLayer, Setup, attend_step
+from .reporting import build_rows_table, build_table, make_row
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_LAYERS = 8  # of the process that grows
+
+
+def measure_memory(
+    setup: Setup | None = None,
+    *,
+    models: Mapping[str, PreTrainedConfig] | None = None,
+    memory_gib: float = 40.0,
+    tokens: int = 8192,
+    grow: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Count bytes, measure processes, and calculate capacities; return a result for JSON.
+
+    Args:
+        setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
+        models: Configs by name, for the capacity. None means well-known models.
+        memory_gib: Memory next to the model in GiB, for the capacity.
+        tokens: Number of tokens in the caches whose bytes are counted or measured.
+        grow: Whether separate processes store `tokens` tokens, which shows how much they grow.
+        progress: Function that is called with the name of the next measurement.
+
+    Returns:
+        The entries of `describe_run`, `settings`, `rows` of `make_row`, and `capacity`, the rows of
+        `plan_capacity`.
+    """
+    setup, report = setup or Setup(), progress or (lambda _message: None)
+    run = describe_run("memory", device=setup.device)
+    report("bytes per token")
+    rows = count_bytes_per_token(setup, tokens)
+    if grow:
+        report("growth of processes")
+        rows += measure_processes(setup, tokens)
+    configs = models or {name: shape(name) for name in MODELS}
+    return {
+        **run,
+        "settings": {"heads": list(setup.heads), "tokens": tokens, "memory_gib": memory_gib,
+                     "percent": PERCENT, "page_size": PAGE, "max_batch_tokens": BATCH_TOKENS,
+                     "max_requests": REQUESTS},
+        "rows": rows,
+        "capacity": plan_capacity(configs, memory_gib, report),
+    }  # fmt: skip
+
+
+def format_table(result: dict[str, Any]) -> "RenderableType":
+    """Return the result of `measure_memory` as tables for a terminal."""
+    from rich.console import Group
+
+    settings, heads = result["settings"], result["settings"]["heads"]
+    where = result["hardware"]["device"]
+    held = build_rows_table(
+        result["rows"],
+        title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
+        caption=f"bytes per token and layer; growth of a process with {_LAYERS} layers on {where}",
+    )
+    left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
+    capacity = build_table(
+        {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
+        (
+            (
+                row["model"], row["cache"], f"{row['bytes_per_token'] / 1024:.1f}",
+                f"{row['tokens']:,}", f"{row['ratio']:.2f}",
+            )
+            for row in result["capacity"]
+        ),
+        grouped=True,
+        title=f"Tokens that fit into {settings['memory_gib']:g} GiB next to the model",
+        caption=f"calculated by the planner of transformers {result['versions']['transformers']}: "
+        f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
+        f"{result['date'][:10]}",
+    )  # fmt: skip
+    return Group(held, capacity)
+
+
+def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
+    """Return rows of bytes per token and layer, with `tokens` stored."""
+    plain = 4 * setup.heads[1] * setup.heads[2]
+    rows = [make_row("bytes per token", "DynamicCache", [plain], "B", context=tokens)]
+    ratios = []
+    for name in PAGED:
+        cache = setup.fill(setup.make_paged(name), tokens)
+        each = cache.memory_footprint()["total"] / tokens
+        rows.append(make_row("bytes per token", name, [each], "B", context=tokens))
+        ratios.append(make_row("bytes per token, ratio", name, [each / plain], "×",
+                               context=tokens, against="DynamicCache"))  # fmt: skip
+    return rows + ratios
+
+
+def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
+    """Return rows of how much a separate process grows that stores 8 layers.
+
+    Raises:
+        RuntimeError: A process failed.
+    """
+    rows, grown = [], {}
+    for name in ("DynamicCache", E4M3):
+        task = json.dumps({"name": name, "tokens": tokens, "setup": vars(setup)})
+        script = f"import sys; from {__name__} import _grow; _grow(sys.argv[1])"
+        run = subprocess.run(
+            [sys.executable, "-c", script, task],
+            env=make_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            raise RuntimeError(f"the process that measures {name} ended with:\n{run.stderr}")
+        grown[name] = float(run.stdout.split()[-1])
+        rows.append(make_row("process grows", name, [grown[name] / 2**20], "MiB", context=tokens))
+    ratio = grown[E4M3] / grown["DynamicCache"]
+    return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=tokens,
+                            against="DynamicCache")]  # fmt: skip
+
+
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process whose memory is measured.
+
+    glibc keeps freed pieces of up to 32 MiB unless the environment sets the limit.
+    """
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def _grow(task: str) -> None:
+    """Write by how many bytes this process grew while it filled a cache and ran a step."""
+    given = json.loads(task)
+    setup = Setup(tuple(given["setup"].pop("heads")), **given["setup"])
+    query, key = setup.queries(1), setup.states(1)
+    module: AttentionLayer = setup.module
+
+    def use(tokens: int) -> Cache:
+        cache: Cache = DynamicCache()
+        attention: Attention = sdpa_attention_forward
+        if given["name"] in PAGED:
+            cache = setup.make_paged(given["name"], _LAYERS)
+            attention = fp8_paged_attention
+        for layer in range(_LAYERS):
+            setup.fill(cache, tokens, layer)
+            attend_step(module, query, key, key, cache, attention, layer)
+        return cache
+
+    with torch.inference_mode():
+        use(64)  # compiled code and threads exist before the measurement
+        before = _held_bytes(setup.device)
+        cache = use(given["tokens"])
+        sys.stdout.write(f"{_held_bytes(setup.device) - before}\n")
+        del cache
+
+
+def _held_bytes(device: str) -> int:
+    """Return the bytes of this process, or on a GPU the bytes of its tensors."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return resident_bytes()
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # a requirement of accelerate
+
+    return int(psutil.Process().memory_info().rss)
