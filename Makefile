@@ -239,7 +239,7 @@ tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
-	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
+	$(BIN)/python -m benchmarks.compare $(OLD) $(COMPARE_ARGS)
 
 # GPU_PYTHON=python3 uses an interpreter that has all packages, without any setup.
 # GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.

@@ -73,7 +73,7 @@ def measure_serving(
                     "--continuous-batching", "--attn-implementation", "sdpa",
                     "--cb-num-blocks", str(load.blocks)],
             OURS: [*ours, "--kv-cache-dtype", dtype, "--cb-num-blocks",
-                   str(_same_bytes(name, load.blocks, page_size, dtype))],
+                   str(same_bytes(name, load.blocks, page_size, dtype))],
             PLAIN: [*ours, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
         }  # fmt: skip
         alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
@@ -91,7 +91,7 @@ def measure_serving(
                 for which in order:
                     progress(f"{load.name}: turn {turn} of {turns}, {which}")
                     servers[which].take(load, counts=turn > 0, seed=turn)
-            rows += _rows(load, servers)
+            rows += summarize(load, servers)
             stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
             rows.append(_row(load, "bytes of all pages", STOCK, [stock], "MiB"))
     settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
@@ -100,7 +100,7 @@ def measure_serving(
     return {**run, "settings": settings, "rows": rows}
 
 
-def _same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
+def same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
     """Return how many of our pages have the bytes of `blocks` pages of the stock server."""
     return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
 
@@ -116,7 +116,7 @@ def _page_bytes(name: str, page_size: int, dtype: str) -> int:
     return int(2 * config.num_hidden_layers * heads * page_size * token)
 
 
-def _rows(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
+def summarize(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
     rows = []
     for name, server in servers.items():
         speed = _row(load, "throughput", name, server.throughput, "tokens/s")
