@@ -21,7 +21,7 @@
 #                 of their own: .venv-clients of 1.1 GB; CLIENTS_ARGS="--only openai llm"
 #   make tools    write tests/data/tools, small checkpoints of quantization tools, again with the tools:
 #                 an environment each in .venv-tools, 8 GB in all; TOOLS="quark" selects
-#   make compare  time the hot loops in turns with another source tree, OLD=/tmp/before
+#   make compare  time the hot loops alternately with another source tree, OLD=/tmp/before
 #   make docs     the documentation as a site, in build/site; fails on a broken link
 #   make dist     sdist and wheel in dist/, checked, and tried in an environment without this checkout
 #   make hub-kernel  the Triton kernels as a kernel for the Hub, in build/kernel, loaded by its package
@@ -252,7 +252,7 @@ tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 
 # git worktree add /tmp/before HEAD~1 makes such a tree; COMPARE_ARGS="--backend numba --turns 60".
 compare: $(READY)
-	$(BIN)/python -m hf_fp8kv.bench.compare $(OLD) $(COMPARE_ARGS)
+	$(BIN)/python -m benchmarks.compare $(OLD) $(COMPARE_ARGS)
 
 # GPU_PYTHON=python3 uses an interpreter that has all packages, without any setup.
 # GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.

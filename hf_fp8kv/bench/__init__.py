@@ -1,1 +1,1 @@
-"""Benchmarks: speed, memory and accuracy, behind `hf-fp8kv bench`."""
+"""Benchmarks for a user's machine: speed, memory and quality, behind `hf-fp8kv bench`."""

@@ -1,12 +1,12 @@
-"""Capacity suite: the tokens that transformers' own engine plans for, with FP8 pages and bf16.
+"""The number of tokens that transformers' continuous batching plans for, with FP8 pages and bf16.
 
-The engine's planner is given the memory of a GPU as a number. Nothing is allocated, and no GPU is
-needed: the pages are made on torch's "meta" device, which has shapes and no memory.
+The planner gets the memory of a GPU as a number. Nothing is allocated, and no GPU is needed: the
+pages are on torch's "meta" device, which has shapes and no memory.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from transformers import AutoConfig, ContinuousBatchingConfig, PreTrainedConfig
@@ -17,13 +17,8 @@ from ..modeling.model_support import ATTENTION
 from ..serving.config import ServingConfig
 from ..serving.engines import cache_class, rebind_globals
 from ..serving.engines.common import sizes
-from ..utils.environment import describe_run
-from .reporting import build_table
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-# Shapes of well-known models, from their config.json: what decides how large a token is.
+# Shapes of well-known models, from their config.json: the fields that decide the size of a token.
 _FIELDS = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "sliding_window",
@@ -43,7 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     for name, values in _SHAPES.items()
 }
 
-# What transformers' engine does with each; flash reads keys and values in fewer copies than sdpa.
+# Attention of transformers' engine: flash makes fewer copies of keys and values than sdpa.
 STOCK = {"bf16, flash": "flash_attention_2", "bf16, sdpa": "sdpa"}
 OURS: dict[str, dict[str, Any]] = {
     "fp8, static scales": {"scales": 1.0},
@@ -53,7 +48,7 @@ OURS: dict[str, dict[str, Any]] = {
 GIB = 2**30
 PERCENT = 0.9  # of the free memory; the engine's default on a GPU
 PAGE = 256
-# What a step may have at most; it pays for their activations.
+# Limits of a step: the engine reserves memory for its activations.
 BATCH_TOKENS, REQUESTS = 8192, 256
 
 
@@ -68,7 +63,7 @@ class _Alone:
 
 
 def batching_config(page_size: int, **settings: Any) -> ContinuousBatchingConfig:
-    """Return a configuration of the engine; the name of a page's size depends on its version."""
+    """Return a configuration of the engine; its version decides the name of the page size."""
     fields = inspect.signature(ContinuousBatchingConfig).parameters
     settings["page_size" if "page_size" in fields else "block_size"] = page_size
     return ContinuousBatchingConfig(**settings)
@@ -84,13 +79,13 @@ def planned_tokens(
     """Return how many tokens the engine's planner makes room for, in layers of every kind.
 
     Args:
-        config: of the model; of its text part, if it has several.
-        memory: bytes that are free once the model is loaded.
-        settings: FP8 pages; None: transformers' own cache, in bfloat16.
-        attention: that the planner reckons with.
+        config: Config of the model, or of its text part.
+        memory: Bytes that are free once the model is loaded.
+        settings: FP8 pages. None means transformers' own cache, in bfloat16.
+        attention: Attention that the planner reserves memory for.
 
     Raises:
-        ConfigError: not even one step fits.
+        ConfigError: The memory does not suffice for a single step.
     """
     cache = _planning_class(settings, int(memory * PERCENT))
     config._attn_implementation_internal = attention
@@ -115,17 +110,17 @@ def planned_tokens(
             f"memory: expected room for a step of {BATCH_TOKENS} tokens and for pages, got "
             f"{memory / GIB:.3g} GiB: {error}"
         ) from error
-    # transformers 5.17 counts blocks of a group of layers, later versions those of all layers.
+    # transformers 5.17 counts blocks of a group of layers, later versions blocks of all layers.
     return int(planned.num_blocks) // getattr(planned, "num_groups", 1) * PAGE
 
 
 def _planning_class(settings: ServingConfig | None, available: int) -> Any:
-    """Return a class of cache whose planner has so many bytes, whatever this machine has."""
+    """Return a cache class whose planner has `available` bytes on every machine."""
 
     def fix_memory(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_handler(*args: Any, **planned: Any) -> Any:
             handler = make(*args, **planned)
-            # An attribute in newer versions of transformers; 5.17 asks when it plans.
+            # Newer versions of transformers read the attribute, 5.17 calls the method.
             handler.available_memory = available
             handler.get_available_memory = lambda: available
             return handler
@@ -141,29 +136,24 @@ def _planning_class(settings: ServingConfig | None, available: int) -> Any:
     return type("PlanningCache", (engine,), {"__init__": init})
 
 
-def run_capacity_suite(
-    *,
-    config: PreTrainedConfig | None = None,
-    name: str = "model",
-    memory_gib: float = 40.0,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Any]:
-    """Return how many tokens fit, ready for JSON.
+def plan_capacity(
+    models: Mapping[str, PreTrainedConfig], memory_gib: float, report: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return how many tokens of each model fit, by cache, as rows for JSON.
 
-    Of one model, which has a name and a config, or of `MODELS`; `memory_gib` are free once the
-    model is loaded. `progress` is called with what is planned next.
+    Args:
+        models: Configs by name.
+        memory_gib: Memory in GiB that is free once the model is loaded.
+        report: Function that is called with what is planned next.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` against bf16 with flash.
+        Rows with `model`, `cache`, `bytes_per_token`, `tokens`, and `ratio` to bf16 with flash.
     """
-    shapes = {name: config} if config is not None else {n: shape(n) for n in MODELS}
     rows: list[dict[str, Any]] = []
     memory = int(memory_gib * GIB)
-    for model, shape_config in shapes.items():
-        if progress is not None:
-            progress(model)
-        text = shape_config.get_text_config()
+    for model, config in models.items():
+        report(f"capacity of {model}")
+        text = config.get_text_config()
         heads, dim = sizes(text)
         plain = 4.0 * heads * dim * text.num_hidden_layers
         planned = {
@@ -177,47 +167,15 @@ def run_capacity_suite(
             planned[cache] = each, planned_tokens(text, memory, settings)
         rows += [
             {
-                "model": model,
-                "cache": cache,
-                "bytes_per_token": each,
-                "tokens": tokens,
+                "model": model, "cache": cache, "bytes_per_token": each, "tokens": tokens,
                 "ratio": tokens / base,
             }
             for cache, (each, tokens) in planned.items()
-        ]
-    return {
-        **describe_run("capacity"),
-        "settings": {"memory_gib": memory_gib, "percent": PERCENT, "page_size": PAGE,
-                     "max_batch_tokens": BATCH_TOKENS, "max_requests": REQUESTS},
-        "rows": rows,
-    }  # fmt: skip
+        ]  # fmt: skip
+    return rows
 
 
 def shape(name: str) -> PreTrainedConfig:
-    """Return the config of one of `MODELS`."""
+    """Return the config of a model of `MODELS`."""
     fields = dict(MODELS[name])
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
-
-
-def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_capacity_suite` as a table for a terminal."""
-    settings = result["settings"]
-    left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
-    return build_table(
-        {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
-        (
-            (
-                row["model"],
-                row["cache"],
-                f"{row['bytes_per_token'] / 1024:.1f}",
-                f"{row['tokens']:,}",
-                f"{row['ratio']:.2f}",
-            )
-            for row in result["rows"]
-        ),
-        grouped=True,
-        title=f"Tokens that fit into {settings['memory_gib']:g} GiB beside the model",
-        caption=f"transformers {result['versions']['transformers']}: its engine's own plan, "
-        f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
-        f"calculated, not run. {result['date'][:10]}",
-    )

@@ -1,20 +1,19 @@
-"""Contenders of the CPU suite: caches filled with random numbers, and decode steps over them."""
+"""Caches filled with random numbers, and decode steps of one layer over them."""
 
 import functools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache, QuantizedCache
+from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention.fp8_paged import fp8_paged_attention
 from ..cache.cache import FP8PagedCache
 from ..formats import DISTINCT
-from .hot_loops import AttentionLayer, make_config
-from .reporting import quartiles
 
 Step = Callable[[], object]
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -28,63 +27,98 @@ PAGED: dict[str, dict[str, Any]] = {
     **{f"FP8PagedCache {fmt.name.removeprefix('fp8_')}": {"dtype": fmt.name} for fmt in DISTINCT},
     f"{E4M3} static": {"dtype": "fp8_e4m3", "scales": 0.01},
 }
-# The relative RMS between a step and torch's attention on the same bytes: both round to bfloat16.
+# Relative RMS between a step and torch's attention on the same bytes: both round to bfloat16.
 TOLERANCE = 0.02
 
 
-def make_row(
-    measure: str,
-    cache: str,
-    values: Sequence[float],
-    unit: str,
-    *,
-    context: int | None = None,
-    against: str | None = None,
-    target: float | None = None,
-) -> dict[str, Any]:
-    """Return a row of the suite: the median of the values and their quartiles."""
-    value, low, high = quartiles(values)
-    return {
-        "measure": measure, "cache": cache, "context": context, "against": against,
-        "value": value, "unit": unit, "low": low, "high": high, "target": target,
-    }  # fmt: skip
+@dataclass(frozen=True)
+class Setup:
+    """The attention layer that is measured, and where it runs.
 
-
-def take_turns(steps: Mapping[str, Step], turns: int) -> dict[str, list[float]]:
-    """Return the seconds of each step, in turns; the first turn does not count.
-
-    Each turn has another order: torch's threads spin for a while after their work, and disturb
-    whoever comes next.
+    Attributes:
+        heads: Query heads, key/value heads, head size.
+        backend: Backend of `FP8PagedCache`.
+        device: Device of all tensors.
     """
+
+    heads: Heads = (32, 8, 128)
+    backend: str = "auto"
+    device: str = "cpu"
+
+    @property
+    def module(self) -> "AttentionLayer":
+        return AttentionLayer(self.heads[0] // self.heads[1])
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        return random_states(self.heads[0], tokens, self.heads[2], self.device)
+
+    def states(self, tokens: int) -> torch.Tensor:
+        """Return random keys or values, `[1, Hkv, tokens, D]`, bfloat16."""
+        return random_states(self.heads[1], tokens, self.heads[2], self.device)
+
+    def make_paged(self, name: str, layers: int = 1) -> FP8PagedCache:
+        """Return an empty cache of `PAGED`."""
+        return FP8PagedCache(make_config(self.heads, layers), backend=self.backend, **PAGED[name])
+
+    def fill(self, cache: _Cache, tokens: int, layer: int = 0) -> _Cache:
+        """Store random tokens in several calls, and return the cache."""
+        for start in range(0, tokens, 1024):
+            count = min(1024, tokens - start)
+            cache.update(self.states(count), self.states(count), layer)
+        return cache
+
+
+class AttentionLayer(torch.nn.Module):
+    """A stand-in for a model's layer with the attributes that attention functions read."""
+
+    is_causal = True
+
+    def __init__(self, groups: int, layer: int = 0) -> None:
+        super().__init__()
+        self.layer_idx, self.num_key_value_groups = layer, groups
+
+
+def make_config(heads: Heads, layers: int = 1) -> LlamaConfig:
+    """Return the config of a model with layers of these query heads, KV heads and head size."""
+    return LlamaConfig(
+        num_hidden_layers=layers, num_attention_heads=heads[0], num_key_value_heads=heads[1],
+        head_dim=heads[2], hidden_size=heads[0] * heads[2], vocab_size=8, intermediate_size=8,
+    )  # fmt: skip
+
+
+def random_states(heads: int, tokens: int, dim: int, device: str = "cpu") -> torch.Tensor:
+    """Return random numbers, `[1, heads, tokens, dim]`, bfloat16."""
+    return torch.randn(1, heads, tokens, dim, dtype=torch.bfloat16, device=device)
+
+
+def take_turns(
+    steps: Mapping[str, Step], turns: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Return the seconds of each step in each turn, after a turn that does not count.
+
+    The order changes from turn to turn, because torch's threads spin for a while after their work
+    and disturb the next step.
+    """
+    wait: Step = lambda: None  # noqa: E731
+    if torch.device(device).type == "cuda":
+        wait = functools.partial(torch.cuda.synchronize, device)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     order, shuffle = list(steps), random.Random(0).shuffle
     for turn in range(turns + 1):
         for name in order:
+            wait()
             began = time.perf_counter()
             steps[name]()
+            wait()
             if turn:
                 seconds[name].append(time.perf_counter() - began)
         shuffle(order)
     return seconds
 
 
-def random_states(heads: int, tokens: int, dim: int) -> torch.Tensor:
-    """Return random `[1, heads, tokens, dim]`, bfloat16."""
-    return torch.randn(1, heads, tokens, dim, dtype=torch.bfloat16)
-
-
-def fill(cache: _Cache, tokens: int, heads: Heads, layer: int = 0) -> _Cache:
-    """Store random tokens in several calls, and return the cache."""
-    for start in range(0, tokens, 1024):
-        count = min(1024, tokens - start)
-        key, value = (random_states(heads[1], count, heads[2]) for _ in range(2))
-        cache.update(key, value, layer)
-    return cache
-
-
-def make_paged(heads: Heads, backend: str, name: str, layers: int = 1) -> FP8PagedCache:
-    """Return one of the caches of `PAGED`, empty."""
-    return FP8PagedCache(make_config(heads, layers), backend=backend, **PAGED[name])
+def ratios(seconds: Mapping[str, list[float]], name: str, other: str) -> list[float]:
+    """Return the time of a step relative to another step within each turn."""
+    return [a / b for a, b in zip(seconds[name], seconds[other], strict=True)]
 
 
 def attend_step(
@@ -101,36 +135,35 @@ def attend_step(
     return attention(module, query, keys, values, None, scaling=query.shape[3] ** -0.5)[0]
 
 
-def make_steps(tokens: int, heads: Heads, backend: str) -> dict[str, Step]:
+def make_steps(tokens: int, setup: Setup) -> dict[str, Step]:
     """Return a decode step of each cache, with `tokens` stored.
 
     Raises:
-        RuntimeError: a step does not compute attention.
+        RuntimeError: A step does not compute attention.
     """
-    module = AttentionLayer(heads[0] // heads[1])
-    query = random_states(heads[0], 1, heads[2])
-    key, value = random_states(heads[1], 1, heads[2]), random_states(heads[1], 1, heads[2])
+    module, query = setup.module, setup.queries(1)
+    key, value = setup.states(1), setup.states(1)
     attend = functools.partial(attend_step, module, query, key, value)
     steps: dict[str, Step] = {}
     for name in PAGED:
-        cache = fill(make_paged(heads, backend, name), tokens, heads)
+        cache = setup.fill(setup.make_paged(name), tokens)
         step = functools.partial(attend, cache, fp8_paged_attention)
         _check(step(), module, query, cache, name)
         steps[name] = step
-    dynamic = fill(DynamicCache(), tokens, heads)
+    dynamic = setup.fill(DynamicCache(), tokens)
     steps[DYNAMIC] = functools.partial(attend, dynamic, sdpa_attention_forward)
-    quantized = fill(QuantizedCache(backend="fp8", config=make_config(heads)), tokens, heads)
+    quantized = setup.fill(QuantizedCache(backend="fp8", config=make_config(setup.heads)), tokens)
     steps[QUANTIZED] = functools.partial(attend, quantized, sdpa_attention_forward)
-    steps[FOLDED] = _make_folded(tokens, heads, query, key, value)
+    steps[FOLDED] = _make_folded(tokens, setup, query, key, value)
     return steps
 
 
 def _make_folded(
-    tokens: int, heads: Heads, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    tokens: int, setup: Setup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Step:
-    """Return the fastest step of torch in bfloat16: a key head's query heads as its queries."""
-    stored = [random_states(heads[1], tokens, heads[2]) for _ in range(2)]
-    folded = query.view(1, heads[1], -1, heads[2])
+    """Return torch's fastest step in bfloat16: query heads of a KV head become its queries."""
+    stored = [setup.states(tokens) for _ in range(2)]
+    folded = query.view(1, setup.heads[1], -1, setup.heads[2])
 
     def step() -> torch.Tensor:
         stored[:] = torch.cat([stored[0], key], 2), torch.cat([stored[1], value], 2)
@@ -142,7 +175,7 @@ def _make_folded(
 def _check(
     output: torch.Tensor, module: torch.nn.Module, query: torch.Tensor, cache: Cache, name: str
 ) -> None:
-    """Raise RuntimeError unless a step computes attention: what is wrong is not worth timing."""
+    """Raise RuntimeError unless a step computes attention: a wrong step is not worth timing."""
     layer: Any = cache.layers[0]
     expected = sdpa_attention_forward(
         module, query, layer.keys + 0, layer.values + 0, None, scaling=query.shape[3] ** -0.5

@@ -1,186 +1,186 @@
-"""Memory suite: bytes of models with sliding windows after a prompt, and at most during it.
-
-The layers are those of real models, and hold random numbers; no model runs. One process measures
-all of it, whose memory goes back to the system as soon as it is free.
-"""
+"""`hf-fp8kv bench memory`: bytes of a token, growth of a process, and tokens that fit in a GPU."""
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, StaticCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..cache.cache import FP8PagedCache
-from ..modeling.model_support import ATTENTION
+from ..attention.fp8_paged import fp8_paged_attention
 from ..utils.environment import describe_run
-from .cpu_memory import make_environment, resident_bytes
-from .reporting import build_table, count_bytes
+from .capacity import BATCH_TOKENS, MODELS, PAGE, PERCENT, REQUESTS, plan_capacity, shape
+from .contenders import E4M3, PAGED, Attention, AttentionLayer, Setup, attend_step
+from .reporting import build_rows_table, build_table, make_row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# From their config.json: what decides which tokens a layer keeps, and how large they are.
-MODELS: dict[str, dict[str, Any]] = {
-    "Gemma 3 270M": {
-        "model_type": "gemma3_text", "num_hidden_layers": 18, "num_attention_heads": 4,
-        "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512,
-        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-    },
-}  # fmt: skip
-TOKENS = (1024, 4096, 16384, 32768)
-# How a prompt comes: options of FP8PagedCache, and calls.
-PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
-    "one call": ({}, 1),
-    "one call, stored": ({"prefill": "stored"}, 1),
-    "chunks": ({}, 4),
-}
-LARGEST_CHUNK = 1024
-# The share of bfloat16 that the cache must not pass.
-TARGET = 0.56
+_LAYERS = 8  # of the process that grows
 
 
-def run_memory_suite(
+def measure_memory(
+    setup: Setup | None = None,
     *,
-    models: tuple[str, ...] = tuple(MODELS),
-    tokens: tuple[int, ...] = TOKENS,
-    backend: str = "auto",
+    models: Mapping[str, PreTrainedConfig] | None = None,
+    memory_gib: float = 40.0,
+    tokens: int = 8192,
+    grow: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure the bytes of prompts in windows and full layers; return a JSON-able dict.
+    """Count bytes, measure processes, and calculate capacities; return a result for JSON.
 
     Args:
-        models: some of `MODELS`.
-        tokens: lengths of the prompts.
-        backend: of FP8PagedCache.
-        progress: called with the name of each thing measured.
+        setup: Shape of the layer, backend and device. None means the shape of an 8B model on a CPU.
+        models: Configs by name, for the capacity. None means well-known models.
+        memory_gib: Memory next to the model in GiB, for the capacity.
+        tokens: Number of tokens in the caches whose bytes are counted or measured.
+        grow: Whether separate processes store `tokens` tokens, which shows how much they grow.
+        progress: Function that is called with the name of the next measurement.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `model`, `form`, `prompt`, `tokens`, the bytes `held` after the prompt and `peak`, what the
-        process grew at most during it (None: not known here), the same of transformers' cache as
-        `stock_held` and `stock_peak`, and `ratio`, of what is held.
-
-    Raises:
-        RuntimeError: the process that measures ended early.
+        The entries of `describe_run`, `settings`, `rows` of `make_row`, and `capacity`, the rows of
+        `plan_capacity`.
     """
-    task = json.dumps({"models": models, "tokens": tokens, "backend": backend})
-    command = [sys.executable, "-c", f"from {__name__} import _measure; _measure()", task]
-    rows = []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=make_environment()
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            rows.append(json.loads(line))
-            if progress is not None:
-                progress(f"{rows[-1]['model']}, {rows[-1]['tokens']:,} tokens")
-    if process.returncode:
-        raise RuntimeError(f"the process that measures memory ended with {process.returncode}")
-    return {**describe_run("memory"), "settings": json.loads(task), "rows": rows}
+    setup, report = setup or Setup(), progress or (lambda _message: None)
+    run = describe_run("memory", device=setup.device)
+    report("bytes per token")
+    rows = count_bytes_per_token(setup, tokens)
+    if grow:
+        report("growth of processes")
+        rows += measure_processes(setup, tokens)
+    configs = models or {name: shape(name) for name in MODELS}
+    return {
+        **run,
+        "settings": {"heads": list(setup.heads), "tokens": tokens, "memory_gib": memory_gib,
+                     "percent": PERCENT, "page_size": PAGE, "max_batch_tokens": BATCH_TOKENS,
+                     "max_requests": REQUESTS},
+        "rows": rows,
+        "capacity": plan_capacity(configs, memory_gib, report),
+    }  # fmt: skip
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_memory_suite` as a table for a terminal."""
-    left, right = ("model", "form", "prompt"), ("tokens", "MiB", "bf16", "x", "peak", "bf16 peak")
-    return build_table(
+    """Return the result of `measure_memory` as tables for a terminal."""
+    from rich.console import Group
+
+    settings, heads = result["settings"], result["settings"]["heads"]
+    where = result["hardware"]["device"]
+    held = build_rows_table(
+        result["rows"],
+        title=f"{heads[1]} key/value heads, head size {heads[2]}, bf16",
+        caption=f"bytes per token and layer; growth of a process with {_LAYERS} layers on {where}",
+    )
+    left, right = ("model", "cache"), ("KiB / token", "tokens", "x")
+    capacity = build_table(
         {**dict.fromkeys(left, "left"), **dict.fromkeys(right, "right")},
         (
             (
-                row["model"], row["form"], row["prompt"], f"{row['tokens']:,}",
-                _mebibytes(row["held"]), _mebibytes(row["stock_held"]), f"{row['ratio']:.3f}",
-                _mebibytes(row["peak"]), _mebibytes(row["stock_peak"]),
+                row["model"], row["cache"], f"{row['bytes_per_token'] / 1024:.1f}",
+                f"{row['tokens']:,}", f"{row['ratio']:.2f}",
             )
-            for row in result["rows"]
+            for row in result["capacity"]
         ),
         grouped=True,
-        title="Bytes after a prompt, and at most during it, beside DynamicCache and StaticCache",
-        caption=f"at most {TARGET} of bf16; transformers {result['versions']['transformers']}. "
+        title=f"Tokens that fit into {settings['memory_gib']:g} GiB next to the model",
+        caption=f"calculated by the planner of transformers {result['versions']['transformers']}: "
+        f"{settings['percent']:.0%} of the memory, steps of {settings['max_batch_tokens']} tokens; "
         f"{result['date'][:10]}",
     )  # fmt: skip
+    return Group(held, capacity)
 
 
-def _mebibytes(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**20:.1f}"
+def count_bytes_per_token(setup: Setup, tokens: int) -> list[dict[str, Any]]:
+    """Return rows of bytes per token and layer, with `tokens` stored."""
+    plain = 4 * setup.heads[1] * setup.heads[2]
+    rows = [make_row("bytes per token", "DynamicCache", [plain], "B", context=tokens)]
+    ratios = []
+    for name in PAGED:
+        cache = setup.fill(setup.make_paged(name), tokens)
+        each = cache.memory_footprint()["total"] / tokens
+        rows.append(make_row("bytes per token", name, [each], "B", context=tokens))
+        ratios.append(make_row("bytes per token, ratio", name, [each / plain], "×",
+                               context=tokens, against="DynamicCache"))  # fmt: skip
+    return rows + ratios
 
 
-def make_config(name: str) -> PreTrainedConfig:
-    """Return the config of one of `MODELS`."""
-    fields = dict(MODELS[name])
-    return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=ATTENTION, **fields)
+def measure_processes(setup: Setup, tokens: int) -> list[dict[str, Any]]:
+    """Return rows of how much a separate process grows that stores 8 layers.
+
+    Raises:
+        RuntimeError: A process failed.
+    """
+    rows, grown = [], {}
+    for name in ("DynamicCache", E4M3):
+        task = json.dumps({"name": name, "tokens": tokens, "setup": vars(setup)})
+        script = f"import sys; from {__name__} import _grow; _grow(sys.argv[1])"
+        run = subprocess.run(
+            [sys.executable, "-c", script, task],
+            env=make_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode:
+            raise RuntimeError(f"the process that measures {name} ended with:\n{run.stderr}")
+        grown[name] = float(run.stdout.split()[-1])
+        rows.append(make_row("process grows", name, [grown[name] / 2**20], "MiB", context=tokens))
+    ratio = grown[E4M3] / grown["DynamicCache"]
+    return [*rows, make_row("process grows, ratio", E4M3, [ratio], "×", context=tokens,
+                            against="DynamicCache")]  # fmt: skip
 
 
-def _measure() -> None:
-    """Print a row for each case of the task, which is the last argument of the process."""
-    task = json.loads(sys.argv[-1])
+def make_environment() -> dict[str, str]:
+    """Return the environment of a process whose memory is measured.
+
+    glibc keeps freed pieces of up to 32 MiB unless the environment sets the limit.
+    """
+    return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def _grow(task: str) -> None:
+    """Write by how many bytes this process grew while it filled a cache and ran a step."""
+    given = json.loads(task)
+    setup = Setup(tuple(given["setup"].pop("heads")), **given["setup"])
+    query, key = setup.queries(1), setup.states(1)
+    module: AttentionLayer = setup.module
+
+    def use(tokens: int) -> Cache:
+        cache: Cache = DynamicCache()
+        attention: Attention = sdpa_attention_forward
+        if given["name"] in PAGED:
+            cache = setup.make_paged(given["name"], _LAYERS)
+            attention = fp8_paged_attention
+        for layer in range(_LAYERS):
+            setup.fill(cache, tokens, layer)
+            attend_step(module, query, key, key, cache, attention, layer)
+        return cache
+
     with torch.inference_mode():
-        for name in task["models"]:
-            config = make_config(name)
-            # Code that is compiled now is not measured later.
-            for warm_up in _rows(name, config, 64, task["backend"]):
-                del warm_up
-            for tokens in task["tokens"]:
-                for row in _rows(name, config, tokens, task["backend"]):
-                    sys.stdout.write(json.dumps(row) + "\n")
-                    sys.stdout.flush()
+        use(64)  # compiled code and threads exist before the measurement
+        before = _held_bytes(setup.device)
+        cache = use(given["tokens"])
+        sys.stdout.write(f"{_held_bytes(setup.device) - before}\n")
+        del cache
 
 
-def _rows(
-    name: str, config: PreTrainedConfig, tokens: int, backend: str
-) -> Iterator[dict[str, Any]]:
-    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
-    key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
-    for form, room in (("dynamic", None), ("preallocated", tokens)):
-        for prompt, (options, calls) in PROMPTS.items():
-            chunk = tokens if calls == 1 else min(-(-tokens // calls), LARGEST_CHUNK)
-            ours = FP8PagedCache(config, max_cache_len=room, backend=backend, **options)
-            held, peak = _feed(ours, key, value, chunk)
-            del ours
-            stock: Cache = DynamicCache(config=config)
-            if room is not None:
-                stock = StaticCache(config=config, max_cache_len=room)
-            stock_held, stock_peak = _feed(stock, key, value, chunk)
-            del stock
-            yield {
-                "model": name, "form": form, "prompt": prompt, "tokens": tokens, "held": held,
-                "peak": peak, "stock_held": stock_held, "stock_peak": stock_peak,
-                "ratio": held / stock_held,
-            }  # fmt: skip
+def _held_bytes(device: str) -> int:
+    """Return the bytes of this process, or on a GPU the bytes of its tensors."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return resident_bytes()
 
 
-def _feed(
-    cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk: int
-) -> tuple[int, int | None]:
-    """Store a prompt in every layer; return the bytes held after it and at most during it."""
-    before = _reset_peak()
-    for start in range(0, key.shape[2], chunk):
-        part = slice(start, start + chunk)
-        for layer in range(len(cache.layers)):
-            cache.update(key[:, :, part], value[:, :, part], layer)
-    # The kernel counts in steps: a small prompt may seem to take less than nothing.
-    peak = None if before is None else max(_read_peak() - before, 0)
-    return count_bytes(cache), peak
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    import psutil  # a requirement of accelerate
 
-
-def _reset_peak() -> int | None:
-    """Let the peak of this process begin anew; return what it holds, None where it is not known."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return resident_bytes()
-    except OSError:
-        return None
-
-
-def _read_peak() -> int:
-    """Return the most bytes that this process has held, as Linux counts it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    kibibytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
-    return int(kibibytes) * 1024
+    return int(psutil.Process().memory_info().rss)

@@ -1,4 +1,4 @@
-"""Quality suite: KL and top-1 of a model's predictions against the unquantised cache."""
+"""`hf-fp8kv bench quality`: a model's predictions with FP8 pages and with its 16-bit cache."""
 
 import pydoc_data.topics
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TOPICS: dict[str, str] = pydoc_data.topics.topics
-# The first ones of the topics of pydoc that are scored; then come the others, the longest first.
+# The topics of pydoc that are scored first; the longest other topics follow.
 TEXTS = ("objects", "execmodel", "import", "customization")
 DEFAULT = "the default"
 CACHES: dict[str, dict[str, Any]] = {
@@ -34,11 +34,11 @@ CACHES: dict[str, dict[str, Any]] = {
     "fp8_e4m3, scale 1.0": {"scales": 1.0},
 }
 STOCK = "QuantizedCache fp8"
-# Texts in one call of the model: what 4 need fits into 4 GB.
+# Texts in one call of the model: four of them fit into 4 GB.
 _BATCH = 4
 
 
-def run_quality_suite(
+def measure_quality(
     model: PreTrainedModel,
     tokenizer: Any,
     *,
@@ -49,19 +49,26 @@ def run_quality_suite(
     chunk: int = 32,
     progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Any]:
-    """Return what 8 bits do to the model's predictions on texts of Python's manual, for JSON.
+    """Score a model's predictions on texts of Python's manual under each cache, for JSON.
 
-    Of each text, `prefill` tokens are not scored and the next `score` are, in calls of `chunk`. The
-    model, a causal one, is left as it was; in float32 one sees the cache alone. `name` is what the
-    result calls it. `progress` is called with what is measured next, and the share that is done.
+    Args:
+        model: A causal model, which is left unchanged. In float32 only the cache adds error.
+        tokenizer: The model's tokenizer.
+        name: Name of the model in the result.
+        texts: Number of texts.
+        prefill: Number of tokens of each text before the scored tokens.
+        score: Number of scored tokens of each text.
+        chunk: Number of scored tokens in a call of the model.
+        progress: Function that is called with the cache and the share that is done.
 
     Returns:
-        `suite`, `date`, `command`, `versions`, `hardware`, `settings`, and `rows`, each with
-        `cache` and the fields of `Quality`.
+        The entries of `describe_run`, `settings`, and `rows` with `cache` and the fields of
+        `Quality`.
 
     Raises:
-        ConfigError: there are not that many texts of that many tokens.
+        ConfigError: Python's manual has fewer texts of this length.
     """
+    run = describe_run("quality", device=str(model.device))
     topics, ids = _select_texts(tokenizer, texts, prefill + score)
     caches = _cache_makers(model)
     total, done = ids.numel() * (len(caches) + 1), 0
@@ -78,7 +85,7 @@ def run_quality_suite(
             for batch in ids.to(model.device).split(_BATCH)
         ]
     return {
-        **describe_run("quality", device=str(model.device)),
+        **run,
         "settings": describe_settings(
             model, name, topics, prefill=prefill, score=score, chunk=chunk
         ),
@@ -92,7 +99,7 @@ def run_quality_suite(
 def describe_settings(
     model: PreTrainedModel, name: str, topics: Iterable[str], **tokens: int
 ) -> dict[str, Any]:
-    """Return the settings of a suite that scores topics, so many `tokens` of each."""
+    """Return the settings of a benchmark that scores `tokens` of each topic."""
     dtype = str(model.dtype).removeprefix("torch.")
     return {
         "model": name, "dtype": dtype, "attention": "fp8_paged", "texts": list(topics), **tokens
@@ -100,7 +107,7 @@ def describe_settings(
 
 
 def format_table(result: dict[str, Any]) -> "RenderableType":
-    """Return the rows of `run_quality_suite` as a table for a terminal."""
+    """Return the result of `measure_quality` as a table for a terminal."""
     settings = result["settings"]
     numbers = ("mean KL", "largest KL", "same top-1", "perplexity", "tokens")
     return build_table(
@@ -112,7 +119,7 @@ def format_table(result: dict[str, Any]) -> "RenderableType":
             )
             for row in result["rows"]
         ),
-        title=f"{settings['model']}, {settings['dtype']}: against the unquantised cache",
+        title=f"{settings['model']}, {settings['dtype']}: against the unquantized cache",
         caption=f"{len(settings['texts'])} texts, {settings['score']} tokens each after "
         f"{settings['prefill']}; {result['hardware']['cpu']}, {result['date']}",
     )  # fmt: skip
@@ -133,7 +140,7 @@ def _select_texts(tokenizer: Any, count: int, length: int) -> tuple[list[str], t
 def first_tokens(
     tokenizer: Any, names: Iterable[str], length: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the topics that are long enough, and their first tokens, `[1, length]`, int64."""
+    """Yield the topics of at least `length` tokens, and their first tokens, `[1, length]`."""
     for name in names:
         ids = tokenizer(TOPICS[name], truncation=True, max_length=length, return_tensors="pt")
         if ids.input_ids.shape[1] == length:
@@ -141,7 +148,7 @@ def first_tokens(
 
 
 def _cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
-    """Return what makes each cache; transformers' own where this version and model have it."""
+    """Return constructors of all caches, with transformers' FP8 cache if it supports the model."""
     caches: dict[str, Callable[[], Any]] = {
         name: partial(FP8PagedCache, model.config, **options) for name, options in CACHES.items()
     }
@@ -150,7 +157,7 @@ def _cache_makers(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
 
 
 def stock_cache(model: PreTrainedModel) -> Callable[[], Any] | None:
-    """Return what makes transformers' own FP8 cache; None where it cannot be made."""
+    """Return the constructor of transformers' FP8 cache; None if it does not support the model."""
     stock = partial(QuantizedCache, backend="fp8", config=model.config)
     try:
         stock()

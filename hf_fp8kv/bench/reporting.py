@@ -1,12 +1,10 @@
-"""Statistics, numbers and tables that the suites share."""
+"""Statistics and tables that the benchmarks share."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..cache.cache import FP8PagedCache
-from ..calibration.divergence import Scores
 from ..utils.tensors import collect_tensors
 
 if TYPE_CHECKING:
@@ -14,11 +12,37 @@ if TYPE_CHECKING:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Return the median and the first and third quartile; of one value, no quartiles."""
+    """Return the median and the first and third quartile; a single value has no quartiles."""
     if len(values) == 1:
         return values[0], None, None
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return statistics.median(values), low, high
+
+
+def make_row(
+    measure: str,
+    cache: str,
+    values: Sequence[float],
+    unit: str,
+    *,
+    context: int | None = None,
+    against: str | None = None,
+) -> dict[str, Any]:
+    """Return a row of a result: the median of the values and their quartiles.
+
+    Args:
+        measure: Name of the measured quantity.
+        cache: Name of the measured cache.
+        values: One value for each turn.
+        unit: Unit of the values.
+        context: Number of tokens in the cache.
+        against: Name of the other cache, if the values are ratios.
+    """
+    value, low, high = quartiles(values)
+    return {
+        "measure": measure, "cache": cache, "context": context, "against": against,
+        "value": value, "unit": unit, "low": low, "high": high,
+    }  # fmt: skip
 
 
 def format_number(value: float | None) -> str:
@@ -26,41 +50,6 @@ def format_number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def format_target(target: float | None) -> str:
-    """Return what a number must not pass, "" for None."""
-    return "" if target is None else f"≤ {target:g}"
-
-
-def report_percents(
-    progress: Callable[[str, float], None] | None, total: int
-) -> Callable[[str, int], None]:
-    """Return what reports progress once per percent of `total` tokens: a report may be a line."""
-    done = 0
-
-    def report(what: str, tokens: int) -> None:
-        nonlocal done
-        before, done = done, done + tokens
-        percent = 100 * done // total
-        if progress is not None and percent > 100 * before // total:
-            progress(f"{percent} %: {what}", done / total)
-
-    return report
-
-
-def summarize_texts(by_text: Sequence[Scores]) -> dict[str, Any]:
-    """Return the fields of `Quality` over all texts, with standard errors over the texts.
-
-    `kl_error` and `top1_error` are None for a single text; `kl_by_text` and `top1_by_text` are the
-    means within each.
-    """
-    result = asdict(Scores.concat(by_text).quality)
-    for name in ("kl", "top1"):
-        means: list[float] = [getattr(scores.quality, name) for scores in by_text]
-        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
-        result |= {f"{name}_error": error, f"{name}_by_text": means}
-    return result
 
 
 def build_table(
@@ -73,10 +62,10 @@ def build_table(
     """Return a table for a terminal.
 
     Args:
-        columns: their heads and on which side the cells stand.
-        rows: the cells.
-        grouped: rows with the same first cell are one section, which shows that cell once.
-        options: title, caption and so on, as `rich.table.Table` takes them.
+        columns: Headings and the alignment of their cells.
+        rows: Cells of each row.
+        grouped: Whether rows with the same first cell form a section, which shows the cell once.
+        options: Title, caption and other arguments of `rich.table.Table`.
     """
     from rich.table import Table
 
@@ -93,8 +82,27 @@ def build_table(
     return table
 
 
+def build_rows_table(rows: Iterable[Mapping[str, Any]], **options: Any) -> "Table":
+    """Return rows of `make_row` as a table for a terminal."""
+    columns: dict[str, Literal["left", "right"]] = {
+        "measure": "left", "cache": "left", "tokens": "right", "median": "right",
+        "quartiles": "right", "against": "left",
+    }  # fmt: skip
+    cells = (
+        (
+            row["measure"], row["cache"], str(row["context"] or ""),
+            f"{format_number(row['value'])} {row['unit']}",
+            "" if row["low"] is None
+            else f"{format_number(row['low'])} - {format_number(row['high'])}",
+            row["against"] or "",
+        )
+        for row in rows
+    )  # fmt: skip
+    return build_table(columns, cells, grouped=True, **options)
+
+
 def count_bytes(cache: Any) -> int:
-    """Return the bytes that a cache of this package or of transformers holds."""
+    """Return the bytes in a cache of this package or of transformers."""
     if isinstance(cache, FP8PagedCache):
         return int(cache.memory_footprint()["total"])
     tensors = {id(t): t for layer in cache.layers for t in collect_tensors(vars(layer))}

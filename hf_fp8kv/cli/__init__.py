@@ -44,7 +44,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("check")(check.check)
-app.command("bench")(bench.bench)
+app.add_typer(bench.app, name="bench")
 app.command("serve", cls=serve.Serve)(serve.serve)
 
 

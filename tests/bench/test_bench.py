@@ -1,208 +1,149 @@
-"""The benchmark runs, says what it measured, and does not time what is wrong.
+"""`hf-fp8kv bench`: its numbers are right, and a wrong step is not timed."""
 
-Speed itself is asserted only in the full tier: a busy machine is no reason for a red test.
-"""
-
-import io
+import functools
 import json
 
 import pytest
-import torch
-from rich.console import Console
 
-from hf_fp8kv.bench import contenders, cpu, cpu_memory, latent
-from hf_fp8kv.cache import first_write
+from hf_fp8kv.bench import contenders, memory, quality, speed
+from hf_fp8kv.bench.contenders import DYNAMIC, FOLDED, PAGED, QUANTIZED, Setup, take_turns
+from hf_fp8kv.bench.reporting import quartiles
 from hf_fp8kv.formats import DISTINCT
+from tests.helpers import command_line
 
-SMALL = {
-    "context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch",
-    "latent_context": (200,), "latent_heads": (4,),
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def chosen() -> list[torch.Size]:
-    """The queries of every choice that was made."""
-    return []
+pytestmark = pytest.mark.text
+SMALL = {"context": (64,), "first": (48,), "turns": 1}
 
 
 @pytest.fixture(scope="module")
-def result(chosen) -> dict[str, object]:
-    choose = first_write.choose_plan
-
-    def count(query, *args):
-        chosen.append(query.shape)
-        return choose(query, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first_write, "choose_plan", count)
-        patch.setattr(cpu, "_FIRST_TOKENS", (48, 64))
-        return cpu.run_cpu_suite(**SMALL, memory_tokens=None)
+def model(tmp_path_factory) -> str:
+    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_it_is_json(result):
-    assert json.loads(json.dumps(result)) == result
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return command_line.runner(monkeypatch, capsys)
 
 
-def test_it_says_where_and_how(result):
-    assert set(result) == {
-        "suite", "date", "command", "versions", "hardware", "settings", "rows"
-    }  # fmt: skip
-    assert result["hardware"]["threads"] == torch.get_num_threads()
-    assert result["hardware"]["cpu"]
-    # A build for GPUs has its CUDA in `torch.__version__` alone.
-    assert torch.__version__.startswith(result["versions"]["torch"])
-    assert result["settings"]["pairs"] == 2
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_speed_of_every_cache_and_its_ratios(run, model, monkeypatch, device):
+    """With a single turn, a ratio is that of the two times. The model gives the shape."""
+    small = functools.partial(speed.measure_speed, **SMALL)
+    monkeypatch.setattr(speed, "measure_speed", small)
+    code, out, err = run("bench", "speed", "--model", model, "--device", device, "--json", "-")
+    assert code == 0, err
+    assert "decode steps at 64 tokens" in err
+    result = json.loads(out)
+    assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
+    assert result["command"].startswith("hf-fp8kv bench speed")
+    assert result["hardware"]["device"] == device
+    assert result["settings"]["heads"] == [4, 2, 16]
+    times = {(row["measure"], row["cache"], row["context"]): row["value"]
+             for row in result["rows"] if row["unit"] == "ms"}  # fmt: skip
+    assert all(value > 0 for value in times.values())
+    steps = {cache for measure, cache, _ in times if measure == "decode step"}
+    names = {f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" for fmt in DISTINCT}
+    assert steps == {*names, *PAGED, DYNAMIC, QUANTIZED, FOLDED}
+    assert {measure for measure, _, _ in times} == {"decode step", "first call", "256 tokens more"}
+    found = [row for row in result["rows"] if row["unit"] == "×"]
+    assert len(found) == 3 * len(PAGED) + 2
+    for row in found:
+        measure = row["measure"].removesuffix(", ratio")
+        of, against = (times[measure, row[name], row["context"]] for name in ("cache", "against"))
+        assert row["value"] == pytest.approx(of / against)
 
 
-def test_every_pair_is_measured_at_every_context(result):
-    found = {
-        (row["cache"], row["against"], row["context"])
-        for row in result["rows"]
-        if row["measure"] == "ratio"
-    }
-    for cache in cpu.PAGED:
-        for other in (cpu.DYNAMIC, cpu.QUANTIZED, cpu.FOLDED):
-            for context in SMALL["context"]:
-                assert (cache, other, context) in found
+def test_a_wrong_step_is_not_timed(monkeypatch):
+    right = contenders.fp8_paged_attention
+
+    def swapped(module, query, keys, values, *args, **kwargs):
+        return right(module, query, values, keys, *args, **kwargs)
+
+    monkeypatch.setattr(contenders, "fp8_paged_attention", swapped)
+    with pytest.raises(RuntimeError, match="expected torch's attention"):
+        contenders.make_steps(64, Setup((4, 2, 16), "torch"))
 
 
-def test_latents_are_compared_with_expanding_and_with_torch(result):
-    rows = [row for row in result["rows"] if row["measure"] == "latent, 4 heads"]
-    found = {(row["cache"], row["against"]) for row in rows}
-    names = {*latent.PAGED, latent.ABSORBED, latent.DYNAMIC}
-    assert found == {(name, None) for name in names} | {
-        (name, other) for name in latent.PAGED for other in (latent.ABSORBED, latent.DYNAMIC)
-    }
-
-
-def test_a_wrong_step_over_latents_is_not_timed(monkeypatch):
-    right = latent.fp8_paged_attention
-
-    def wrong(*args, **kwargs):
-        out, weights = right(*args, **kwargs)
-        return out * 1.2, weights
-
-    monkeypatch.setattr(latent, "fp8_paged_attention", wrong)
-    with pytest.raises(RuntimeError, match="expected absorbed attention"):
-        latent.make_steps(latent.make_module(4), 4, 70, "torch")
-
-
-def test_rows_are_alike(result):
-    keys = {"measure", "cache", "context", "against", "value", "unit", "low", "high", "target"}
-    for row in result["rows"]:
-        assert set(row) == keys
-        assert row["value"] > 0
-        assert row["low"] is None or row["low"] <= row["value"] <= row["high"]
-    measures = {row["measure"] for row in result["rows"]}
-    assert measures == {
-        "decode step", "ratio", "cost per token", "256 tokens more", "first call", "update",
-        "deepcopy",
-        "reorder 4 beams", "host, per layer", "bytes per token", "latent, 4 heads",
-    }  # fmt: skip
-
-
-def test_every_format_is_measured(result):
-    cached = {row["cache"] for row in result["rows"] if row["measure"] == "decode step"}
-    for fmt in DISTINCT:
-        assert f"FP8PagedCache {fmt.name.removeprefix('fp8_')}" in cached
-
-
-def test_targets_are_those_of_the_longest_context(result):
-    speed = [row for row in result["rows"] if row["against"] in cpu.TARGETS]
-    for row in speed:
-        expected = cpu.TARGETS[row["against"]] if row["context"] == 128 else None
-        assert row["target"] == expected
-
-
-def test_rotated_formats_are_held_against_e3m4(result):
-    rows = [row for row in result["rows"] if row["against"] == cpu.E3M4]
-    names = ("FP8PagedCache e2m5", "FP8PagedCache int8")
-    expected = {(name, context) for name in names for context in SMALL["context"]}
-    assert {(row["cache"], row["context"]) for row in rows} == expected
-    assert {row["target"] for row in rows} == {1.05}
-    for name in names:
-        cache = contenders.make_paged((4, 2, 16), "auto", name)
-        assert all(side.rotated for plan in cache.plan.values() for side in plan)
-
-
-def test_first_calls_with_a_choice_are_held_against_those_without(result, chosen):
-    rows = [row for row in result["rows"] if row["measure"] == "first call"]
-    default, safe = "FP8PagedCache default", "FP8PagedCache e3m4, K centered"
-    expected = [(name, tokens) for tokens in (48, 64) for name in (default, safe)]
-    assert [(row["cache"], row["context"]) for row in rows] == expected
-    against = [row for row in result["rows"] if row["against"] == safe]
-    assert [(row["cache"], row["context"]) for row in against] == [(default, 48), (default, 64)]
-    # In each turn, the one before the first among them, one of the two decides.
-    assert chosen == [(4, 48, 16)] * 3 + [(4, 64, 16)] * 3
-
-
-def test_the_table(result):
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(cpu.format_table(result))
-    text = console.export_text()
-    for name in (*cpu.PAGED, cpu.DYNAMIC, cpu.FOLDED, "bytes per token", "≤ 0.35"):
-        assert name in text
-
-
-def test_turns_are_interleaved_in_changing_order():
+def test_turns_alternate_in_changing_order():
     order = []
     steps = {name: lambda name=name: order.append(name) for name in "abc"}
-    seconds = contenders.take_turns(steps, 5)
+    seconds = take_turns(steps, 5)
     turns = ["".join(order[i : i + 3]) for i in range(0, 18, 3)]
     assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
     assert len(set(turns)) > 2
     assert {len(taken) for taken in seconds.values()} == {5}
+    assert quartiles([3.0]) == (3.0, None, None)
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch):
-    right = contenders.fp8_paged_attention
-
-    def wrong(*args, **kwargs):
-        out, weights = right(*args, **kwargs)
-        return out * 1.05, weights
-
-    monkeypatch.setattr(contenders, "fp8_paged_attention", wrong)
-    with pytest.raises(RuntimeError, match="expected torch's attention"):
-        contenders.make_steps(64, (4, 2, 16), "torch")
-
-
-def test_bytes_meet_their_targets():
-    rows = cpu_memory.measure_bytes((32, 8, 128), "torch")
-    ratios = [row for row in rows if row["measure"] == "ratio"]
-    assert len(ratios) == len(cpu.PAGED)
-    for row in ratios:
-        assert row["value"] <= row["target"]
+def test_memory_counts_the_bytes_of_the_format(run, model, monkeypatch, tmp_path):
+    """A token has K and V of two heads of 16 numbers, and two bytes per dynamic scale."""
+    small = functools.partial(memory.measure_memory, grow=False, tokens=2048)
+    monkeypatch.setattr(memory, "measure_memory", small)
+    path = tmp_path / "memory.json"
+    options = ("--model", model, "--device", "cpu", "--memory-gib", "9")
+    code, out, err = run("bench", "memory", *options, "--json", str(path))
+    assert code == 0, err
+    assert "bytes per token" in out
+    assert "fp8, dynamic scales" in out
+    result = json.loads(path.read_text())
+    assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
+    held = {row["cache"]: row["value"] for row in result["rows"] if row["unit"] == "B"}
+    assert held.pop("DynamicCache") == 2 * 2 * 16 * 2
+    assert held.keys() == PAGED.keys()
+    for name, value in held.items():
+        # The cache's own tables are small.
+        assert value == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
+    assert {row["model"] for row in result["capacity"]} == {model}
+    assert result["settings"]["memory_gib"] == 9
 
 
 @pytest.mark.full
-def test_memory_of_processes():
-    """Two processes that grow: no dense copy of the pages stays anywhere."""
-    rows = cpu_memory.measure_processes(2048, (8, 8, 128), "auto")
+def test_a_process_grows_by_what_its_cache_holds(monkeypatch):
+    """No dense copy of the pages remains. A process that fails explains why."""
+    rows = memory.measure_processes(Setup((8, 8, 128)), 2048)
     grown = {row["cache"]: row["value"] for row in rows if row["unit"] == "MiB"}
     stored = 8 * 2048 * 2 * 8 * 128 * 2 / 2**20
     assert 0.95 * stored < grown["DynamicCache"] < 1.1 * stored
     assert grown["FP8PagedCache e4m3"] < 0.65 * stored
-
-
-@pytest.mark.full
-def test_a_process_that_fails_says_why(monkeypatch):
-    monkeypatch.setattr(cpu_memory, "PAGED", {"FP8PagedCache e4m3": {}})
+    monkeypatch.setattr(memory, "PAGED", {"FP8PagedCache e4m3": {}})
     with pytest.raises(RuntimeError, match="BackendError"):
-        cpu_memory.measure_processes(64, (4, 2, 16), "no such backend")
+        memory.measure_processes(Setup((4, 2, 16), "no such backend"), 64)
 
 
-@pytest.mark.full
-def test_the_speed_that_is_promised():
-    result = cpu.run_cpu_suite(context=(1024, 16384), memory_tokens=None, latent_context=())
-    for row in result["rows"]:
-        if row["target"] is not None:
-            assert row["value"] <= row["target"], row
-    [growth] = [row for row in result["rows"] if row["measure"] == "cost per token"]
-    assert growth["value"] < 1.5
-    updates = {
-        row["context"]: row["value"]
-        for row in result["rows"]
-        if row["measure"] == "update" and "FP8" in row["cache"]
-    }
-    assert updates[16384] < 2 * updates[64]
+def test_quality_of_a_model(run, model, monkeypatch):
+    """Unquantized pages change no prediction, and fewer bits of mantissa change more."""
+    monkeypatch.setitem(quality.CACHES, "auto", {"dtype": "auto"})
+    assert {fmt.name for fmt in DISTINCT} <= quality.CACHES.keys()
+    options = ("--model", model, "--texts", "5", "--device", "cpu")
+    code, out, err = run("bench", "quality", *options, "--json", "-")
+    assert code == 0, err
+    result = json.loads(out)
+    assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
+    assert len(set(result["settings"]["texts"])) == 5
+    assert result["settings"]["texts"][:4] == list(quality.TEXTS)
+    rows = {row["cache"]: row for row in result["rows"]}
+    assert quality.CACHES.keys() <= rows.keys()
+    assert rows["auto"]["kl"] < 1e-9
+    assert rows["auto"]["top1"] == 1
+    for row in rows.values():
+        assert row["tokens"] == 5 * 128
+        assert row["kl"] <= row["kl_max"]
+    assert 1e-9 < rows["fp8_e3m4"]["kl"] < rows["fp8_e4m3"]["kl"] < rows["fp8_e5m2"]["kl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("quantum",), 2, "No such command"),
+        (("speed", "--device", "quantum"), 2, "expected auto, cpu, cuda"),
+        (("speed", "--json", "/no/such/folder/speed.json"), 2, "a folder that exists"),
+        (("quality", "--texts", "1000"), 1, "texts: expected at most"),
+    ],
+)
+def test_options_that_are_refused(run, model, options, code, message):
+    given = () if options[0] == "quantum" else ("--model", model)
+    found, out, err = run("bench", *options, *given)
+    assert (found, out) == (code, "")
+    assert message in " ".join(err.replace("│", " ").split())
+    assert "decode steps" not in err

@@ -26,9 +26,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_fp8kv import ConfigError, cli, ops
-from hf_fp8kv.bench import gpu as bench_gpu
-from hf_fp8kv.bench.gpu import (
+from benchmarks.gpu import (
     baselines,
     cached,
     decode,
@@ -43,11 +41,13 @@ from hf_fp8kv.bench.gpu import (
     vllm_file,
     write,
 )
-from hf_fp8kv.bench.gpu.end_to_end import STOCK_OFFLOADED
-from hf_fp8kv.bench.gpu.record import DeviceLost, Record
-from hf_fp8kv.bench.gpu.results import complete
-from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case
-from hf_fp8kv.bench.gpu.timing import Stage
+from benchmarks.gpu.end_to_end import STOCK_OFFLOADED
+from benchmarks.gpu.record import DeviceLost, Record
+from benchmarks.gpu.results import complete
+from benchmarks.gpu.shapes import BF16, FULL, KINDS, TINY, Case
+from benchmarks.gpu.timing import Stage
+from hf_fp8kv import ConfigError, cli, ops
+from hf_fp8kv.bench import gpu as bench_gpu
 from hf_fp8kv.formats import DISTINCT
 from hf_fp8kv.ops.triton import tuning
 from tests.helpers.wrong_results import five_percent_more, one_not_written
@@ -553,7 +553,7 @@ def test_vllm_s_kernel_from_a_file(record, monkeypatch, tmp_path):
 
 
 def test_the_kernel_that_only_reads(triton_record):
-    from hf_fp8kv.bench.gpu.read_kernel import read_all
+    from benchmarks.gpu.read_kernel import read_all
 
     source = torch.randint(-(2**31), 2**31 - 1, (4 * 3 * 2 * 64,), dtype=torch.int32)
     found = read_all(source.to(triton_record.stage.device), 4, 64, 2)
@@ -818,7 +818,7 @@ def test_what_was_measured_before_the_end_is_kept(runner, tmp_path):
     """Killed in the middle of a section: the file has all rows, and names what is missing."""
     script = (
         "import time; from pathlib import Path; from hf_fp8kv.bench import gpu;"
-        "from hf_fp8kv.bench.gpu import suite\n"
+        "from benchmarks.gpu import suite\n"
         "def hangs(record, sizes, backend):\n"
         "    record.measure('write', 'a', 'b', lambda: {'us': 1.0})\n"
         "    time.sleep(100)\n"

@@ -8,12 +8,12 @@ import types
 import pytest
 import torch
 
+from benchmarks.gpu import cached, goals, latent, latent_kernels, other_kernels
+from benchmarks.gpu.pools import check
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.shapes import BF16, FULL, KINDS, TINY, Case, Heads
+from benchmarks.gpu.timing import Stage
 from hf_fp8kv import ops
-from hf_fp8kv.bench.gpu import cached, goals, latent, latent_kernels, other_kernels
-from hf_fp8kv.bench.gpu.pools import check
-from hf_fp8kv.bench.gpu.record import Record
-from hf_fp8kv.bench.gpu.shapes import BF16, FULL, KINDS, TINY, Case, Heads
-from hf_fp8kv.bench.gpu.timing import Stage
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import reference
 from tests.helpers.wrong_results import five_percent_more, one_not_written

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_fp8kv.bench.gpu import goals
-from hf_fp8kv.bench.gpu.results import complete, line
+from benchmarks.gpu import goals
+from benchmarks.gpu.results import complete, line
 
 READ = goals.LARGE
 SHARE = "decode {}, share of 4.8 TB/s, 256k tokens on"

@@ -17,7 +17,7 @@ import torch
 
 from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.hot_loops import AttentionLayer
+from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import densify, pages_of
 from hf_fp8kv.paging import page_pool
 from tests.helpers.assertions import assert_same

@@ -18,7 +18,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, enable
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.hot_loops import AttentionLayer
+from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.paging import page_pool
 from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedPool

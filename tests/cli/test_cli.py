@@ -1,18 +1,14 @@
 """The command line, called as its script calls it: what it prints, and its exit codes."""
 
 import json
-import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_fp8kv.bench import cpu, quality
 from hf_fp8kv.cli import values
 from hf_fp8kv.cli.side_by_side import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
-from hf_fp8kv.utils.terminal import make_table
 from tests.helpers import command_line
 
 pytestmark = pytest.mark.text
@@ -230,87 +226,3 @@ def test_check_reports_on_a_model(run, model):
     assert code == 0
     assert "fused" in json.dumps(json.loads(out)["model"])
     assert "fused" in run("check", "--model", model)[1]
-
-
-@pytest.fixture
-def measures(monkeypatch) -> list[dict[str, object]]:
-    """The rows that a stand-in for the benchmark returns."""
-    rows: list[dict[str, object]] = [{"case": "decode [16k]", "ratio": 0.25}, {"case": "write"}]
-
-    def run_cpu_suite(*, progress):
-        progress("decode steps")
-        return {"suite": "cpu", "rows": rows}
-
-    stand_in = types.SimpleNamespace(
-        run_cpu_suite=run_cpu_suite, format_table=lambda result: make_table(result["rows"])
-    )
-    monkeypatch.setitem(sys.modules, "hf_fp8kv.bench.cpu", stand_in)
-    return rows
-
-
-def test_bench_prints_its_rows(run, measures, tmp_path):
-    code, out, err = run("bench", "--json", "-")
-    assert code == 0
-    assert json.loads(out) == {"suite": "cpu", "rows": measures}
-    assert "decode steps" in err
-    path = tmp_path / "cpu.json"
-    code, out, _ = run("bench", "--json", str(path))
-    assert json.loads(path.read_text()) == {"suite": "cpu", "rows": measures}
-    assert code == 0
-    assert "decode [16k]" in out
-    assert "0.25" in out
-
-
-def test_bench_names_the_suites_it_has(run, measures):
-    code, _, err = run("bench", "--suite", "quantum")
-    assert code == 2
-    assert "cpu, gpu, host, quality" in err
-
-
-def test_bench_refuses_a_path_that_cannot_be_written_before_it_measures(run, measures, tmp_path):
-    code, out, err = run("bench", "--json", str(tmp_path / "none" / "cpu.json"))
-    assert code == 2
-    assert "decode steps" not in err
-    assert not out
-
-
-def test_bench_takes_what_the_real_suite_gives(run, monkeypatch):
-    small = {
-        "context": (64, 128), "heads": (4, 2, 16), "pairs": 2, "backend": "torch",
-        "latent_context": (),
-    }  # fmt: skip
-    real = cpu.run_cpu_suite
-    monkeypatch.setattr(
-        cpu, "run_cpu_suite", lambda **more: real(**small, memory_tokens=None, **more)
-    )
-    code, out, err = run("bench", "--suite", "cpu")
-    assert code == 0, err
-    assert "decode step" in out
-    assert "FP8PagedCache e4m3" in out
-
-
-def test_quality_of_a_model(run, model, tmp_path):
-    path = tmp_path / "quality.json"
-    options = ("--suite", "quality", "--model", model, "--texts", "5", "--device", "cpu")
-    code, out, err = run("bench", *options, "--json", str(path))
-    assert code == 0, err
-    found = json.loads(path.read_text())
-    assert set(found) == {
-        "suite", "date", "command", "versions", "hardware", "settings", "rows"
-    }  # fmt: skip
-    assert len(set(found["settings"]["texts"])) == 5
-    assert found["settings"]["texts"][:4] == list(quality.TEXTS)
-    rows = {row["cache"]: row for row in found["rows"]}
-    assert {*quality.CACHES} <= {*rows} <= {*quality.CACHES, quality.STOCK}
-    for cache, row in rows.items():
-        assert cache in out
-        assert row["tokens"] == 5 * 128
-        assert 0 < row["kl"] <= row["kl_max"]
-        assert 0 < row["top1"] <= 1
-    assert rows["fp8_e3m4"]["kl"] < rows["fp8_e4m3"]["kl"] < rows["fp8_e5m2"]["kl"]
-
-
-def test_quality_asks_for_no_more_texts_than_there_are(run, model):
-    code, _, err = run("bench", "--suite", "quality", "--model", model, "--texts", "1000")
-    assert code == 1
-    assert "texts: expected at most" in err

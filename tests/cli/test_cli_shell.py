@@ -40,23 +40,8 @@ def completed(monkeypatch, capsys):
         ("hf-fp8kv generate --attn s", ["sdpa"]),
         ("hf-fp8kv generate --key-dtype a", ["auto"]),
         ("hf-fp8kv generate --device c", ["cpu", "cuda"]),
-        ("hf-fp8kv bench --suite m", ["memory"]),
-        (
-            "hf-fp8kv bench --suite ",
-            [
-                "cpu",
-                "gpu",
-                "host",
-                "quality",
-                "accuracy",
-                "long",
-                "latent",
-                "serve",
-                "capacity",
-                "memory",
-                "prefix",
-            ],
-        ),
+        ("hf-fp8kv bench ", ["speed", "memory", "quality"]),
+        ("hf-fp8kv bench speed --device c", ["cpu", "cuda"]),
         ("hf-fp8kv calibrate --granularity ", ["tensor", "head", "channel", "token"]),
         ("hf-fp8kv calibrate --format v", ["vllm-json"]),
         ("hf-fp8kv calibrate --model-dtype b", ["bfloat16"]),
@@ -71,7 +56,7 @@ def test_a_shell_completes(completed, line, offered):
 
 
 def test_zsh_completes_too(completed):
-    (offered,) = completed("hf-fp8kv bench --suite q", "zsh")
+    (offered,) = completed("hf-fp8kv bench q", "zsh")
     assert '"quality"' in offered
 
 
@@ -80,10 +65,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def test_completion_of_a_process_of_its_own():
-    asked = {"COMP_WORDS": "hf-fp8kv bench --suite cp", "COMP_CWORD": "3"}
+    asked = {"COMP_WORDS": "hf-fp8kv bench sp", "COMP_CWORD": "2"}
     environment = {**ENVIRONMENT, "_HF_FP8KV_COMPLETE": "complete_bash", **asked}
     found = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "cpu\n", "")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "speed\n", "")
 
 
 @pytest.fixture

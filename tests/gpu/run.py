@@ -169,7 +169,7 @@ def read_summary(results: Path) -> dict[str, object]:
     if not results.exists():
         return {}
     sys.path.insert(0, str(ROOT))
-    from hf_fp8kv.bench.gpu import line
+    from benchmarks.gpu import line
 
     return line(json.loads(results.read_text()))
 

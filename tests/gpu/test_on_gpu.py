@@ -14,15 +14,15 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu import cached, latent
+from benchmarks.gpu.decode import attend, make_plan_step, make_query
+from benchmarks.gpu.pools import check, pages_for, poison_memory, relative_error
+from benchmarks.gpu.record import TOLERANCE, Record
+from benchmarks.gpu.shapes import BF16, KINDS, TINY, Case, Heads
+from benchmarks.gpu.timing import Stage
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.gpu import cached, latent
-from hf_fp8kv.bench.gpu.decode import attend, make_plan_step, make_query
-from hf_fp8kv.bench.gpu.pools import check, pages_for, poison_memory, relative_error
-from hf_fp8kv.bench.gpu.record import TOLERANCE, Record
-from hf_fp8kv.bench.gpu.shapes import BF16, KINDS, TINY, Case, Heads
-from hf_fp8kv.bench.gpu.timing import Stage
-from hf_fp8kv.bench.hot_loops import AttentionLayer
+from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import Pages, reference
 from tests.helpers.tiny_models import tiny

@@ -1,0 +1,104 @@
+"""Hot loops of two source trees of the package in alternating turns.
+
+A process for each tree runs the loops of `hot_loops.py`. The processes alternate, so that a busy
+machine slows both of them down; the result is the median of the ratios within a turn. Tools such as
+pyperf time one tree after the other.
+
+    git worktree add /tmp/before HEAD~1
+    python -m benchmarks.compare /tmp/before --turns 30 --backend numba
+"""
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.utils.environment import describe_run
+
+from . import hot_loops
+from .shared import TURNS, Result, main
+
+NEW = Path(__file__).parents[1]
+
+
+def compare_trees(
+    old: Path,
+    new: Path = NEW,
+    *,
+    turns: int = 30,
+    backend: str = "auto",
+    loops: str = "",
+    progress: Callable[[str], None],
+) -> Result:
+    """Return a row for each hot loop: `loop`, `old` and `new` in µs, `ratio`, `low` and `high`.
+
+    Args:
+        old: Folder that contains a folder `hf_fp8kv`.
+        new: As `old`, for the tree to compare with it.
+        turns: Number of turns of each loop in each tree, after a turn that does not count.
+        backend: Backend of `FP8PagedCache`.
+        loops: Beginning of the names of the loops to run.
+        progress: Function that is called with the number of the turn.
+
+    Raises:
+        RuntimeError: A tree cannot run the loops.
+    """
+    run = describe_run("compare")
+    # -P: Python must not import from the script's folder.
+    command = [sys.executable, "-P", str(hot_loops.__file__), backend, loops]
+    shuffle, order = random.Random(0).shuffle, [0, 1]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(
+                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(tree.resolve())},
+            ))
+            for tree in (old, new)
+        ]  # fmt: skip
+        names, _ = [json.loads(_read_line(process)) for process in processes]
+        pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        for turn in range(turns + 1):
+            progress(f"turn {turn} of {turns}")
+            for name in names:
+                shuffle(order)
+                taken = {which: _measure(processes[which], name) for which in order}
+                if turn:
+                    pairs[name].append((taken[0], taken[1]))
+    rows = []
+    for name, measured in pairs.items():
+        ratio, low, high = quartiles([after / before for before, after in measured])
+        before, after = (quartiles(values)[0] for values in zip(*measured, strict=True))
+        row = {"loop": name, "old": before, "new": after, "ratio": ratio, "low": low, "high": high}
+        rows.append(row)
+    settings = {"old": str(old), "new": str(new), "turns": turns, "backend": backend}
+    return {**run, "settings": settings, "rows": rows}
+
+
+def _measure(process: "subprocess.Popen[str]", name: str) -> float:
+    """Return the microseconds per layer and step of one turn of a loop."""
+    assert process.stdin is not None
+    process.stdin.write(name + "\n")
+    process.stdin.flush()
+    return float(_read_line(process))
+
+
+def _read_line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    if not (line := process.stdout.readline()):
+        raise RuntimeError(f"a process ended with {process.wait()}: {process.args!r}")
+    return line
+
+
+if __name__ == "__main__":
+    options = {
+        "old": {"type": Path, "help": "The source tree to compare with."},
+        "--new": {"type": Path, "help": "Default: the tree of this module."},
+        "--backend": {"help": "Default: auto."},
+        "--loops": {"help": "Beginning of the names of the loops to run."},
+    }
+    main(__doc__, compare_trees, {**options, **TURNS})

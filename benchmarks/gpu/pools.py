@@ -1,0 +1,203 @@
+"""Random pages to read, and a check of what a contender makes of them."""
+
+import functools
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from hf_fp8kv.formats import AUTO, FORMATS
+from hf_fp8kv.ops import Pages, StoredSide, reference
+from hf_fp8kv.ops.blocks import copy_side_by_side
+
+from .shapes import Case, Heads, Kind
+from .timing import Stage
+
+PAGE_SIZE = 64
+# Of many query tokens, so many of the first and of the last are checked.
+CHECKED = 128
+# Of a KV head's query heads, so many at once: the reference has keys of its own for each.
+CHECKED_HEADS = 16
+
+
+@functools.lru_cache(maxsize=4)
+def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
+    """Return a few pages that the reference wrote: normal random numbers."""
+    dynamic = kind.format != AUTO and not kind.static
+
+    def side(static: torch.Tensor | None, dim: int, fmt: str, *shape: int) -> StoredSide:
+        dtype = torch.bfloat16 if fmt == AUTO else torch.uint8
+        codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
+        return StoredSide(codes, static, None, fmt, dim)
+
+    k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
+    v_dim, v_format = heads.dim, kind.format
+    if heads.positions:
+        v_dim, v_format, v_static = heads.positions, AUTO, None
+    k = side(k_static, heads.dim, kind.format, PAGE_SIZE, heads.dim)
+    v = side(v_static, v_dim, v_format, v_dim, PAGE_SIZE)
+    slots = (count, heads.kv, PAGE_SIZE, 2)
+    scales = torch.empty(slots, dtype=torch.bfloat16, device=device) if dynamic else None
+    pages = Pages(k, v, scales, torch.arange(count, dtype=torch.int32, device=device)[None])
+    shape = (1, heads.kv, count * PAGE_SIZE)
+    key, value = (
+        torch.randn(*shape, dim, dtype=torch.bfloat16, device=device) for dim in (heads.dim, v_dim)
+    )
+    reference.write(
+        pages, key, value, torch.full((1,), key.shape[2], dtype=torch.int32, device=device)
+    )
+    return pages
+
+
+def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:
+    """Return scales of K and V, one per head; normal random numbers reach about 5."""
+    top = 5.5 / FORMATS[kind.format].max
+    head = torch.linspace(top, 1.5 * top, heads.kv, device=device)
+    return [x[:, None].expand(-1, heads.dim).contiguous() for x in (head, head.flip(0))]
+
+
+def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> list[Pages]:
+    """Return the pages of so many layers, which share one block table, as in a model.
+
+    Pages of a sequence lie scattered over the pool. `count` pages differ.
+    """
+    sample = _make_sample(kind, case.heads, count, stage.device)
+    each = [-(-length // PAGE_SIZE) for length in case.lengths]
+    order = torch.randperm(sum(each), device=stage.device).int()
+    table = torch.nn.utils.rnn.pad_sequence(order.split(each), batch_first=True, padding_value=-1)
+    layer_pages = []
+    for _ in range(layers):
+        chosen = torch.randint(0, count, (len(order),), device=stage.device)
+        pages = map_stored(sample, functools.partial(torch.index_select, dim=0, index=chosen))
+        layer_pages.append(pages._replace(table=table))
+    return layer_pages
+
+
+def map_stored(pages: Pages, change: Callable[[torch.Tensor], torch.Tensor]) -> Pages:
+    """Return pages with changed codes and token scales."""
+    k, v = (side._replace(codes=change(side.codes)) for side in (pages.k, pages.v))
+    scales = None if pages.token_scales is None else change(pages.token_scales)
+    return pages._replace(k=k, v=v, token_scales=scales)
+
+
+def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
+
+    Where lengths differ, each sequence of each layer has its own, `[1, Hkv, N, D]`.
+    """
+    rows = [(len(case.lengths), case.lengths[0])]
+    if case.is_ragged:
+        rows = [(1, length) for length in case.lengths]
+    heads = case.heads
+
+    def numbers(batch: int, length: int) -> torch.Tensor:
+        return stage.randn(batch, heads.kv, length, heads.dim)
+
+    return [(numbers(*row), numbers(*row)) for _ in range(layers) for row in rows]
+
+
+# -- checks --------------------------------------------------------------------------------------
+
+
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest relative RMS of a sequence; infinite where something is not finite."""
+    axes = tuple(range(1, output.ndim))
+    output, expected = output.double(), expected.double()
+    error = ((output - expected).square().mean(axes) / expected.square().mean(axes)).sqrt().max()
+    return float(error) if bool(error.isfinite()) else float("inf")
+
+
+def check(
+    output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case,
+    projection: torch.Tensor | None = None,
+) -> float:  # fmt: skip
+    """Return the error of `output` `[B, T, Hq, D]`, against the reference on the same bytes.
+
+    The first, the last, the longest and a random sequence are looked at, each in one KV head, or in
+    some heads of one with many: the reference would not fit for all. Elsewhere the numbers must be
+    finite. `query` is `[B, Hq, T, D]`. `projection`: `[Hq, V, D]`, what heads of the output were
+    multiplied by after attention.
+    """
+    if not bool(output.isfinite().all()):
+        return float("inf")
+    batch, heads = len(case.lengths), case.heads
+    if pages.addresses is not None:
+        pages = copy_side_by_side(pages, 0, pages.table.shape[1])
+    longest = max(range(batch), key=lambda b: case.lengths[b])
+    groups = heads.query // heads.kv
+    count = groups if groups <= CHECKED_HEADS else math.gcd(groups, CHECKED_HEADS)
+    parts = heads.query // count
+    places = {(0, 0), (batch - 1, parts - 1), (longest, parts // 2)}
+    places.add((random.randrange(batch), random.randrange(parts)))
+    worst = 0.0
+    for b, part in places:
+        rows = slice(part * count, (part + 1) * count)
+        one = _select_head(pages, b, rows.start // groups)
+        for first, last in _split_queries(case.tokens):
+            # Queries are the last of what is stored: earlier ones see a shorter text.
+            length = case.lengths[b] - case.tokens + last
+            spec = case.attention_spec()
+            if case.padding:
+                position = torch.arange(length, device=query.device)
+                spec = spec._replace(mask=(position >= case.padding[b])[None, None, None])
+            lengths = torch.tensor([length], dtype=torch.int32, device=query.device)
+            expected = reference.attend(
+                query[b : b + 1, rows, first:last], one, lengths, 0, length, spec
+            )
+            if projection is not None:
+                expected = torch.einsum("bthr,hvr->bthv", expected, projection[rows])
+            worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
+    return worst
+
+
+def _split_queries(tokens: int) -> list[tuple[int, int]]:
+    """Return the ranges of queries to check: all of a few, the first and the last of many."""
+    if tokens <= 2 * CHECKED:
+        return [(0, tokens)]
+    return [(0, CHECKED), (tokens - CHECKED, tokens)]
+
+
+def _select_head(pages: Pages, sequence: int, head: int) -> Pages:
+    one = slice(head, head + 1)
+    cut = map_stored(pages, lambda stored: stored[:, one])
+    k, v = (
+        side._replace(
+            static_scale=None if side.static_scale is None else side.static_scale[one],
+            center=None if side.center is None else side.center[sequence : sequence + 1, one],
+        )
+        for side in (cut.k, cut.v)
+    )
+    return Pages(k, v, cut.token_scales, pages.table[sequence : sequence + 1])
+
+
+def check_dense(
+    output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case,
+    projection: torch.Tensor | None = None,
+) -> float:  # fmt: skip
+    """Return the error for dense K and V, `[B, Hkv, N, D]`, of `output` `[B, Hq, T, D]`."""
+    pages = Pages(
+        StoredSide(k, None, None, AUTO, k.shape[3]),
+        StoredSide(v.transpose(2, 3), None, None, AUTO, v.shape[3]),
+        None,
+        torch.arange(len(k), dtype=torch.int32, device=k.device)[:, None],
+    )
+    stored = replace(case, lengths=(k.shape[2],) * len(k))
+    return check(output.transpose(1, 2), query, pages, stored, projection)
+
+
+@contextmanager
+def poison_memory() -> Iterator[None]:
+    """Fill new memory with NaN inside the context."""
+    before = torch.are_deterministic_algorithms_enabled()
+    # torch fills new memory with NaN while it is asked for deterministic algorithms.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,272 @@
+"""Cases of the GPU suite: heads, formats, lengths; at full size, and tiny for a dry run."""
+
+from dataclasses import dataclass, replace
+
+from hf_fp8kv.formats import AUTO, DISTINCT
+from hf_fp8kv.ops import AttentionSpec
+from hf_fp8kv.ops.visibility import first_visible
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of one layer."""
+
+    query: int
+    kv: int
+    dim: int
+    positions: int = 0  # numbers of a position, 16 bits each, beside a latent (MLA); 0: no latents
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} x {self.dim}"
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a query."""
+        return self.dim + self.positions
+
+    def bytes_per_token(self, kind: "Kind") -> float:
+        """Return the bytes read for a stored token, with its scales."""
+        if not self.positions:
+            return 2 * self.kv * self.dim * kind.bytes_per_number(self.dim)
+        # The scales of a token are one word, though positions need none.
+        word = 0 if kind.static or kind.format == AUTO else 4
+        return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.positions
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What K and V are stored as."""
+
+    name: str
+    format: str  # a key of `formats.FORMATS`, or "auto"
+    static: bool = False  # whether its scales are constants
+
+    @property
+    def is_rare(self) -> bool:
+        """Whether it is measured beside all contenders only."""
+        return self.static or self.format in _LIKE_E3M4
+
+    def bytes_per_number(self, dim: int) -> float:
+        """Return the bytes read for a stored number of K or V, with its share of a scale."""
+        if self.format == AUTO:
+            return 2.0
+        return 1.0 if self.static else 1.0 + 2.0 / dim
+
+
+BF16 = Kind("bf16 pages", AUTO)
+# Decoded by the same instructions, shifted by other numbers of bits.
+_LIKE_E3M4 = ("fp8_e2m5", "int8")
+# A format is measured with dynamic scales, unless this says otherwise: whether they are static.
+_STATIC = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
+KINDS = (
+    *(
+        Kind(fmt.name.removeprefix("fp8_") + " static" * static, fmt.name, static)
+        for fmt in DISTINCT
+        for static in _STATIC.get(fmt.name, (False,))
+    ),
+    BF16,
+)
+
+LLAMA = Heads(32, 8, 128)
+RAGGED = (4641, 45118, 1730, 1696)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call; `lengths` are the tokens stored, the new ones among them."""
+
+    lengths: tuple[int, ...]
+    heads: Heads = LLAMA
+    tokens: int = 1  # new ones, of each sequence
+    window: int = 0
+    softcap: float = 0.0
+    label: str = ""  # in a row; "": batch and length
+    padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence; (): none
+    scaling: float = 0.0  # of logits; 0: by the numbers of a query
+
+    def __str__(self) -> str:
+        return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether lengths differ."""
+        return len(set(self.lengths)) > 1
+
+    @property
+    def read(self) -> int:
+        """Tokens that are read, over all sequences."""
+        if not self.window:
+            return sum(self.lengths) - sum(self.padding)
+        firsts = (first_visible(n - self.tokens, self.window) for n in self.lengths)
+        return sum(n - max(first, 0) for n, first in zip(self.lengths, firsts, strict=True))
+
+    def pad_left(self) -> "Case":
+        """Return the case with up to half of each sequence hidden, as for prompts of one batch."""
+        batch = len(self.lengths)
+        hidden = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
+        return replace(self, label=str(self), padding=tuple(hidden))
+
+    def attention_spec(self) -> AttentionSpec:
+        """Return what such a call asks of `ops.attend`."""
+        return AttentionSpec(
+            self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
+            softcap=self.softcap, latent=self.heads.positions > 0,
+        )  # fmt: skip
+
+    def moved(self, kind: Kind) -> float:
+        """Return the bytes of K and V that are read."""
+        return self.read * self.heads.bytes_per_token(kind)
+
+    def describe(self) -> dict[str, int]:
+        """Return the fields of a row that say how much a call does."""
+        return {"flops": self.flops, "batch": len(self.lengths), "read": self.read}
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two products, of what is visible only."""
+        if self.window:
+            visible = sum(self.tokens * min(n, self.window) for n in self.lengths)
+        else:
+            hidden = self.tokens * (self.tokens - 1) // 2
+            stored = sum(self.lengths) - sum(self.padding)
+            visible = self.tokens * stored - hidden * len(self.lengths)
+        return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * visible
+
+
+def format_tokens(tokens: int) -> str:
+    """Return a number of tokens, short: "32k"."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The shape of a random model."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: Heads
+
+
+@dataclass(frozen=True)
+class Served(ModelShape):
+    """A model and its requests, for engines."""
+
+    requests: tuple[int, ...]  # that come at once, the most telling number first
+    prompts: tuple[int, int]  # tokens of the shortest and of the longest
+    new: int  # tokens of each answer
+    warm: int  # the same, in a run before the one that is timed
+    page_size: int
+    batch_tokens: int  # of a step, at most
+
+
+@dataclass(frozen=True)
+class Sizes(ModelShape):
+    """The sizes of one run, and the model end to end; `TINY` measures nothing, in seconds."""
+
+    decode: tuple[Case, ...]
+    padded: tuple[str, ...]  # cases of them that are also measured padded on the left
+    compared: int  # how many of them are also given to kernels that take seconds to compile
+    layer: tuple[Case, ...]  # of a step
+    layer_kinds: tuple[Kind, ...]  # the first one called from Python too
+    others: tuple[Case, ...]  # other heads and attention, and several new tokens
+    writes: tuple[int, ...]  # batches of one new token each
+    prefill: int  # tokens
+    extend: tuple[tuple[int, int], ...]  # tokens stored before, new tokens; of one sequence
+    latents: tuple[Case, ...]  # of a step, for layers that cache latents
+    generate: tuple[tuple[int, int], ...]  # batch, context; the most telling first
+    offloaded: tuple[tuple[int, int], ...]  # the same, of caches in host memory
+    tokens: tuple[int, int]  # new ones that are timed, eagerly and compiled
+    warm: tuple[int, int]  # the first ones, which are not: compiling and recording graphs
+    served: Served
+    pages: int  # random ones, which stand for all others
+    seconds: dict[str, float]  # of each section; with more or less time, its share of it
+
+
+def _cases() -> tuple[Case, ...]:
+    """Return the decode cases, first those that goals are about: time may run out."""
+    shapes = (
+        (8, 32), (1, 1), (50, 32), (64, 32), (1, 256), (98, 4), (16, 32), (1, 32), (256, 1),
+        (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
+    )  # fmt: skip
+    cases = [Case((1024 * n,) * batch) for batch, n in shapes]
+    return (*cases[:8], Case(RAGGED, label="ragged"), *cases[8:])
+
+
+def _latent_cases() -> tuple[Case, ...]:
+    """Return the cases of latents as DeepSeek's models have them, first those of goals."""
+    shapes = ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
+    return tuple(
+        Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
+        for batch, n in shapes
+        for count in (16, 128)
+    )
+
+
+_NAMED = {kind.name: kind for kind in KINDS}
+_LONG = (32768,) * 4
+FULL = Sizes(
+    decode=_cases(),
+    padded=("16 x 32k", "98 x 4k", "1 x 32k"),
+    compared=4,
+    layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
+    layer_kinds=(_NAMED["e3m4"], _NAMED["e4m3"], BF16),
+    latents=_latent_cases(),
+    others=(
+        Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
+        # Rows above 16: query heads of a KV head times tokens.
+        Case(_LONG, tokens=8, label="4 x 32k, T 8 (32 rows)"),
+        Case(_LONG, Heads(64, 8, 128), tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
+        Case(_LONG, tokens=16, label="4 x 32k, T 16 (64 rows)"),
+        # Shapes that others have published.
+        Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
+        Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
+        Case(_LONG, tokens=4, label="4 x 32k, T 4 (16 rows)"),
+        Case(_LONG, Heads(64, 8, 128), label="4 x 32k, G 8"),
+        Case(_LONG, Heads(32, 8, 64), label="4 x 32k, D 64"),
+        Case(_LONG, Heads(16, 8, 256), label="4 x 32k, D 256"),
+        Case(_LONG, window=4096, label="4 x 32k, window 4k"),
+        Case(_LONG, softcap=50.0, label="4 x 32k, softcap"),
+    ),
+    writes=(1, 4, 16, 64), prefill=8192,
+    extend=tuple((stored, new) for stored in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
+    layers=32, hidden=4096, vocabulary=128256, heads=LLAMA,
+    generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), tokens=(12, 32), warm=(3, 8),
+    offloaded=((1, 32768), (1, 131072)),
+    served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
+    pages=64,
+    seconds={
+        "ceilings": 8, "decode": 56, "layer": 14, "end to end": 66, "offloaded": 20, "latent": 27,
+        "others": 18, "write": 7, "extend": 13, "serving": 17, "other kernels": 9,
+    },
+)  # fmt: skip
+
+_SMALL = Heads(4, 2, 16)
+TINY = replace(
+    FULL,
+    decode=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
+    padded=("2 x 70",),
+    compared=1,
+    layer=(Case((70,) * 2, _SMALL),),
+    latents=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
+    others=(
+        Case((70,), Heads(2, 2, 16), label="1 x 70, MHA"),
+        Case((70, 65), _SMALL, tokens=4, label="2 x 70, T 4"),
+        Case((70, 65), _SMALL, window=20, label="2 x 70, window"),
+        Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
+    ),
+    writes=(1, 3),
+    prefill=20,
+    extend=((0, 20), (70, 20)),
+    heads=_SMALL,
+    layers=2,
+    hidden=32,
+    vocabulary=64,
+    generate=((2, 40),),
+    offloaded=((2, 130),),
+    tokens=(3, 3),
+    warm=(2, 2),
+    served=Served(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
+    pages=4,
+    seconds=dict.fromkeys(FULL.seconds, 120.0),
+)

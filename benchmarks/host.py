@@ -1,0 +1,155 @@
+"""Time of the CPU for a decode step on a GPU, measured without a GPU.
+
+A step of the growing cache, as `generate()` runs it eagerly: `update`, then the attention function
+"fp8_paged" with the backend "triton", at shapes of an 8B model. Triton compiles the kernels for a
+GPU, and a driver that starts nothing launches them: its launcher takes the arguments and returns.
+The numbers exclude Triton's launcher in C, the driver's call, and torch's queries of the current
+device and stream. Tensors and torch's allocator are those of the CPU.
+
+A separate process measures, because Triton keeps the driver from then on.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache
+
+from hf_fp8kv.bench.contenders import AttentionLayer, Heads, make_config
+from hf_fp8kv.utils.environment import describe_run, make_environment
+
+from .shared import TURNS, Result, main, run_process
+
+GPU = "sm_90"
+# Layers of the stacks: a single layer has all costs of a step, 32 layers share them.
+LAYERS = (1, 32)
+HEADS: Heads = (32, 8, 128)
+TOKENS = 1000
+# DynamicCache really computes: its tensors are so small that little but the calls is left.
+TINY: Heads = (4, 2, 16)
+TINY_TOKENS = 64
+PAGED, STOCK = "FP8PagedCache", "DynamicCache + sdpa, tiny"
+# Steps of all layers in a turn: few, because the result is an undisturbed turn.
+_CALLS = 32
+
+
+def measure_host(*, turns: int = 200, progress: Callable[[str], None]) -> Result:
+    """Return rows with `cache`, `layers` and `value`, microseconds per layer and step.
+
+    A value is the least of all turns, because a busy machine only adds time.
+
+    Raises:
+        RuntimeError: Triton is not installed, or does not compile here.
+    """
+    run = describe_run("host")
+    progress(f"decode steps, kernels compiled for {GPU}")
+    rows = run_process("benchmarks.host:_measure", {"turns": turns}, make_environment())
+    settings = {
+        "gpu": GPU, "heads": list(HEADS), "tokens": TOKENS, "batch": 1, "turns": turns,
+    }  # fmt: skip
+    return {**run, "settings": settings, "rows": rows}
+
+
+def make_driver() -> SimpleNamespace:
+    """Return a driver for Triton that accepts launches and starts nothing."""
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", int(GPU.removeprefix("sm_")), 32)
+    utils = SimpleNamespace(
+        get_device_properties=lambda _device: {"max_shared_mem": 1 << 20},
+        # Module, function, registers, spills, and the maximum number of threads of a program.
+        load_binary=lambda *_: (object(), object(), 128, 0, 1024),
+    )
+    return SimpleNamespace(
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+        launcher_cls=lambda _src, _metadata: _start_nothing,
+        utils=utils,
+    )
+
+
+def _start_nothing(*_: Any) -> None:
+    pass
+
+
+class Stack:
+    """Layers of a model at a length, and the decode step of all of them."""
+
+    def __init__(
+        self, cache: Cache, attention: str, heads: Heads, tokens: int, layers: int
+    ) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.cache, self.attention = cache, ALL_ATTENTION_FUNCTIONS[attention]
+        queries, kv_heads, dim = heads
+        self.modules = [AttentionLayer(queries // kv_heads, i).eval() for i in range(layers)]
+        # The strides that a projection and RoPE leave.
+        self.query = torch.randn(1, 1, queries, dim, dtype=torch.bfloat16).transpose(1, 2)
+        self.key = torch.randn(1, kv_heads, 1, dim, dtype=torch.bfloat16)
+        self.value = torch.randn(1, 1, kv_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+        self.options = {"dropout": 0.0, "scaling": dim**-0.5, "sliding_window": None}
+        self.steps = _CALLS // layers
+        stored = torch.zeros(1, kv_heads, tokens, dim, dtype=torch.bfloat16)
+        for i in range(layers):
+            cache.update(stored, stored, i)
+
+    def step(self) -> None:
+        """Run a step."""
+        for module in self.modules:
+            keys, values = self.cache.update(self.key, self.value, module.layer_idx)
+            self.attention(module, self.query, keys, values, None, **self.options)
+
+    def measure(self) -> float:
+        """Return the microseconds of this thread per layer and step, in one turn."""
+        began = time.thread_time()
+        for _ in range(self.steps):
+            self.step()
+        seconds = time.thread_time() - began
+        self.cache.crop(-self.steps)
+        return 1e6 * seconds / _CALLS
+
+
+def make_stack(layers: int) -> Stack:
+    """Return layers of the paged cache that behave as if their pages were on the GPU."""
+    from hf_fp8kv.cache.cache import FP8PagedCache
+
+    cache = FP8PagedCache(make_config(HEADS, layers), backend="torch")
+    # The stored tokens leave room in a page: growing is not measured.
+    stack = Stack(cache, "fp8_paged", HEADS, TOKENS, layers)
+    for layer in cache.paged_layers:
+        layer.backend = "triton"
+        layer.pool.lay_out(in_blocks=True)
+    return stack
+
+
+@torch.no_grad()
+def _measure(task: dict[str, Any]) -> None:
+    """Write the rows, in a separate process."""
+    import triton
+
+    from hf_fp8kv.ops.triton.target import Target, assuming
+
+    torch.set_num_threads(1)
+    triton.runtime.driver.set_active(make_driver())
+    dynamic = DynamicCache(config=make_config(TINY, max(LAYERS)))
+    stock = Stack(dynamic, "sdpa", TINY, TINY_TOKENS, max(LAYERS))
+    found = []
+    with assuming(Target.parse(GPU)):
+        for layers in LAYERS:
+            stack = make_stack(layers)
+            stack.step()  # compiles the kernels
+            stack.cache.crop(-1)
+            found.append((PAGED, layers, min(stack.measure() for _ in range(task["turns"]))))
+    found.append((STOCK, max(LAYERS), min(stock.measure() for _ in range(task["turns"]))))
+    rows = [dict(zip(("cache", "layers", "value"), row, strict=True)) for row in found]
+    sys.stdout.write(json.dumps([{**row, "unit": "µs per layer"} for row in rows]) + "\n")
+
+
+if __name__ == "__main__":
+    main(__doc__, measure_host, TURNS)

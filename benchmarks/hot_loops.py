@@ -1,0 +1,103 @@
+"""Hot loops of one decode step and layer, through the public API alone.
+
+`compare.py` runs this file with other versions of the package, so it imports public names only.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, LlamaConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_fp8kv import FP8PagedCache
+
+PAGED, DYNAMIC = "FP8PagedCache", "DynamicCache"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A cache at a length, and the calls that are timed."""
+
+    cache: str  # PAGED or DYNAMIC
+    attends: bool  # attention follows the update
+    tokens: int = 64  # in the cache
+    # Query heads, key/value heads, head size: small sizes leave only the host's time.
+    heads: tuple[int, int, int] = (4, 2, 16)
+    layers: int = 4
+    steps: int = 48  # of decoding, in a turn
+    # Options of FP8PagedCache. The default format differs between versions.
+    options: tuple[tuple[str, Any], ...] = (("dtype", "fp8"),)
+
+
+_LONG: dict[str, Any] = {"tokens": 4096, "heads": (32, 8, 128), "layers": 1, "steps": 8}
+_STATIC = (("scales", 0.01),)
+LOOPS = {
+    "host, update": Loop(PAGED, False),
+    "host, update + attention": Loop(PAGED, True),
+    "host, update, DynamicCache": Loop(DYNAMIC, False),
+    "host, update + attention, DynamicCache": Loop(DYNAMIC, True),
+    "4k tokens, update": Loop(PAGED, False, **_LONG),
+    "4k tokens, update + attention": Loop(PAGED, True, **_LONG),
+    "4k tokens, update + attention, static": Loop(PAGED, True, options=_STATIC, **_LONG),
+    "4k tokens, update + attention, default format": Loop(PAGED, True, options=(), **_LONG),
+}
+
+
+def make_loops(backend: str = "auto", prefix: str = "") -> dict[str, Callable[[], float]]:
+    """Return the loops by name; a call returns microseconds per layer and step."""
+    return {name: _make(loop, backend) for name, loop in LOOPS.items() if name.startswith(prefix)}
+
+
+def _make(loop: Loop, backend: str) -> Callable[[], float]:
+    queries, heads, dim = loop.heads
+    config = LlamaConfig(
+        num_hidden_layers=loop.layers, num_attention_heads=queries, num_key_value_heads=heads,
+        head_dim=dim, hidden_size=queries * dim, vocab_size=8, intermediate_size=8,
+    )  # fmt: skip
+    cache: Cache = DynamicCache(config=config)
+    if loop.cache == PAGED:
+        cache = FP8PagedCache(config, backend=backend, **dict(loop.options))
+    attend = ALL_ATTENTION_FUNCTIONS["fp8_paged" if loop.cache == PAGED else "sdpa"]
+    modules = [torch.nn.Module() for _ in range(loop.layers)]
+    for layer, module in enumerate(modules):
+        module.is_causal, module.layer_idx = True, layer  # type: ignore[assignment]
+        module.num_key_value_groups = queries // heads  # type: ignore[assignment]
+    query = torch.randn(1, queries, 1, dim, dtype=torch.bfloat16)
+    key = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
+    stored = torch.randn(1, heads, loop.tokens, dim, dtype=torch.bfloat16)
+    for layer in range(loop.layers):
+        cache.update(stored, stored, layer)
+
+    @torch.inference_mode()
+    def run() -> float:
+        began = time.perf_counter()
+        for _ in range(loop.steps):
+            for layer, module in enumerate(modules):
+                keys, values = cache.update(key, key, layer)
+                if loop.attends:
+                    attend(module, query, keys, values, None, scaling=dim**-0.5)
+        seconds = time.perf_counter() - began
+        cache.crop(-loop.steps)
+        return 1e6 * seconds / loop.steps / loop.layers
+
+    run()  # compiled code and threads exist before the measurement
+    return run
+
+
+def main(backend: str = "auto", prefix: str = "") -> None:
+    """Write the names of the loops; then read names and write the microseconds of each loop."""
+    loops = make_loops(backend, prefix)
+    sys.stdout.write(json.dumps(list(loops)) + "\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        sys.stdout.write(f"{loops[line.strip()]()}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

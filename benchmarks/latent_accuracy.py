@@ -1,0 +1,241 @@
+"""Predictions of random MLA models by the formats of latents and their positions.
+
+No small MLA model exists. These have DeepSeek V3's code, head sizes and rank, and the properties
+that make real models hard to store: decaying singular values, larger channels of the latent, and
+positions (RoPE) larger than latents. Every cache gets bfloat16 numbers. Rounding before
+transformers' own cache imitates what other software stores.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_fp8kv.attention.switching import paged_attention
+from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.calibration.divergence import UNQUANTISED, Scores, compare_caches
+from hf_fp8kv.formats import FORMATS, LayerPlan
+from hf_fp8kv.formats.codec import round_to_format
+from hf_fp8kv.utils.environment import describe_run
+
+from .shared import TEXTS, Result, main, report_percents, summarize_texts
+
+_VOCABULARY = 2000
+_E4M3 = FORMATS["fp8_e4m3"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A random model.
+
+    Attributes:
+        positions: Factor by which the positions are larger than latents.
+        outliers: Number of channels of each latent that are eight times larger.
+    """
+
+    positions: float
+    outliers: int
+
+
+KINDS = {
+    "mild": Kind(1.0, 0),
+    "large positions": Kind(4.0, 0),
+    "large positions, outliers": Kind(4.0, 8),
+}
+
+
+_Rounded = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class RoundedCache(DynamicCache):
+    """transformers' own cache of rounded latents and positions, `[B, 1, T, ...]`."""
+
+    def __init__(self, config: Any, rounded: _Rounded) -> None:
+        super().__init__(config=config)
+        self._rounded = rounded
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rounded = self._rounded(*_round_to_bf16(key_states, value_states))
+        return super().update(*rounded, *args, **kwargs)
+
+
+class _PagedBf16(FP8PagedCache):
+    """This package's cache of latents and positions that are bfloat16 numbers."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(*_round_to_bf16(key_states, value_states), *args, **kwargs)
+
+
+def _to_e4m3(x: Tensor, amax: Tensor) -> Tensor:
+    scale = amax.clamp(min=1e-30) / _E4M3.max
+    return round_to_format(x / scale, _E4M3) * scale
+
+
+def _amax(*parts: Tensor) -> Tensor:
+    return torch.cat(parts, -1).abs().amax(-1, keepdim=True)
+
+
+def _round_by_blocks(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Round like `fp8_ds_mla` of vLLM and FlashMLA: E4M3 with a scale for each 128 numbers."""
+    blocks = latent.unflatten(-1, (-1, 128))
+    return _to_e4m3(blocks, _amax(blocks)).flatten(-2), positions.bfloat16().to(positions.dtype)
+
+
+def _round_together(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    amax = _amax(latent, positions)
+    return _to_e4m3(latent, amax), _to_e4m3(positions, amax)
+
+
+def _round_by_the_latent(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    amax = _amax(latent)
+    return _to_e4m3(latent, amax), _to_e4m3(positions, amax)
+
+
+def _round_to_bf16(latent: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    return latent.bfloat16().to(latent.dtype), positions.bfloat16().to(positions.dtype)
+
+
+# Bytes of a token with 512 and 64 numbers, and the rounding.
+IMITATED: dict[str, tuple[int, _Rounded]] = {
+    "bfloat16": (1152, _round_to_bf16),
+    "fp8_ds_mla (e4m3, scale per 128)": (656, _round_by_blocks),
+    "e4m3, one scale for both": (580, _round_together),
+    "e4m3, the latent's scale for both": (580, _round_by_the_latent),
+}
+PLANS = (
+    ("fp8_e4m3", "auto"), ("fp8_e2m5 rotated", "auto"),
+    ("int8 rotated", "auto"), ("int8", "auto"), ("fp8_e3m4", "fp8_e4m3"),
+    ("fp8_e3m4", "fp8_e3m4"), ("fp8_e3m4", "int8"),
+)  # fmt: skip
+DEFAULT = "FP8PagedCache, the default"
+
+
+def measure_latent_accuracy(
+    *,
+    texts: int = 3,
+    prefill: int = 512,
+    score: int = 256,
+    layers: int = 4,
+    rank: int = 512,
+    progress: Callable[[str, float], None] | None = None,
+) -> Result:
+    """Score random models' predictions by the formats of latents and positions, for JSON.
+
+    Texts are random tokens with the frequencies of words in text.
+
+    Returns:
+        The entries of `describe_run`, `settings`, and `rows` with `model` (of `KINDS`), `cache`,
+        `bytes_per_token` (of a model in bf16 with latents of 512 and positions of 64) and the
+        fields of `summarize_texts`.
+    """
+    run, rows = describe_run("latent"), []
+    calls = len(KINDS) * texts * (2 + len(IMITATED) + len(PLANS))
+    report = report_percents(progress, calls * (prefill + score))
+    for name, kind in KINDS.items():
+        model = make_model(kind, layers=layers, rank=rank)
+        caches = _make_caches(model)
+        sizes = dict.fromkeys(caches, 0) | {name: size for name, (size, _) in IMITATED.items()}
+        scores: dict[str, list[Scores]] = {}
+        for text in range(texts):
+            ids = _random_text(prefill + score, seed=text)
+            on_call = partial(
+                lambda model, cache, tokens: report(f"{model}: {cache}", tokens), name
+            )
+            with paged_attention(model):
+                found = compare_caches(
+                    model, ids, caches, prefill=prefill, chunk=128, on_call=on_call
+                )
+            for cache, of_text in found.items():
+                scores.setdefault(cache, []).append(of_text)
+        del scores[UNQUANTISED]
+        rows += [
+            {
+                "model": name,
+                "cache": cache,
+                "bytes_per_token": sizes[cache] or _bytes_per_token(caches[cache]),
+                **summarize_texts(by_text),
+            }
+            for cache, by_text in scores.items()
+        ]
+    settings = {
+        "texts": texts, "prefill": prefill, "score": score, "layers": layers, "rank": rank,
+    }  # fmt: skip
+    return {**run, "settings": settings, "rows": rows}
+
+
+def _make_caches(model: PreTrainedModel) -> dict[str, Callable[[], Any]]:
+    config: Any = model.config
+    return {
+        DEFAULT: partial(_PagedBf16, config),
+        **{name: partial(RoundedCache, config, rounded) for name, (_, rounded) in IMITATED.items()},
+        **{
+            f"latents {k}, positions {v}": partial(_PagedBf16, config, plan=LayerPlan.parse(k, v))
+            for k, v in PLANS
+        },
+    }
+
+
+def _bytes_per_token(make: Callable[[], Any]) -> float:
+    """Return the bytes of a token in a cache of one layer of DeepSeek's sizes, in bf16."""
+    cache, tokens = make(), 64
+    latent = torch.ones((1, 1, tokens, 512), dtype=torch.bfloat16)
+    cache.update(latent, latent[..., :64], 0)
+    return float(cache.memory_footprint()["used"]) / tokens
+
+
+def make_model(kind: Kind, *, layers: int, rank: int, seed: int = 0) -> PreTrainedModel:
+    """Return a random model, float32, with attention that differs between tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    config = DeepseekV3Config(
+        vocab_size=_VOCABULARY, hidden_size=512, intermediate_size=1024, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=rank, q_lora_rank=256,
+        qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=layers,
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        max_position_embeddings=4096,
+    )  # fmt: skip
+    model: Any = DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.copy_(_random_matrix(weight.shape, generator, flat="embed" in name))
+    model.lm_head.weight.mul_(3)
+    for layer in model.model.layers:
+        attention: Any = layer.self_attn
+        gains = torch.exp(0.5 * torch.randn(rank, generator=generator))
+        gains[torch.randperm(rank, generator=generator)[: kind.outliers]] *= 8
+        attention.kv_a_layernorm.weight.copy_(gains)
+        # The projection undoes the gains of the norm.
+        attention.kv_b_proj.weight.div_(gains.clamp(min=0.2))
+        attention.kv_a_proj_with_mqa.weight[rank:].mul_(kind.positions)
+        attention.q_b_proj.weight.mul_(3)
+    made: PreTrainedModel = model
+    return made
+
+
+def _random_matrix(shape: torch.Size, generator: torch.Generator, *, flat: bool) -> Tensor:
+    """Return a matrix that keeps the norm of its input, or, if flat, has unit variance.
+
+    Unless it is flat, the i-th singular value is proportional to the root of 1 / i.
+    """
+    matrix: Tensor = torch.randn(shape, generator=generator)
+    if flat:
+        return matrix
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    values = torch.arange(1, u.shape[1] + 1).float() ** -0.5
+    matrix = (u * values).matmul(v)
+    matrix /= matrix.square().mean().sqrt() * shape[1] ** 0.5
+    return matrix
+
+
+def _random_text(tokens: int, seed: int) -> Tensor:
+    frequencies = 1 / torch.arange(1, _VOCABULARY + 1).float()
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.multinomial(frequencies, tokens, replacement=True, generator=generator)
+    return ids[None]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure_latent_accuracy, TEXTS)

@@ -1,0 +1,232 @@
+"""Texts of five kinds, long enough for long contexts, from what comes with Python itself.
+
+Nothing is downloaded: code is the source of the standard library, manual pages are `pydoc_data`,
+prose is the paragraphs of running text in the library's docstrings (technical English, no novel),
+tool JSON describes its functions the way a model is told of tools, and a chat asks for one
+function after the other and is answered with its docstring, in the model's own chat template.
+The same version of Python and tokenizer give the same texts. No paragraph occurs twice in a kind.
+"""
+
+import ast
+import functools
+import itertools
+import json
+import pydoc_data.topics
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fp8kv.calibration.text_tokens import TextTokenizer
+from hf_fp8kv.errors import ConfigError
+
+# Modules from so many characters on are long enough to be read as code.
+_MODULE = 16_000
+# Paragraphs shorter than this, or with more symbols than that, are no running text.
+_PARAGRAPH, _LETTERS = 200, 0.97
+# So many characters are tokenised first, per token that is asked for.
+_CHARACTERS = 3
+_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
+_QUESTIONS = ("What does {} do?", "And {}?", "How do I use {}?", "Explain {}, please.")
+
+
+@dataclass(frozen=True)
+class _Documented:
+    """A module, class or function of the standard library that has a docstring."""
+
+    name: str  # with the module
+    doc: str
+    # A function's, with the JSON types of their defaults (None: no default).
+    arguments: tuple[tuple[str, str | None], ...] | None
+
+
+def read_texts(tokenizer: Any, kind: str, count: int, length: int) -> list[torch.Tensor]:
+    """Return the first `count` texts of a kind, `[1, length]` each, int64.
+
+    Raises:
+        ConfigError: there are not that many of that length, or no sources of the library.
+    """
+    encoder = TextTokenizer(tokenizer, text_column="text", chat_template=None)
+    pieces = KINDS[kind]()
+    texts: list[torch.Tensor] = []
+    while len(texts) < count:
+        ids = _read_text(encoder, tokenizer, pieces, length)
+        if ids is None:
+            raise ConfigError(
+                f"texts: expected at most {len(texts)} of {length} tokens of the kind {kind!r}, "
+                f"got {count}: what comes with Python is not longer; ask for fewer or shorter ones"
+            )
+        texts.append(ids)
+    return texts
+
+
+def _read_text(
+    encoder: TextTokenizer, tokenizer: Any, pieces: Iterator[Any], length: int
+) -> torch.Tensor | None:
+    """Return the tokens of the next pieces, `[1, length]`; None if there are too few."""
+    taken: list[Any] = []
+    needed, characters = _CHARACTERS * length, 0
+    for piece in pieces:
+        taken.append(piece)
+        characters += len(piece if isinstance(piece, str) else piece[0] + piece[1])
+        if characters < needed:
+            continue
+        ids = encoder.encode("text", _join(taken, tokenizer), length)
+        if ids is not None and len(ids) >= length:
+            return ids[None, :length].long()
+        needed = characters + _CHARACTERS * length // 4
+    return None
+
+
+def _join(pieces: list[Any], tokenizer: Any) -> str | list[dict[str, str]]:
+    """Return one text, or the messages of a chat where the tokenizer has a template for them."""
+    if isinstance(pieces[0], str):
+        return "\n".join(pieces)
+    if not tokenizer.chat_template:
+        return "\n".join(
+            f"User: {question}\n\nAssistant: {answer}\n" for question, answer in pieces
+        )
+    return [
+        {"role": role, "content": content}
+        for piece in pieces
+        for role, content in zip(("user", "assistant"), piece, strict=True)
+    ]
+
+
+def read_prose() -> Iterator[str]:
+    """Yield paragraphs of running text from the docstrings of the standard library."""
+    seen: set[str] = set()
+    for documented in _walk_library():
+        for part in re.split(r"\n\s*\n", documented.doc):
+            paragraph = " ".join(part.split())
+            letters = sum(c.isalpha() or c in " ,.'" for c in paragraph)
+            if (
+                len(paragraph) >= _PARAGRAPH
+                and letters >= _LETTERS * len(paragraph)
+                and paragraph[0].isupper()
+                and paragraph.endswith(".")
+                and paragraph not in seen
+            ):
+                seen.add(paragraph)
+                yield paragraph + "\n"
+
+
+def _read_code() -> Iterator[str]:
+    for path in _find_modules():
+        if not path.name.startswith("_") and path.stat().st_size >= _MODULE:
+            yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _read_manual() -> Iterator[str]:
+    """Yield the topics of Python's manual, the longest first, each paragraph once."""
+    topics: dict[str, str] = pydoc_data.topics.topics
+    seen: set[str] = set()
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        parts = [part for part in topics[name].split("\n\n") if part not in seen]
+        seen.update(parts)
+        yield "\n\n".join(parts) + "\n"
+
+
+def _read_tools() -> Iterator[str]:
+    """Yield functions as JSON, in the form in which a model is told of the tools it has."""
+    for function in _find_functions():
+        arguments = function.arguments or ()
+        properties = {name: {"type": kind or "string"} for name, kind in arguments}
+        required = [name for name, kind in arguments if kind is None]
+        described = {
+            "name": function.name,
+            "description": function.doc.split("\n\n")[0],
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        }
+        yield json.dumps({"type": "function", "function": described})
+
+
+def _read_chat() -> Iterator[tuple[str, str]]:
+    for number, function in enumerate(_find_functions()):
+        call = f"{function.name}({', '.join(name for name, _ in function.arguments or ())})"
+        yield _QUESTIONS[number % len(_QUESTIONS)].format(call), function.doc
+
+
+KINDS: dict[str, Callable[[], Iterator[Any]]] = {
+    "code": _read_code,
+    "prose": read_prose,
+    "manual": _read_manual,
+    "tool JSON": _read_tools,
+    "chat": _read_chat,
+}
+
+
+@functools.cache
+def _find_modules() -> tuple[Path, ...]:
+    """Return the sources of the standard library, two folders deep, in one order everywhere.
+
+    Raises:
+        ConfigError: there are none, as in a Python without sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    found = [
+        path
+        for pattern in ("*.py", "*/*.py")
+        for path in sorted(root.glob(pattern))
+        if not _LEFT_OUT & set(path.relative_to(root).parts)
+    ]
+    if not found:
+        raise ConfigError(
+            f"texts: expected the sources of Python's standard library in {root}, got none; use a "
+            "Python that has them"
+        )
+    return tuple(found)
+
+
+def _walk_library() -> Iterator[_Documented]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return itertools.chain.from_iterable(_parse(path, root) for path in _find_modules())
+
+
+@functools.cache
+def _parse(path: Path, root: Path) -> tuple[_Documented, ...]:
+    """Return what a module has docstrings for; its syntax tree would take much more memory."""
+    name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    found = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            doc = ast.get_docstring(node)
+            own = "" if isinstance(node, ast.Module) else f".{node.name}"
+            arguments = None
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                arguments = tuple(_list_arguments(node.args))
+            if doc:
+                found.append(_Documented(name + own, doc, arguments))
+    return tuple(found)
+
+
+def _find_functions() -> Iterator[_Documented]:
+    """Yield the library's functions that have a docstring of their own, of some length."""
+    seen: set[str] = set()
+    for function in _walk_library():
+        long_enough = len(function.doc) >= _PARAGRAPH // 2
+        if function.arguments is not None and long_enough and function.doc not in seen:
+            seen.add(function.doc)
+            yield function
+
+
+def _list_arguments(arguments: ast.arguments) -> Iterator[tuple[str, str | None]]:
+    """Yield the names of arguments with the JSON types of their defaults; None: no default."""
+    plain = [*arguments.posonlyargs, *arguments.args]
+    defaults: list[Any] = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
+    pairs = [*zip(plain, defaults, strict=True)]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    for argument, default in pairs:
+        if argument.arg not in ("self", "cls"):
+            yield argument.arg, None if default is None else _name_type(default)
+
+
+def _name_type(default: ast.expr) -> str:
+    value = default.value if isinstance(default, ast.Constant) else None
+    # bool before int, which it is, too.
+    names = {bool: "boolean", int: "integer", float: "number"}
+    return names.get(type(value), "string")

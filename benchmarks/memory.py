@@ -1,0 +1,151 @@
+"""Bytes of models with sliding windows after a prompt, and the peak during it.
+
+The layers have the shapes of real models and hold random numbers; no model runs. A separate process
+measures, whose memory returns to the system as soon as it is free.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, Cache, DynamicCache, PreTrainedConfig, StaticCache
+
+from hf_fp8kv.bench.memory import make_environment, resident_bytes
+from hf_fp8kv.bench.reporting import count_bytes
+from hf_fp8kv.cache.cache import FP8PagedCache
+from hf_fp8kv.modeling.model_support import ATTENTION
+from hf_fp8kv.utils.environment import describe_run
+
+from .shared import Result, main, run_process
+
+# From their config.json: which tokens a layer keeps, and their size.
+MODELS: dict[str, dict[str, Any]] = {
+    "Gemma 3 270M": {
+        "model_type": "gemma3_text", "num_hidden_layers": 18, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 3,
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    },
+}  # fmt: skip
+TOKENS = (1024, 4096, 16384, 32768)
+# Options of FP8PagedCache, and the number of calls that store the prompt.
+PROMPTS: dict[str, tuple[dict[str, Any], int]] = {
+    "one call": ({}, 1),
+    "one call, stored": ({"prefill": "stored"}, 1),
+    "chunks": ({}, 4),
+}
+LARGEST_CHUNK = 1024
+
+
+def measure_windows(
+    *,
+    models: Sequence[str] = tuple(MODELS),
+    tokens: Sequence[int] = TOKENS,
+    backend: str = "auto",
+    progress: Callable[[str], None],
+) -> Result:
+    """Measure the bytes of prompts in windows and full layers.
+
+    Args:
+        models: Some of `MODELS`.
+        tokens: Lengths of the prompts.
+        backend: Backend of FP8PagedCache.
+        progress: Function that is called with the name of each measurement.
+
+    Returns:
+        The entries of `describe_run`, `settings`, and `rows` with `model`, `form`, `prompt`,
+        `tokens`, the bytes `held` after the prompt and the `peak` growth of the process (None if
+        Linux does not report it), `stock_held` and `stock_peak` of transformers' cache, and
+        `ratio` of the held bytes.
+
+    Raises:
+        RuntimeError: The process failed.
+    """
+    run, rows = describe_run("memory"), []
+    for name in models:
+        progress(name)
+        task = {"model": name, "tokens": tokens, "backend": backend}
+        rows += run_process("benchmarks.memory:_measure", task, make_environment())
+    settings = {"models": list(models), "tokens": list(tokens), "backend": backend}
+    return {**run, "settings": settings, "rows": rows}
+
+
+def make_config(name: str) -> PreTrainedConfig:
+    """Return the config of a model of `MODELS`."""
+    fields = dict(MODELS[name])
+    return AutoConfig.for_model(fields.pop("model_type"), attn_implementation=ATTENTION, **fields)
+
+
+@torch.inference_mode()
+def _measure(task: dict[str, Any]) -> None:
+    """Write the rows of a model."""
+    list(measure_prompts(task["model"], 64, task["backend"]))  # compiles what is measured later
+    rows = [
+        row
+        for tokens in task["tokens"]
+        for row in measure_prompts(task["model"], tokens, task["backend"])
+    ]
+    sys.stdout.write(json.dumps(rows) + "\n")
+
+
+def measure_prompts(name: str, tokens: int, backend: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a model and a length, in this process."""
+    config: Any = make_config(name)
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    key, value = (torch.randn(shape, dtype=torch.bfloat16) for _ in range(2))
+    for form, room in (("dynamic", None), ("preallocated", tokens)):
+        for prompt, (options, calls) in PROMPTS.items():
+            chunk = tokens if calls == 1 else min(-(-tokens // calls), LARGEST_CHUNK)
+            ours = FP8PagedCache(config, max_cache_len=room, backend=backend, **options)
+            held, peak = _feed(ours, key, value, chunk)
+            del ours
+            stock: Cache = DynamicCache(config=config)
+            if room is not None:
+                stock = StaticCache(config=config, max_cache_len=room)
+            stock_held, stock_peak = _feed(stock, key, value, chunk)
+            del stock
+            yield {
+                "model": name, "form": form, "prompt": prompt, "tokens": tokens, "held": held,
+                "peak": peak, "stock_held": stock_held, "stock_peak": stock_peak,
+                "ratio": held / stock_held,
+            }  # fmt: skip
+
+
+def _feed(
+    cache: Cache, key: torch.Tensor, value: torch.Tensor, chunk: int
+) -> tuple[int, int | None]:
+    """Store a prompt in every layer; return the bytes held after it and the peak during it."""
+    before = _reset_peak()
+    for start in range(0, key.shape[2], chunk):
+        part = slice(start, start + chunk)
+        for layer in range(len(cache.layers)):
+            cache.update(key[:, :, part], value[:, :, part], layer)
+    # Linux counts in steps: a small prompt may seem to free memory.
+    peak = None if before is None else max(_read_peak() - before, 0)
+    return count_bytes(cache), peak
+
+
+def _reset_peak() -> int | None:
+    """Reset the peak of this process; return the bytes it holds, or None if that is impossible."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        return resident_bytes()
+    except OSError:
+        return None
+
+
+def _read_peak() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kibibytes = next(line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(kibibytes) * 1024
+
+
+if __name__ == "__main__":
+    main(__doc__, measure_windows, {"--backend": {"help": "torch, numba or triton."}})

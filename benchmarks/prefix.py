@@ -1,0 +1,133 @@
+"""The first answer of a process that has just started, with pages of its prompt on disk.
+
+Each process loads the model, calls `enable` and loads the CPU's kernels. Then its first `generate`
+is timed: a prompt, and one token. A third of the processes have a `PrefixStore` that an earlier
+process filled, a third an empty store, which shows the cost of storing, and a third none. They
+alternate, so that a busy machine slows all of them down.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.cli.shared import find_model
+from hf_fp8kv.utils.environment import describe_run, make_environment
+
+from .shared import MODEL, Result, main, run_process
+
+STORES = ("none", "empty", "full")
+
+
+def measure_prefix(
+    *,
+    model: str | None = None,
+    tokens: int = 1500,
+    rounds: int = 3,
+    progress: Callable[[str], None],
+) -> Result:
+    """Time first answers without a store and with a store, each in a separate process.
+
+    Args:
+        model: A folder or a Hub id. None means the demo model.
+        tokens: Number of tokens of the prefix; a question of about ten tokens follows.
+        rounds: Number of processes without a store, with an empty store and with a full store.
+        progress: Function that is called with the name of each measurement.
+
+    Returns:
+        The entries of `describe_run`, `settings`, `rows` with `store` (one of `STORES`), `seconds`
+        (all), `median`, `low`, `high`, `enable` (seconds before) and `found` (tokens from the
+        store), `ratio` of the medians without a store and with a full store, `difference`, the
+        largest difference of their logits, and the `bytes` and `files` of the full store.
+
+    Raises:
+        RuntimeError: A process failed.
+    """
+    run, name = describe_run("prefix"), find_model(model)
+    answers: dict[str, list[dict[str, Any]]] = {kind: [] for kind in STORES}
+
+    def ask(question: str, store: Path | None) -> dict[str, Any]:
+        task = {
+            "model": name,
+            "tokens": tokens,
+            "question": question,
+            "store": store and str(store),
+        }
+        answer: dict[str, Any] = run_process("benchmarks.prefix:_measure", task, make_environment())
+        return answer
+
+    with tempfile.TemporaryDirectory() as folder:
+        full = Path(folder) / "full"
+        ask("What is this text about?", full)
+        for number in range(rounds):
+            places = {"none": None, "empty": Path(folder) / f"empty-{number}", "full": full}
+            turn = number % len(STORES)
+            for kind in STORES[turn:] + STORES[:turn]:
+                progress(f"round {number + 1} of {rounds}, store: {kind}")
+                question = f"In {number + 2} words, what is said of lists?"
+                answers[kind].append(ask(question, places[kind]))
+        sizes = [file.stat().st_size for file in full.glob("*.safetensors")]
+    rows = []
+    for kind, of_kind in answers.items():
+        median, low, high = quartiles([answer["seconds"] for answer in of_kind])
+        rows.append(
+            {
+                "store": kind, "seconds": [answer["seconds"] for answer in of_kind],
+                "median": median, "low": low, "high": high,
+                "found": min(answer["found"] for answer in of_kind),
+                "enable": quartiles([answer["enable"] for answer in of_kind])[0],
+            }
+        )  # fmt: skip
+    difference = max(
+        (torch.tensor(one["logits"]) - torch.tensor(other["logits"])).abs().max().item()
+        for one, other in zip(answers["full"], answers["none"], strict=True)
+    )
+    return {
+        **run, "settings": {"model": name, "tokens": tokens, "rounds": rounds}, "rows": rows,
+        "ratio": rows[0]["median"] / rows[-1]["median"], "difference": difference,
+        "bytes": sum(sizes), "files": len(sizes),
+    }  # fmt: skip
+
+
+def _measure(task: dict[str, Any]) -> None:
+    """Write the time of the first answer."""
+    import pydoc_data.topics
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_fp8kv.attention.enable import enable
+    from hf_fp8kv.cache.prefix_store import PrefixStore
+    from hf_fp8kv.ops import choose_backend, prepare_backend
+
+    tokenizer = AutoTokenizer.from_pretrained(task["model"])
+    model: Any = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
+    text = "\n".join(pydoc_data.topics.topics[name] for name in ("typesseq", "lists", "strings"))
+    prefix = tokenizer(text, return_tensors="pt").input_ids[:, : task["tokens"]]
+    question = tokenizer(task["question"], return_tensors="pt").input_ids
+    ids = torch.cat([prefix, question], 1)
+    start = time.perf_counter()
+    store = None if task["store"] is None else PrefixStore(task["store"])
+    enable(model, prefill="stored", prefix_store=store)
+    prepare_backend(choose_backend("auto", model.device))
+    enabled = time.perf_counter()
+    generated = model.generate(
+        ids, max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+    answer = {
+        "seconds": time.perf_counter() - enabled,
+        "enable": enabled - start,
+        "found": 0 if store is None else store.usage().tokens_found,
+        "logits": generated.logits[0][0].tolist(),
+    }
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    numbers = {"--tokens": {"type": int}, "--rounds": {"type": int}}
+    main(__doc__, measure_prefix, {"--model": MODEL["--model"], **numbers})

@@ -1,0 +1,166 @@
+"""`hf-fp8kv serve` and `transformers serve` under the same load.
+
+All servers run one model with continuous batching, and get the same bytes for their pages; FP8
+pages hold twice as many tokens. A third server has our pages in the model's dtype: the same kernels
+without FP8. Each client sends one request after the other and reads the streamed answer. The
+servers alternate; the result is the median over turns, and percentiles over the requests of all
+turns. Prompts begin differently, so that no prefix is reused.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hf_fp8kv.bench.reporting import quartiles
+from hf_fp8kv.cli.shared import find_model
+from hf_fp8kv.formats import AUTO, DEFAULT_DTYPE, parse_dtype
+from hf_fp8kv.serving.engines.common import sizes
+from hf_fp8kv.utils.environment import describe_run
+
+from .serve_clients import Load, Server, run_server
+from .shared import MODEL, TURNS, Result, main
+
+STOCK, OURS, PLAIN = "transformers serve", "hf-fp8kv serve", "hf-fp8kv serve, auto"
+SERVERS = (STOCK, OURS, PLAIN)
+_PERCENTILES = (50, 90, 99)
+LOADS = (
+    Load("room for all", clients=4, requests=8, words=100, new_tokens=32, blocks=32),
+    Load("room for half", clients=12, requests=12, words=100, new_tokens=32, blocks=18),
+    Load("long prompts", clients=4, requests=4, words=900, new_tokens=64, blocks=112),
+    Load("beside a long prompt", clients=1, requests=3, words=20, new_tokens=8, blocks=112,
+         long_words=5000),
+)  # fmt: skip
+
+
+def measure_serving(
+    *,
+    model: str | None = None,
+    device: str = "auto",
+    loads: Sequence[Load] = LOADS,
+    page_size: int = 64,
+    turns: int = 3,
+    dtype: str = DEFAULT_DTYPE,
+    batch_tokens: int = 512,
+    progress: Callable[[str], None],
+) -> Result:
+    """Put each load on each server.
+
+    Args:
+        model: A folder or a Hub id. None means the demo model.
+        device: Device of the servers.
+        loads: The loads.
+        page_size: Number of tokens of a page.
+        turns: Number of turns of each load, after a turn that does not count.
+        dtype: Format of the FP8 pages.
+        batch_tokens: Number of tokens of a step. Beside a long prompt each server has its default.
+        progress: Function that is called with what is measured next.
+
+    Returns:
+        The entries of `describe_run`, `settings`, and `rows` with `load`, `measure`, `server`,
+        `against`, `value`, `unit`, `low` and `high` (quartiles over turns), and `failed` (requests
+        without an answer).
+
+    Raises:
+        ConfigError: A server does not start, or answers nothing.
+    """
+    run, name = describe_run("serve"), find_model(model)
+    rows: list[dict[str, Any]] = []
+    for load in loads:
+        ours = ["-m", "hf_fp8kv.cli", "serve", name, "--metrics-interval", "0"]
+        commands = {
+            STOCK: ["-m", "transformers.cli.transformers", "serve", name,
+                    "--continuous-batching", "--attn-implementation", "sdpa",
+                    "--cb-num-blocks", str(load.blocks)],
+            OURS: [*ours, "--kv-cache-dtype", dtype, "--cb-num-blocks",
+                   str(same_bytes(name, load.blocks, page_size, dtype))],
+            PLAIN: [*ours, "--kv-cache-dtype", AUTO, "--cb-num-blocks", str(load.blocks)],
+        }  # fmt: skip
+        alike = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--cb-block-size",
+                 str(page_size)]  # fmt: skip
+        if not load.long_words:  # else the server's default
+            alike += ["--cb-max-batch-tokens", str(batch_tokens)]
+        with contextlib.ExitStack() as stack:
+            servers = {}
+            for which, command in commands.items():
+                progress(f"{load.name}: starting {which}")
+                servers[which] = stack.enter_context(run_server([*command, *alike], name))
+            for turn in range(turns + 1):
+                order = list(servers)
+                random.Random(turn).shuffle(order)
+                for which in order:
+                    progress(f"{load.name}: turn {turn} of {turns}, {which}")
+                    servers[which].take(load, counts=turn > 0, seed=turn)
+            rows += summarize(load, servers)
+            stock = load.blocks * _page_bytes(name, page_size, "auto") / 2**20
+            rows.append(_row(load, "bytes of all pages", STOCK, [stock], "MiB"))
+    settings = {"model": name, "device": device, "page_size": page_size, "turns": turns,
+                "dtype": dtype, "batch_tokens": batch_tokens,
+                "loads": [vars(load) for load in loads]}  # fmt: skip
+    return {**run, "settings": settings, "rows": rows}
+
+
+def same_bytes(name: str, blocks: int, page_size: int, dtype: str) -> int:
+    """Return how many of our pages have the bytes of `blocks` pages of the stock server."""
+    return blocks * _page_bytes(name, page_size, "auto") // _page_bytes(name, page_size, dtype)
+
+
+def _page_bytes(name: str, page_size: int, dtype: str) -> int:
+    """Return the bytes of a page of all layers, with its dynamic scales."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name).get_text_config()
+    heads, dim = sizes(config)
+    plain = parse_dtype(dtype, "dtype") == AUTO
+    token = dim * (4 if "32" in str(config.dtype) else 2) if plain else dim + 2
+    return int(2 * config.num_hidden_layers * heads * page_size * token)
+
+
+def summarize(load: Load, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    rows = []
+    for name, server in servers.items():
+        speed = _row(load, "throughput", name, server.throughput, "tokens/s")
+        rows.append({**speed, "failed": server.failed})
+        for measure, unit, values in (
+            ("first token", "ms", [1e3 * answer.first for answer in server.answers]),
+            ("next token", "ms", [1e3 * answer.per_token for answer in server.answers]),
+            ("whole answer", "s", [answer.last for answer in server.answers]),
+        ):
+            for share in _PERCENTILES:
+                value = _percentile(values, share)
+                rows.append(_row(load, f"{measure}, p{share}", name, [value], unit))
+        if server.streams and server.long_prompts:
+            gaps = [answer.gap for answer in server.streams]
+            rows.append(_row(load, "largest gap of a stream", name, gaps, "s"))
+            firsts = [answer.first for answer in server.long_prompts]
+            rows.append(_row(load, "first token of the long prompt", name, firsts, "s"))
+        rows.append(_row(load, "memory of the process", name, [server.peak / 2**20], "MiB"))
+        if server.pages is not None:
+            used, total, size = server.pages
+            rows.append(_row(load, f"pages in use, of {total:.0f}", name, [used], "pages"))
+            rows.append(_row(load, "bytes of all pages", name, [size / 2**20], "MiB"))
+    for name in (OURS, PLAIN):
+        pairs = zip(servers[name].throughput, servers[STOCK].throughput, strict=True)
+        ratios = [ours / stock for ours, stock in pairs]
+        rows.append({**_row(load, "throughput ratio", name, ratios, "×"), "against": STOCK})
+    return rows
+
+
+def _row(
+    load: Load, measure: str, server: str, values: Sequence[float], unit: str
+) -> dict[str, Any]:
+    value, low, high = quartiles(values)
+    return {
+        "load": load.name, "measure": measure, "server": server, "against": None,
+        "value": value, "unit": unit, "low": low, "high": high, "failed": None,
+    }  # fmt: skip
+
+
+def _percentile(values: Sequence[float], share: int) -> float:
+    """Return the smallest value that `share` percent of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(-(-share * len(ordered) // 100) - 1, 0)]
+
+
+if __name__ == "__main__":
+    main(__doc__, measure_serving, {**MODEL, **TURNS})

@@ -1,0 +1,215 @@
+"""Servers in separate processes, and clients that put a load on them."""
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hf_fp8kv.errors import ConfigError
+
+_START_SECONDS, _ANSWER_SECONDS = 600.0, 600.0
+# Seconds from a streamed answer to a long prompt, and from the long prompt to other requests.
+_AHEAD = 1.0
+_WORDS = [
+    "page", "slot", "table", "length", "scale", "token", "layer", "head",
+    "sea", "sun", "moon", "rain", "snow", "wind", "tree", "rose",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load: the requests of the clients, and the room for them."""
+
+    name: str
+    clients: int  # at the same time
+    requests: int  # of all clients in a turn
+    words: int  # of a prompt, about one token each
+    new_tokens: int  # of an answer, maximum
+    blocks: int  # pages of the stock server; the other servers get the same bytes
+    long_words: int = 0  # of a long prompt next to a streamed answer
+    streamed: int = 300  # tokens of that answer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer; seconds since its request."""
+
+    first: float
+    last: float
+    tokens: int
+    gap: float = 0.0  # the longest time between two pieces
+
+    @property
+    def per_token(self) -> float:
+        return (self.last - self.first) / max(self.tokens - 1, 1)
+
+
+class Server:
+    """A server in a separate process, and the measurements of its clients."""
+
+    def __init__(self, process: "subprocess.Popen[str]", port: int, model: str) -> None:
+        self.process, self.port, self.model = process, port, model
+        # Answers of the turns that count, and new tokens per second of each turn.
+        self.answers: list[Answer] = []
+        self.throughput: list[float] = []
+        # Turns with a long prompt: its answer, and the answer that was streamed during it.
+        self.long_prompts: list[Answer] = []
+        self.streams: list[Answer] = []
+        # Requests without an answer, and the peak of the process in bytes.
+        self.failed, self.peak = 0, 0
+        # Peak of pages in use, all pages, their bytes. None if the server has no such metrics.
+        self.pages: list[float] | None = None
+
+    def take(self, load: Load, *, counts: bool, seed: int) -> None:
+        """Run the load once."""
+        done = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(done,))
+        watch.start()
+        began = time.perf_counter()
+        first = 1000 * seed
+        try:
+            with ThreadPoolExecutor(2) as others, ThreadPoolExecutor(load.clients) as pool:
+                beside = []
+                if load.long_words:
+                    streamed = replace(load, new_tokens=load.streamed)
+                    long = replace(load, words=load.long_words, new_tokens=2)
+                    for number, other in enumerate((streamed, long), first + load.requests):
+                        beside.append(others.submit(self._ask, other, number))
+                        time.sleep(_AHEAD)
+                ask = [pool.submit(self._ask, load, first + n) for n in range(load.requests)]
+                replies = [request.result() for request in ask]
+                found = [request.result() for request in beside]
+        finally:
+            seconds = time.perf_counter() - began
+            done.set()
+            watch.join()
+        answers = [answer for answer in replies if answer is not None]
+        if not answers:
+            raise ConfigError(
+                f"the server of {self.model} answers nothing; start it in a terminal to see why"
+            )
+        if counts:
+            self.failed += len(replies) - len(answers)
+            self.answers += answers
+            self.throughput.append(sum(answer.tokens for answer in answers) / seconds)
+            self.failed += found.count(None)
+            for answer, kept in zip(found, (self.streams, self.long_prompts), strict=False):
+                if answer is not None:
+                    kept.append(answer)
+
+    def _ask(self, load: Load, number: int) -> Answer | None:
+        """Send one request and read its streamed answer."""
+        words = random.Random(number).choices(_WORDS, k=load.words)
+        text = f"{number}: {' '.join(words)}. Tell me more."
+        body = {
+            "model": self.model,
+            "stream": True,
+            "temperature": 0,
+            "max_tokens": load.new_tokens,
+            "messages": [{"role": "user", "content": text}],
+        }
+        times: list[float] = []
+        tokens = 0
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            try:
+                connection.request("POST", "/v1/chat/completions", json.dumps(body),
+                                   {"content-type": "application/json"})  # fmt: skip
+                for line in connection.getresponse():
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line[6:])
+                    choice = chunk["choices"][0]
+                    # An answer may consist of its end alone.
+                    ends = choice.get("finish_reason") is not None and not times
+                    if choice["delta"].get("content") or ends:
+                        times.append(time.perf_counter() - began)
+                    tokens = (chunk.get("usage") or {}).get("completion_tokens", tokens)
+            except (OSError, http.client.HTTPException, ValueError, LookupError):
+                return None
+        if not times or not tokens:
+            return None
+        gaps = [after - before for before, after in pairwise(times)]
+        return Answer(times[0], times[-1], tokens, max(gaps, default=0.0))
+
+    def _watch(self, done: threading.Event) -> None:
+        """Observe memory and pages until the turn is over."""
+        import psutil
+
+        process = psutil.Process(self.process.pid)
+        over = False
+        while not over:
+            over = done.wait(0.2)
+            with contextlib.suppress(psutil.Error):
+                self.peak = max(self.peak, process.memory_info().rss)
+            numbers = self._numbers()
+            if "pages_used" in numbers:
+                used = max(numbers["pages_used"], self.pages[0] if self.pages else 0)
+                self.pages = [used, numbers["pages_total"], numbers["bytes_total"]]
+
+    def _numbers(self) -> dict[str, float]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request("GET", "/metrics")
+            text = connection.getresponse().read().decode()
+            pairs = re.findall(r"^hf_fp8kv_(\w+) (\S+)$", text, re.MULTILINE)
+            return {name: float(value) for name, value in pairs}
+        return {}
+
+
+@contextlib.contextmanager
+def run_server(arguments: list[str], model: str) -> Iterator[Server]:
+    """Run a server inside the context; show its log if it does not start."""
+    # Threads that wait by spinning are slow next to other processes, such as the clients.
+    environment = {"OMP_WAIT_POLICY": "passive", "HF_HUB_DISABLE_PROGRESS_BARS": "1", **os.environ}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    lines: list[str] = []
+    port: list[int] = []
+    ready = threading.Event()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            if ready.is_set():
+                continue
+            lines.append(line)
+            pattern = r"(?:serving .* at|running on) http://127\.0\.0\.1:(\d+)"
+            if match := re.search(pattern, line):
+                port.append(int(match[1]))
+                ready.set()
+        ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        if not ready.wait(_START_SECONDS) or not port:
+            raise ConfigError(
+                f"expected a server, got none from: {' '.join(arguments)}\n{''.join(lines[-20:])}"
+            )
+        yield Server(process, port[0], model)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        reader.join()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,0 +1,136 @@
+"""Shared parts of the benchmarks: command lines, progress, tables, processes and statistics."""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_fp8kv.calibration.divergence import Scores
+from hf_fp8kv.cli.bench import show_result
+from hf_fp8kv.cli.shared import DEMO, load_model, show_progress
+from hf_fp8kv.errors import Fp8KVError
+from hf_fp8kv.utils.terminal import make_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Result = dict[str, Any]
+# Options of argparse by name.
+Options = Mapping[str, Mapping[str, Any]]
+MODEL: Options = {
+    "--model": {"help": "A folder, a Hub id or a packaged model. Default: the demo model."},
+    "--device": {"help": "auto, cpu, cuda, ..."},
+}
+TEXTS: Options = {"--texts": {"type": int, "help": "Number of texts (of each kind)."}}
+TURNS: Options = {"--turns": {"type": int, "help": "Number of turns."}}
+
+
+def read_options(doc: str | None, options: Options) -> tuple[dict[str, Any], str | None]:
+    """Return the options that the command line sets, and the path of the JSON."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    for name, given in options.items():
+        parser.add_argument(name, **given)
+    parser.add_argument("--json", metavar="PATH", help="Write JSON; - prints it and no table.")
+    found = vars(parser.parse_args())
+    path: str | None = found.pop("json")
+    if path is not None and not Path(path).parent.is_dir():
+        parser.error(f"--json: expected a file in a folder that exists, got {path!r}")
+    return {name: value for name, value in found.items() if value is not None}, path
+
+
+def main(
+    doc: str | None,
+    measure: Callable[..., Result],
+    options: Options,
+    format_table: "Callable[[Result], RenderableType] | None" = None,
+) -> None:
+    """Read the command line, measure with a progress line, and show the result.
+
+    Args:
+        doc: Docstring whose first line describes the command.
+        measure: Function that takes the options and `progress`, and returns a result.
+        options: Options of the command line.
+        format_table: Function that makes a table of the result. None shows all rows.
+    """
+    given, path = read_options(doc, options)
+    try:
+        with show_progress() as report:
+            result = measure(**given, progress=report)
+    except Fp8KVError as error:
+        sys.exit(f"error: {error}")
+    show_result(result, format_table or format_rows, path)
+
+
+def with_model(measure: Callable[..., Result]) -> Callable[..., Result]:
+    """Return `measure` with the options of `MODEL` in place of a loaded model, in float32."""
+
+    def run(model: str | None = None, device: str = "auto", **given: Any) -> Result:
+        loaded, tokenizer = load_model(model, device, "float32")
+        return measure(loaded, tokenizer, name=model or DEMO, **given)
+
+    return run
+
+
+def format_rows(result: Result) -> "RenderableType":
+    """Return the rows of a result, without lists, and the conditions of the run."""
+    from rich.console import Group
+
+    rows = [
+        {name: value for name, value in row.items() if not isinstance(value, list | None)}
+        for row in result["rows"]
+    ]
+    conditions = ("suite", "settings", "date", "commit", "idle")
+    texts = [f"{name}: {result[name]}" for name in conditions]
+    return Group(make_table(rows), *texts, f"cpu: {result['hardware']['cpu']}")
+
+
+def run_process(call: str, task: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """Return the JSON that a call `module:function` writes last, in a separate process.
+
+    Raises:
+        RuntimeError: The process failed.
+    """
+    module, _, function = call.partition(":")
+    script = (
+        f"import json, sys; from {module} import {function}; {function}(json.loads(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", script, json.dumps(task)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"a process ended with {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report_percents(
+    progress: Callable[[str, float], None] | None, total: int
+) -> Callable[[str, int], None]:
+    """Return a function that reports progress once per percent of `total` tokens."""
+    done = 0
+
+    def report(what: str, tokens: int) -> None:
+        nonlocal done
+        before, done = done, done + tokens
+        percent = 100 * done // total
+        if progress is not None and percent > 100 * before // total:
+            progress(f"{percent} %: {what}", done / total)
+
+    return report
+
+
+def summarize_texts(by_text: Sequence[Scores]) -> Result:
+    """Return the fields of `Quality` over all texts, with standard errors over the texts.
+
+    `kl_error` and `top1_error` are None for a single text; `kl_by_text` and `top1_by_text` are the
+    means within each text.
+    """
+    result = asdict(Scores.concat(by_text).quality)
+    for name in ("kl", "top1"):
+        means: list[float] = [getattr(scores.quality, name) for scores in by_text]
+        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else None
+        result |= {f"{name}_error": error, f"{name}_by_text": means}
+    return result

@@ -1,0 +1,148 @@
+"""KL of a model's predictions in vLLM with stored K and V, against those with its 16-bit cache.
+
+It runs in the environment of `make vllm`. Each row is a dtype of `--kv-cache-dtype`, some with
+scales that are calibrated on other texts. A text is one prompt. vLLM returns log-probabilities of
+its tokens, and a hook records all logits that the model computes for them.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_fp8kv.calibration import calibrate
+from hf_fp8kv.utils.demo_model import model_path
+from hf_fp8kv.utils.environment import describe_run
+
+from .accuracy import split_topics
+from .shared import Result, main
+
+BASE = "auto"
+DTYPES = (
+    "fp8", "fp8_e5m2", "hf_fp8kv_e4m3", "hf_fp8kv_e3m4", "hf_fp8kv_e2m5", "hf_fp8kv_int8",
+)  # fmt: skip
+# Calibrated scales by dtype; vLLM's own dtypes read scales from a copy of the checkpoint.
+CALIBRATED: dict[tuple[str, str], dict[str, Any]] = {
+    ("fp8", "static, per tensor"): {"granularity": "tensor", "center": False},
+    ("hf_fp8kv_static", "static, per head, centers"): {"granularity": "head"},
+    ("hf_fp8kv_static", "static, per channel, measured plan"): {
+        "granularity": "channel", "plan": "measured",
+    },
+    ("hf_fp8kv", "measured plan"): {"granularity": "token", "plan": "measured"},
+}  # fmt: skip
+
+
+def make_scales(
+    checkpoint: str, texts: Sequence[str], tokenizer: Any, tokens: int, folder: Path
+) -> list[tuple[str, str, str, str | None]]:
+    """Calibrate on `tokens`; return dtype, name, checkpoint and scales of each row."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+    rows: list[tuple[str, str, str, str | None]] = []
+    for number, ((dtype, name), options) in enumerate(CALIBRATED.items()):
+        scales = calibrate(
+            model, list(texts), tokenizer=tokenizer, max_tokens=tokens, held_out=0, **options
+        )
+        path = str(folder / str(number))
+        if dtype == "fp8":
+            scales.save_pretrained(path, format="compressed-tensors", checkpoint=checkpoint)
+            rows.append((dtype, name, path, None))
+        else:
+            scales.save_pretrained(path)
+            rows.append((dtype, name, checkpoint, path))
+    return rows
+
+
+def predict(folder: str, texts: Sequence[list[int]], dtype: str, scales: str | None) -> Any:
+    """Return the log-probabilities at each token of each text, `[tokens, vocabulary]`."""
+    from vllm import LLM, SamplingParams
+
+    config = {} if scales is None else {"hf_fp8kv": {"scales": scales}}
+    length = max(map(len, texts))
+    llm = LLM(
+        folder, kv_cache_dtype=dtype, additional_config=config, dtype="bfloat16", max_num_seqs=1,
+        max_model_len=length + 1, max_num_batched_tokens=length + 1, enforce_eager=True,
+        kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False,
+    )  # fmt: skip
+    recorded: list[torch.Tensor] = []
+
+    def record(model: Any) -> None:
+        compute = model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            if len(logits) > 1:  # the prompt, not the next token
+                recorded.append(logits.float().log_softmax(-1))
+            return logits
+
+        model.compute_logits = compute_logits
+
+    llm.apply_model(record)
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    assert [len(x) for x in recorded] == [len(text) - 1 for text in texts]
+    return torch.cat(recorded)
+
+
+def measure_vllm(
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    tokens: int = 512,
+    calibrated: int = 2**13,
+    progress: Callable[[str], None],
+) -> Result:
+    """Return rows with `dtype`, `scales`, `kl` (the mean), `kl_error` (of the mean) and `top1`.
+
+    Args:
+        dtypes: Values of `--kv-cache-dtype`.
+        tokens: Number of tokens of each of four texts, which are scored.
+        calibrated: Maximum number of tokens to calibrate on. 0 leaves out calibrated rows.
+        progress: Function that is called with the name of each row.
+    """
+    from transformers import AutoTokenizer
+    from vllm.platforms import current_platform
+
+    run = describe_run("vllm-quality")
+    # In this process, where the hook reaches the model.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Once: with a second engine vLLM 0.32 fails at a module of llvmlite.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    checkpoint = str(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    scored, others = split_topics(tokenizer, 4, tokens)
+    texts = [ids[0].tolist() for ids in scored.values()]
+    rows = []
+    with tempfile.TemporaryDirectory() as made:
+        planned: list[tuple[str, str, str, str | None]]
+        planned = [(dtype, "as the dtype says", checkpoint, None) for dtype in dtypes]
+        if calibrated:  # before vLLM, which changes classes of transformers
+            planned += make_scales(
+                checkpoint, list(others.values()), tokenizer, calibrated, Path(made)
+            )
+        progress(BASE)
+        base = predict(checkpoint, texts, BASE, None)
+        for dtype, name, folder, scales in planned:
+            progress(f"{dtype}, {name}")
+            other = predict(folder, texts, dtype, scales)
+            kl = (base.exp() * (base - other)).sum(-1)
+            same = (base.argmax(-1) == other.argmax(-1)).float().mean()
+            rows.append(
+                {
+                    "dtype": dtype, "scales": name, "kl": float(kl.mean()),
+                    "kl_error": float(kl.std() / len(kl) ** 0.5), "top1": float(same),
+                }
+            )  # fmt: skip
+    settings = {"dtypes": list(dtypes), "tokens": tokens, "calibrated": calibrated}
+    return {**run, "settings": settings, "rows": rows}
+
+
+if __name__ == "__main__":
+    numbers = {"--tokens": {"type": int}, "--calibrated": {"type": int}}
+    main(__doc__, measure_vllm, {"--dtypes": {"nargs": "*"}, **numbers})
