@@ -31,43 +31,30 @@ Call = Callable[[Pair], torch.Tensor]
 
 @dataclass(frozen=True)
 class Stored:
-    """Random pages of several layers, which share a block table.
+    """Random pages of several layers, which share a block table."""
 
-    Attributes:
-        query: `[B, Hq, Dq]`, bf16.
-        order, table: The pages of all sequences, concatenated and as `[B, M]`, int32.
-        counts, lengths: The number of pages and of tokens of each sequence, `[B]`, int32.
-        pools: K and V of each layer in the kernel's layout.
-        scales: Scales of each token of K and V, `[P, S, H]`, or None.
-    """
-
-    query: torch.Tensor
-    order: torch.Tensor
-    table: torch.Tensor
-    counts: torch.Tensor
-    lengths: torch.Tensor
-    pools: list[Pair]
-    scales: Pair | None
+    query: torch.Tensor  # `[B, Hq, Dq]`, bf16
+    order: torch.Tensor  # pages of all sequences, int32
+    table: torch.Tensor  # the same, `[B, M]`
+    counts: torch.Tensor  # pages of each sequence, `[B]`, int32
+    lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
+    pools: list[Pair]  # K and V of each layer, in the kernel's layout
+    scales: Pair | None  # of each token of K and V, `[P, S, H]`
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A kernel, and the form of its pages.
 
-    Attributes:
-        name: Name in rows.
-        make: Prepares the call.
-        dtype: Of the stored values.
-        layout: "HND", "NHD", "latent" (`[P, S, R]` and `[P, S, P]`), or "joined" for latents and
-            positions in one tensor.
-        scaled: Whether each token and head has a scale.
+    The layout is "HND", "NHD", "latent" (`[P, S, R]` and `[P, S, P]`), or "joined" for latents and
+    positions in one tensor.
     """
 
     name: str
-    make: Callable[[Case, Stored], Call]
+    make: Callable[[Case, Stored], Call]  # prepares the call
     dtype: torch.dtype
     layout: str
-    scaled: bool = False
+    scaled: bool = False  # whether each token and head has a scale
 
 
 def measure(record: Record, sizes: Sizes, _backend: str) -> None:

@@ -71,19 +71,21 @@ class Record:
             self.skip(f"{place}: no time left")
             return None
         row: Row = {"section": section, "case": str(case), "name": name}
-        began, lost = time.perf_counter(), None
+        began, lost, is_out_of_memory = time.perf_counter(), None, False
         try:
             row |= {key: value for key, value in work().items() if value is not None}
         except torch.OutOfMemoryError:
-            self.stage.clean()
-            self.skip(f"{place}: out of memory")
-            return None
+            is_out_of_memory = True
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             row["failed"] = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
             lost = error if self.stage.is_lost() else None
-        if "failed" in row and lost is None:
+        if is_out_of_memory or "failed" in row and lost is None:
+            # Outside the handlers, because an exception refers to the tensors of its frames.
             self.stage.clean()
+        if is_out_of_memory:
+            self.skip(f"{place}: out of memory")
+            return None
         if not row.get("error", 0.0) < TOLERANCE:
             # A wrong result has no speed.
             row.pop("us", None)

@@ -7,6 +7,7 @@ engine has pages for all requests, so that no request waits and the memory can b
 import functools
 import inspect
 import time
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,59 +29,54 @@ from .shapes import Served, Sizes
 PLANNED = 40
 # K and V of a random model are about 1, so that any scale does.
 SCALE = 0.02
-# Maximum delay of a contender after the end of the section, in seconds.
+# Maximum delay of an engine after the end of the section, in seconds.
 LATE = 10
 
 
 @dataclass(frozen=True)
-class _Contender:
+class _Engine:
     """An engine and its configuration."""
 
+    name: str
     fp8: dict[str, Any] | None = None  # for `serving.enable`, None for transformers' own pages
     attention: str = "sdpa"  # of transformers' own pages
     settings: dict[str, Any] = field(default_factory=dict)  # of a ContinuousBatchingConfig
 
 
-def _contenders(record: Record, config: Any, backend: str) -> dict[str, _Contender]:
-    # Transformers' engine may choose flash-attn with graphs, which is a separate contender.
+def _engines(record: Record, config: Any, backend: str) -> Iterator[_Engine]:
+    # Transformers' engine may choose flash-attn with graphs, which is a separate engine.
     older = "auto_switch_to_flash" not in inspect.signature(ContinuousBatchingConfig).parameters
     stay = {} if older else {"auto_switch_to_flash": False}
     dynamic: dict[str, Any] = {"backend": backend}
     static = dynamic | {"scales": SCALE}
-    contenders = {
-        "fp8 static": _Contender(static),
-        "bf16 sdpa": _Contender(None, "paged|sdpa" if older else "sdpa", stay),
-        "fp8 dynamic": _Contender(dynamic),
-    }
+    yield _Engine("fp8 static", static)
+    yield _Engine("bf16 sdpa", None, "paged|sdpa" if older else "sdpa", stay)
+    yield _Engine("fp8 dynamic", dynamic)
     if is_flash_attn_2_available():
-        contenders["bf16 flash"] = _Contender(None, "flash_attention_2")
+        yield _Engine("bf16 flash", None, "flash_attention_2")
     else:
         record.skip("bf16 flash: flash-attn is not installed")
     on_gpu = record.stage.device.type == "cuda"
     kind = cache_class(ServingConfig.parse(**static))
     if on_gpu and backend == "triton" and kind.has_block_table_steps(config):
-        graphs = {"use_cuda_graph": True}
-        contenders["fp8 static, graphs"] = _Contender(static, settings=graphs)
-        contenders["fp8 dynamic, graphs"] = _Contender(dynamic, settings=graphs)
+        yield _Engine("fp8 static, graphs", static, settings={"use_cuda_graph": True})
+        yield _Engine("fp8 dynamic, graphs", dynamic, settings={"use_cuda_graph": True})
     else:
         record.skip("graphs of steps over FP8 pages: they require a GPU and transformers 5.18")
     if on_gpu:
-        settings = {"use_async_batching": True}
-        contenders["fp8 static, async"] = _Contender(static, settings=settings)
-    return contenders
+        yield _Engine("fp8 static, async", static, settings={"use_async_batching": True})
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
     """Add a row for each number of requests and each engine."""
     served = sizes.served
-    record.report("making a random model")
     model = make_model(served, record.stage)
-    contenders = _contenders(record, model.config.get_text_config(), backend)
+    engines = list(_engines(record, model.config.get_text_config(), backend))
     for requests in served.requests:
         prompts = make_prompts(served, requests)
-        for name, contender in contenders.items():
-            work = functools.partial(_work, record, model, contender, served, prompts)
-            record.measure("serving", f"{requests} requests", name, work)
+        for engine in engines:
+            work = functools.partial(_work, record, model, engine, served, prompts)
+            record.measure("serving", f"{requests} requests", engine.name, work)
 
 
 def make_prompts(served: Served, requests: int) -> list[list[int]]:
@@ -94,17 +90,17 @@ def make_prompts(served: Served, requests: int) -> list[list[int]]:
 
 
 def _work(
-    record: Record, model: Any, contender: _Contender, served: Served, prompts: list[list[int]]
+    record: Record, model: Any, engine: _Engine, served: Served, prompts: list[list[int]]
 ) -> dict[str, Any]:
     stage = record.stage
-    model.set_attn_implementation(contender.attention)
-    if contender.fp8 is not None:
-        serving.enable(model, **contender.fp8)
+    model.set_attn_implementation(engine.attention)
+    if engine.fp8 is not None:
+        serving.enable(model, **engine.fp8)
     pages = sum(-(-(len(prompt) + served.new) // served.page_size) + 1 for prompt in prompts)
     config = batching_config(
         served.page_size, num_blocks=pages, max_batch_tokens=served.batch_tokens,
         max_requests_per_batch=len(prompts), allow_block_sharing=False, max_memory_percent=PERCENT,
-        **contender.settings,
+        **engine.settings,
     )  # fmt: skip
     if config.use_cuda_graph:
         longest = served.prompts[1] + served.new
@@ -116,7 +112,7 @@ def _work(
             "tokens_per_s": len(prompts) * served.new / seconds, "seconds": seconds,
             "prompt_tokens": sum(map(len, prompts)), "new_tokens": len(prompts) * served.new,
             "batch": len(prompts), "peak_bytes": stage.peak_bytes(),
-            "planned_tokens": _plan_tokens(model, contender),
+            "planned_tokens": _plan_tokens(model, engine),
         }  # fmt: skip
     finally:
         serving.disable(model)
@@ -164,11 +160,11 @@ def _wait_for_answers(record: Record, manager: Any, prompts: list[list[int]], ne
                 raise RuntimeError(f"expected {new} tokens, got {len(out.generated_tokens)}")
 
 
-def _plan_tokens(model: Any, contender: _Contender) -> int:
+def _plan_tokens(model: Any, engine: _Engine) -> int:
     """Return the capacity in tokens that the engine's planner finds."""
     config = deepcopy(model.config.get_text_config())
-    if contender.fp8 is not None:
-        settings = ServingConfig.parse(**contender.fp8 | {"backend": "torch"})
+    if engine.fp8 is not None:
+        settings = ServingConfig.parse(**engine.fp8 | {"backend": "torch"})
         return planned_tokens(config, PLANNED * GIB, settings)
-    attention = contender.attention.removeprefix("paged|")
+    attention = engine.attention.removeprefix("paged|")
     return planned_tokens(config, PLANNED * GIB, None, attention=attention)

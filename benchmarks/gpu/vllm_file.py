@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -22,31 +22,28 @@ VARIABLE = "HF_FP8KV_VLLM_ATTENTION"
 _OPS = "vllm.v1.attention.ops"
 
 
-class _KVQuantMode(enum.IntEnum):
-    """How K and V are stored, with the values of vLLM."""
-
-    NONE = 0
-    FP8_PER_TENSOR = 1
-    INT8_PER_TOKEN_HEAD = 2
-    FP8_PER_TOKEN_HEAD = 3
-    INT4_PER_TOKEN_HEAD = 4
-    INT2_PER_TOKEN_HEAD = 5
+# How K and V are stored, with the values of vLLM.
+_KVQuantMode = enum.IntEnum(
+    "KVQuantMode",
+    "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD "
+    "INT2_PER_TOKEN_HEAD",
+    start=0,
+)
 
 
-class _Platform(SimpleNamespace):
-    """An NVIDIA GPU: every question has the answer False."""
+class _Off(ModuleType):
+    """A stand-in for settings and platforms. Its attributes are false, and return False."""
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_args, **_kwargs: False
+    def __bool__(self) -> bool:
+        return False
 
-
-class _Unset(ModuleType):
-    """Settings of vLLM, all of which are off."""
+    def __call__(self, *_args: object, **_more: object) -> bool:
+        return False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return False
+        return _Off(name)
 
 
 def load_vllm_attention() -> Any | None:
@@ -72,16 +69,19 @@ def _stand_ins(folder: Path) -> dict[str, ModuleType]:
     import triton
     import triton.language
 
+    platform: Any = _Off("platform")
+    platform.fp8_dtype = lambda: torch.float8_e4m3fn
     facts: dict[str, dict[str, Any]] = {
-        **{".".join(_OPS.split(".")[:count]): {"__path__": []} for count in range(1, 5)},
+        "vllm": {"__path__": [], "envs": _Off("vllm.envs")},
+        "vllm.v1": {"__path__": []},
+        "vllm.v1.attention": {"__path__": []},
         _OPS: {"__path__": [str(folder)]},
         "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.platforms": {"current_platform": _Platform(fp8_dtype=lambda: torch.float8_e4m3fn)},
+        "vllm.platforms": {"current_platform": platform},
         "vllm.triton_utils": {"triton": triton, "tl": triton.language},
         "vllm.v1.kv_cache_interface": {"KVQuantMode": _KVQuantMode},
     }
     modules = {name: ModuleType(name) for name in facts}
     for name, content in facts.items():
         vars(modules[name]).update(content)
-    modules["vllm.envs"] = modules["vllm"].envs = _Unset("vllm.envs")  # type: ignore[attr-defined]
-    return modules
+    return {**modules, "vllm.envs": facts["vllm"]["envs"]}
