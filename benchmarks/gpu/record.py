@@ -80,7 +80,7 @@ class Record:
             lines = str(error).strip().splitlines() or [""]
             row["failed"] = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
             lost = error if self.stage.is_lost() else None
-        if is_out_of_memory or "failed" in row and lost is None:
+        if is_out_of_memory or ("failed" in row and lost is None):
             # Outside the handlers, because an exception refers to the tensors of its frames.
             self.stage.clean()
         if is_out_of_memory:

@@ -201,7 +201,7 @@ WRITES = (write.measure, replace(TINY, writes=(1,), prefill=70), "torch")
 SDPA = (baselines.measure_decode, "decode", TINY.decode[0])
 # Module, function, how it goes wrong, what measures it, contenders that fail.
 WRONG = [
-    (ops, "attend", five_percent_more, LATENTS, KERNELS),
+    (ops, "attend", five_percent_more, LATENTS, STEPS | KERNELS),
     (ops, "attend", _without_the_last_page, RAGGED, {"e4m3"}),
     (ops, "attend", one_not_written, RAGGED, {"e4m3"}),
     (ops, "attend", _not_written, RAGGED, {"e4m3"}),
@@ -223,19 +223,8 @@ def test_a_wrong_contender_fails_without_a_time(
     record, monkeypatch, module, name, broken, measure, fails
 ):
     right = getattr(module, name)
-    if module is ops and measure is LATENTS:
-        # The steps attend in one operation with their write, which is right here.
-        monkeypatch.setattr(ops, "write_and_attend", write_first(right))
     monkeypatch.setattr(module, name, functools.wraps(right)(broken(right)))
     assert failures(record, *measure) == fails
-
-
-def write_first(attend):
-    def operation(query, key, value, pages, lengths, *args, plan, backend):
-        ops.write(pages, key, value, lengths, backend)
-        return attend(query, pages, lengths, *args, plan=plan, backend=backend)
-
-    return operation
 
 
 # -- failures ------------------------------------------------------------------------------------
