@@ -257,7 +257,7 @@ compare: $(READY)
 # GPU_PYTHON=python3 uses an interpreter that has all packages, without any setup.
 # GPU_ARGS=--dry runs everything on any machine, with tiny shapes, and measures nothing.
 gpu: $(if $(GPU_PYTHON),,$(READY))
-	@$(RUN) tests/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
+	@$(RUN) tests/tools/gpu/run.py --out $(GPU_OUT) $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(CLIENTS) $(TOOL_ENVIRONMENTS) build dist .pytest_cache .mypy_cache .ruff_cache

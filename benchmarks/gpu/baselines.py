@@ -1,4 +1,4 @@
-"""Baselines on the same shapes: torch's own attention on dense bf16."""
+"""Baselines on the same shapes: torch's attention on dense bf16."""
 
 import contextlib
 import functools
@@ -14,9 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from .pools import check_dense, make_dense
 from .record import Record
 from .shapes import BF16, Case
-from .timing import Stage, Step
+from .stage import Stage, Step
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -26,25 +25,26 @@ def _backends(stage: Stage) -> dict[str, SDPBackend]:
     return {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def _attend_grouped(
+def attend_grouped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool = False
 ) -> torch.Tensor:
+    """Attend with SDPA, and with its grouped heads if K has fewer heads."""
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
 
 
 def _attend_folded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend from one new token with a KV head's query heads as its queries: K is read once."""
+    """Attend with the query heads of a KV head as its queries, so that K is read once."""
     out = F.scaled_dot_product_attention(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v)
     return out.reshape(q.shape)
 
 
 def measure_decode(record: Record, section: str, case: Case, *, compiles: bool = False) -> None:
-    """Add rows for one new token: each backend of torch; `compiles`: also what is compiled first.
+    """Add rows for one new token, with each backend of torch, and with FlexAttention if `compiles`.
 
-    Where lengths differ they are called once for each sequence, and their names say so.
+    With different lengths, each sequence is a call. The names of rows say so.
     """
-    forms: dict[str, Attention] = {"": _attend_grouped}
+    forms: dict[str, Attention] = {"": attend_grouped}
     if case.heads.query != case.heads.kv:
         forms[" folded"] = _attend_folded
     each = ", a call for each" if case.is_ragged else ""
@@ -52,27 +52,21 @@ def measure_decode(record: Record, section: str, case: Case, *, compiles: bool =
         for suffix, form in forms.items():
             _measure_sdpa(record, section, case, f"sdpa {name}{suffix}{each}", backend, form)
     if compiles and not case.is_ragged:
-        _measure_sdpa(record, section, case, "flex", None, _make_flex(record.stage), seconds=10)
+        _measure_sdpa(record, section, case, "flex", None, _make_flex(record.stage))
 
 
 def _make_flex(stage: Stage) -> Attention:
-    """Return torch's FlexAttention, which is compiled; not in a dry run."""
     attend = flex_attention if stage.dry else torch.compile(flex_attention, dynamic=False)
-
-    def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-
-    return flex
+    return lambda q, k, v: attend(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def measure_extend(record: Record, case: Case) -> None:
-    """Add rows for many new tokens: each backend of torch."""
+    """Add rows for many new tokens, with each backend of torch."""
     causal = causal_lower_right(case.tokens, case.lengths[0])
-
-    square = functools.partial(_attend_grouped, is_causal=True)
+    square = functools.partial(attend_grouped, is_causal=True)
 
     def lower_right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # torch asks for equally many heads only here; its flash attention itself does not.
+        # Only this form of torch's flash attention requires the flag.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=causal, enable_gqa=True)
 
     for name, backend in _backends(record.stage).items():
@@ -83,57 +77,32 @@ def measure_extend(record: Record, case: Case) -> None:
 
 
 def _measure_sdpa(
-    record: Record, section: str, case: Case, name: str, backend: SDPBackend | None,
-    form: Attention, seconds: float = 0.0,
-) -> None:  # fmt: skip
-    stage, size = record.stage, case.moved(BF16)
-    layers = stage.copies(int(size))
+    record: Record, section: str, case: Case, name: str, backend: SDPBackend | None, form: Attention
+) -> None:
+    stage, heads, size = record.stage, case.heads, case.moved(BF16)
+    attend = functools.partial(_attend_all, backend, form)
 
     def work() -> dict[str, Any]:
-        pairs = make_dense(stage, case, layers)
-        heads = case.heads
+        pairs = make_dense(stage, case, stage.copies(int(size)))
         query = stage.randn(len(case.lengths), heads.query, case.tokens, heads.dim)
         queries = query.split(1) if case.is_ragged else (query,)
-        note = {}
-        try:
-            output = _attend_all(backend, form, queries[-1:], pairs[-1:])
-        except RuntimeError:
-            # A backend that does not take fewer KV heads gets each as often as it is needed.
-            if (
-                form is _attend_folded
-                or backend is None
-                or heads.query == heads.kv
-                or case.is_ragged
-            ):
-                raise
-            groups = heads.query // heads.kv
-            pairs = [
-                (k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)) for k, v in pairs
-            ]
-            output = _attend_all(backend, form, queries[-1:], pairs[-1:])
-            note["note"] = "KV heads repeated"
-        expanded = pairs[-1][0].shape[1] != heads.kv
-        stored = [x[:, :: heads.query // heads.kv] if expanded else x for x in pairs[-1]]
-        error = check_dense(output, queries[-1], stored[0], stored[1], case)
+        output = attend(queries[-1:], pairs[-1:])
+        error = check_dense(output, queries[-1], *pairs[-1], case)
         steps: list[Step] = [
-            functools.partial(_attend_all, backend, form, queries, pairs[i : i + len(queries)])
+            functools.partial(attend, queries, pairs[i : i + len(queries)])
             for i in range(0, len(pairs), len(queries))
         ]
-        timed = stage.time(steps)
-        return {"timed": timed, "error": error, "moved": size, **case.describe(), **note}
+        return {**stage.time(steps), "error": error, "moved": size, **case.describe()}
 
-    need = layers * size * 1.1 + 2**31
-    record.measure(section, case, name, work, seconds=seconds, size=need)
+    record.measure(section, case, name, work)
 
 
 def _attend_all(
-    backend: SDPBackend | None,
-    form: Attention,
-    queries: Sequence[torch.Tensor],
-    pairs: Sequence[Pair],
-) -> torch.Tensor:
+    backend: SDPBackend | None, form: Attention, queries: Sequence[torch.Tensor],
+    pairs: Sequence[tuple[torch.Tensor, ...]],
+) -> torch.Tensor:  # fmt: skip
     """Attend from each of the queries, and return the last output."""
     with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
-        for query, pair in zip(queries, pairs, strict=True):
-            output = form(query, *pair)
+        for query, (k, v) in zip(queries, pairs, strict=True):
+            output = form(query, k, v)
     return output

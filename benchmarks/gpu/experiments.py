@@ -1,11 +1,10 @@
 """Search for the fastest launch parameters of the decode kernel and its plan, one at a time."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from hf_fp8kv.ops.triton import tuning
 
-from .decode import measure_pages
+from .attention import measure_pages
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
@@ -13,48 +12,45 @@ SECTION = "experiments"
 Parameters = dict[str, Any]
 
 
-def _each(name: str, *values: Any) -> tuple[Parameters, ...]:
-    return tuple({name: value} for value in values)
+def _each(name: str, *values: Any) -> list[Parameters]:
+    return [{name: value} for value in values]
 
 
-# Decisions, the most open ones first; what is tried of each, the others being the best so far.
-SWITCHES: dict[str, tuple[Parameters, ...]] = {
-    # Codes times rows, or rows times codes; the latter with the four warps that it was made for.
-    "operands": ({"swapped": True}, {"swapped": False, "warps": 4}),
+# Decisions, the most open ones first. Each starts from the best values so far.
+SWITCHES: dict[str, list[Parameters]] = {
+    # Codes times rows, or rows times codes, which was designed for four warps.
+    "operands": [{"swapped": True}, {"swapped": False, "warps": 4}],
     "warps": _each("warps", 1, 2, 4, 8),
     "combine": _each("combine", "kernel", "last"),
-    "tile": tuple({"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)),
+    "tile": [{"tile": n, "masked_tile": max(16, n // 2)} for n in (32, 64, 128)],
     "masked tile": _each("masked_tile", 16, 32, 64),
     "stages": _each("stages", 2, 3, 4, 5),
     "registers": _each("registers", None, 128, 168),
     "programs": _each("programs", 1, 2, 3, 4, 6, 8),
     "rounds": _each("rounds", 1, 2, 4),
-    # In tokens; with so many no sequence is split.
+    # In tokens. The last value splits no sequence.
     "split cost": _each("split_cost", 0, 160, 640, 10**6),
     "merge cost": _each("merge_cost", 0.0, 2.5, 10.0),
     "unit": _each("unit", 64, 128),
 }
-# Of latents first: elsewhere rows follow from the call.
-LATENT_SWITCHES: dict[str, tuple[Parameters, ...]] = {
+# Only latents choose their rows and chunks.
+LATENT_SWITCHES: dict[str, list[Parameters]] = {
     "rows": _each("rows", 16, 32, 64),
     "chunks": _each("chunks", 1, 2, 4),
     **SWITCHES,
 }
-CASES: tuple[Case, ...] = tuple(
-    Case((1024 * n,) * batch) for batch, n in ((8, 32), (1, 1), (64, 32), (50, 32), (1, 32))
-)
+CASES = [Case((1024 * n,) * batch) for batch, n in ((8, 32), (1, 1), (64, 32), (50, 32), (1, 32))]
 LATENT_CASES = ("16 heads, 16 x 16k", "128 heads, 1 x 16k")
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add a row for each attempt; `kind` and `parameters` say what it was."""
-    latents = [case for case in sizes.latents if record.stage.dry or str(case) in LATENT_CASES]
-    cases: Sequence[Case] = (*CASES[:1], *latents, *CASES[1:])
-    kinds: Sequence[Kind] = sorted(KINDS, key=lambda kind: kind.is_rare)
-    if record.stage.dry:
-        cases, kinds = (*sizes.decode[:1], *latents), KINDS[:1]
+    """Add a row for each attempt, with its `kind` and `parameters`."""
+    is_dry = record.stage.dry
+    latents = [case for case in sizes.latents if is_dry or str(case) in LATENT_CASES]
+    cases = [*sizes.decode[:1], *latents] if is_dry else [*CASES[:1], *latents, *CASES[1:]]
+    kinds = KINDS[:1] if is_dry else sorted(KINDS, key=lambda kind: kind.is_rare)
     for case in cases:
-        for kind in sizes.layer_kinds if case.heads.positions and not record.stage.dry else kinds:
+        for kind in sizes.layer_kinds if case.heads.positions and not is_dry else kinds:
             _search(record, sizes, backend, case, kind)
 
 
@@ -74,13 +70,15 @@ def _search(record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind) 
 def _attempt(
     record: Record, sizes: Sizes, backend: str, case: Case, kind: Kind, parameters: Parameters
 ) -> float:
-    """Return the microseconds with these parameters; infinite if it failed or was not tried."""
-    text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "as it is"
+    """Return the microseconds with these parameters, infinite if they failed or were skipped."""
+    text = ", ".join(f"{key} {value}" for key, value in parameters.items()) or "default"
     name = f"{kind.name}: {text}"
-    # Many launch parameters cannot work (too much shared memory): that is one failed row.
+    if done := record.find(SECTION, case=str(case), name=name):
+        return float(done[0]["us"])
+    # Some parameters cannot work, such as tiles larger than shared memory. They are failed rows.
     with tuning.override(**parameters):
-        measure_pages(record, sizes, backend, SECTION, case, kind, name)
-    for row in record.find(SECTION, case=str(case), name=name):
-        row["parameters"], row["kind"] = parameters, kind.name
-        return float(row["us"])
-    return float("inf")
+        row = measure_pages(record, sizes, backend, SECTION, case, kind, name)
+    if row is None:
+        return float("inf")
+    row |= {"parameters": parameters, "kind": kind.name}
+    return float(row.get("us", "inf"))

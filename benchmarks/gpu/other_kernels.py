@@ -1,4 +1,4 @@
-"""Other kernels section: those of FlashInfer and vLLM for decoding, where they are there."""
+"""Kernels of other projects, if they are installed: FlashInfer, vLLM and FlashMLA."""
 
 import functools
 import importlib
@@ -10,140 +10,197 @@ from typing import Any
 
 import torch
 
-from . import latent_kernels
-from .pools import PAGE_SIZE, check_dense
+from hf_fp8kv.formats import AUTO
+from hf_fp8kv.ops import Pages, StoredSide
+
+from .goals import LATENT
+from .pools import PAGE_SIZE, check
 from .record import Record
 from .shapes import Case, Sizes
-from .timing import Step
+from .stage import Stage
 from .vllm_file import VARIABLE, load_vllm_attention
 
-# What vLLM itself takes: programs without parts from which on it does not split, and the parts.
-VLLM_GRID, VLLM_PARTS = 128, 16
+# vLLM splits sequences into this number of parts, unless it has this number of programs without.
+VLLM_PARTS, VLLM_GRID = 16, 128
 WORKSPACE = 2**27
-E4M3 = torch.float8_e4m3fn
-Pool = tuple[torch.Tensor, torch.Tensor]
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+Pair = tuple[torch.Tensor, torch.Tensor]
+# Attends to the pages of a layer, and returns `[B, Hq, D]`.
+Call = Callable[[Pair], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """Random pages of several layers, which share a block table.
+class Stored:
+    """Random pages of several layers, which share a block table."""
 
-    Attributes:
-        query: `[B, Hq, D]`.
-        order: the pages of all sequences, one after the other; table: the same, `[B, M]`.
-        counts: pages of each sequence.
-        lengths: `[B]`, int32.
-        pools: K and V of each layer, `[P, H, S, D]` or, in the layout NHD, `[P, S, H, D]`.
-        scales: of the tokens of K and V of a layer, `[P, S, H]`, or None.
-        size: bytes of a layer's K and V that are read.
+    query: torch.Tensor  # `[B, Hq, Dq]`, bf16
+    order: torch.Tensor  # pages of all sequences, int32
+    table: torch.Tensor  # the same, `[B, M]`
+    counts: torch.Tensor  # pages of each sequence, `[B]`, int32
+    lengths: torch.Tensor  # tokens of each sequence, `[B]`, int32
+    pools: list[Pair]  # K and V of each layer, in the kernel's layout
+    scales: Pair | None  # of each token of K and V, `[P, S, H]`
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and the form of its pages.
+
+    The layout is "HND", "NHD", "latent" (`[P, S, R]` and `[P, S, P]`), or "joined" for latents and
+    positions in one tensor.
     """
 
-    query: torch.Tensor
-    order: torch.Tensor
-    table: torch.Tensor
-    counts: list[int]
-    lengths: torch.Tensor
-    pools: list[Pool]
-    scales: Pool | None
-    size: int
+    name: str
+    make: Callable[[Case, Stored], Call]  # prepares the call
+    dtype: torch.dtype
+    layout: str
+    scaled: bool = False  # whether each token and head has a scale
 
 
 def measure(record: Record, sizes: Sizes, _backend: str) -> None:
-    """Add rows for each kernel that can be imported, in the cases that goals are about first."""
-    found = _contenders(record)
-    if importlib.util.find_spec("flashinfer") is not None:
-        mla = latent_kernels.find(record, "flashinfer", "flashinfer.mla")
-        for case in sizes.latents[: sizes.compared] if mla is not None else ():
-            latent_kernels.measure_flashinfer(record, mla, case)
-    others = [case for case in sizes.others if not (case.window or case.softcap)]
-    for case in (*sizes.decode, *(case for case in others if case.tokens == 1)):
-        for name, (make, dtype, layout, scaled) in found.items():
-            work = functools.partial(_work, record, case, make, dtype, layout, scaled)
-            record.measure("other kernels", case, name, work)
+    """Add rows for each kernel that can be imported. The cases of goals come first."""
+    kernels = _find_vllm(record)
+    if find(record, "flashinfer") is not None:
+        if (mla := find(record, "flashinfer.mla")) is not None:
+            for case in sizes.latents[: sizes.compared]:
+                for kernel in _flashinfer_mla(mla):
+                    measure_kernel(record, LATENT, case, kernel)
+        kernels += _find_flashinfer(record)
+    plain = [case for case in sizes.others if not (case.window or case.softcap)]
+    for case in (*sizes.decode, *(case for case in plain if case.tokens == 1)):
+        for kernel in kernels:
+            measure_kernel(record, "other kernels", case, kernel)
 
 
-_Make = Callable[[Record, Case, _Stored], Callable[[Pool], torch.Tensor]]
+def measure_kernel(record: Record, section: str, case: Case, kernel: Kernel) -> None:
+    """Add a row for a kernel, checked on the values that its pages store."""
+    stage, heads = record.stage, case.heads
+    size = case.read * kernel.dtype.itemsize * heads.query_dim
+    if not heads.positions:
+        size = case.read * 2 * heads.kv * (heads.dim * kernel.dtype.itemsize + 4 * kernel.scaled)
+
+    def work() -> dict[str, Any]:
+        stored = _store(stage, case, kernel, stage.copies(size))
+        call = kernel.make(case, stored)
+        output = call(stored.pools[-1])
+        pages = _as_pages(case, kernel, stored)
+        error = check(output[:, None], stored.query[:, :, None], pages, case)
+        steps = [functools.partial(call, pool) for pool in stored.pools]
+        return {**stage.time(steps), "error": error, "moved": size, **case.describe()}
+
+    record.measure(section, case, kernel.name, work)
 
 
-def _contenders(record: Record) -> dict[str, tuple[_Make, torch.dtype, str, bool]]:
-    """Return how to make a call of each kernel, what K and V are stored as, and the layout."""
-    found: dict[str, tuple[_Make, torch.dtype, str, bool]] = {}
+def _store(stage: Stage, case: Case, kernel: Kernel, layers: int) -> Stored:
+    heads, layout = case.heads, kernel.layout
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    counts = -(-lengths // PAGE_SIZE)
+    order = torch.randperm(int(counts.sum())).int()
+    table = torch.nn.utils.rnn.pad_sequence(order.split(counts.tolist()), batch_first=True)
+    token = (PAGE_SIZE, heads.kv) if layout == "NHD" else (heads.kv, PAGE_SIZE)
+    pools: list[Pair] = []
+    for _ in range(layers):
+        if not heads.positions:
+            k, v = (stage.randn(len(order), *token, heads.dim).to(kernel.dtype) for _ in "kv")
+        else:
+            both = stage.randn(len(order), PAGE_SIZE, heads.query_dim).to(kernel.dtype)
+            k, v = both.split([heads.dim, heads.positions], -1)
+            if layout == "latent":
+                k, v = k.contiguous(), v.contiguous()
+        pools.append((k, v))
+    k, v = (torch.rand((len(order), *token), device=stage.device) + 0.5 for _ in "kv")
+    query = stage.randn(len(lengths), heads.query, heads.query_dim)
+    order, table, counts, lengths = (x.to(stage.device) for x in (order, table, counts, lengths))
+    return Stored(query, order, table, counts, lengths, pools, (k, v) if kernel.scaled else None)
+
+
+def _as_pages(case: Case, kernel: Kernel, stored: Stored) -> Pages:
+    """Return the pages of the last layer in bf16, in the layout of the reference."""
+    k, v = (side.to(BF16) for side in stored.pools[-1])
+    if stored.scales is not None:
+        k, v = ((x * s[..., None]).to(BF16) for x, s in zip((k, v), stored.scales, strict=True))
+    if case.heads.positions:
+        k, v = k[:, None], v[:, None]
+    elif kernel.layout == "NHD":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    sides = (StoredSide(x, None, None, AUTO, d.shape[-1]) for x, d in ((k, k), (v.mT, v)))
+    return Pages(*sides, None, stored.table)
+
+
+# -- finding -------------------------------------------------------------------------------------
+
+
+def find(record: Record, name: str) -> Any:
+    """Return a module of another project. Return None, and note why, if it cannot be imported."""
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        record.skip(f"{name} is not installed")
+        return None
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # code of other projects
+        record.skip(f"{name}: {type(error).__name__}: {error}")
+        return None
+
+
+def _find_vllm(record: Record) -> list[Kernel]:
     try:
         vllm = load_vllm_attention()
-    except Exception as error:  # it is other people's code
+    except Exception as error:  # code of other projects
         record.skip(f"vLLM's Triton kernel: {type(error).__name__}: {error}")
-        vllm = None
+        return []
     if vllm is None:
         record.skip(f"vLLM is not installed, and {VARIABLE} names no file of it")
-    else:
-        make = functools.partial(_make_vllm, vllm)
-        found["vllm triton e4m3"] = (make, E4M3, "NHD", False)
-        if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
-            found["vllm triton e4m3 per token"] = (make, E4M3, "NHD", True)
-        found["vllm triton bf16"] = (make, torch.bfloat16, "NHD", False)
-    if importlib.util.find_spec("flashinfer") is None:
-        record.skip("FlashInfer is not installed")
-        return found
-    decode = importlib.import_module("flashinfer.decode")
-    for suffix, dtype in ((" e4m3", E4M3), (" bf16", torch.bfloat16)):
-        if hasattr(decode, "xqa_batch_decode_with_kv_cache"):
-            found[f"flashinfer xqa{suffix}"] = (_make_xqa, dtype, "HND", False)
-        else:
-            record.skip("FlashInfer's XQA: this version does not have it")
-        # Not its fastest one on sm_90 where K and V have 8 bits.
-        found[f"flashinfer wrapper{suffix}"] = (_make_wrapper, dtype, "HND", False)
-    return found
+        return []
+    make = functools.partial(_make_vllm, vllm)
+    kernels = [Kernel("vllm triton e4m3", make, E4M3, "NHD")]
+    if "k_scale_cache" in inspect.signature(vllm.unified_attention).parameters:
+        kernels.append(Kernel("vllm triton e4m3 per token", make, E4M3, "NHD", scaled=True))
+    return [*kernels, Kernel("vllm triton bf16", make, BF16, "NHD")]
 
 
-def _work(
-    record: Record, case: Case, make: _Make, dtype: torch.dtype, layout: str, scaled: bool
-) -> dict[str, Any]:
-    stored = _store(record, case, dtype, layout, scaled)
-    call = make(record, case, stored)
-    steps: list[Step] = [functools.partial(call, pool) for pool in stored.pools]
-    output = call(stored.pools[-1])
-    numbers = stored.order[sum(stored.counts[:-1]) :].long()
-    dense: list[torch.Tensor] = []
-    for side, numbers_of in enumerate(stored.pools[-1]):
-        pages = numbers_of[numbers].to(torch.bfloat16)
-        if stored.scales is not None:
-            pages = (pages * stored.scales[side][numbers][..., None]).to(torch.bfloat16)
-        if layout == "NHD":
-            pages = pages.transpose(1, 2)
-        dense.append(pages.transpose(0, 1).flatten(1, 2)[None, :, : case.lengths[-1]])
-    error = check_dense(output[-1:, :, None], stored.query[-1:, :, None], dense[0], dense[1], case)
-    more = {"error": error, "moved": stored.size, **case.describe()}
-    return {"timed": record.stage.time(steps), **more}
+def _find_flashinfer(record: Record) -> list[Kernel]:
+    decode, kernels = find(record, "flashinfer.decode"), []
+    xqa = getattr(decode, "xqa_batch_decode_with_kv_cache", None)
+    if xqa is None:
+        record.skip("FlashInfer's XQA: this version does not have it")
+    for name, dtype in (("e4m3", E4M3), ("bf16", BF16)):
+        if xqa is not None:
+            make = functools.partial(_make_xqa, xqa)
+            kernels.append(Kernel(f"flashinfer xqa {name}", make, dtype, "HND"))
+        # On sm_90 with 8 bits, this is not FlashInfer's fastest kernel.
+        kernels.append(Kernel(f"flashinfer wrapper {name}", _make_wrapper, dtype, "HND"))
+    return kernels
 
 
-def _store(record: Record, case: Case, dtype: torch.dtype, layout: str, scaled: bool) -> _Stored:
-    stage, heads = record.stage, case.heads
-    counts = [-(-n // PAGE_SIZE) for n in case.lengths]
-    order = torch.randperm(sum(counts)).int().to(stage.device)
-    table = torch.nn.utils.rnn.pad_sequence(order.split(counts), batch_first=True)
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=stage.device)
-    shape = (len(order), heads.kv, PAGE_SIZE, heads.dim)
-    if layout == "NHD":
-        shape = (len(order), PAGE_SIZE, heads.kv, heads.dim)
-    size = case.read * 2 * heads.kv * (heads.dim * dtype.itemsize + 4 * scaled)
-    pools = [
-        (stage.randn(*shape).to(dtype), stage.randn(*shape).to(dtype))
-        for _ in range(stage.copies(size))
+def _flashinfer_mla(mla: Any) -> list[Kernel]:
+    plan = inspect.signature(mla.BatchMLAPagedAttentionWrapper.plan).parameters
+    make = functools.partial(_make_flashinfer_mla, mla)
+    dtypes = {"bf16": BF16, "e4m3": E4M3} if "scale_mode" in plan else {"bf16": BF16}
+    return [
+        Kernel(f"flashinfer mla {name} kernel", make, dtype, "latent")
+        for name, dtype in dtypes.items()
     ]
-    k_scales, v_scales = (torch.rand(shape[:3], device=stage.device) + 0.5 for _ in range(2))
-    query = stage.randn(len(counts), heads.query, heads.dim)
-    scales = (k_scales, v_scales) if scaled else None
-    return _Stored(query, order, table, counts, lengths, pools, scales, size)
 
 
-def _make_xqa(record: Record, case: Case, stored: _Stored) -> Callable[[Pool], torch.Tensor]:
-    decode = importlib.import_module("flashinfer.decode")
-    # It counts in there which programs are done: zeros at the beginning.
-    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=record.stage.device)
-    out = torch.empty_like(stored.query)
+def flash_mla(module: Any) -> Kernel:
+    """Return FlashMLA's kernel for decoding over dense bf16 latents."""
+    make = functools.partial(_make_flash_mla, module)
+    return Kernel("flash_mla bf16 kernel", make, BF16, "joined")
 
-    def call(pool: Pool) -> torch.Tensor:
-        decode.xqa_batch_decode_with_kv_cache(
+
+# -- calls ---------------------------------------------------------------------------------------
+
+
+def _workspace(stored: Stored) -> torch.Tensor:
+    # XQA counts finished programs in it, from zero.
+    return torch.zeros(WORKSPACE, dtype=torch.uint8, device=stored.query.device)
+
+
+def _make_xqa(xqa: Callable[..., Any], case: Case, stored: Stored) -> Call:
+    workspace, out = _workspace(stored), torch.empty_like(stored.query)
+
+    def call(pool: Pair) -> torch.Tensor:
+        xqa(
             query=stored.query, kv_cache=pool, workspace_buffer=workspace,
             block_tables=stored.table, seq_lens=stored.lengths, max_seq_len=max(case.lengths),
             bmm1_scale=case.heads.dim**-0.5, bmm2_scale=1.0, out=out, kv_layout="HND",
@@ -153,30 +210,71 @@ def _make_xqa(record: Record, case: Case, stored: _Stored) -> Callable[[Pool], t
     return call
 
 
-def _make_wrapper(record: Record, case: Case, stored: _Stored) -> Callable[[Pool], torch.Tensor]:
-    flashinfer = importlib.import_module("flashinfer")
-    heads, device = case.heads, record.stage.device
-    starts = torch.tensor([0, *stored.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    last = torch.tensor([(n - 1) % PAGE_SIZE + 1 for n in case.lengths], dtype=torch.int32)
-    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+def _make_wrapper(case: Case, stored: Stored) -> Call:
+    flashinfer: Any = importlib.import_module("flashinfer")
+    heads = case.heads
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(stored), "HND", use_tensor_cores=True
+    )
     wrapper.plan(
-        starts.to(device), stored.order, last.to(device), heads.query, heads.kv, heads.dim,
-        PAGE_SIZE, q_data_type=torch.bfloat16, kv_data_type=stored.pools[0][0].dtype,
+        _starts(stored.counts), stored.order, (stored.lengths - 1) % PAGE_SIZE + 1, heads.query,
+        heads.kv, heads.dim, PAGE_SIZE, q_data_type=BF16, kv_data_type=stored.pools[0][0].dtype,
     )  # fmt: skip
     return functools.partial(wrapper.run, stored.query)
 
 
-def _make_vllm(
-    vllm: Any, record: Record, case: Case, stored: _Stored
-) -> Callable[[Pool], torch.Tensor]:
-    stage, heads, batch = record.stage, case.heads, len(case.lengths)
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _make_flashinfer_mla(mla: Any, case: Case, stored: Stored) -> Call:
+    heads, batch = case.heads, len(case.lengths)
+    wrapper = mla.BatchMLAPagedAttentionWrapper(_workspace(stored))
+    is_8_bit = stored.pools[0][0].dtype == E4M3
+    wrapper.plan(
+        qo_indptr=torch.arange(batch + 1, dtype=torch.int32, device=stored.query.device),
+        kv_indptr=_starts(stored.counts), kv_indices=stored.order, kv_len_arr=stored.lengths,
+        num_heads=heads.query, head_dim_ckv=heads.dim, head_dim_kpe=heads.positions,
+        page_size=PAGE_SIZE, causal=False, sm_scale=heads.query_dim**-0.5, q_data_type=BF16,
+        kv_data_type=stored.pools[0][0].dtype,
+        **({"scale_mode": "kv-per-tensor"} if is_8_bit else {}),
+    )  # fmt: skip
+    parts = stored.query.split([heads.dim, heads.positions], -1)
+    latent, position = (part.contiguous() for part in parts)
+    scales = {"ckv_scale": 1.0, "kpe_scale": 1.0} if is_8_bit else {}
+    return lambda pool: wrapper.run(
+        q_nope=latent, q_pe=position, ckv_cache=pool[0], kpe_cache=pool[1], **scales
+    )
+
+
+def _make_flash_mla(module: Any, case: Case, stored: Stored) -> Call:
+    heads, kernel = case.heads, module.flash_mla_with_kvcache
+    # Newer versions compute the metadata in the first call, and take no arguments here.
+    metadata, splits = module.get_mla_metadata(stored.lengths, heads.query, 1)
+    # In a fork, a switch selects the dense kernels of sm_90.
+    has_switch = "use_legacy" in inspect.signature(kernel).parameters
+
+    def call(pool: Pair) -> torch.Tensor:
+        page, slot, _ = pool[0].stride()
+        shape = (len(pool[0]), PAGE_SIZE, 1, heads.query_dim)
+        joined = pool[0].as_strided(shape, (page, slot, slot, 1))
+        out: torch.Tensor = kernel(
+            stored.query[:, None], joined, stored.table, stored.lengths, heads.dim, metadata,
+            splits, softmax_scale=heads.query_dim**-0.5, causal=False,
+            **({"use_legacy": True} if has_switch else {}),
+        )[0]  # fmt: skip
+        return out[:, 0]
+
+    return call
+
+
+def _make_vllm(vllm: Any, case: Case, stored: Stored) -> Call:
+    heads, device = case.heads, stored.query.device
     most = max(VLLM_GRID // heads.kv, 1)
-    parts = torch.empty((most, heads.query, VLLM_PARTS, heads.dim), device=stage.device)
+    parts = torch.empty((most, heads.query, VLLM_PARTS, heads.dim), device=device)
     top, total = (torch.empty_like(parts[..., 0]) for _ in range(2))
-    one = torch.ones(1, device=stage.device)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=stage.device)
-    out = torch.empty_like(stored.query)
+    one, out = torch.ones(1, device=device), torch.empty_like(stored.query)
+    starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
     scales: Sequence[torch.Tensor | None] = (None, None)
     mode = vllm.KVQuantMode.NONE
     if stored.scales is not None:
@@ -192,11 +290,11 @@ def _make_vllm(
         "softmax_segm_output": parts, "softmax_segm_max": top, "softmax_segm_expsum": total,
         "kv_quant_mode": mode, "k_scale_cache": scales[0], "v_scale_cache": scales[1],
     }  # fmt: skip
-    # Older versions lack the last ones, and tell by the dtype.
+    # Older versions lack the last arguments, and choose by the dtype.
     known = inspect.signature(vllm.unified_attention).parameters
     arguments = {name: value for name, value in arguments.items() if name in known}
 
-    def call(pool: Pool) -> torch.Tensor:
+    def call(pool: Pair) -> torch.Tensor:
         vllm.unified_attention(k=pool[0], v=pool[1], **arguments)
         return out
 

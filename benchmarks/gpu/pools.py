@@ -1,10 +1,10 @@
-"""Random pages to read, and a check of what a contender makes of them."""
+"""Random pages, and checks of what contenders compute from them."""
 
 import functools
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,55 +15,50 @@ from hf_fp8kv.ops import Pages, StoredSide, reference
 from hf_fp8kv.ops.blocks import copy_side_by_side
 
 from .shapes import Case, Heads, Kind
-from .timing import Stage
+from .stage import Stage
 
 PAGE_SIZE = 64
-# Of many query tokens, so many of the first and of the last are checked.
+# Number of query tokens at each end of many that are checked.
 CHECKED = 128
-# Of a KV head's query heads, so many at once: the reference has keys of its own for each.
+# Number of query heads of a KV head that the reference computes at once.
 CHECKED_HEADS = 16
 
 
 @functools.lru_cache(maxsize=4)
 def _make_sample(kind: Kind, heads: Heads, count: int, device: torch.device) -> Pages:
-    """Return a few pages that the reference wrote: normal random numbers."""
-    dynamic = kind.format != AUTO and not kind.static
+    """Return `count` pages of normal random values, which the reference wrote."""
+    v_dim, v_format = (heads.positions, AUTO) if heads.positions else (heads.dim, kind.format)
+    tokens = count * PAGE_SIZE
 
-    def side(static: torch.Tensor | None, dim: int, fmt: str, *shape: int) -> StoredSide:
+    def side(dim: int, fmt: str, steps: tuple[float, float], *shape: int) -> StoredSide:
         dtype = torch.bfloat16 if fmt == AUTO else torch.uint8
         codes = torch.empty((count, heads.kv, *shape), dtype=dtype, device=device)
-        return StoredSide(codes, static, None, fmt, dim)
+        scale = None
+        if kind.static and fmt != AUTO:
+            # Different for each head. Normal random values reach about 5.
+            scale = 5.5 / FORMATS[fmt].max * torch.linspace(*steps, heads.kv, device=device)
+            scale = scale[:, None].expand(-1, dim).contiguous()
+        return StoredSide(codes, scale, None, fmt, dim)
 
-    k_static, v_static = _static_scales(kind, heads, device) if kind.static else (None, None)
-    v_dim, v_format = heads.dim, kind.format
-    if heads.positions:
-        v_dim, v_format, v_static = heads.positions, AUTO, None
-    k = side(k_static, heads.dim, kind.format, PAGE_SIZE, heads.dim)
-    v = side(v_static, v_dim, v_format, v_dim, PAGE_SIZE)
-    slots = (count, heads.kv, PAGE_SIZE, 2)
-    scales = torch.empty(slots, dtype=torch.bfloat16, device=device) if dynamic else None
+    k = side(heads.dim, kind.format, (1, 1.5), PAGE_SIZE, heads.dim)
+    v = side(v_dim, v_format, (1.5, 1), v_dim, PAGE_SIZE)
+    scales = None
+    if kind.format != AUTO and not kind.static:
+        shape = (count, heads.kv, PAGE_SIZE, 2)
+        scales = torch.empty(shape, dtype=torch.bfloat16, device=device)
     pages = Pages(k, v, scales, torch.arange(count, dtype=torch.int32, device=device)[None])
-    shape = (1, heads.kv, count * PAGE_SIZE)
     key, value = (
-        torch.randn(*shape, dim, dtype=torch.bfloat16, device=device) for dim in (heads.dim, v_dim)
+        torch.randn(1, heads.kv, tokens, dim, dtype=torch.bfloat16, device=device)
+        for dim in (heads.dim, v_dim)
     )
-    reference.write(
-        pages, key, value, torch.full((1,), key.shape[2], dtype=torch.int32, device=device)
-    )
+    reference.write(pages, key, value, torch.tensor([tokens], dtype=torch.int32, device=device))
     return pages
 
 
-def _static_scales(kind: Kind, heads: Heads, device: torch.device) -> Sequence[torch.Tensor]:
-    """Return scales of K and V, one per head; normal random numbers reach about 5."""
-    top = 5.5 / FORMATS[kind.format].max
-    head = torch.linspace(top, 1.5 * top, heads.kv, device=device)
-    return [x[:, None].expand(-1, heads.dim).contiguous() for x in (head, head.flip(0))]
-
-
 def pages_for(stage: Stage, kind: Kind, case: Case, layers: int, count: int) -> list[Pages]:
-    """Return the pages of so many layers, which share one block table, as in a model.
+    """Return pages of `layers` layers that share a block table, as in a model.
 
-    Pages of a sequence lie scattered over the pool. `count` pages differ.
+    The pages of a sequence are scattered over the pool. `count` pages differ.
     """
     sample = _make_sample(kind, case.heads, count, stage.device)
     each = [-(-length // PAGE_SIZE) for length in case.lengths]
@@ -87,24 +82,21 @@ def map_stored(pages: Pages, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return random dense K and V of each layer, `[B, Hkv, N, D]`, bf16.
 
-    Where lengths differ, each sequence of each layer has its own, `[1, Hkv, N, D]`.
+    If lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
     """
     rows = [(len(case.lengths), case.lengths[0])]
     if case.is_ragged:
         rows = [(1, length) for length in case.lengths]
     heads = case.heads
 
-    def numbers(batch: int, length: int) -> torch.Tensor:
+    def values(batch: int, length: int) -> torch.Tensor:
         return stage.randn(batch, heads.kv, length, heads.dim)
 
-    return [(numbers(*row), numbers(*row)) for _ in range(layers) for row in rows]
-
-
-# -- checks --------------------------------------------------------------------------------------
+    return [(values(*row), values(*row)) for _ in range(layers) for row in rows]
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest relative RMS of a sequence; infinite where something is not finite."""
+    """Return the largest relative RMS error of a sequence, infinite if a value is not finite."""
     axes = tuple(range(1, output.ndim))
     output, expected = output.double(), expected.double()
     error = ((output - expected).square().mean(axes) / expected.square().mean(axes)).sqrt().max()
@@ -115,12 +107,18 @@ def check(
     output: torch.Tensor, query: torch.Tensor, pages: Pages, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
-    """Return the error of `output` `[B, T, Hq, D]`, against the reference on the same bytes.
+    """Return the relative error of an output, against the reference on the same bytes.
 
-    The first, the last, the longest and a random sequence are looked at, each in one KV head, or in
-    some heads of one with many: the reference would not fit for all. Elsewhere the numbers must be
-    finite. `query` is `[B, Hq, T, D]`. `projection`: `[Hq, V, D]`, what heads of the output were
-    multiplied by after attention.
+    The check covers the first, the last, the longest and a random sequence. Each is checked in one
+    KV head, or in some query heads if the KV head has many, because the reference does not fit in
+    memory for all. All other values must be finite.
+
+    Args:
+        output: Output of the contender, `[B, T, Hq, D]`.
+        query: Queries, `[B, Hq, T, D]`.
+        pages: Pages that the contender read.
+        case: The case.
+        projection: Weights that multiplied the heads of the output, `[Hq, V, D]`.
     """
     if not bool(output.isfinite().all()):
         return float("inf")
@@ -138,7 +136,7 @@ def check(
         rows = slice(part * count, (part + 1) * count)
         one = _select_head(pages, b, rows.start // groups)
         for first, last in _split_queries(case.tokens):
-            # Queries are the last of what is stored: earlier ones see a shorter text.
+            # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
             length = case.lengths[b] - case.tokens + last
             spec = case.attention_spec()
             if case.padding:
@@ -155,7 +153,7 @@ def check(
 
 
 def _split_queries(tokens: int) -> list[tuple[int, int]]:
-    """Return the ranges of queries to check: all of a few, the first and the last of many."""
+    """Return the ranges of queries to check: the first and the last ones of many."""
     if tokens <= 2 * CHECKED:
         return [(0, tokens)]
     return [(0, CHECKED), (tokens - CHECKED, tokens)]
@@ -178,7 +176,7 @@ def check_dense(
     output: torch.Tensor, query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case,
     projection: torch.Tensor | None = None,
 ) -> float:  # fmt: skip
-    """Return the error for dense K and V, `[B, Hkv, N, D]`, of `output` `[B, Hq, T, D]`."""
+    """Return the error of `output`, `[B, Hq, T, D]`, for dense K and V, `[B, Hkv, N, D]`."""
     pages = Pages(
         StoredSide(k, None, None, AUTO, k.shape[3]),
         StoredSide(v.transpose(2, 3), None, None, AUTO, v.shape[3]),
@@ -193,7 +191,7 @@ def check_dense(
 def poison_memory() -> Iterator[None]:
     """Fill new memory with NaN inside the context."""
     before = torch.are_deterministic_algorithms_enabled()
-    # torch fills new memory with NaN while it is asked for deterministic algorithms.
+    # torch fills new memory with NaN while it uses deterministic algorithms.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():

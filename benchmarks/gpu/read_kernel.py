@@ -1,4 +1,4 @@
-"""A kernel that only reads: its bandwidth is the ceiling of a kernel that reads a cache."""
+"""A kernel that only reads. Its bandwidth is the ceiling of a kernel that reads a cache."""
 
 import torch
 import triton
@@ -8,10 +8,10 @@ from hf_fp8kv.ops.triton.target import launch
 
 
 def read_all(source: torch.Tensor, programs: int, block: int, ahead: int) -> torch.Tensor:
-    """Return the largest of the exclusive-ors that each program took of every `block`-th number.
+    """Return the maximum of each program's exclusive-ors over every `block`-th value, `[programs]`.
 
-    `source` is `[n]`, int32, and the result `[programs]`, int32. An iteration has `ahead`
-    independent loads of `block` elements; what remains after whole iterations is not read.
+    `source` is `[n]`, int32. An iteration has `ahead` independent loads of `block` elements. The
+    kernel does not read the rest after whole iterations.
     """
     out = torch.empty((programs,), dtype=torch.int32, device=source.device)
     iterations = source.numel() // (programs * block * ahead)
@@ -21,7 +21,7 @@ def read_all(source: torch.Tensor, programs: int, block: int, ahead: int) -> tor
 
 @triton.jit
 def _read(source_ptr, out_ptr, iterations, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    """Write what each program of a grid of one axis found in its part of `source_ptr`."""
+    """Store one result for each program of a one-dimensional grid."""
     program = tl.program_id(0).to(tl.int64)
     begin = program * iterations * (BLOCK * AHEAD)
     offsets = tl.arange(0, BLOCK)

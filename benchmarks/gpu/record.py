@@ -1,122 +1,101 @@
-"""Record of a run: rows, what failed, what there was no time for."""
+"""Record of a run: one row per section, case and contender, with numbers or a failure."""
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from .results import Row, find_rows
-from .timing import Stage, Timed
+from .goals import MISSED, UNKNOWN, Row, find_rows, judge
+from .stage import Stage
 
-# A relative RMS above this is not rounding to 16 bits, which gives 0.1 to 0.4 %; one lost page is
-# worth 4 % at 32k tokens, and 2 % at 128k.
+# Rounding to 16 bits gives a relative RMS error of 0.1 to 0.4 %. A lost page is worth 4 % at 32k
+# tokens, and 2 % at 128k.
 TOLERANCE = 0.01
 
-# Measures one thing, and returns fields of its row.
+# Measures one contender, and returns fields of its row.
 Work = Callable[[], dict[str, Any]]
 
 
 class DeviceLost(RuntimeError):
-    """The device refuses all further work in this process."""
+    """The device refuses further work in this process."""
 
 
 class Record:
-    """Rows, and the clock of the section that is measured; rows are appended to `rows` in place.
+    """Rows, and the clock of the current section.
 
     Attributes:
-        report: called with what is done next.
-        banned: contenders that lost the device once, and are not tried again.
-        skipped: what the section that is measured had no time or no memory for.
+        rows: All rows so far.
+        skipped: What the current section left out, with the reasons.
+        report: Called with progress messages.
     """
 
     def __init__(
         self,
         stage: Stage,
-        *,
-        progress: Callable[[str], None],
+        report: Callable[[str], None] = lambda _message: None,
         keep: Callable[[], None] = lambda: None,
-        rows: list[Row] | None = None,
-        banned: list[str] | None = None,
     ) -> None:
-        self.stage, self.report, self._keep = stage, progress, keep
-        self.rows = [] if rows is None else rows
-        self.banned = [] if banned is None else banned
+        self.stage, self.report, self._keep = stage, report, keep
+        self.rows: list[Row] = []
         self.skipped: list[str] = []
-        self._done = {_key(row) for row in self.rows}
         self._ends = float("inf")
+        self._took: dict[tuple[str, str], float] = {}
 
     def begin(self, seconds: float) -> list[str]:
-        """Begin a section that has so many seconds, and return the list of what it will skip."""
+        """Start a section with a time limit, and return its list of skipped rows."""
         self._ends = time.perf_counter() + seconds
         self.skipped = []
         return self.skipped
 
     def seconds_left(self) -> float:
-        """Return the seconds that the section still has."""
+        """Return the rest of the section's time."""
         return self._ends - time.perf_counter()
 
     def skip(self, what: str) -> None:
-        """Note that something was not measured, and why."""
+        """Note what is not measured, and why."""
         self.skipped.append(what)
         self.report(f"skipped: {what}")
 
-    def is_wanted(
-        self, section: str, case: str, name: str, seconds: float = 0.0, size: float = 0.0
-    ) -> bool:
-        """Return whether to measure this; what has no `seconds` or no `size` bytes is skipped."""
-        if (section, case, name) in self._done or name in self.banned:
-            return False
-        if self.seconds_left() < seconds or self.seconds_left() <= 0:
-            self.skip(f"{section}, {case}, {name}: no time left")
-            return False
-        free = self.stage.free()
-        if size > free:
-            need = f"needs {size / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free"
-            self.skip(f"{section}, {case}, {name}: {need}")
-        return size <= free
+    def measure(self, section: str, case: object, name: str, work: Work) -> Row | None:
+        """Add a row with the result of `work` or with its error, and return the row.
 
-    def measure(
-        self, section: str, case: object, name: str, work: Work, **needs: float
-    ) -> Row | None:
-        """Add a row with what `work` returns, or with its error, and return it; None: not wanted.
-
-        `needs` are the seconds and the bytes that `is_wanted` asks about.
+        The result is None, and the row is skipped, if the section has less time than the
+        contender's previous row took, or if the device has too little memory.
 
         Raises:
-            DeviceLost: `work` left the device unusable.
+            DeviceLost: The device refuses further work.
         """
-        case = str(case)
-        if not self.is_wanted(section, case, name, **needs):
+        place = f"{section}, {case}, {name}"
+        if self.seconds_left() <= self._took.get((section, name), 0.0):
+            self.skip(f"{place}: no time left")
             return None
-        began = time.perf_counter()
+        row: Row = {"section": section, "case": str(case), "name": name}
+        began, lost, is_out_of_memory = time.perf_counter(), None, False
         try:
-            fields = work()
+            row |= {key: value for key, value in work().items() if value is not None}
+        except torch.OutOfMemoryError:
+            is_out_of_memory = True
         except Exception as error:
-            row = self._add(section, case, name, failed=_first_lines(error))
-            if self.stage.is_lost():
-                self.banned.append(name)
-                raise DeviceLost(f"{section}, {case}, {name}: {error}") from error
+            lines = str(error).strip().splitlines() or [""]
+            row["failed"] = f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
+            lost = error if self.stage.is_lost() else None
+        if is_out_of_memory or ("failed" in row and lost is None):
+            # Outside the handlers, because an exception refers to the tensors of its frames.
             self.stage.clean()
-            return row
-        finally:
-            self.report(f"{section}, {case}, {name}: {time.perf_counter() - began:.1f} s")
-        return self._add(section, case, name, **fields)
-
-    def _add(self, section: str, case: str, name: str, **fields: Any) -> Row:
-        row: Row = {"section": section, "case": case, "name": name}
-        timed = fields.pop("timed", None)
-        if isinstance(timed, Timed):
-            fields = asdict(timed) | fields
-        row |= {key: value for key, value in fields.items() if value is not None}
-        error = row.get("error")
-        if error is not None and not error < TOLERANCE:
-            # What is wrong is not a speed.
-            row["failed"] = f"relative error {error:.1e} where at most {TOLERANCE:g} is rounding"
+        if is_out_of_memory:
+            self.skip(f"{place}: out of memory")
+            return None
+        if not row.get("error", 0.0) < TOLERANCE:
+            # A wrong result has no speed.
+            row.pop("us", None)
+            row["failed"] = f"relative error {row['error']:.1e}, at most {TOLERANCE:g} is rounding"
+        self._took[section, name] = time.perf_counter() - began
+        self.report(f"{place}: {self._took[section, name]:.1f} s")
         self.rows.append(row)
-        self._done.add(_key(row))
         self._keep()
+        if lost is not None:
+            raise DeviceLost(f"{place}: {lost}") from lost
         return row
 
     def find(self, section: str, **fields: Any) -> list[Row]:
@@ -124,12 +103,37 @@ class Record:
         return find_rows(self.rows, section, **fields)
 
 
-def _key(row: Row) -> tuple[str, str, str]:
-    return row["section"], row["case"], row["name"]
+def complete(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy with `ceilings`, the bandwidth and rate of each row, and `goals`."""
+    rows = [dict(row) for row in result["rows"]]
+    for row in rows:
+        for field, rate, scale in (("moved", "gb_per_s", 1e3), ("flops", "tflops", 1e6)):
+            if row.get("us") and field in row:
+                row[rate] = row[field] / row["us"] / scale
+    ceilings: dict[str, float | None] = {}
+    for case, rate in (("copy", "gb_per_s"), ("read", "gb_per_s"), ("matmul", "tflops")):
+        reached = [row[rate] for row in find_rows(rows, "ceilings", case=case) if rate in row]
+        ceilings[f"{case}_{rate}"] = top = max(reached, default=None)
+        for row in rows:
+            if row["section"] != "ceilings" and rate in row and top:
+                row[f"of_{case}"] = row[rate] / top
+    return {**result, "ceilings": ceilings, "rows": rows, "goals": judge({**result, "rows": rows})}
 
 
-def _first_lines(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
+def summarize(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a summary that fits on one line."""
+    states: dict[str, list[str]] = {}
+    for goal in result["goals"]:
+        states.setdefault(goal["state"], []).append(goal["what"])
+    worst = {goal["what"]: goal["worst"] for goal in result["goals"]}
+    return {
+        "gpu": result["hardware"].get("gpu"),
+        "dry": result["settings"]["dry"],
+        **{name: value and round(value, 1) for name, value in result["ceilings"].items()},
+        "goals": {what: value and round(value, 3) for what, value in worst.items()},
+        "missed": states.get(MISSED, []),
+        "not measured": states.get(UNKNOWN, []),
+        "failed": sum("failed" in row for row in result["rows"]),
+        "errors": [section["name"] for section in result["sections"] if section["error"]],
+        "unfinished": [s["name"] for s in result["sections"] if s["seconds"] is None],
+    }

@@ -1,4 +1,4 @@
-"""Cases of the GPU suite: heads, formats, lengths; at full size, and tiny for a dry run."""
+"""Cases of the GPU benchmark: heads, formats and lengths, at full size and for a dry run."""
 
 from dataclasses import dataclass, replace
 
@@ -14,49 +14,46 @@ class Heads:
     query: int
     kv: int
     dim: int
-    positions: int = 0  # numbers of a position, 16 bits each, beside a latent (MLA); 0: no latents
-
-    def __str__(self) -> str:
-        return f"{self.query}/{self.kv} x {self.dim}"
+    positions: int = 0  # 16-bit values of a position next to a latent (MLA), 0 without latents
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a query."""
+        """Size of a query."""
         return self.dim + self.positions
 
     def bytes_per_token(self, kind: "Kind") -> float:
-        """Return the bytes read for a stored token, with its scales."""
+        """Return the bytes that are read for a stored token, with its scales."""
         if not self.positions:
-            return 2 * self.kv * self.dim * kind.bytes_per_number(self.dim)
-        # The scales of a token are one word, though positions need none.
+            return 2 * self.kv * self.dim * kind.bytes_per_value(self.dim)
+        # The scales of a token are one word, although positions need none.
         word = 0 if kind.static or kind.format == AUTO else 4
         return self.dim * (2 if kind.format == AUTO else 1) + word + 2 * self.positions
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What K and V are stored as."""
+    """How K and V are stored."""
 
     name: str
     format: str  # a key of `formats.FORMATS`, or "auto"
-    static: bool = False  # whether its scales are constants
+    static: bool = False  # whether the scales are constants
 
     @property
     def is_rare(self) -> bool:
-        """Whether it is measured beside all contenders only."""
+        """Whether only the cases with all contenders measure it."""
         return self.static or self.format in _LIKE_E3M4
 
-    def bytes_per_number(self, dim: int) -> float:
-        """Return the bytes read for a stored number of K or V, with its share of a scale."""
+    def bytes_per_value(self, dim: int) -> float:
+        """Return the bytes that are read for a value of K or V, with its share of a scale."""
         if self.format == AUTO:
             return 2.0
         return 1.0 if self.static else 1.0 + 2.0 / dim
 
 
 BF16 = Kind("bf16 pages", AUTO)
-# Decoded by the same instructions, shifted by other numbers of bits.
+# The same instructions decode these formats, with shifts by different numbers of bits.
 _LIKE_E3M4 = ("fp8_e2m5", "int8")
-# A format is measured with dynamic scales, unless this says otherwise: whether they are static.
+# Whether scales are static. The other formats are measured with dynamic scales.
 _STATIC = {"fp8_e4m3": (False, True), "fp8_e5m2": (True,)}
 KINDS = (
     *(
@@ -66,23 +63,22 @@ KINDS = (
     ),
     BF16,
 )
-
-LLAMA = Heads(32, 8, 128)
-RAGGED = (4641, 45118, 1730, 1696)
+_NAMED = {kind.name: kind for kind in KINDS}
+E4M3, E3M4 = _NAMED["e4m3"], _NAMED["e3m4"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call; `lengths` are the tokens stored, the new ones among them."""
+    """One attention call."""
 
-    lengths: tuple[int, ...]
-    heads: Heads = LLAMA
-    tokens: int = 1  # new ones, of each sequence
+    lengths: tuple[int, ...]  # stored tokens of each sequence, including the new ones
+    heads: Heads = Heads(32, 8, 128)
+    tokens: int = 1  # new ones of each sequence
     window: int = 0
     softcap: float = 0.0
-    label: str = ""  # in a row; "": batch and length
-    padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence; (): none
-    scaling: float = 0.0  # of logits; 0: by the numbers of a query
+    label: str = ""  # name in rows, by default batch and length
+    padding: tuple[int, ...] = ()  # hidden tokens at the start of each sequence
+    scaling: float = 0.0  # of the logits, by default from the size of a query
 
     def __str__(self) -> str:
         return self.label or f"{len(self.lengths)} x {format_tokens(self.lengths[0])}"
@@ -100,30 +96,9 @@ class Case:
         firsts = (first_visible(n - self.tokens, self.window) for n in self.lengths)
         return sum(n - max(first, 0) for n, first in zip(self.lengths, firsts, strict=True))
 
-    def pad_left(self) -> "Case":
-        """Return the case with up to half of each sequence hidden, as for prompts of one batch."""
-        batch = len(self.lengths)
-        hidden = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
-        return replace(self, label=str(self), padding=tuple(hidden))
-
-    def attention_spec(self) -> AttentionSpec:
-        """Return what such a call asks of `ops.attend`."""
-        return AttentionSpec(
-            self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
-            softcap=self.softcap, latent=self.heads.positions > 0,
-        )  # fmt: skip
-
-    def moved(self, kind: Kind) -> float:
-        """Return the bytes of K and V that are read."""
-        return self.read * self.heads.bytes_per_token(kind)
-
-    def describe(self) -> dict[str, int]:
-        """Return the fields of a row that say how much a call does."""
-        return {"flops": self.flops, "batch": len(self.lengths), "read": self.read}
-
     @property
     def flops(self) -> int:
-        """Multiplications and additions of the two products, of what is visible only."""
+        """Operations of the two products, over visible tokens only."""
         if self.window:
             visible = sum(self.tokens * min(n, self.window) for n in self.lengths)
         else:
@@ -132,9 +107,30 @@ class Case:
             visible = self.tokens * stored - hidden * len(self.lengths)
         return 2 * self.heads.query * (self.heads.query_dim + self.heads.dim) * visible
 
+    def moved(self, kind: Kind) -> float:
+        """Return the bytes of K and V that are read."""
+        return self.read * self.heads.bytes_per_token(kind)
+
+    def describe(self) -> dict[str, int]:
+        """Return the fields of a row that describe the work of a call."""
+        return {"flops": self.flops, "batch": len(self.lengths), "read": self.read}
+
+    def pad_left(self) -> "Case":
+        """Return the case with up to half of each sequence hidden, like prompts of one batch."""
+        batch = len(self.lengths)
+        hidden = (n * b // (2 * batch) for b, n in enumerate(self.lengths, batch % 2))
+        return replace(self, label=str(self), padding=tuple(hidden))
+
+    def attention_spec(self) -> AttentionSpec:
+        """Return the specification for `ops.attend`."""
+        return AttentionSpec(
+            self.scaling or self.heads.query_dim**-0.5, causal=True, window=self.window,
+            softcap=self.softcap, latent=self.heads.positions > 0,
+        )  # fmt: skip
+
 
 def format_tokens(tokens: int) -> str:
-    """Return a number of tokens, short: "32k"."""
+    """Return a short form of a number of tokens, such as "32k"."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
@@ -152,49 +148,49 @@ class ModelShape:
 class Served(ModelShape):
     """A model and its requests, for engines."""
 
-    requests: tuple[int, ...]  # that come at once, the most telling number first
-    prompts: tuple[int, int]  # tokens of the shortest and of the longest
+    requests: tuple[int, ...]  # simultaneous ones, the most important number first
+    prompts: tuple[int, int]  # tokens of the shortest and of the longest prompt
     new: int  # tokens of each answer
-    warm: int  # the same, in a run before the one that is timed
+    warm: int  # tokens of each answer in the warm-up
     page_size: int
-    batch_tokens: int  # of a step, at most
+    batch_tokens: int  # maximum of a step
 
 
 @dataclass(frozen=True)
 class Sizes(ModelShape):
-    """The sizes of one run, and the model end to end; `TINY` measures nothing, in seconds."""
+    """The sizes of a run and of its model. `TINY` measures nothing, within seconds."""
 
     decode: tuple[Case, ...]
-    padded: tuple[str, ...]  # cases of them that are also measured padded on the left
-    compared: int  # how many of them are also given to kernels that take seconds to compile
+    padded: tuple[str, ...]  # names of decode cases that are also measured with left padding
+    compared: int  # number of cases for contenders that compile for seconds
     layer: tuple[Case, ...]  # of a step
-    layer_kinds: tuple[Kind, ...]  # the first one called from Python too
+    layer_kinds: tuple[Kind, ...]  # the first one is also called eagerly
     others: tuple[Case, ...]  # other heads and attention, and several new tokens
-    writes: tuple[int, ...]  # batches of one new token each
-    prefill: int  # tokens
-    extend: tuple[tuple[int, int], ...]  # tokens stored before, new tokens; of one sequence
-    latents: tuple[Case, ...]  # of a step, for layers that cache latents
-    generate: tuple[tuple[int, int], ...]  # batch, context; the most telling first
-    offloaded: tuple[tuple[int, int], ...]  # the same, of caches in host memory
-    tokens: tuple[int, int]  # new ones that are timed, eagerly and compiled
-    warm: tuple[int, int]  # the first ones, which are not: compiling and recording graphs
+    writes: tuple[int, ...]  # batches of one new token for each sequence
+    prefill: int  # tokens of a prompt that is written
+    extend: tuple[tuple[int, int], ...]  # stored and new tokens of one sequence
+    latents: tuple[Case, ...]  # of a step over latents
+    generate: tuple[tuple[int, int], ...]  # batch and context, the most important ones first
+    offloaded: tuple[tuple[int, int], ...]  # batch and context of caches in host memory
+    tokens: tuple[int, int]  # timed new tokens, eager and compiled
+    warm: tuple[int, int]  # tokens before them, which compile and capture graphs
     served: Served
-    pages: int  # random ones, which stand for all others
-    seconds: dict[str, float]  # of each section; with more or less time, its share of it
+    pages: int  # number of different random pages
+    seconds: dict[str, float]  # share of the time of each section
 
 
 def _cases() -> tuple[Case, ...]:
-    """Return the decode cases, first those that goals are about: time may run out."""
+    """Return the decode cases. The cases of goals come first, because time may run out."""
     shapes = (
         (8, 32), (1, 1), (50, 32), (64, 32), (1, 256), (98, 4), (16, 32), (1, 32), (256, 1),
         (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
     )  # fmt: skip
     cases = [Case((1024 * n,) * batch) for batch, n in shapes]
-    return (*cases[:8], Case(RAGGED, label="ragged"), *cases[8:])
+    return (*cases[:8], Case((4641, 45118, 1730, 1696), label="ragged"), *cases[8:])
 
 
 def _latent_cases() -> tuple[Case, ...]:
-    """Return the cases of latents as DeepSeek's models have them, first those of goals."""
+    """Return cases with the latents of DeepSeek's models. The cases of goals come first."""
     shapes = ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
     return tuple(
         Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
@@ -203,22 +199,21 @@ def _latent_cases() -> tuple[Case, ...]:
     )
 
 
-_NAMED = {kind.name: kind for kind in KINDS}
 _LONG = (32768,) * 4
 FULL = Sizes(
     decode=_cases(),
     padded=("16 x 32k", "98 x 4k", "1 x 32k"),
     compared=4,
     layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
-    layer_kinds=(_NAMED["e3m4"], _NAMED["e4m3"], BF16),
+    layer_kinds=(E3M4, E4M3, BF16),
     latents=_latent_cases(),
     others=(
         Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
-        # Rows above 16: query heads of a KV head times tokens.
+        # More than 16 query rows: query heads of a KV head times tokens.
         Case(_LONG, tokens=8, label="4 x 32k, T 8 (32 rows)"),
         Case(_LONG, Heads(64, 8, 128), tokens=3, label="4 x 32k, G 8, T 3 (24 rows)"),
         Case(_LONG, tokens=16, label="4 x 32k, T 16 (64 rows)"),
-        # Shapes that others have published.
+        # Shapes with published results of other projects.
         Case((2048,) * 128, Heads(64, 8, 128), label="128 x 2k, G 8"),
         Case((32768,) * 32, Heads(8, 1, 128), label="32 x 32k, 8 heads over 1"),
         Case(_LONG, tokens=4, label="4 x 32k, T 4 (16 rows)"),
@@ -230,7 +225,7 @@ FULL = Sizes(
     ),
     writes=(1, 4, 16, 64), prefill=8192,
     extend=tuple((stored, new) for stored in (8192, 0, 32768) for new in (2048, 512, 64, 8192)),
-    layers=32, hidden=4096, vocabulary=128256, heads=LLAMA,
+    layers=32, hidden=4096, vocabulary=128256, heads=Heads(32, 8, 128),
     generate=((8, 32768), (1, 1024), (1, 32768), (8, 1024)), tokens=(12, 32), warm=(3, 8),
     offloaded=((1, 32768), (1, 131072)),
     served=Served(16, 2048, 32000, Heads(32, 8, 64), (128, 32), (200, 2000), 128, 8, 256, 8192),
@@ -245,8 +240,7 @@ _SMALL = Heads(4, 2, 16)
 TINY = replace(
     FULL,
     decode=(Case((70,) * 2, _SMALL), Case((1, 33, 130), _SMALL, label="ragged")),
-    padded=("2 x 70",),
-    compared=1,
+    padded=("2 x 70",), compared=1,
     layer=(Case((70,) * 2, _SMALL),),
     latents=(Case((70,) * 2, Heads(4, 1, 32, 16), label="4 heads, 2 x 70"),),
     others=(
@@ -255,18 +249,9 @@ TINY = replace(
         Case((70, 65), _SMALL, window=20, label="2 x 70, window"),
         Case((70,), _SMALL, softcap=5.0, label="1 x 70, softcap"),
     ),
-    writes=(1, 3),
-    prefill=20,
-    extend=((0, 20), (70, 20)),
-    heads=_SMALL,
-    layers=2,
-    hidden=32,
-    vocabulary=64,
-    generate=((2, 40),),
-    offloaded=((2, 130),),
-    tokens=(3, 3),
-    warm=(2, 2),
+    writes=(1, 3), prefill=20, extend=((0, 20), (70, 20)),
+    layers=2, hidden=32, vocabulary=64, heads=_SMALL,
+    generate=((2, 40),), offloaded=((2, 130),), tokens=(3, 3), warm=(2, 2),
     served=Served(2, 32, 64, _SMALL, (3,), (3, 20), 3, 2, 8, 32),
-    pages=4,
-    seconds=dict.fromkeys(FULL.seconds, 120.0),
-)
+    pages=4, seconds=dict.fromkeys(FULL.seconds, 120.0),
+)  # fmt: skip

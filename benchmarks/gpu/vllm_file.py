@@ -1,7 +1,7 @@
-"""vLLM's Triton attention: of an installed vLLM, or of a file that the user has brought.
+"""vLLM's Triton attention, from an installed vLLM or from one file of its source.
 
-The file is `vllm/v1/attention/ops/triton_unified_attention.py` of a source archive, beside the
-helpers that it imports from its own folder. What else it imports of vLLM has stand-ins here.
+The file is `vllm/v1/attention/ops/triton_unified_attention.py`, next to the helpers that it imports
+from its folder. Stand-ins replace its other imports from vLLM.
 """
 
 import enum
@@ -10,100 +10,78 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
-# The environment variable that names the file.
+# The environment variable with the path of the file.
 VARIABLE = "HF_FP8KV_VLLM_ATTENTION"
 _OPS = "vllm.v1.attention.ops"
 
 
-class _KVQuantMode(enum.IntEnum):
-    """How K and V are stored, with vLLM's own numbers."""
-
-    NONE = 0
-    FP8_PER_TENSOR = 1
-    INT8_PER_TOKEN_HEAD = 2
-    FP8_PER_TOKEN_HEAD = 3
-    INT4_PER_TOKEN_HEAD = 4
-    INT2_PER_TOKEN_HEAD = 5
+# How K and V are stored, with the values of vLLM.
+_KVQuantMode = enum.IntEnum(
+    "KVQuantMode",
+    "NONE FP8_PER_TENSOR INT8_PER_TOKEN_HEAD FP8_PER_TOKEN_HEAD INT4_PER_TOKEN_HEAD "
+    "INT2_PER_TOKEN_HEAD",
+    start=0,
+)
 
 
-class _Platform:
-    """As much of a platform as the file asks for: an NVIDIA GPU."""
+class _Off(ModuleType):
+    """A stand-in for settings and platforms. Its attributes are false, and return False."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *_args, **_kwargs: torch.float8_e4m3fn if name == "fp8_dtype" else False
-
-
-class _Nothing(ModuleType):
-    """Settings of vLLM, none of which is set."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def __bool__(self) -> bool:
         return False
+
+    def __call__(self, *_args: object, **_more: object) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Off(name)
 
 
 def load_vllm_attention() -> Any | None:
-    """Return a module with `unified_attention` and `KVQuantMode`, or None.
+    """Return a module with `unified_attention` and `KVQuantMode`, or None without vLLM.
 
-    Raises what importing other people's code may raise; FileNotFoundError if the variable names no
-    file.
+    Raises:
+        FileNotFoundError: The variable names no file.
+        Exception: Anything that the import raises.
     """
     path = os.environ.get(VARIABLE)
-    if path:
-        return _load_file(Path(path))
-    if importlib.util.find_spec("vllm") is None:
-        return None
-    return importlib.import_module(f"{_OPS}.triton_unified_attention")
-
-
-def _load_file(path: Path) -> Any:
-    if not path.is_file():
+    if not path:
+        is_installed = importlib.util.find_spec("vllm") is not None
+        return importlib.import_module(f"{_OPS}.triton_unified_attention") if is_installed else None
+    file = Path(path)
+    if not file.is_file():
         raise FileNotFoundError(f"{VARIABLE}: expected triton_unified_attention.py, got {path}")
-    with _stand_ins(path.parent):
-        return importlib.import_module(f"{_OPS}.{path.stem}")
+    # The context restores all modules, so that nothing else finds a stand-in.
+    with mock.patch.dict(sys.modules, _stand_ins(file.parent)):
+        return importlib.import_module(f"{_OPS}.{file.stem}")
 
 
-@contextmanager
-def _stand_ins(folder: Path) -> Iterator[None]:
-    """Make modules of vLLM importable: those of `folder`, and stand-ins for a few others."""
+def _stand_ins(folder: Path) -> dict[str, ModuleType]:
     import triton
     import triton.language
 
-    packages = [".".join(_OPS.split(".")[:i]) for i in range(1, 5)]
-    modules: dict[str, ModuleType] = {name: ModuleType(name) for name in packages}
-    for module in modules.values():
-        module.__path__ = []
-    modules[_OPS].__path__ = [str(folder)]
+    platform: Any = _Off("platform")
+    platform.fp8_dtype = lambda: torch.float8_e4m3fn
     facts: dict[str, dict[str, Any]] = {
+        "vllm": {"__path__": [], "envs": _Off("vllm.envs")},
+        "vllm.v1": {"__path__": []},
+        "vllm.v1.attention": {"__path__": []},
+        _OPS: {"__path__": [str(folder)]},
         "vllm.logger": {"init_logger": logging.getLogger},
-        "vllm.platforms": {"current_platform": _Platform()},
+        "vllm.platforms": {"current_platform": platform},
         "vllm.triton_utils": {"triton": triton, "tl": triton.language},
         "vllm.v1.kv_cache_interface": {"KVQuantMode": _KVQuantMode},
     }
+    modules = {name: ModuleType(name) for name in facts}
     for name, content in facts.items():
-        modules[name] = ModuleType(name)
         vars(modules[name]).update(content)
-    modules["vllm.envs"] = _Nothing("vllm.envs")
-    modules["vllm"].envs = modules["vllm.envs"]  # type: ignore[attr-defined]
-    before = {name: module for name, module in sys.modules.items() if _is_vllm(name)}
-    sys.modules.update(modules)
-    try:
-        yield
-    finally:
-        for name in filter(_is_vllm, list(sys.modules)):
-            del sys.modules[name]
-        sys.modules.update(before)
-
-
-def _is_vllm(name: str) -> bool:
-    return name.partition(".")[0] == "vllm"
+    return {**modules, "vllm.envs": facts["vllm"]["envs"]}

@@ -1,4 +1,4 @@
-"""Write section: one new token per sequence, and a whole prompt."""
+"""Write section: one new token for each sequence, and a whole prompt."""
 
 import functools
 from typing import Any
@@ -12,13 +12,13 @@ from .pools import map_stored, pages_for
 from .record import Record
 from .shapes import KINDS, Case, Kind, Sizes
 
-# Layers, each with pages of its own, that writes go to in turns.
+# Number of layers with separate pages that writes rotate over.
 LAYERS = 32
 STORED = 1000
 
 
 def measure(record: Record, sizes: Sizes, backend: str) -> None:
-    """Add rows for K and V of one layer, as the model hands them over."""
+    """Add rows for K and V of one layer, in the layout of a model."""
     layers = 2 if record.stage.dry else LAYERS
     for kind in KINDS:
         for batch in sizes.writes:
@@ -46,9 +46,9 @@ def _measure_case(
             for pages, (k, v) in zip(pools, pairs, strict=True)
         ]
         _check(pools[-1], *pairs[-1], lengths, backend)
-        # Read: the numbers; written: what is stored.
-        moved = new * (2.0 + kind.bytes_per_number(heads.dim))
-        return {"timed": stage.time(steps), "moved": moved, "layers": layers}
+        # The values are read, and the codes and scales are written.
+        moved = new * (2.0 + kind.bytes_per_value(heads.dim))
+        return {**stage.time(steps), "moved": moved, "layers": layers}
 
     record.measure("write", case, kind.name, work)
 
@@ -56,16 +56,14 @@ def _measure_case(
 def _check(
     pages: Pages, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor, backend: str
 ) -> None:
-    """Raise RuntimeError unless every stored byte is the one that the reference stores."""
+    """Raise RuntimeError unless all stored bytes equal those of the reference."""
     written, expected = (map_stored(pages, torch.Tensor.clone) for _ in range(2))
     ops.write(written, key, value, lengths, backend)
     reference.write(expected, key, value, lengths)
-    for name in ("k", "v", "token_scales"):
-        ours, theirs = (getattr(p, name) for p in (written, expected))
-        if name != "token_scales":
-            ours, theirs = ours.codes, theirs.codes
-        if ours is None:
-            continue
-        integers = torch.int16 if ours.dtype == torch.bfloat16 else ours.dtype
-        if differ := int((ours.view(integers) != theirs.view(integers)).sum()):
-            raise RuntimeError(f"expected the reference's bytes, got {differ} others in {name}")
+    for name, ours, theirs in (
+        ("k", written.k.codes, expected.k.codes),
+        ("v", written.v.codes, expected.v.codes),
+        ("token_scales", written.token_scales, expected.token_scales),
+    ):
+        if ours is not None and not torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+            raise RuntimeError(f"{name}: expected the bytes of the reference")

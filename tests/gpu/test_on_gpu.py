@@ -1,7 +1,7 @@
-"""What only a GPU can show: graphs, compiled steps, no waiting, far addresses, no races.
+"""Behavior that only a GPU shows: graphs, compiled steps, no waiting, far addresses, no races.
 
-Without a GPU, `make test-all` runs what it can in Triton's interpreter on tiny shapes:
-it shows that the tests themselves work.
+Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton's interpreter, so
+that the tests themselves are tested.
 """
 
 import contextlib
@@ -14,15 +14,16 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu import cached, latent
-from benchmarks.gpu.decode import attend, make_plan_step, make_query
+from benchmarks.gpu.attention import attend, make_plan_step, make_query
+from benchmarks.gpu.cached import CacheSteps
+from benchmarks.gpu.latent import Layers
 from benchmarks.gpu.pools import check, pages_for, poison_memory, relative_error
-from benchmarks.gpu.record import TOLERANCE, Record
-from benchmarks.gpu.shapes import BF16, KINDS, TINY, Case, Heads
-from benchmarks.gpu.timing import Stage
+from benchmarks.gpu.record import TOLERANCE
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, KINDS, TINY, Case, Heads
+from benchmarks.gpu.stage import Stage
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import AttentionLayer
+from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import Pages, reference
 from tests.helpers.tiny_models import tiny
@@ -40,12 +41,11 @@ pytestmark = [
 ON_GPU = HERE == "cuda"
 DEVICE = torch.device(HERE)
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
-# A tile of the size that matters there, and what the interpreter can bear.
+# Heads of a usual size, and tiny ones for the interpreter.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-E4M3, STATIC, E3M4 = (
-    next(kind for kind in KINDS if kind.name == name) for name in ("e4m3", "e4m3 static", "e3m4")
-)
+[STATIC] = (kind for kind in KINDS if kind.name == "e4m3 static")
+STAGE = Stage(DEVICE, dry=not ON_GPU)
 
 
 @pytest.fixture(autouse=True)
@@ -56,15 +56,11 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def record() -> Record:
-    return Record(Stage(DEVICE, dry=not ON_GPU), progress=lambda _message: None)
-
-
 # -- generation ----------------------------------------------------------------------------------
 
 
 def middling() -> tuple[Any, dict[str, torch.Tensor]]:
-    """A random float32 model of middling size (tiny without a GPU), and a padded prompt of two."""
+    """Return a random float32 model (tiny without a GPU) and a padded prompt of two rows."""
     torch.manual_seed(0)
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
@@ -84,19 +80,14 @@ def middling() -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"input_ids": ids, "attention_mask": seen}
 
 
-def tiny_there(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+def make_model(name: str, **config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    if name == "middling":
+        return middling()
+    model, inputs = tiny(name, attn_implementation="fp8_paged", **config)
     return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
 
 
-MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
-    "middling": middling,
-    "gqa": lambda: tiny_there("gqa"),
-    "sliding_and_full": lambda: tiny_there("sliding_and_full"),
-    "softcap": lambda: tiny_there("softcap"),
-    "sinks": lambda: tiny_there("sinks"),
-    "latent": lambda: tiny_there("latent"),
-}
+MODELS = ("middling", "gqa", "sliding_and_full", "softcap", "sinks", "latent")
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic scales": {},
     "static scales": {"scales": 0.02, "center_keys": True},
@@ -105,7 +96,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def compiling() -> dict[str, Any]:
-    """generate() compiles by itself on a GPU, with CUDA graphs; elsewhere it is asked to."""
+    """Return options to compile on a CPU. On a GPU, generate() compiles by default."""
     if ON_GPU:
         return {}
     config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
@@ -130,10 +121,10 @@ def cache_for(model: Any, inputs: dict[str, Any], static: bool, **more: Any) -> 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_the_reference(name, keywords, form):
     if keywords and (name not in ("middling", "gqa") or (name, form) == ("middling", "compiled")):
-        pytest.skip("formats are the same to every model")
+        pytest.skip("formats do not depend on the model")
     if name not in ("middling", "gqa") and not ON_GPU:
         pytest.skip("test_kernels_generate.py has them")
-    model, inputs = MODELS[name]()
+    model, inputs = make_model(name)
     expected = answer(
         model, inputs, cache_for(model, inputs, False, backend="reference", **keywords)
     )
@@ -149,7 +140,7 @@ def test_tokens_of_the_reference(name, keywords, form):
 
 
 def test_beams_change_places_between_compiled_steps():
-    model, inputs = MODELS["gqa"]()
+    model, inputs = make_model("gqa")
     more = {"num_beams": 3}
     expected = answer(model, inputs, cache_for(model, inputs, False, backend="reference"), **more)
     got = answer(model, inputs, cache_for(model, inputs, True), **more, **compiling())
@@ -157,8 +148,8 @@ def test_beams_change_places_between_compiled_steps():
 
 
 def test_crop_between_compiled_steps():
-    """After a crop and a reset the same compiled step goes on with what is left."""
-    model, inputs = MODELS["gqa"]()
+    """The same compiled step continues after a crop."""
+    model, inputs = make_model("gqa")
     cache = cache_for(model, inputs, True)
     options = {"max_new_tokens": 5, **compiling()}
     first = answer(model, inputs, cache, **options)
@@ -173,7 +164,7 @@ def test_crop_between_compiled_steps():
 
 
 def test_forks_go_their_own_ways():
-    model, inputs = MODELS["gqa"]()
+    model, inputs = make_model("gqa")
     found = []
     for backend in ("triton", "reference"):
         cache = cache_for(model, inputs, False, backend=backend)
@@ -197,14 +188,12 @@ def test_forks_go_their_own_ways():
 
 
 def layered(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """A model of more than two layers, and a padded prompt of two."""
+    """Return a model with more than two layers, and a padded prompt of two rows."""
     if name == "middling" and ON_GPU:
         return middling()
-    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-    more = mixed if name == "sliding_and_full" else {}
-    name = "gqa" if name == "middling" else name
-    model, inputs = tiny(name, num_hidden_layers=4, attn_implementation="fp8_paged", **more)
-    return model.to(DEVICE), {key: x.to(DEVICE) for key, x in inputs.items()}
+    types = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    more = types if name == "sliding_and_full" else {}
+    return make_model("gqa" if name == "middling" else name, num_hidden_layers=4, **more)
 
 
 @pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 1}], ids=str)
@@ -212,7 +201,7 @@ def layered(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("name", ["middling", "sliding_and_full", "latent"])
 def test_tokens_of_layers_in_host_memory(name, keywords, where):
     if name != "middling" and (keywords or not ON_GPU):
-        pytest.skip("formats are the same to every model, and test_offloading.py has the others")
+        pytest.skip("formats do not depend on the model, test_offloading.py has the rest")
     model, inputs = layered(name)
     is_default = name == "middling" and not keywords and ON_GPU
     for more in ({}, {"num_beams": 2}, {"prefill_chunk_size": 7})[: 3 if is_default else 1]:
@@ -222,74 +211,69 @@ def test_tokens_of_layers_in_host_memory(name, keywords, where):
         assert cache.memory_footprint()["fetched"] > 0
 
 
-def deep(layers: int, tokens: int, **keywords: Any) -> tuple[FP8PagedCache, list[AttentionLayer]]:
-    """A cache of several layers with the same random tokens for the same sizes."""
-    config = LlamaConfig(
-        num_hidden_layers=layers, num_attention_heads=HEADS.query, num_key_value_heads=HEADS.kv,
-        head_dim=HEADS.dim, hidden_size=HEADS.query * HEADS.dim, attn_implementation="fp8_paged",
-    )  # fmt: skip
-    cache = FP8PagedCache(config, dtype="fp8_e4m3", backend="triton", **keywords)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    like = {"dtype": torch.bfloat16, "device": DEVICE, "generator": generator}
+def filled(layers: int, batch: int, tokens: int, **keywords: Any) -> FP8PagedCache:
+    """Return a cache of several layers, with the same random tokens for the same sizes."""
+    config = make_config((HEADS.query, HEADS.kv, HEADS.dim), layers)
+    config._attn_implementation = "fp8_paged"
+    cache = FP8PagedCache(config, backend="triton", **keywords)
+    torch.manual_seed(0)
     for layer in range(layers):
-        cache.update(*(torch.randn(1, HEADS.kv, tokens, HEADS.dim, **like) for _ in "kv"), layer)
-    return cache, [AttentionLayer(HEADS.query // HEADS.kv, layer) for layer in range(layers)]
+        key, value = (STAGE.randn(batch, HEADS.kv, tokens, HEADS.dim) for _ in "kv")
+        cache.update(key, value, layer)
+    return cache
 
 
-def deep_steps(cache: FP8PagedCache, modules: list[Any], steps: int) -> Iterator[torch.Tensor]:
-    """What attention of each layer gives in so many steps; beside it others take memory."""
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    like = {"dtype": torch.bfloat16, "device": DEVICE, "generator": generator}
+def deep_steps(cache: FP8PagedCache, layers: int, steps: int) -> Iterator[torch.Tensor]:
+    """Yield the attention of each layer in each step, while other tensors take memory."""
+    torch.manual_seed(1)
     for _ in range(steps):
-        for layer, module in enumerate(modules):
-            key, value = (torch.randn(1, HEADS.kv, 1, HEADS.dim, **like) for _ in "kv")
-            query = torch.randn(1, HEADS.query, 1, HEADS.dim, **like)
+        for layer in range(layers):
+            key, value = (STAGE.randn(1, HEADS.kv, 1, HEADS.dim) for _ in "kv")
+            query = STAGE.randn(1, HEADS.query, 1, HEADS.dim)
             stored = cache.update(key, value, layer)
+            module = AttentionLayer(HEADS.query // HEADS.kv, layer)
             attended, _ = fp8_paged_attention(module, query, *stored, None)
             del stored
-            # Memory of a layer that has left is taken at once, and written.
+            # This tensor takes the memory of a layer that has left the device.
             torch.full((1 << 22 if ON_GPU else 1,), float("nan"), device=DEVICE)
             yield attended
 
 
-def test_copies_beside_the_kernels_race_with_nothing():
-    """Layers of 64 MiB and more on a bus: late copies or early writes would change bits."""
+def test_copies_next_to_kernels_race_with_nothing():
+    """Layers of 64 MiB and more cross the bus. Late copies or early writes would change bits."""
     layers, tokens, steps = (6, 40_000, 12) if ON_GPU else (3, 130, 2)
-    stayed, modules = deep(layers, tokens)
-    expected = list(deep_steps(stayed, modules, steps))
+    more = {"dtype": "fp8_e4m3"}
+    expected = list(deep_steps(filled(layers, 1, tokens, **more), layers, steps))
     for where in ({"offloading": True}, {"max_device_pages": tokens // 128}):
-        cache, modules = deep(layers, tokens, **where)
-        for number, got in enumerate(deep_steps(cache, modules, steps)):
-            assert torch.equal(got, expected[number]), (where, divmod(number, layers))
+        cache = filled(layers, 1, tokens, **more, **where)
+        for number, found in enumerate(deep_steps(cache, layers, steps)):
+            assert torch.equal(found, expected[number]), (where, divmod(number, layers))
         sizes = cache.memory_footprint()
         assert sizes["fetched"] > sizes["returned"] > 0
-        for layer in cache.paged_layers:
-            if layer.pool.host_pool.is_allocated and ON_GPU:
-                assert layer.pool.host_pool._blocks[0].is_pinned()
 
 
 @only_gpu
 def test_two_layers_take_the_memory_of_two():
-    """However far the processor is ahead of the device."""
+    """However far Python is ahead of the device."""
     layers, tokens = 8, 40_000
-    cache, modules = deep(layers, tokens, offloading=True)
-    for _ in deep_steps(cache, modules, 1):
+    cache = filled(layers, 1, tokens, dtype="fp8_e4m3", offloading=True)
+    for _ in deep_steps(cache, layers, 1):
         pass
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    one = cache.layers[0].pool.pages * cache.layers[0].pool.bytes_per_page()
+    one = filled(1, 1, tokens, dtype="fp8_e4m3").memory_footprint()["total"]
     held = torch.cuda.memory_allocated()
     assert held < 2.2 * one
-    for _ in deep_steps(cache, modules, 3):
+    for _ in deep_steps(cache, layers, 3):
         pass
-    # What the steps take beside the pages is the numbers of their queries, and 16 MiB.
+    # Besides the pages, a step takes its queries and 16 MiB.
     assert torch.cuda.max_memory_allocated() < 2.2 * one + 2**26
 
 
 @only_gpu
 def test_a_step_over_layers_in_host_memory_does_not_wait():
-    cache, modules = deep(4, 5000, offloading=True)
-    steps = deep_steps(cache, modules, 4)
+    cache = filled(4, 1, 5000, dtype="fp8_e4m3", offloading=True)
+    steps = deep_steps(cache, 4, 4)
     for _ in range(2 * 4):
         next(steps)
     with waiting_is_an_error():
@@ -300,14 +284,12 @@ def test_a_step_over_layers_in_host_memory_does_not_wait():
 # -- one layer -----------------------------------------------------------------------------------
 
 
-def layer_step(cache: FP8PagedCache, seed: int = 0) -> Callable[[], torch.Tensor]:
-    """What one layer does in a decode step, on fixed random numbers."""
-    torch.manual_seed(seed)
-
-    def numbers(heads: int) -> torch.Tensor:
-        return torch.randn(2, heads, 1, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
-
-    query, key, value = numbers(HEADS.query), numbers(HEADS.kv), numbers(HEADS.kv)
+def layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
+    """Return a decode step of one layer, with constant random input."""
+    torch.manual_seed(2)
+    query, key, value = (
+        STAGE.randn(2, heads, 1, HEADS.dim) for heads in (HEADS.query, HEADS.kv, HEADS.kv)
+    )
     module = AttentionLayer(HEADS.query // HEADS.kv)
 
     def step() -> torch.Tensor:
@@ -315,17 +297,6 @@ def layer_step(cache: FP8PagedCache, seed: int = 0) -> Callable[[], torch.Tensor
         return fp8_paged_attention(module, query, keys, values, None)[0]
 
     return step
-
-
-def filled(tokens: int, **keywords: Any) -> FP8PagedCache:
-    config = LlamaConfig(
-        num_hidden_layers=1, num_attention_heads=HEADS.query, num_key_value_heads=HEADS.kv,
-        head_dim=HEADS.dim, hidden_size=HEADS.query * HEADS.dim, attn_implementation="fp8_paged",
-    )  # fmt: skip
-    cache = FP8PagedCache(config, backend="triton", **keywords)
-    shape = (2, HEADS.kv, tokens, HEADS.dim)
-    cache.update(*(torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)), 0)
-    return cache
 
 
 @contextlib.contextmanager
@@ -345,10 +316,9 @@ def waiting_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}, {"dtype": "auto"}], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
-    """Within a page; a new page of the dynamic form is told to the device, which waits once."""
+    """Within a page. A growing cache waits once for each new page."""
     room = {"max_cache_len": 200} if static else {}
-    cache = filled(70, **keywords, **room)
-    step = layer_step(cache)
+    step = layer_step(filled(1, 2, 70, **keywords, **room))
     step()
     with waiting_is_an_error():
         for _ in range(3):
@@ -358,75 +328,64 @@ def test_a_decode_step_does_not_wait_for_the_device(static, keywords):
 
 @only_gpu
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_no_step_compiles_a_kernel_again(static):
-    """Triton makes another kernel for a number that is 1 or a multiple of 16, if it is let."""
-    from hf_fp8kv.ops.triton import decode, plan, write
+def test_no_step_compiles_a_kernel_again(static, monkeypatch):
+    """By default, Triton compiles a kernel again for a length of 1 or a multiple of 16."""
+    from triton import knobs
 
-    kernels = (decode._decode, decode._combine, plan._plan, write._write)
-
-    # Triton's hooks cannot be used: they want constants that JSON holds.
-    def count_compiled() -> int:
-        return sum(len(caches[0]) for x in kernels for caches in x.device_caches.values())
-
-    # What tests before this one compiled in this process would not be compiled now.
-    for kernel in kernels:
-        kernel.device_caches.clear()
-    cache = filled(70, **({"max_cache_len": 500} if static else {}))
-    step = layer_step(cache)
+    compiled: list[Any] = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **facts: compiled.append(facts))
+    # No other test has compiled kernels for pages of this size.
+    page_size = 32 if static else 128
+    room = {"max_cache_len": 500} if static else {}
+    step = layer_step(filled(1, 2, 70, page_size=page_size, **room))
     for _ in range(3):
         step()
-    compiled = count_compiled()
-    assert compiled, "no kernel was compiled"
+    before = len(compiled)
+    assert before, "no kernel was compiled"
     for _ in range(300):
         step()
-    assert count_compiled() == compiled
+    assert len(compiled) == before
 
 
 @only_gpu
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}], ids=str)
 def test_a_replayed_graph_follows_the_lengths(keywords):
-    """One captured step, replayed over several pages and split plans, writes and attends."""
+    """One captured step, replayed over several pages and plans, writes and attends."""
     start, count = 60, 1500
-    cache = filled(start, max_cache_len=start + count + 10, **keywords)
-    twin = filled(start, max_cache_len=start + count + 10, **keywords)
-    step = layer_step(cache)
-    layer, other = cache.paged_layers[0], twin.paged_layers[0]
+    keywords = {**keywords, "max_cache_len": start + count + 10}
+    cache, twin = (filled(1, 2, start, **keywords) for _ in range(2))
+    step, expected_step = layer_step(cache), layer_step(twin)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()
     torch.cuda.current_stream().wait_stream(stream)
+    # A preallocated cache keeps its tensors, so that the graph continues from the prompt.
     cache.crop(-2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    for name, tensor in layer.pool.tensors().items():
-        tensor.copy_(other.pool.tensors()[name])
-    layer.lengths.fill_(start)
-    expected_step = layer_step(twin)
     for number in range(count):
         graph.replay()
         expected = expected_step()
         if number % 50 == 0 or number == count - 1:
             assert torch.equal(out, expected), f"replay {number}"
-    assert torch.equal(layer.lengths, other.lengths)
-    for name, tensor in layer.pool.tensors().items():
-        assert torch.equal(tensor, other.pool.tensors()[name]), name
+    assert int(cache.get_seq_length()) == int(twin.get_seq_length()) == start + count
 
 
 @pytest.mark.parametrize("combine", ["kernel", "last"])
 @pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
 def test_many_repeats_give_the_same_bits(kind, combine):
-    """A race would show: sequences in many parts, merged by whoever is told to."""
+    """A race would show in sequences of many parts, with both ways to merge them."""
     from hf_fp8kv.ops.triton import tuning
 
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
-    case, here = Case(lengths, HEADS, label="repeats"), record()
+    case = Case(lengths, HEADS, label="repeats")
     with tuning.override(combine=combine), torch.no_grad():
-        pages = pages_for(here.stage, kind, case, 1, 16)[0]
-        query = make_query(here, case)
-        before, plan, ends = make_plan_step(here, case, "triton")
+        pages = pages_for(STAGE, kind, case, 1, 16)[0]
+        query = make_query(STAGE, case)
+        before, plan, ends = make_plan_step(STAGE, case, "triton")
         before()
         with poison_memory():
             first = attend(query, pages, ends, case, plan, "triton")
@@ -439,89 +398,75 @@ def test_many_repeats_give_the_same_bits(kind, combine):
             assert torch.equal(again, first), f"repeat {number}, the same plan once more"
 
 
-def _check_attention(kind, case):
-    """Attend by a plan over random pages, in poisoned memory, and compare with the reference."""
-    here = record()
-    pages = pages_for(here.stage, kind, case, 1, 16)[0]
-    query = make_query(here, case)
-    before, plan, ends = make_plan_step(here, case, "triton")
+FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
+
+
+def shrink(case: Case) -> Case:
+    """Return a case that the interpreter can compute, unless there is a GPU."""
+    if ON_GPU:
+        return case
+    is_latent, tokens = case.heads.positions > 0, min(case.tokens, 20)
+    heads = Heads(case.heads.query // 8, 1, 32, 16) if is_latent else TINY.heads
+    lengths = tuple(n if n < 200 and is_latent else 1 + n // 40 + tokens for n in case.lengths)
+    return replace(case, lengths=lengths, heads=heads, tokens=tokens, window=min(case.window, 20))
+
+
+DENSE = [
+    Case((20000, 1, 64, 777), HEADS, label="ragged"),
+    Case((5000, 4096), HEADS, window=1024, label="window"),
+    Case((5000, 100), HEADS, softcap=20.0, label="softcap"),
+    Case((5000, 100), HEADS, tokens=4, label="several tokens"),
+    Case((5000,), HEADS, tokens=700, label="many tokens"),
+    Case((3000,), Heads(8, 8, 64), label="no groups"),
+    Case((3000,), Heads(16, 2, 256), label="large heads"),
+    Case((3000,), Heads(16, 2, 80), label="odd heads"),
+]
+LATENT = [
+    Case((20000, 1, 777), FEW, label="16 heads"),
+    Case((63, 64, 65, 128, 129), FEW, label="ends of pages"),
+    Case((33, 64, 5000), MANY, label="128 heads"),
+    Case((5000, 65), FEW, tokens=4, label="several tokens"),
+    Case((3000, 833), FEW, tokens=300, label="many tokens"),
+    Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
+    Case((5000, 4096), FEW, window=1024, label="window"),
+]
+# Grid: all kinds on all cases, because each pair is a separate kernel.
+PAIRS = [
+    *((kind, case) for kind in (E4M3, STATIC, BF16) for case in DENSE),
+    *((kind, case) for kind in (E3M4, E4M3, BF16) for case in LATENT),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), PAIRS,
+    ids=[f"{kind.name}-{'latent ' * (case in LATENT)}{case}" for kind, case in PAIRS],
+)  # fmt: skip
+def test_attention_over_scattered_pages(kind, case):
+    """Attention by a plan, in poisoned memory, agrees with the reference."""
+    case = shrink(case)
+    pages = pages_for(STAGE, kind, case, 1, 16)[0]
+    query = make_query(STAGE, case)
+    before, plan, ends = make_plan_step(STAGE, case, "triton")
     before()
     with torch.no_grad(), poison_memory():
         found = attend(query, pages, ends, case, plan, "triton")
     assert check(found, query, pages, case) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((20000, 1, 64, 777), HEADS, label="ragged"),
-        Case((5000, 4096), HEADS, window=1024, label="window"),
-        Case((5000, 100), HEADS, softcap=20.0, label="softcap"),
-        Case((5000, 100), HEADS, tokens=4, label="several tokens"),
-        Case((5000,), HEADS, tokens=700, label="many tokens"),
-        Case((3000,), Heads(8, 8, 64), label="no groups"),
-        Case((3000,), Heads(16, 2, 256), label="large heads"),
-        Case((3000,), Heads(16, 2, 80), label="odd heads"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", [E4M3, STATIC, BF16], ids=lambda kind: kind.name)
-def test_attention_over_many_pages(kind, case):
-    if not ON_GPU:
-        case = replace(
-            case, lengths=tuple(1 + n // 40 for n in case.lengths), heads=TINY.heads,
-            tokens=min(case.tokens, 20), window=min(case.window, 20),
-        )  # fmt: skip
-        if min(case.lengths) < case.tokens:
-            case = replace(case, lengths=tuple(n + case.tokens for n in case.lengths))
-    _check_attention(kind, case)
-
-
-FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
-
-
-def latents(case: Case) -> Case:
-    """Return a case of latents, as small as the interpreter can bear without a GPU."""
-    if ON_GPU:
-        return case
-    heads = Heads(case.heads.query // 8, 1, 32, 16)
-    tokens = min(case.tokens, 20)
-    lengths = tuple(n if n < 200 else 1 + n // 40 + tokens for n in case.lengths)
-    return replace(case, lengths=lengths, heads=heads, tokens=tokens, window=min(case.window, 20))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((20000, 1, 777), FEW, label="16 heads"),
-        Case((63, 64, 65, 128, 129), FEW, label="ends of pages"),
-        Case((33, 64, 5000), MANY, label="128 heads"),
-        Case((5000, 65), FEW, tokens=4, label="several tokens"),
-        Case((3000, 833), FEW, tokens=300, label="many tokens"),
-        Case((1500,), MANY, tokens=130, label="many tokens, 128 heads"),
-        Case((5000, 4096), FEW, window=1024, label="window"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", [E3M4, E4M3, BF16], ids=lambda kind: kind.name)
-def test_attention_to_latents(kind, case):
-    _check_attention(kind, latents(case))
-
-
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
 @pytest.mark.parametrize("heads", [FEW, MANY], ids=["16 heads", "128 heads"])
 @pytest.mark.parametrize("kind", [E3M4, BF16], ids=lambda kind: kind.name)
 def test_steps_of_a_layer_over_latents(kind, heads, preallocated):
-    """What the benchmark times: a token is stored, and a layer of DeepSeek's attends to all."""
-    case, stage = latents(Case((4097,) * 2, heads)), record().stage
+    """A layer of DeepSeek stores a token and attends to all tokens, as in the benchmark."""
+    case = shrink(Case((4097,) * 2, heads))
     length = case.lengths[0]
     with torch.no_grad(), poison_memory():
-        layers = latent.make_layers(stage, case, 2)
+        layers = Layers(STAGE, case, 2)
         cache = FP8PagedCache(
             layers.modules[0].config, dtype=kind.format, backend="triton",
             max_cache_len=length + 8 if preallocated else None,
         )  # fmt: skip
-        steps, handles = latent.fill(stage, layers, cache, fp8_paged_attention)
+        steps, handles = layers.fill(cache, fp8_paged_attention)
         for number in range(3):
             for step in steps:
                 found = step()
@@ -548,7 +493,7 @@ def test_steps_of_a_layer_over_latents(kind, heads, preallocated):
 )
 @pytest.mark.parametrize("kind", [E4M3, E3M4, BF16], ids=lambda kind: kind.name)
 def test_attention_as_generate_launches_it(kind, case, preallocated):
-    """A step over a filled cache, with transformers' mask: what the benchmark times."""
+    """A step over a filled cache with transformers' mask, as in the benchmark."""
     if not ON_GPU:
         if not preallocated and kind != E3M4:
             pytest.skip("the same masks")
@@ -557,21 +502,19 @@ def test_attention_as_generate_launches_it(kind, case, preallocated):
         lengths = tuple(n + tokens for n in small)
         padding = tuple(n // 100 for n in case.padding[:3])
         case = replace(case, lengths=lengths, tokens=tokens, padding=padding, heads=TINY.heads)
-    here = record()
     with torch.no_grad(), poison_memory():
-        filled = cached.fill(here.stage, kind, case, 2, "triton", preallocated=preallocated)
+        steps = CacheSteps(STAGE, kind, case, 2, "triton", preallocated=preallocated)
         for layer in range(2):
-            found = filled.step(layer)
-    query = filled.states[0]
-    assert check(found, query, pages_of(filled.key), case) < TOLERANCE
+            found = steps.step(layer)
+    assert check(found, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
 def test_addresses_past_two_gigabytes():
     """Pages at the far end of a pool of more than 2 ** 31 bytes, read and written."""
     many = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
     length = 300
-    case, here = Case((length,), HEADS, label="far"), record()
-    near = pages_for(here.stage, E4M3, case, 1, 16)[0]
+    case = Case((length,), HEADS, label="far")
+    near = pages_for(STAGE, E4M3, case, 1, 16)[0]
     count = near.table.shape[1]
     key, value = (
         torch.randn(1, HEADS.kv, 10, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
@@ -588,7 +531,7 @@ def test_addresses_past_two_gigabytes():
     far = Pages(k, v, at_the_end(near.token_scales), near.table + (many - count))
     if ON_GPU:
         assert far.k.codes.numel() > 2**31
-    query = make_query(here, case)
+    query = make_query(STAGE, case)
     ends = torch.tensor([length], dtype=torch.int32, device=DEVICE)
     for stored in (near, far):
         ops.write(stored, key, value, ends, "triton")
@@ -608,10 +551,10 @@ def test_addresses_past_two_gigabytes():
 @only_gpu
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_no_dense_copy_is_made(tokens):
-    case, here = Case((60_000,), HEADS, tokens=tokens, label="memory"), record()
-    pages = pages_for(here.stage, E4M3, case, 1, 16)[0]
-    query = make_query(here, case)
-    before, plan, ends = make_plan_step(here, case, "triton")
+    case = Case((60_000,), HEADS, tokens=tokens, label="memory")
+    pages = pages_for(STAGE, E4M3, case, 1, 16)[0]
+    query = make_query(STAGE, case)
+    before, plan, ends = make_plan_step(STAGE, case, "triton")
     before()
     attend(query, pages, ends, case, plan, "triton")
     torch.cuda.synchronize()
@@ -619,7 +562,7 @@ def test_no_dense_copy_is_made(tokens):
     held = torch.cuda.memory_allocated()
     out = attend(query, pages, ends, case, plan, "triton")
     grown = torch.cuda.max_memory_allocated() - held
-    # Partial sums of a split sequence are what it may need; K and V in bf16 are 246 MB.
+    # A split sequence needs memory for partial sums. K and V in bf16 take 246 MB.
     assert grown < out.numel() * out.element_size() + (2**23 if tokens == 1 else 2**27)
 
 
@@ -627,7 +570,7 @@ def test_no_dense_copy_is_made(tokens):
 
 
 def test_a_calibration_there_and_on_the_cpu():
-    """The model rounds a little otherwise; the range is the same, and so nearly is the scale."""
+    """The model rounds differently. The range and nearly the scale are the same."""
     chance = torch.Generator().manual_seed(0)
     texts = [torch.randint(3, 99, (40,), generator=chance) for _ in range(12)]
     found = {
@@ -643,7 +586,7 @@ def test_a_calibration_there_and_on_the_cpu():
             seen = (getattr(r.report.layers[index], side).amax for r in (here, there))
             assert list(next(seen)) == pytest.approx(next(seen), rel=0.02)
             ratio = getattr(layer, side) / getattr(there.layers[index], side)
-            assert ((ratio > 0.45) & (ratio < 2.2)).all()  # another scale of the same octave
+            assert ((ratio > 0.45) & (ratio < 2.2)).all()  # within an octave
     model, inputs = tiny("llama")
     model = model.to(DEVICE)
     cache = FP8PagedCache(model.config, scales=here)

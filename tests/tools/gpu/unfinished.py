@@ -1,6 +1,6 @@
-"""A plugin of pytest that says what is known when a run is ended: failures, and what did not run.
+"""A pytest plugin that prints failures and unfinished tests when a run is interrupted.
 
-pytest-xdist waits for its processes before pytest's own summary, and time may be up before.
+pytest-xdist waits for its processes before pytest prints its summary, which may take too long.
 """
 
 import sys
@@ -10,7 +10,7 @@ import pytest
 
 
 class Unfinished:
-    """What was collected, what has a result, and what failed."""
+    """Collected tests, tests with a result, and failures."""
 
     def __init__(self) -> None:
         self.collected: set[str] = set()
@@ -32,12 +32,12 @@ class Unfinished:
 
     def pytest_keyboard_interrupt(self) -> None:
         files = Counter(name.partition("::")[0] for name in self.collected - self.done)
-        lines = [f"not run, or not to its end: {n} of {file}" for file, n in sorted(files.items())]
+        lines = [f"not finished: {n} of {file}" for file, n in sorted(files.items())]
         sys.stdout.write("\n".join(["", *self.failed, *lines, ""]))
         sys.stdout.flush()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Its processes collect and run, and the one that started them hears of it.
+    # The main process receives the reports of its workers.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Unfinished())

@@ -1,9 +1,9 @@
-"""`make gpu`: the tests that need a GPU, and the benchmark, in under eight minutes.
+"""`make gpu`: the tests that need a GPU, and the benchmark, within eight minutes.
 
-The benchmark comes before the slower half of the tests. Each part ends when its time is up, and
-what it left out is named. Logs, gpu.json and roofline.png go to a folder; the last line is one JSON
-object; the exit code is that of the tests, or else of the benchmark. Without a GPU it says so and
-exits with 0. In a dry run nothing is short of time.
+The benchmark runs before the slower half of the tests. Each part has a time limit, and the logs
+name what it left out. Logs, gpu.json and roofline.png go to a folder. The last line is one JSON
+object. The exit code is that of the tests, or else that of the benchmark. Without a GPU nothing
+runs, and the exit code is 0. In a dry run, half an hour is the limit of each part.
 """
 
 import argparse
@@ -18,20 +18,21 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-# Seconds of each part at most: with END for each they make TOTAL, and START is torch's import here.
+ROOT = Path(__file__).parents[3]
+# Limit of each part in seconds. With END for each part and START for torch's import, the sum is at
+# most TOTAL.
 LIMITS = {"kernels": 80, "benchmark": 270, "table": 20, "gpu": 70}
-# With --experiments there are no other tests than those of the kernels.
+# With --experiments, only the tests of the kernels run.
 EXPERIMENTS = {"kernels": 80, "benchmark": 340, "table": 20}
 END, START, TOTAL = 7, 12, 480
-# What a benchmark needs after its own time is up.
+# Seconds of the benchmark after its own time limit.
 GRACE = 15
 DRY = 1800
 INTERPRETED = """
 from tests.helpers.interpreter import repair
 repair()
-from hf_fp8kv.cli import app
-app()
+from benchmarks.gpu.__main__ import main
+raise SystemExit(main())
 """
 
 
@@ -42,7 +43,7 @@ def main() -> int:
         say("No GPU: torch finds none, so nothing was run.")
         say(json.dumps({"gpu": None}))
         return 0
-    # Parts run in the repository, wherever this was started.
+    # Parts run in the repository, so that their paths must not be relative.
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     logs = ("kernels.log", "gpu.log", "benchmark.log", "table.log")
@@ -72,9 +73,9 @@ def gpu_name() -> str | None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
-    parser.add_argument("--seconds", type=float, help="of the benchmark, instead of its own limit")
-    parser.add_argument("--dry", action="store_true", help="all of it, tiny, on any machine")
-    parser.add_argument("--experiments", action="store_true", help="other launch parameters")
+    parser.add_argument("--seconds", type=float, help="time limit of the benchmark")
+    parser.add_argument("--dry", action="store_true", help="tiny shapes, on any machine")
+    parser.add_argument("--experiments", action="store_true", help="search launch parameters")
     parser.add_argument("tests", nargs="*", help="instead of the tests of the kernels")
     return parser.parse_args()
 
@@ -85,9 +86,9 @@ def say(text: str) -> None:
 
 
 def run(command: list[str], log: Path, seconds: float) -> int:
-    """Run Python with the repository on its path; 124 if it was ended when its time was up."""
+    """Run Python with the repository on its path, and return the exit code, 124 after a timeout."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # cuBLAS asks for its workspace where a test asks for deterministic algorithms.
+    # Tests use deterministic algorithms, for which cuBLAS needs a workspace.
     more = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if "pytest" in command else {}
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
     began = time.monotonic()
@@ -100,14 +101,13 @@ def run(command: list[str], log: Path, seconds: float) -> int:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = 124
-            # Interrupted, pytest still tells what failed so far.
+            # After an interrupt, pytest still prints the failures so far.
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END - 1)
             file.write(f"\nended after {seconds:.0f} seconds\n")
         finally:
-            # Its own processes too, also where this one is told to end: one that waits for a kernel
-            # that never ends holds the GPU.
+            # Its child processes must also end, because a kernel that hangs would hold the GPU.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -116,17 +116,25 @@ def run(command: list[str], log: Path, seconds: float) -> int:
 
 
 def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
-    """Return pytest's exit code; a selection without tests is no failure."""
+    """Return pytest's exit code, and 0 if no test was selected."""
     say(f"== tests: {name}")
-    options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-p", "tests.gpu.unfinished"]
+    options = [
+        "-q",
+        "-rfE",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.tools.gpu.unfinished",
+    ]
     if importlib.util.find_spec("xdist"):
-        # Nearly all of their time goes into compiling, on the processor.
+        # Compiling on the CPU takes most of the time.
         most = 14 if name == "kernels" else 8
         options += ["-n", str(min(os.cpu_count() or 1, most))]
-    # The versions there are not those that the tests were made with.
+    # The versions on a GPU machine may differ from those that the tests were written with.
     for warning in ("UserWarning", "DeprecationWarning", "FutureWarning"):
         options += ["-W", f"ignore::{warning}"]
-    # Where a kernel hangs, the log says in which test.
+    # If a kernel hangs, the log names the test.
     options += ["-o", "faulthandler_timeout=60", "--durations=5"]
     log = out / f"{name}.log"
     code = run(["-m", "pytest", *options, *arguments], log, seconds)
@@ -136,12 +144,11 @@ def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int
 
 def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]) -> int:
     say("== benchmark")
-    command = ["-m", "hf_fp8kv.cli"]
+    command = ["-m", "benchmarks.gpu"]
     if options.dry and gpu_name() is None:
-        # Kernels run in Triton's interpreter, whose arithmetic the tests have mended.
+        # Kernels run in Triton's interpreter, with the tests' fixes of its arithmetic.
         os.environ["TRITON_INTERPRET"] = "1"
         command = ["-c", INTERPRETED]
-    command += ["bench", "--suite", "gpu"]
     results, log = out / "gpu.json", out / "benchmark.log"
     seconds = options.seconds or limits["benchmark"] - GRACE
     more = ["--seconds", str(seconds), "--json", str(results)]
@@ -150,7 +157,7 @@ def run_benchmark(options: argparse.Namespace, out: Path, limits: dict[str, int]
     if code:
         say(tail(log))
     if results.exists():
-        # From the file, which is there even if the benchmark was ended.
+        # The file exists even if the benchmark was stopped.
         table = out / "table.log"
         can_plot = importlib.util.find_spec("matplotlib") is not None
         picture = ["--plot", str(out / "roofline.png")] if can_plot else []
@@ -165,16 +172,16 @@ def tail(log: Path, lines: int = 14) -> str:
 
 
 def read_summary(results: Path) -> dict[str, object]:
-    """Return what one line can say of the benchmark."""
+    """Return the benchmark's summary, or nothing without a result."""
     if not results.exists():
         return {}
     sys.path.insert(0, str(ROOT))
-    from benchmarks.gpu import line
+    from benchmarks.gpu.record import summarize
 
-    return line(json.loads(results.read_text()))
+    return summarize(json.loads(results.read_text()))
 
 
 if __name__ == "__main__":
-    # As an interrupt does: what runs is ended first.
+    # Like an interrupt, SIGTERM first ends the running part.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     sys.exit(main())

@@ -1,0 +1,69 @@
+"""`python -m benchmarks.gpu`: measure, or show a stored result."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from hf_fp8kv.ops import choose_backend
+
+from .report import format_tables
+from .roofline import plot
+from .suite import SECTIONS, run_suite
+
+# Width of the tables in a file or a pipe.
+WIDTH = 140
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark or read a result, print the tables, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    add = parser.add_argument
+    add("--device", help="such as cuda:1, by default cuda, and in a dry run also cpu")
+    add("--seconds", type=float, default=255.0, help="time limit of the measurements (255)")
+    add("--dry", action="store_true", help="run everything on tiny shapes, on any machine")
+    add("--experiments", action="store_true", help="search launch parameters instead")
+    add("--from", dest="stored", type=Path, metavar="JSON", help="show a result of --json")
+    add("--plot", type=Path, metavar="PNG", help="draw the bandwidths and the roofline")
+    add("--json", type=Path, metavar="JSON", help="write every row, as soon as it is measured")
+    options = parser.parse_args(arguments)
+    has_gpu = torch.cuda.is_available()
+    device = options.device or ("cuda" if has_gpu else "cpu")
+    if options.stored is not None:
+        result = json.loads(options.stored.read_text())
+        if result.get("suite") != "gpu":
+            parser.error(f"--from: expected a file that --json wrote, got {options.stored}")
+    elif not options.dry and not (has_gpu and torch.device(device).type == "cuda"):
+        parser.error("expected a CUDA or ROCm device. Pass --dry to run everything without one.")
+    else:
+        result = run_suite(
+            device=device, backend=_choose_backend(device), dry=options.dry,
+            sections=("ceilings", "experiments") if options.experiments else tuple(SECTIONS),
+            seconds=options.seconds, save=options.json, progress=_report,
+        )  # fmt: skip
+    if options.plot is not None:
+        plot(result, options.plot)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(format_tables(result))
+    return int(any("lost the device" in str(part["error"]) for part in result["sections"]))
+
+
+def _choose_backend(device: str) -> str:
+    """Return "triton", or "torch" on a CPU without Triton's interpreter."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    name = "triton" if device != "cpu" or is_interpreted else "torch"
+    return choose_backend(name, torch.device(device))
+
+
+def _report(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    # The name in the result's `command`.
+    sys.argv[0] = "python -m benchmarks.gpu"
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""`make gpu`: time limits, exit codes, and the end of child processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from benchmarks.gpu.shapes import FULL
+from benchmarks.gpu.suite import run_suite
+from tests.tools.gpu import run
+
+
+def test_without_a_gpu(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert run.main() == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"gpu": None}
+
+
+def test_all_parts_fit_into_eight_minutes():
+    for limits in (run.LIMITS, run.EXPERIMENTS):
+        assert sum(limits.values()) + len(limits) * run.END + run.START <= run.TOTAL == 480
+    assert sum(FULL.seconds.values()) == run.LIMITS["benchmark"] - run.GRACE
+
+
+@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("tests", 1), ("benchmark", 2)])
+def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing, code):
+    result = run_suite(device="cpu", backend="torch", dry=True, sections=("ceilings",))
+
+    def replay(command, log, seconds):
+        log.write_text("the log\n")
+        if "pytest" in command:
+            return 1 if failing == "tests" and "-m" not in command[2:] else 5
+        (tmp_path / "gpu.json").write_text(json.dumps(result))
+        return 2 if failing == "benchmark" else 0
+
+    monkeypatch.setattr(run, "run", replay)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--dry", "--out", str(tmp_path)])
+    assert run.main() == code
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["tests_exit_code"] == (failing == "tests")
+    assert last["benchmark_exit_code"] == (2 if failing == "benchmark" else 0)
+    assert last["goals"]
+
+
+def test_failures_and_unfinished_tests_are_named(tmp_path):
+    ended = tmp_path / "test_ended.py"
+    ended.write_text(
+        "def test_bad(): assert 1 == 2\n"
+        "def test_ends(): raise KeyboardInterrupt\n"
+        "def test_late(): pass\n"
+    )
+    options = ["-m", "pytest", "-p", "tests.tools.gpu.unfinished", "-p", "no:cacheprovider", "-q"]
+    assert run.run([*options, str(ended), "--rootdir", str(tmp_path)], tmp_path / "log", 600) == 2
+    log = (tmp_path / "log").read_text()
+    assert "failed: test_ended.py::test_bad" in log
+    assert "not finished: 2 of test_ended.py" in log
+
+
+def test_a_part_ends_at_its_time_limit(tmp_path):
+    assert run.run(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
+    assert "ended after" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_child_processes_end_with_it(tmp_path, number):
+    slow = tmp_path / "test_slow.py"
+    slow.write_text(
+        "import os, pathlib, time\n"
+        "def test_slow():\n"
+        "    pathlib.Path(__file__).with_name('pid').write_text(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    script = [sys.executable, "-m", "tests.tools.gpu.run", "--dry", str(slow)]
+    with subprocess.Popen(
+        [*script, "--out", str(tmp_path / "here")], cwd=run.ROOT, stdout=subprocess.DEVNULL,
+        # Jobs in the background of a shell ignore SIGINT, and so do their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as runs:  # fmt: skip
+        pid = tmp_path / "pid"
+        while not (pid.exists() and pid.read_text()):
+            assert runs.poll() is None
+            time.sleep(0.1)
+        runs.send_signal(number)
+        assert runs.wait() not in (0, None)
+    while True:
+        try:
+            os.kill(int(pid.read_text()), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
