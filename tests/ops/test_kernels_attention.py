@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hypothesis
@@ -25,9 +26,9 @@ from hf_fp8kv.ops.visibility import visible
 from tests.helpers import gpu_model
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import in_blocks
+from tests.helpers.grids import pairwise
 from tests.ops.test_ops import (
     CASES,
-    EDGES,
     FAR,
     FAULTS,
     Case,
@@ -35,6 +36,7 @@ from tests.ops.test_ops import (
     attend,
     bound,
     copy,
+    edge_case,
     errors,
     map_pages,
     poison,
@@ -75,8 +77,39 @@ def run(kernel: str, case: Case, pages: Pages, query: Tensor, **kwargs: Any) -> 
     return found.cpu()
 
 
-def rows(case: Case) -> int:
-    return case.q_heads // case.heads * case.tokens
+def takes(kernel: str, case: Case) -> bool:
+    """Whether a kernel takes as many query rows."""
+    rows = case.q_heads // case.heads * case.tokens
+    return kernel == "extend" or rows <= tuning.DECODE_ROWS or case.latent
+
+
+def alternating(cases: Sequence[Any], values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each case with one of the values, which take turns."""
+    return list(zip(cases, itertools.cycle(values), strict=False))
+
+
+# What the kernels have code for besides shapes.
+_FEATURES = (
+    "key", "value", "dynamic", "center", "rotated", "causal", "window", "softcap", "sinks",
+    "padding", "mask", "latent", "from_zero",
+)  # fmt: skip
+
+
+def in_turn(cases: list[Case]) -> list[tuple[Case, str]]:
+    """Each case with the kernels that have not met one of its features, or with one in turn."""
+    met: set[tuple[str, str, Any]] = set()
+    chosen: list[tuple[Case, str]] = []
+    for case in cases:
+        features = [(name, getattr(case, name)) for name in _FEATURES]
+        features = [
+            (name, x if name in ("key", "value", "mask") else bool(x)) for name, x in features
+        ]
+        able = [kernel for kernel in KERNELS if takes(kernel, case)]
+        new = [kernel for kernel in able if any((kernel, *f) not in met for f in features)]
+        for kernel in new or [able[len(chosen) % len(able)]]:
+            chosen.append((case, kernel))
+            met.update((kernel, *feature) for feature in features)
+    return chosen
 
 
 def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -101,11 +134,11 @@ def torch_attention(case: Case, pages: Pages, query: Tensor, kwargs: dict[str, A
     ).transpose(1, 2)  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", [c for c in CASES if c.dtype == torch.float32], ids=str)
+# Grid: both kernels read pages by the same code, and each meets each feature.
+@pytest.mark.parametrize(
+    ("case", "kernel"), in_turn([c for c in CASES if c.dtype == torch.float32]), ids=str
+)
 def test_float32_equals_the_reference(case, kernel):
-    if kernel == "decode" and rows(case) > tuning.DECODE_ROWS and not case.latent:
-        pytest.skip("more query rows than the decode kernel takes")
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     found = run(kernel, case, pages, query, **kwargs)
@@ -114,22 +147,34 @@ def test_float32_equals_the_reference(case, kernel):
     assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
 
 
+def of_format(name: str, dynamic: bool, dtype: torch.dtype) -> Case:
+    """A case of one format for K and V; test_ir.py names some of them."""
+    how = "dynamic" if dynamic else "static"
+    return Case(f"{name} {how} {str(dtype)[6:]}", key=name, value=name, dynamic=dynamic,
+                dtype=dtype, lengths=(300, 133), page_size=64, k_dim=64, v_dim=64)  # fmt: skip
+
+
+# Grid: a format's codec depends on its scales and on the dtype, and each kernel reads each format.
+_OF_FORMATS = [
+    (of_format(name, dynamic, dtype), kernel)
+    for name, dynamic, dtype, kernel in pairwise(
+        sorted(FORMATS), [True, False], [torch.float16, torch.bfloat16], list(KERNELS),
+        always=[
+            ("fp8_e4m3", True, torch.bfloat16, "decode"),
+            ("fp8_e4m3", False, torch.bfloat16, "decode"),
+            ("fp8_e3m4", True, torch.float16, "extend"),
+        ],
+    )
+]  # fmt: skip
 # Sinks and softcap are beyond PyTorch's own attention: there is no yardstick for them.
 _HALF = [
-    *(c for c in CASES if c.dtype != torch.float32 and not c.sinks),
-    *(
-        Case(f"{name} {'dynamic' if dynamic else 'static'} {str(dtype)[6:]}", key=name, value=name,
-             dynamic=dynamic, dtype=dtype, lengths=(700, 333), page_size=64, k_dim=64, v_dim=64)
-        for name in sorted(FORMATS)
-        for dynamic in (True, False)
-        for dtype in (torch.float16, torch.bfloat16)
-    ),
+    *(c for c in CASES if c.dtype != torch.float32 and not (c.sinks or c.softcap)),
     Case("K auto, V e4m3, bf16", key=AUTO, dtype=torch.bfloat16, lengths=(700,)),
     Case("K e3m4, V auto, fp16", key="fp8_e3m4", value=AUTO, dtype=torch.float16, lengths=(199,)),
     Case("center, fp16", center=True, dtype=torch.float16, lengths=(199,), tokens=3),
     Case("window, bf16", window=20, dtype=torch.bfloat16, lengths=(199,), tokens=5),
     Case("head size 128, fp16", k_dim=128, v_dim=128, page_size=64, dtype=torch.float16,
-         lengths=(1300,), heads=1, q_heads=4),
+         lengths=(700,), heads=1, q_heads=4),
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
          lengths=(130,), heads=1, q_heads=2),
     Case("130 queries, bf16", tokens=130, lengths=(300,), page_size=64, dtype=torch.bfloat16),
@@ -140,11 +185,8 @@ _HALF = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", _HALF, ids=str)
+@pytest.mark.parametrize(("case", "kernel"), [*_OF_FORMATS, *in_turn(_HALF)], ids=str)
 def test_16_bits_are_within_twice_pytorch_s_error(case, kernel):
-    if kernel == "decode" and rows(case) > tuning.DECODE_ROWS and not case.latent:
-        pytest.skip("more query rows than the decode kernel takes")
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query.float(), "reference", **kwargs)
     found = run(kernel, case, pages, query, **kwargs)
@@ -154,8 +196,8 @@ def test_16_bits_are_within_twice_pytorch_s_error(case, kernel):
     assert (error <= 2 * yardstick).all(), f"{error.tolist()} > 2 * {yardstick.tolist()}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("fault", FAULTS)
+# Grid: test_ops.py has each fault with each backend; here both kernels meet faults of each kind.
+@pytest.mark.parametrize(("fault", "kernel"), alternating(FAULTS, KERNELS), ids=str)
 def test_a_fault_is_far_above_the_bound(fault, kernel):
     case = Case(fault, dynamic=False, lengths=(1037,), tokens=3, page_size=64, sinks=True)
     pages, query, kwargs = prepare(case)
@@ -176,10 +218,14 @@ _READ = [
 ]
 
 
-@pytest.mark.parametrize(("name", "target"), _READ)
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_way_to_read_a_format(name, dynamic, target, dtype):
+# Grid: what a target reads a format by depends on the dtype of products; scales are apart from it.
+@pytest.mark.parametrize(
+    ("read", "dynamic", "dtype", "kernel"),
+    pairwise(_READ, [True, False], [torch.float32, torch.bfloat16], list(KERNELS)),
+    ids=str,
+)
+def test_every_way_to_read_a_format(read, dynamic, dtype, kernel):
+    name, target = read
     if not (INTERPRETED or (EXECUTED and target.startswith("sm_"))):
         pytest.skip("a GPU reads a format in one way")
     case = Case("", key=name, value=name, dynamic=dynamic, dtype=dtype, lengths=(150,))
@@ -192,16 +238,20 @@ def test_every_way_to_read_a_format(name, dynamic, target, dtype):
         limit = factor * errors(torch_attention(case, pages, query, kwargs), expected).max().item()
     how = dataclasses.replace(Target.parse(target), processors=4, interpreted=INTERPRETED)
     with assuming(how):
-        for kernel in KERNELS:
-            worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
-            assert worst <= limit, f"{kernel}: {worst:.2e} > {limit:.2e}"
+        worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
+    assert worst <= limit, f"{worst:.2e} > {limit:.2e}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize(("name", "target"), [r for r in _READ if r[1].startswith("sm_")])
-def test_a_visible_nan_is_not_hidden(name, side, dynamic, kernel, target):
+# Grid: NaN comes by a code or by a dynamic scale, on either side, in each way to read a format.
+@pytest.mark.parametrize(
+    ("read", "side", "dynamic", "kernel"),
+    pairwise(
+        [r for r in _READ if r[1].startswith("sm_")], ["k", "v"], [True, False], list(KERNELS)
+    ),
+    ids=str,
+)
+def test_a_visible_nan_is_not_hidden(read, side, dynamic, kernel):
+    name, target = read
     if not (INTERPRETED or EXECUTED) and target != "sm_90":
         pytest.skip("a GPU reads a format in one way")
     case = Case("NaN", key=name, value=name, dynamic=dynamic, lengths=(70, 70))
@@ -234,7 +284,6 @@ def make_plan(lengths, heads, tokens=1, window=0, start=0, length=None):
     return filled, sequences, table[parts + batch :].flatten()[: batch * heads]
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=9),
     tokens=st.integers(1, 5),
@@ -267,7 +316,6 @@ def test_a_plan_gives_every_token_to_one_program(lengths, tokens, window, start,
         assert all(low < row[1] < length for row in own[1:])
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     lengths=st.one_of(
         st.lists(st.integers(0, 9000), min_size=1, max_size=12),
@@ -316,18 +364,21 @@ def test_nothing_is_merged_where_no_sequence_is_split():
     assert started == ["_decode", "_decode", "_combine"]
 
 
-SPLIT = Case("split", lengths=(1500, 130, 700), tokens=3, page_size=64, sinks=True, heads=2,
+SPLIT = Case("split", lengths=(900, 130, 400), tokens=3, page_size=64, sinks=True, heads=2,
              q_heads=6)  # fmt: skip
+# Grid: the number of parts does not depend on the way to merge them; each way meets few and many.
 SPLITS = [
-    *(pytest.param(processors, False, False, id=str(processors)) for processors in (1, 2, 5, 40)),
-    pytest.param(40, True, False, id="40-rotated"),
-    pytest.param(5, True, True, id="5-rotated-swapped"),
+    pytest.param(1, "last", False, False, id="1-last"),
+    pytest.param(2, "kernel", False, False, id="2-kernel"),
+    pytest.param(5, "last", False, False, id="5-last"),
+    pytest.param(40, "kernel", False, False, id="40-kernel"),
+    pytest.param(40, "last", True, False, id="40-rotated-last"),
+    pytest.param(5, "kernel", True, True, id="5-rotated-swapped-kernel"),
 ]
 
 
-@pytest.mark.parametrize("combine", ["kernel", "last"])
-@pytest.mark.parametrize(("processors", "rotated", "swapped"), SPLITS)
-def test_any_split_gives_the_same_answer(processors, rotated, swapped, combine):
+@pytest.mark.parametrize(("processors", "combine", "rotated", "swapped"), SPLITS)
+def test_any_split_gives_the_same_answer(processors, combine, rotated, swapped):
     case = SPLIT
     if rotated:
         # Blocks of 32 and of 16 numbers, beside what pads a head.
@@ -353,8 +404,8 @@ def test_any_split_gives_the_same_answer(processors, rotated, swapped, combine):
 
 @pytest.mark.parametrize("combine", ["kernel", "last"])
 def test_a_short_chunk_after_a_long_prefix_is_split(combine):
-    case = Case("chunk", lengths=(1300, 400), tokens=30, page_size=64, heads=1, q_heads=3,
-                window=900)  # fmt: skip
+    case = Case("chunk", lengths=(800, 400), tokens=30, page_size=64, heads=1, q_heads=3,
+                window=600)  # fmt: skip
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     target = dataclasses.replace(target_of(DEVICE), processors=40)
@@ -395,8 +446,8 @@ _STORED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("combine", ["kernel", "last"])
-@pytest.mark.parametrize("case", _STORED, ids=str)
+# Grid: who merges does not depend on what is stored; both ways meet each part of the list.
+@pytest.mark.parametrize(("case", "combine"), alternating(_STORED, ["kernel", "last"]), ids=str)
 def test_tokens_stored_by_the_launch_that_reads_them(case, combine):
     """The same bytes as of a launch of its own, in every split, and attention of them."""
     generator = torch.Generator().manual_seed(3)
@@ -421,7 +472,7 @@ def test_tokens_stored_by_the_launch_that_reads_them(case, combine):
         at, new = ends[row : row + 1], slice(case.tokens - count, None)
         ops.write(one, key[row : row + 1, :, new], value[row : row + 1, :, new], at, "reference")
     answer = attend(case, expected, query, "reference", **kwargs)
-    for processors in (1, 3, 40):
+    for processors in (1, 40):
         found = map_pages(to_device, copy(before))
         target = dataclasses.replace(target_of(DEVICE), processors=processors)
         with assuming(target), tuning.override(combine=combine):
@@ -461,24 +512,28 @@ def test_more_sequences_than_one_wave_holds():
         assert errors(run("decode", case, pages, query, **kwargs), expected).max() <= bound(case)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 128, 256])
-@pytest.mark.parametrize("tile", [16, 64, 128])
-def test_tiles_and_pages_of_any_size(tile, page_size):
+# Grid: a tile is smaller than a page, as large, or of several pages, in either kernel.
+@pytest.mark.parametrize(
+    ("tile", "page_size", "kernel"), pairwise([16, 64, 128], [8, 16, 64, 256], list(KERNELS))
+)
+def test_tiles_and_pages_of_any_size(tile, page_size, kernel):
     case = Case("tiles", lengths=(391,), page_size=page_size, dynamic=tile != 64)
     pages, query, kwargs = prepare(case)
     expected = attend(case, pages, query, "reference", **kwargs)
     with tuning.override(tile=tile):
-        for kernel in KERNELS:
-            worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
-            assert worst <= bound(case), f"{kernel}: {worst:.2e} > {bound(case):.2e}"
+        worst = errors(run(kernel, case, pages, query, **kwargs), expected).max().item()
+    assert worst <= bound(case), f"{worst:.2e} > {bound(case):.2e}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("case", EDGES, ids=str)
-def test_a_window_that_begins_at_the_edge_of_a_page(case, kernel):
+# Grid: the slot decides the mask of a tile, the tokens how many tiles need it.
+@pytest.mark.parametrize(
+    ("tokens", "slot", "from_zero", "kernel"),
+    pairwise([1, 3, 17], [15, 16, 17], [False, True], list(KERNELS)),
+)
+def test_a_window_that_begins_at_the_edge_of_a_page(tokens, slot, from_zero, kernel):
     """Where a page is a tile, so that the edge of both is at the edge of the window."""
-    if kernel == "decode" and rows(case) > tuning.DECODE_ROWS and not case.latent:
-        pytest.skip("more query rows than the decode kernel takes")
+    case = edge_case(tokens, slot, from_zero)
+    kernel = kernel if takes(kernel, case) else "extend"
     pages, query, kwargs, expected = at_the_edge(case)
     with tuning.override(tile=case.page_size):
         found = run(kernel, case, pages, query, **kwargs)
@@ -597,8 +652,7 @@ def test_a_split_that_ends_before_every_row_s_window(kernel, tokens, config):
     assert errors(found, expected).max() <= bound(case)
 
 
-@pytest.mark.parametrize("groups", [1, 4])
-def test_the_length_of_a_chunk_is_no_constant(groups):
+def test_the_length_of_a_chunk_is_no_constant():
     """Else each prompt would wait for a compiler."""
     launched: dict[str, set[str]] = {}
 
@@ -610,7 +664,7 @@ def test_the_length_of_a_chunk_is_no_constant(groups):
     target = dataclasses.replace(target_of(DEVICE), processors=132)
     with assuming(target), compiling(take):
         for tokens in range(70, 6000, 90):
-            query = torch.zeros(1, 2 * groups, tokens, 32)
+            query = torch.zeros(1, 8, tokens, 32)
             extend.attend(query, pages, lengths, 0, 9000, AttentionSpec(1.0, causal=True))
     assert {name: len(found) for name, found in launched.items() if name != "_plan"} == {
         "_decode": 1, "_extend": 1,
@@ -656,22 +710,23 @@ _LATENT_SPLITS = [
     Case("padding, static", q_heads=16, lengths=(255, 128), padding=70, tokens=2, dynamic=False,
          **{**_LATENT, "key": "fp8_e3m4"}),
 ]  # fmt: skip
-_LATENT_CONFIGS = {
-    "as chosen": {},
-    "chunks": {"chunks": 4, "combine": "last"},
-    "swapped": {"swapped": True, "tile": 64, "combine": "kernel"},
-    "many rows": {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32},
-}
+_LATENT_CONFIGS = [
+    {},
+    {"chunks": 4, "combine": "last"},
+    {"swapped": True, "tile": 64, "combine": "kernel"},
+    {"rows": 64, "chunks": 2, "tile": 32, "masked_tile": 32},
+]
 
 
-@pytest.mark.parametrize("config", _LATENT_CONFIGS)
-@pytest.mark.parametrize("case", _LATENT_SPLITS, ids=str)
+# Grid: parameters change how a tile is computed, and not which tiles there are; each is met by more
+# than one case.
+@pytest.mark.parametrize(("case", "config"), alternating(_LATENT_SPLITS, _LATENT_CONFIGS), ids=str)
 def test_latents_in_any_split(case, config):
     """In pages one after the other, and in blocks; by few programs, and by many."""
     pages, query, kwargs = prepare(case)
     blocks = in_blocks(pages, device=DEVICE)
     expected = attend(case, pages, query, "reference", **kwargs)
-    with tuning.override(**_LATENT_CONFIGS[config]):
+    with tuning.override(**config):
         # By parts of sequences, and by whole ones.
         for kernel, processors, found in (("decode", 60, blocks), ("extend", 1, pages)):
             with assuming(dataclasses.replace(target_of(DEVICE), processors=processors)):
@@ -680,8 +735,7 @@ def test_latents_in_any_split(case, config):
             assert worst <= bound(case), f"{kernel}, {processors}: {worst:.2e} > {bound(case):.2e}"
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "kernel"), [(3, "decode"), (1, "extend")])
 def test_latents_at_the_edges_of_pages_and_tiles(tokens, kernel):
     ends = [n for edge in (32, 64, 128) for n in (edge - 1, edge, edge + 1)]
     case = Case("edges", lengths=tuple(ends), tokens=tokens, q_heads=4, **_LATENT)
@@ -691,8 +745,10 @@ def test_latents_at_the_edges_of_pages_and_tiles(tokens, kernel):
     assert errors(found, expected).max() <= bound(case)
 
 
-@pytest.mark.parametrize("target", _READERS)
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2", "fp8_e2m5"])
+# Grid: test_every_way_to_read_a_format has each format on each target.
+@pytest.mark.parametrize(
+    ("name", "target"), alternating(["fp8_e4m3", "fp8_e5m2", "fp8_e2m5", "fp8_e4m3"], _READERS)
+)
 def test_every_way_to_read_a_latent(name, target):
     """With the launch parameters of each target; a NaN that is seen is not hidden."""
     if not (INTERPRETED or (EXECUTED and target.startswith("sm_"))):
@@ -715,8 +771,7 @@ def test_every_way_to_read_a_latent(name, target):
             assert found[1].isnan().any(-1).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_faults_of_latents_are_far_above_the_bound(kernel):
+def test_faults_of_latents_are_far_above_the_bound():
     case = Case("latent", dynamic=False, lengths=(1037,), page_size=64, heads=1, k_dim=64,
                 v_dim=64, q_heads=16, sinks=True, latent=True)  # fmt: skip
     pages, query, kwargs = prepare(case)
@@ -727,13 +782,14 @@ def test_faults_of_latents_are_far_above_the_bound(kernel):
     cases = {fault: (*with_fault(fault, case, copy(pages), kwargs), query) for fault in faults}
     cases["the positions' scale doubled"] = (pages._replace(v=v), kwargs, query)
     cases["latents and positions swapped"] = (pages, kwargs, swapped)
+    kernels = itertools.cycle(KERNELS)
     for fault, (faulty, changed, asked) in cases.items():
+        kernel = next(kernels)
         worst = errors(run(kernel, case, faulty, asked, **changed), expected).max().item()
         assert worst > FAR * bound(case), f"{fault}: {worst:.2e} is not far above {bound(case):.2e}"
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 17])
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(("planned", "tokens"), [(True, 1), (False, 3), (True, 17)])
 def test_latents_are_stored_before_they_are_read(planned, tokens):
     """As a model calls it: by a plan that was made for the layer's one KV head, or without."""
     case = Case("stored", lengths=(130, 65), tokens=tokens, q_heads=20, **_LATENT)

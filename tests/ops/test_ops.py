@@ -7,6 +7,7 @@ faults which matter are fifty times larger and more.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -364,15 +365,19 @@ PROMPTS = [
          lengths=(199,), window=100),
 ]  # fmt: skip
 CASES = [*_FORMATS, *_SHAPES, *_EXTRAS, *_ROTATED, *LATENTS, *PROMPTS]
-# The first position in sight is the last slot of a page, the first, or the second, in a sequence
-# and in one that is a page longer; what is before it is NaN.
-EDGES = [
-    Case(f"edge at slot {slot}, {tokens} queries{', from 0' if zero else ''}", window=20,
-         tokens=tokens, from_zero=zero, lengths=(32 + slot + 19 + tokens, 48 + slot + 19 + tokens))
-    for tokens in (1, 3, 17)
-    for slot in (15, 16, 17)
-    for zero in (False, True)
-]  # fmt: skip
+
+
+def edge_case(tokens: int, slot: int, from_zero: bool) -> Case:
+    """A window whose first position is slot 15, 0 or 1 of a page; NaN is before it.
+
+    So in one sequence, and in one that is a page longer.
+    """
+    name = f"edge at slot {slot}, {tokens} queries{', from 0' if from_zero else ''}"
+    lengths = 32 + slot + 19 + tokens, 48 + slot + 19 + tokens
+    return Case(name, window=20, tokens=tokens, from_zero=from_zero, lengths=lengths)
+
+
+EDGES = [edge_case(*axes) for axes in itertools.product((1, 3, 17), (15, 16, 17), (False, True))]
 
 
 def prepare(case: Case) -> tuple[Pages, Tensor, dict[str, Any]]:
