@@ -31,19 +31,17 @@ TRITON = pytest.param(
 )
 BACKENDS = ["reference", "torch", TRITON]
 CASES = [
-    Case("dynamic", lengths=(200, 131), page_size=64),
     Case("dynamic, all of the last page", lengths=(192, 193, 191), page_size=64),
     Case("many blocks", lengths=(300, 77), tokens=2),
     Case("E3M4, center, softcap", key="fp8_e3m4", value="fp8_e3m4", center=True, softcap=9.0,
          lengths=(100,), page_size=64),
-    Case("static", dynamic=False, value="fp8_e5m2", lengths=(200, 90), page_size=64),
+    Case("static, odd head sizes", dynamic=False, value="fp8_e5m2", k_dim=24, v_dim=40,
+         lengths=(130, 90), page_size=64, q_heads=2),
     Case("auto", key=AUTO, value=AUTO, lengths=(70, 130), page_size=64),
     Case("K auto", key=AUTO, lengths=(70, 130), page_size=32),
     Case("V auto, pages of 8", value=AUTO, lengths=(50, 33), page_size=8, tokens=5),
-    Case("odd head sizes", k_dim=24, v_dim=40, lengths=(70,), page_size=64, q_heads=2),
     Case("window", window=40, lengths=(200, 170), page_size=64, tokens=3),
-    Case("padding, one head per query", lengths=(150, 149), padding=70, page_size=64, q_heads=2),
-    Case("prompt", lengths=(150, 90), tokens=60, page_size=64),
+    Case("padding, prompt", lengths=(150, 90), tokens=60, padding=70, page_size=64, q_heads=2),
     Case("rotated", rotated=True, key="fp8_e2m5", value="int8", center=True, lengths=(70, 130),
          page_size=64),
 ]  # fmt: skip
@@ -71,9 +69,11 @@ def test_attention_over_blocks(case, backend):
     assert errors(found, expected).max() <= bound(case)
 
 
+# Grid: how a page is laid out depends on the case, which of its bytes are written on the tokens.
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tokens", [1, 3, 70])
-@pytest.mark.parametrize("case", [*CASES[:3], *CASES[4:9]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "tokens"), list(zip(CASES[:7], (1, 70, 3, 70, 1, 3, 70), strict=True)), ids=str
+)
 def test_writing_to_blocks_touches_no_other_byte(case, tokens, backend):
     case = dataclasses.replace(case, lengths=tuple(n + tokens for n in case.lengths))
     right = poisoned(case)
@@ -88,7 +88,7 @@ def test_writing_to_blocks_touches_no_other_byte(case, tokens, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES[:-1:2], ids=str)
+@pytest.mark.parametrize("case", CASES[1::2], ids=str)
 def test_gathering_from_blocks(case, backend):
     pages, _, _ = prepare(case)
     device = where(backend)

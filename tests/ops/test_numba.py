@@ -7,11 +7,10 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,9 +21,8 @@ from numba.core import event  # noqa: E402
 
 from hf_fp8kv import ops  # noqa: E402
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
-from hf_fp8kv.ops.numba import attend as attention  # noqa: E402
 from hf_fp8kv.ops.numba import backend as numba_backend  # noqa: E402
-from hf_fp8kv.ops.numba import lanes, latent  # noqa: E402
+from hf_fp8kv.ops.numba import lanes  # noqa: E402
 from hf_fp8kv.ops.torch import backend as torch_backend  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
@@ -79,7 +77,7 @@ def test_threads_give_one_result():
     expected = attend(pages, query, 700, reference)
     first = attend(pages, query, 700)
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
-    for _ in range(50):
+    for _ in range(20):
         assert_same(attend(pages, query, 700), first)
 
 
@@ -90,21 +88,6 @@ def test_threads_share_latents(case):
     expected = test_ops.attend(case, pages, query.float(), "reference", **kwargs)
     found = test_ops.attend(case, pages, query, "numba", **kwargs)
     assert test_ops.errors(found, expected).max() <= test_ops.bound(case)
-
-
-def test_the_scratch_of_latents_holds_what_products_read():
-    """Two vectors of latents at a time: of an odd number, one more than there are."""
-
-    @numba.njit
-    def floats(calls: Any) -> int:
-        return attention._make_scratch(calls[0]).strip.size
-
-    for rank, positions in ((16, 0), (33, 0), (32, 0), (16, 8), (512, 64)):
-        call = np.zeros(1, attention.ATTEND.dtype)
-        call["work_rows"], call["latent"] = 16, 1
-        call["k_dim"], call["v_dim"], call["p_dim"] = rank, rank, positions
-        read = -(-rank // (2 * lanes.LANES)) * 2
-        assert floats(call) >= read * latent.JUMP // 4
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -124,15 +107,17 @@ def test_write_and_gather_on_many_threads():
 @pytest.mark.usefixtures("many_threads")
 def test_threads_that_never_start_cost_nothing(monkeypatch):
     """As after a fork, where the pool's threads are gone: the caller does all of the work."""
-
-    class Asleep:
-        def submit(self, *_: object) -> Future[None]:
-            return Future()
-
-    monkeypatch.setattr(numba_backend, "_pool", lambda _process: Asleep())
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *_: Future())
     pages, query = make(700), torch.randn(1, 6, 1, DIM)
     expected = attend(pages, query, 700, reference)
     torch.testing.assert_close(attend(pages, query, 700), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_thread_is_respected(monkeypatch):
+    monkeypatch.setattr(numba_backend, "GRAIN", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda *_: pytest.fail("a thread is used"))
+    attend(make(700), torch.randn(1, 6, 1, DIM), 700)
 
 
 @pytest.mark.usefixtures("many_threads")
@@ -168,15 +153,6 @@ def test_calls_from_several_threads_at_once():
         assert all(torch.equal(result, expected[index]) for result in results)
 
 
-def test_one_thread_is_respected(monkeypatch):
-    monkeypatch.setattr(numba_backend, "GRAIN", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(
-        numba_backend, "_pool", lambda _process: pytest.fail("a thread was started")
-    )
-    attend(make(700), torch.randn(1, 6, 1, DIM), 700)
-
-
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "auto"])
 def test_float64_is_handed_over(fmt):
     pages = make(40, fmt, torch.float64)
@@ -193,18 +169,6 @@ def test_float64_is_handed_over(fmt):
     assert_same(pages.v.codes, other.v.codes)
     found = numba_backend.gather(pages, at, "v", 0, 32, torch.float64, False)
     assert_same(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
-
-
-def test_a_cpu_without_float16_is_handed_over(monkeypatch):
-    monkeypatch.setattr(numba_backend, "_READABLE", frozenset())
-    monkeypatch.setattr(numba_backend, "_run", lambda *_: pytest.fail("a kernel ran"))
-    pages, query = make(40), torch.randn(1, 6, 1, DIM)
-    assert_same(attend(pages, query, 40), attend(pages, query, 40, torch_backend))
-    key = torch.randn(1, HEADS, 2, DIM)
-    numba_backend.write(pages, key, key, torch.tensor([2], dtype=torch.int32))
-    numba_backend.gather(
-        pages, torch.tensor([40], dtype=torch.int32), "k", 0, 40, torch.float32, False
-    )
 
 
 def test_scales_of_any_layout():
@@ -302,22 +266,11 @@ def test_settings_of_numba(setting, expected, tmp_path):
     assert run.stdout.split("\n")[-2] == expected
 
 
-def test_a_changed_file_has_another_stamp(tmp_path, monkeypatch):
-    (tmp_path / "cpu_a.py").write_text("1")
-    monkeypatch.setattr(lanes, "__file__", str(tmp_path / "lanes.py"))
-    first = lanes._stamp()
-    (tmp_path / "cpu_a.py").write_text("2")
-    assert lanes._stamp() not in (0, first)
-
-
 def test_a_call_compiles_and_copies_nothing():
+    assert ops.choose_backend("auto", torch.device("cpu")) == "numba"
     pages, query = make(4000), torch.randn(1, 6, 1, DIM)
     attend(pages, query, 4000)
     with event.install_recorder("numba:compile") as compiled, BytesWritten() as written:
         attend(pages, query, 4000)
     assert not compiled.buffer
     assert written.total < pages.k.codes.nbytes / 10
-
-
-def test_the_registry_knows_it():
-    assert ops.choose_backend("auto", torch.device("cpu")) == "numba"
