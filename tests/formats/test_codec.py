@@ -262,13 +262,6 @@ def test_a_number_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     assert_codes(x, encode(x.to(device), fmt), expected(kind, spec))
 
 
-@given(number=st.floats(min_value=0, max_value=1e6, width=32), fmt=st.sampled_from(list(SPECS)))
-def test_the_search_finds_what_exact_fractions_find(number, fmt):
-    spec = SPECS[fmt]
-    found = expected_codes(np.array([number]), spec, np.array([False])).item()
-    assert found == exact_code(min(Fraction(number), Fraction(spec.largest)), spec)
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_the_search_sends_every_tie_to_the_even_code(name):
     spec = SPECS[name]
@@ -278,21 +271,6 @@ def test_the_search_sends_every_tie_to_the_even_code(name):
     assert [exact_code(tie, spec) for tie in ties] == even
     exact = np.array([float(t) for t in ties])
     assert expected_codes(exact, spec, np.zeros(len(ties), bool)).tolist() == even
-
-
-def test_the_inputs_hold_what_they_are_meant_to():
-    x = float32_grid()
-    nan = x[x.isnan()].view(torch.int32)
-    assert len(nan.unique()) > 500
-    assert (nan < 0).any()
-    assert (nan > 0).any()
-    # Quiet and signalling.
-    assert (nan & 0x400000 == 0).any()
-    assert (nan & 0x400000 != 0).any()
-    assert x.isinf().sum() == 2
-    assert (x == 0).sum() == 2
-    assert (x.abs() == 2.0**-149).sum() == 2
-    assert len(EVERY_16_BIT_PATTERN) == 65536
 
 
 KNOWN = {

@@ -213,7 +213,7 @@ def candidates(x: Tensor, name: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_chooses_the_best_of_an_octave(name, dim):
     x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
@@ -222,16 +222,11 @@ def test_it_chooses_the_best_of_an_octave(name, dim):
     best = torch.stack([squared_error(x, scale, name) for scale in tried]).amin(0)
     # It ranks errors that are rounded, and the first scale is among those tried.
     assert (squared_error(x, chosen, name) <= 1.02 * best).all()
-    assert (best <= squared_error(x, dynamic_scale(x, FORMATS[name]), name)).all()
-
-
-@pytest.mark.parametrize(("name", "dim"), [("fp8_e4m3", 64), ("fp8_e3m4", 128)])
-def test_it_loses_less(name, dim):
-    fmt, x = FORMATS[name], torch.randn(2000, dim)
-    plain, found = (squared_error(x, f(x, fmt), name) for f in (dynamic_scale, search_scale))
-    assert (found <= 1.02 * plain).all()
-    assert (found / plain).sqrt().mean() <= 0.92
-    assert (found.sum() / plain.sum()).sqrt() <= 0.92
+    plain = squared_error(x, dynamic_scale(x, FORMATS[name]), name)
+    assert (best <= plain).all()
+    if name in ("fp8_e4m3", "fp8_e3m4"):
+        normal = squared_error(x, chosen, name)[:300].sum() / plain[:300].sum()
+        assert normal.sqrt() <= 0.92, "what docs/architecture.md promises of Gaussian vectors"
 
 
 @given(

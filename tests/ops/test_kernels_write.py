@@ -18,6 +18,7 @@ from hf_fp8kv.formats import AUTO, FORMATS, codec
 from hf_fp8kv.ops import Pages, StoredSide, reference
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
+from tests.helpers.blocks import in_blocks, in_one_tensor
 from tests.helpers.grids import pairwise
 from tests.ops.test_ops import NAMES, NEXT, map_pages, with_scales
 
@@ -57,6 +58,7 @@ class Case:
     limit: int | None = None
     released: int = 0  # pages at the start of every table that are gone
     columns: int = 0  # of the table, less or more than what is needed
+    blocks: bool = False
 
     @property
     def stop(self) -> int:
@@ -165,8 +167,13 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     made = tokens_of(case)
     key, value = made[0] if key is None else key, made[1] if value is None else value
     pages = pages_of(case)
-    found = to_device(pages)
+    found = in_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
+    # The table may be a part of a larger one.
+    columns = found.table.shape[1]
+    wide = torch.nn.functional.pad(found.table, (0, 3), value=1 << 30)
+    found = found._replace(table=wide[:, :columns])
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens, case.limit)
+    found = map_pages(torch.Tensor.cpu, in_one_tensor(found)) if case.blocks else found
     assert_equal(found, expected(case, pages, key, value))
 
 
@@ -180,6 +187,7 @@ SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
     "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
     "tiles that pages cut": {"lengths": (5, 32), "tokens": 20, "page_size": 6, "heads": 1},
+    "blocks": {"lengths": (63, 64, 65), "tokens": 3, "page_size": 32, "blocks": True},
 }
 
 
@@ -201,49 +209,29 @@ def test_around_the_end_of_a_page(tokens):
     check(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
 
 
-# Grid: one token and tiles of them are two kernels; each meets sizes below, at and above a tile's.
+# Grid: one token and tiles of them are two kernels. A head size decides how the numbers of a token
+# are cut into vectors, a page size how the tokens of a tile are.
 @pytest.mark.parametrize(
-    ("page_size", "tokens"),
-    [(1, 1), (2, TILE + 5), (12, 1), (24, TILE + 5), (48, TILE + 5), (64, 1), (128, TILE + 5)],
-)
-def test_page_sizes(page_size, tokens):
-    check(Case(lengths=(70,), tokens=tokens, heads=1, page_size=page_size, k_dim=16, v_dim=16))
-
-
-@pytest.mark.parametrize(
-    ("k_dim", "v_dim", "tokens"),
-    [(1, 1, 20), (3, 5, 1), (33, 80, 20), (80, 64, 1), (192, 128, 20), (576, 512, 1)],
-)
-def test_head_sizes(k_dim, v_dim, tokens):
-    case = Case(lengths=(14,), tokens=tokens, heads=1, k_dim=k_dim, v_dim=v_dim, center=True)
-    check(case)
-    check(dataclasses.replace(case, rotated=True, key="fp8_e2m5", value="int8"))
-
-
-@pytest.mark.parametrize(
-    ("dims", "dynamic", "tokens"),
-    pairwise([(80, 96), (96, 80), (256, 128)], [True, False], [1, 20]),
-)
-def test_blocks_that_are_rotated(dims, dynamic, tokens):
-    """Of 16, 32, 128 and 256 numbers, with an infinity and a NaN in one block of some tokens."""
-    case = Case(
-        lengths=(14, 0), tokens=tokens, heads=2, k_dim=dims[0], v_dim=dims[1], center=True,
-        rotated=True, dynamic=dynamic, key="int8", value="fp8_e2m5",
-    )  # fmt: skip
-    key, value = tokens_of(case)
-    check(case, key, value)
-    key[0, 0, -1, 3], value[0, 1, -1, 5] = math.inf, math.nan
-    check(case, key, value)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tokens"),
-    [(torch.float64, 1), (torch.float32, 20), (torch.float16, 1), (torch.bfloat16, 20)],
+    ("dims", "page_size", "scales", "dtype", "tokens"),
+    pairwise(
+        [(1, 1), (3, 5), (33, 80), (80, 96), (256, 128), (576, 512)],
+        [1, 12, 48, 128],
+        list(SCALES),
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16],
+        [1, TILE + 5],
+    ),
     ids=str,
 )
-def test_dtypes(dtype, tokens):
-    check(Case(lengths=(3,), tokens=tokens, heads=1, dtype=dtype))
-    check(Case(lengths=(3,), tokens=tokens, heads=1, dtype=dtype, key=AUTO, value=AUTO))
+def test_sizes_and_dtypes(dims, page_size, scales, dtype, tokens):
+    """Also of the stored numbers, and with an infinity and a NaN in some tokens."""
+    case = Case(
+        lengths=(70,), tokens=tokens, heads=1, k_dim=dims[0], v_dim=dims[1], page_size=page_size,
+        dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
+    )  # fmt: skip
+    key, value = tokens_of(case)
+    key[0, 0, -1, dims[0] // 3], value[0, 0, -1, dims[1] // 2] = math.inf, math.nan
+    check(case, key, value)
+    check(dataclasses.replace(case, key=AUTO, value=AUTO))
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -279,18 +267,6 @@ def test_tokens_without_a_place_are_not_stored(what, page_size, tokens):
     )  # fmt: skip
     check(case)
     check(dataclasses.replace(case, tokens=0))
-
-
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_a_table_may_be_a_part_of_a_larger_one(tokens):
-    case = Case(lengths=(9, 3), tokens=tokens, heads=1)
-    pages = pages_of(case)
-    wide = torch.full((2, 9), 1 << 30, dtype=torch.int32)
-    wide[:, : pages.table.shape[1]] = pages.table
-    key, value = tokens_of(case)
-    found = to_device(pages)._replace(table=wide.to(DEVICE)[:, : pages.table.shape[1]])
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens)
-    assert_equal(found, expected(case, pages, key, value))
 
 
 @pytest.mark.parametrize("rows", [special, ties, ordinary], ids=lambda f: f.__name__)
@@ -393,9 +369,10 @@ def test_gathering_every_byte(case):
     if pages.token_scales is not None:
         pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    stored = in_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
     for side, dtype, (start, stop, ragged) in GATHERS:
         right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
-        found = gather(to_device(pages), lengths.to(DEVICE), side, start, stop, dtype, ragged)
+        found = gather(stored, lengths.to(DEVICE), side, start, stop, dtype, ragged)
         assert found.dtype == dtype
         torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
 

@@ -23,11 +23,10 @@ from hf_fp8kv import ops  # noqa: E402
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
 from hf_fp8kv.ops.numba import backend as numba_backend  # noqa: E402
 from hf_fp8kv.ops.numba import lanes  # noqa: E402
-from hf_fp8kv.ops.torch import backend as torch_backend  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
 from tests.ops import test_ops  # noqa: E402
-from tests.ops.test_ops import copy, map_pages, with_scales  # noqa: E402
+from tests.ops.test_ops import map_pages, with_scales  # noqa: E402
 
 pytestmark = pytest.mark.text
 
@@ -139,36 +138,10 @@ def test_an_error_on_another_thread_is_raised():
 def test_calls_from_several_threads_at_once():
     pages, queries = make(700), torch.randn(8, 1, 6, 1, DIM)
     expected = [attend(pages, query, 700) for query in queries]
-    found: dict[int, list[torch.Tensor]] = {}
-
-    def work(index: int) -> None:
-        found[index] = [attend(pages, queries[index], 700) for _ in range(20)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(queries))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for index, results in found.items():
-        assert all(torch.equal(result, expected[index]) for result in results)
-
-
-@pytest.mark.parametrize("fmt", ["fp8_e4m3", "auto"])
-def test_float64_is_handed_over(fmt):
-    pages = make(40, fmt, torch.float64)
-    other = copy(pages)
-    query = torch.randn(1, 6, 1, DIM, dtype=torch.float64)
-    found = attend(pages, query, 40)
-    assert found.dtype == torch.float64
-    assert_same(found, attend(pages, query, 40, torch_backend))
-    key = torch.randn(1, HEADS, 2, DIM, dtype=torch.float64)
-    at = torch.tensor([32], dtype=torch.int32)
-    numba_backend.write(pages, key, key, at)
-    reference.write(other, key, key, at)
-    assert_same(pages.k.codes, other.k.codes)
-    assert_same(pages.v.codes, other.v.codes)
-    found = numba_backend.gather(pages, at, "v", 0, 32, torch.float64, False)
-    assert_same(found, reference.gather(pages, at, "v", 0, 32, torch.float64, False))
+    with ThreadPoolExecutor(8) as callers:
+        found = callers.map(lambda i: attend(pages, queries[i % 8], 700), range(160))
+    for i, result in enumerate(found):
+        assert_same(result, expected[i % 8])
 
 
 def test_scales_of_any_layout():

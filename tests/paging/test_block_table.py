@@ -527,28 +527,10 @@ def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
     return table
 
 
-def pairs(copies: tuple[np.ndarray, np.ndarray]) -> list[tuple[int, int]]:
-    return list(zip(*(c.tolist() for c in copies), strict=True))
-
-
 def test_pages_of_a_sequence_are_side_by_side_and_in_order():
     table = written(10, batch=2)
     assert table.used().tolist() == [[0, 1, 2], [3, 4, 5]]
     assert (table.first, table.count, table.batch) == (0, 3, 2)
-
-
-@pytest.mark.parametrize(
-    ("length", "more", "taken"),
-    [(3, 1, 0), (4, 1, 1), (5, 3, 0), (5, 4, 1), (0, 4, 1), (0, 5, 2), (8, 8, 2)],
-    ids=lambda n: str(n),
-)
-def test_reserve_takes_pages_at_page_boundaries_only(length, more, taken):
-    table = written(length)
-    held = table.allocator.held
-    assert table.pages_needed(length, length + more, 1) == taken
-    copies = table.reserve(length, length + more, 1)
-    assert table.allocator.held == held + taken
-    assert pairs(copies) == []
 
 
 @pytest.mark.parametrize("length", [1, 5, 7, 8, 11, 12])
@@ -567,31 +549,6 @@ def test_only_a_partly_filled_last_page_is_copied_and_only_when_written(length):
     full = length // 4
     assert other.used()[:, :full].tolist() == before[:, :full].tolist()
     table.check(other)
-
-
-@pytest.mark.parametrize(
-    ("length", "cut", "stop", "copies", "rows"),
-    [(6, 6, 13, [(1, 4)], [0, 4, 2, 3]), (12, 6, 7, [(1, 3)], [0, 3])],
-    ids=["several tokens", "into a page that was full"],
-)
-def test_a_shared_page_is_copied_once(length, cut, stop, copies, rows):
-    table = written(length)
-    other = table.fork()
-    other.truncate(cut)
-    assert pairs(other.reserve(cut, stop, 1)) == copies
-    assert other.used().tolist() == [rows]
-    assert table.used().tolist() == [list(range(-(-length // 4)))]
-    table.check(other)
-
-
-def test_the_last_holder_keeps_its_page():
-    table = written(6)
-    first, second = table.fork(), table.fork()
-    assert len(pairs(first.reserve(6, 7, 1))) == 1
-    second.clear()
-    assert pairs(table.reserve(6, 7, 1)) == []
-    assert table.used().tolist() == [[0, 1]]
-    table.check(first, second)
 
 
 @pytest.mark.parametrize(
@@ -695,17 +652,6 @@ def test_pages_are_made_in_steps_with_little_waste(page_size, batch):
     table.truncate(4)
     table.reserve(4, 39_000, batch)
     assert table.allocator.capacity == capacity
-
-
-def test_a_reset_needs_an_empty_allocator():
-    table = written(9)
-    with pytest.raises(AssertionError, match="3 pages are held"):
-        table.allocator.reset()
-    table.clear()
-    table.allocator.reset()
-    assert (table.allocator.capacity, table.allocator.free) == (0, 0)
-    table.reserve(0, 5, 1)
-    table.check()
 
 
 # Budgets.
