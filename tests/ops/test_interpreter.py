@@ -43,15 +43,6 @@ def _compute(X, Y, MIXED, LARGEST, PRODUCT, COUNT, N: tl.constexpr):
     tl.store(PRODUCT + at, product)
 
 
-@triton.jit
-def _beside_numbers(X, OUT, HALVES, TABLE, N: tl.constexpr):
-    at = tl.arange(0, N)
-    x = tl.load(X + at)
-    tl.store(OUT + at, 7 - (x + 2) * 3)
-    tl.store(HALVES + at, x * 0.5 + 2.0 - (x + 2.0))
-    tl.store(TABLE + at[:, None] * N + at[None, :], 7 - (x[:, None] + 2) * x[None, :])
-
-
 def interesting() -> torch.Tensor:
     """Return numbers of every binade, ties, both zeros, subnormal numbers, infinities and NaN."""
     every = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
@@ -102,17 +93,3 @@ def test_a_maximum_passes_over_nan_as_on_a_gpu():
     mixed, largest, product = torch.empty_like(x), torch.empty(16), torch.empty(16, 16)
     _compute[(1,)](x, y, mixed, largest, product, torch.tensor([1], dtype=torch.int32), 16)
     same(largest, x.nan_to_num(-torch.inf).amax(1))
-
-
-def test_a_number_is_of_the_type_and_shape_that_it_stands_beside():
-    """What a number became is kept: for each type and shape, and unchanged by what was computed."""
-    for _ in range(2):
-        for size in (16, 32):
-            for dtype in (torch.int32, torch.float32, torch.int64, torch.float16):
-                x = torch.arange(size, dtype=dtype)
-                found, table = torch.empty_like(x), torch.empty(size, size, dtype=dtype)
-                halves = torch.empty(size)
-                _beside_numbers[(1,)](x, found, halves, table, size)
-                assert torch.equal(found, 7 - (x + 2) * 3), dtype
-                assert torch.equal(halves, -x / 2), dtype
-                assert torch.equal(table, 7 - (x[:, None] + 2) * x), dtype

@@ -6,10 +6,7 @@ written, and there is a page more at either end than a table may name.
 
 import dataclasses
 import math
-from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
@@ -289,35 +286,6 @@ def test_numbers_of_every_kind(name, rows):
     here = x[None, None].to(DEVICE)
     write(found, here, here, lengths_of(static) + static.tokens)
     assert_equal(found, expected(static, pages, x[None, None], x[None, None]))
-
-
-@st.composite
-def cases(draw: Any) -> Case:
-    batch = draw(st.integers(1, 2))
-    dims = st.sampled_from([4, 16, 40, 64])
-    names = st.sampled_from([*NAMES, AUTO])
-    return Case(
-        lengths=tuple(draw(st.integers(0, 70)) for _ in range(batch)),
-        tokens=draw(st.integers(1, 48)),
-        heads=draw(st.integers(1, 2)),
-        k_dim=draw(dims),
-        v_dim=draw(dims),
-        page_size=draw(st.sampled_from([1, 3, 8, 16, 32, 48, 64])),
-        key=draw(names),
-        value=draw(names),
-        dynamic=draw(st.booleans()),
-        center=draw(st.booleans()),
-        rotated=draw(st.booleans()),
-        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        limit=draw(st.none() | st.integers(0, 120)),
-        released=draw(st.integers(0, 2)),
-        columns=draw(st.integers(0, 2)),
-    )
-
-
-@hypothesis.given(cases())
-def test_any_call(case):
-    check(case)
 
 
 @triton.jit

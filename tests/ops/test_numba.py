@@ -168,6 +168,17 @@ def test_no_folder_for_the_cache(monkeypatch):
     assert compiled == [len]
 
 
+def run_script(script: str, **environment: str) -> str:
+    """Run a script in another process, and return what it writes."""
+    root = Path(__file__).parents[2]
+    folders = os.pathsep.join([str(root), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=root, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": folders, **environment}, check=True,
+    )  # fmt: skip
+    return run.stdout.strip().split("\n")[-1]
+
+
 @pytest.mark.full
 def test_a_second_process_compiles_nothing(tmp_path):
     """One signature per kernel whatever the formats, dtypes and shapes; found on disk again."""
@@ -191,19 +202,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
                 backend.gather(pages, lengths, "v", 0, 39, dtype, True)
         print(json.dumps([len(compiled.buffer), prepared, [len(k.signatures) for k in kernels]]))
     """
-    folders = [str(Path(__file__).parents[2]), *sys.path]
-    environment = {
-        **os.environ,
-        "NUMBA_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(folders),
-    }
-    results = []
-    for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(script)],
-            env=environment, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        results.append(run.stdout.strip())
+    results = [run_script(script, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)]
     assert results[0] != results[1]
     assert results[1] == "[0, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]]"
 
@@ -231,12 +230,7 @@ def test_settings_of_numba(setting, expected, tmp_path):
             assert test_ops.errors(found, want).max() <= test_ops.bound(case), case
         print(latent.WIDE, memory.HAS_HALF)
     """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **setting, "NUMBA_CACHE_DIR": str(tmp_path)},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert run.stdout.split("\n")[-2] == expected
+    assert run_script(script, NUMBA_CACHE_DIR=str(tmp_path), **setting) == expected
 
 
 def test_a_call_compiles_and_copies_nothing():

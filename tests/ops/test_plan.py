@@ -223,17 +223,6 @@ def test_the_model_of_a_gpu_gives_what_can_be_worked_out():
     assert run_parts([size] * 793) == pytest.approx(2 * fixed + full + alone, rel=1e-4)
 
 
-def test_the_last_program_of_a_sequence_merges_it():
-    fixed, size = H200.start + H200.end, 10**7
-    one = size / (H200.rates[0] * H200.clock)
-    merging = H200.merge + 3 * H200.merge_step
-    assert run_parts([size] * 3, merged=[0, 0, 0]) == pytest.approx(fixed + one + merging)
-    # Others read meanwhile, and are merged meanwhile.
-    assert run_parts([size] * 6, merged=[0, 0, 0, 1, 1, 1]) == pytest.approx(fixed + one + merging)
-    longer = [*[size] * 3, 2 * size]
-    assert run_parts(longer, merged=[0, 0, 0, None]) == pytest.approx(fixed + 2 * one)
-
-
 def some_batches(heads: int) -> Iterator[list[int]]:
     generator = random.Random(heads)
     for batch in (1, 3, 8, 25, 33, 50, 64, 100, 256):
