@@ -12,7 +12,7 @@ if "tests.helpers.ir" not in sys.modules:
 
 import triton
 import triton.language as tl
-from ttsem.sanitize import KernelFault
+from ttsem.sanitize import KernelFault, Unjudged
 
 from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.ops.triton.codec import MOVED_PACKED, codec_for, decode_for_dot
@@ -100,6 +100,16 @@ def test_a_stage_that_computes_something_else_is_found(monkeypatch):
         _pipelined[(1,)](codes, torch.empty(64, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("rounded", "change", "same"),
+    [(False, 0.0, True), (False, 2.0, False), (True, 2.0, True), (True, 64.0, False)],
+)
+def test_other_rounding_is_allowed_where_a_pass_rounds(rounded, change, same):
+    first = torch.tensor([float("nan"), float("-inf"), 1e6, 3.0])
+    last = first + torch.tensor([0.0, 0.0, 0.0, change])
+    assert ir.are_same(first, last, rounded) is same
+
+
 @triton.jit
 def _rows(x, out):
     i, j = tl.arange(0, 16), tl.arange(0, 32)
@@ -138,3 +148,16 @@ def test_packed_codes_are_their_numbers(name):
         numbers = numbers.float() * found_codec.factor
     right = codec.decode(codes, fmt)
     torch.testing.assert_close(numbers.float(), right, rtol=0, atol=0, equal_nan=True)
+
+
+@triton.jit
+def _unknown(x):
+    moved = tl.inline_asm_elementwise(
+        "brev.b32 $0, $1;", "=r,r", [tl.load(x)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    tl.store(x, moved)
+
+
+def test_other_assembly_is_not_judged():
+    with pytest.raises(Unjudged, match="PTX"):
+        _unknown[(1,)](torch.zeros(1, dtype=torch.int32))

@@ -12,12 +12,13 @@ import torch
 
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS, codec
-from hf_fp8kv.ops import Pages, StoredSide, reference
+from hf_fp8kv.ops import Pages, reference
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
 from tests.helpers.blocks import in_blocks, in_one_tensor
 from tests.helpers.grids import pairwise
-from tests.ops.test_ops import NAMES, NEXT, map_pages, with_scales
+from tests.ops import test_ops
+from tests.ops.test_ops import NAMES, NEXT, map_pages, poisoned, with_scales
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -37,24 +38,15 @@ Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: what is stored where, and how."""
+class Case(test_ops.Case):
+    """One call: what is stored where, and how. `lengths` are those before it."""
 
+    name: str = ""
     lengths: tuple[int, ...] = (5, 0, 30)
-    tokens: int = 1
-    heads: int = 2
-    k_dim: int = 32
-    v_dim: int = 32
-    page_size: int = 16
-    key: str = "fp8_e4m3"
-    value: str = "fp8_e4m3"
-    dynamic: bool = True
-    center: bool = False
-    rotated: bool = False
     dtype: torch.dtype = torch.bfloat16
     limit: int | None = None
     released: int = 0  # pages at the start of every table that are gone
-    columns: int = 0  # of the table, less or more than what is needed
+    columns: int = 0  # of the table, less than what is needed
     blocks: bool = False
 
     @property
@@ -70,36 +62,17 @@ class Case:
         return ",".join(changed).replace("torch.", "") or "default"
 
 
-def noise(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random bytes."""
-    return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize)).byte().view(dtype)
-
-
 def pages_of(case: Case) -> Pages:
     """Pages that hold noise. The first and the last are not in any table."""
-    batch = len(case.lengths)
+    pages = poisoned(case)
+    for x in (pages.k.codes, pages.v.codes, pages.token_scales):
+        if x is not None:
+            x.view(torch.uint8).random_(256)
     columns = -(-case.stop // case.page_size) + case.columns
-    count = batch * columns + 3
-    slots, heads = case.page_size, case.heads
-
-    def pool(name: str, *shape: int) -> Tensor:
-        return noise(count, heads, *shape, dtype=case.dtype if name == AUTO else torch.uint8)
-
-    def side(name: str, dim: int, codes: Tensor) -> StoredSide:
-        has_static = name != AUTO and not case.dynamic
-        scale = 0.01 * (1 + torch.rand(heads, dim)) if has_static else None
-        return StoredSide(codes, scale, None, name, dim, case.rotated and name != AUTO)
-
+    batch, count = len(case.lengths), len(pages.k.codes)
     table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
-    k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim))
-    v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots))
-    if case.center and case.key != AUTO:
-        k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
-    scales = None
-    if k.is_dynamic or v.is_dynamic:
-        scales = noise(count, heads, slots, 2, dtype=torch.bfloat16)
-    return Pages(k, v, scales, table)
+    return pages._replace(table=table)
 
 
 def tokens_of(case: Case) -> tuple[Tensor, Tensor]:

@@ -20,34 +20,23 @@ numba = pytest.importorskip("numba", reason="numba is not installed: pip install
 from numba.core import event  # noqa: E402
 
 from hf_fp8kv import ops  # noqa: E402
-from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, reference  # noqa: E402
+from hf_fp8kv.ops import AttentionSpec, Pages, reference  # noqa: E402
 from hf_fp8kv.ops.numba import backend as numba_backend  # noqa: E402
 from hf_fp8kv.ops.numba import lanes  # noqa: E402
 from tests.helpers.assertions import assert_same, assert_same_pool  # noqa: E402
 from tests.helpers.counting import BytesWritten  # noqa: E402
 from tests.ops import test_ops  # noqa: E402
-from tests.ops.test_ops import map_pages, with_scales  # noqa: E402
+from tests.ops.test_ops import with_scales  # noqa: E402
 
 pytestmark = pytest.mark.text
 
-HEADS, DIM, SLOTS = 2, 32, 16
+HEADS, DIM = 2, 32
 
 
 def make(tokens: int, fmt: str = "fp8_e4m3", dtype: torch.dtype = torch.float32) -> Pages:
     """Pages of one sequence with `tokens` random tokens."""
-    count = -(-tokens // SLOTS)
-    stored = torch.uint8 if fmt != "auto" else dtype
-
-    def side(*shape: int) -> StoredSide:
-        codes = torch.zeros(count, HEADS, *shape, dtype=stored)
-        return StoredSide(codes, None, None, fmt, DIM)
-
-    table = torch.randperm(count).view(1, count).int()
-    scales = None if fmt == "auto" else torch.zeros(count, HEADS, SLOTS, 2, dtype=torch.bfloat16)
-    pages = Pages(side(SLOTS, DIM), side(DIM, SLOTS), scales, table)
-    key, value = torch.randn(2, 1, HEADS, tokens, DIM).to(dtype)
-    reference.write(pages, key, value, torch.tensor([tokens], dtype=torch.int32))
-    return pages
+    case = test_ops.Case("", lengths=(tokens,), key=fmt, value=fmt, dtype=dtype)
+    return test_ops.fill(test_ops.poisoned(case), case)
 
 
 def attend(
@@ -92,7 +81,7 @@ def test_threads_share_latents(case):
 @pytest.mark.usefixtures("many_threads")
 def test_write_and_gather_on_many_threads():
     pages = make(700)
-    other = map_pages(torch.zeros_like, pages)._replace(table=pages.table)
+    other = test_ops.copy(pages)
     key, value = torch.randn(2, 1, HEADS, 700, DIM)
     ends = torch.tensor([700], dtype=torch.int32)
     numba_backend.write(pages, key, value, ends)
@@ -231,6 +220,14 @@ def test_settings_of_numba(setting, expected, tmp_path):
         print(latent.WIDE, memory.HAS_HALF)
     """
     assert run_script(script, NUMBA_CACHE_DIR=str(tmp_path), **setting) == expected
+
+
+def test_a_changed_file_has_another_stamp(tmp_path, monkeypatch):
+    (tmp_path / "cpu_a.py").write_text("1")
+    monkeypatch.setattr(lanes, "__file__", str(tmp_path / "lanes.py"))
+    first = lanes._stamp()
+    (tmp_path / "cpu_a.py").write_text("2")
+    assert lanes._stamp() not in (0, first)
 
 
 def test_a_call_compiles_and_copies_nothing():
