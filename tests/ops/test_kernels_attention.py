@@ -175,7 +175,7 @@ _HALF = [
          lengths=(700,), heads=1, q_heads=4),
     Case("head size 256, bf16", k_dim=256, v_dim=256, page_size=64, dtype=torch.bfloat16,
          lengths=(130,), heads=1, q_heads=2),
-    Case("130 queries, bf16", tokens=130, lengths=(300,), page_size=64, dtype=torch.bfloat16),
+    Case("70 queries, bf16", tokens=70, lengths=(150,), page_size=64, dtype=torch.bfloat16),
     Case("rotated by blocks, fp16", rotated=True, key="int8", value="fp8_e2m5", k_dim=96, v_dim=80,
          center=True, dynamic=False, dtype=torch.float16, lengths=(333,), page_size=64),
     Case("rotated, head size 128, bf16", rotated=True, key="fp8_e2m5", value="int8", k_dim=128,
@@ -347,8 +347,8 @@ SPLIT = Case("split", lengths=(900, 130, 400), tokens=3, page_size=64, sinks=Tru
              q_heads=6)  # fmt: skip
 # Grid: the number of parts does not depend on the way to merge them; each way meets few and many.
 SPLITS = [
-    pytest.param(1, "last", False, False, id="1-last"),
-    pytest.param(2, "kernel", False, False, id="2-kernel"),
+    pytest.param(1, "last", False, False, id="1-last", marks=pytest.mark.full),
+    pytest.param(2, "kernel", False, False, id="2-kernel", marks=pytest.mark.full),
     pytest.param(5, "last", False, False, id="5-last"),
     pytest.param(40, "kernel", False, False, id="40-kernel"),
     pytest.param(40, "last", True, False, id="40-rotated-last"),

@@ -26,7 +26,7 @@ from hf_fp8kv.ops.triton import decode, tuning
 from hf_fp8kv.ops.triton.target import recording
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 if "tests.helpers.ir" in sys.modules:  # the GPU that it pretends is none for torch.compile
     GREEDY["disable_compile"] = True
 pytestmark = [
@@ -55,7 +55,8 @@ _CENTERS = {"scales": 0.05, "center_keys": True}
     ("name", "cache"),
     [
         ("gqa", {}), ("gqa", {"dtype": "fp8_e3m4", "prefill": "stored"}),
-        ("gqa", {**_STATIC, **_CENTERS}), ("kv_sharing", _CENTERS), ("kv_sharing", _STATIC),
+        ("gqa", {**_STATIC, **_CENTERS}), ("kv_sharing", _STATIC),
+        pytest.param("kv_sharing", _CENTERS, marks=pytest.mark.full),
         ("sliding_and_full", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
         ("sliding_and_full", _STATIC), ("latent", {}), ("latent", _STATIC), ("sinks", {}),
     ],
@@ -83,8 +84,12 @@ def test_ways_to_generate(more):
     assert_same(tokens(model, inputs, "triton", cache, **more), expected)
 
 
+@pytest.mark.full
 def test_a_compiled_step():
-    """One graph, with a plan that the first layer makes for all."""
+    """One graph, with a plan that the first layer makes for all.
+
+    The fast tier has it in tests/cache/test_compile.py, where the reference computes.
+    """
     model, inputs = setting("gqa")
     cache = {"max_cache_len": 40}
     expected = tokens(model, inputs, "torch", cache, disable_compile=True)

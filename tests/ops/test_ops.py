@@ -264,7 +264,7 @@ _SHAPES = [
     Case("long", lengths=(1300,), page_size=64, k_dim=128, v_dim=128, heads=1, q_heads=4),
     Case("ragged", lengths=(700, 333, 1), page_size=64),
     Case("17 queries, ragged", tokens=17, lengths=(70, 17)),
-    Case("130 queries", tokens=130, lengths=(300,), page_size=64),
+    Case("70 queries", tokens=70, lengths=(150,), page_size=64),
     Case("more queries than tokens", tokens=5, lengths=(40, 3)),
     Case("bidirectional, ragged", tokens=3, causal=False, lengths=(150, 33)),
 ]
