@@ -56,9 +56,6 @@ SPECS = {
 ALL_CODES = torch.arange(256, dtype=torch.uint8)
 
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
-torch_formats = pytest.mark.parametrize(
-    "fmt", [f for f in FORMATS.values() if f.torch_dtype], ids=lambda f: f.name
-)
 
 
 # The references.
@@ -185,9 +182,8 @@ def inputs(kind: str, spec: Spec) -> torch.Tensor:
     return float32_grid() if kind == "float32-grid" else float32_ties(spec)
 
 
-kinds = pytest.mark.parametrize(
-    "kind", ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
-)
+KINDS = ["every-bfloat16", "every-float16", "float32-grid", "float32-ties"]
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @functools.cache
@@ -233,33 +229,23 @@ def test_every_code_decodes_to_its_definition(fmt, device):
             assert Fraction(number) == exact_value(code, spec), f"{code:#04x}"
             # The sign of zero too.
             assert math.copysign(1, number) == (-1 if code & 0x80 else 1), f"{code:#04x}"
-
-
-@torch_formats
-def test_every_code_decodes_as_torch_does(fmt):
-    got, theirs = decode(ALL_CODES, fmt), ALL_CODES.view(fmt.torch_dtype).float()
-    assert torch.equal(got.isnan(), theirs.isnan())
-    number = ~got.isnan()
-    assert torch.equal(got[number].view(torch.int32), theirs[number].view(torch.int32))
+    if fmt.torch_dtype:
+        theirs = ALL_CODES.view(fmt.torch_dtype).float()
+        torch.testing.assert_close(got.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @formats
-def test_a_number_that_a_code_stands_for_gets_that_code_back(fmt, device):
+def test_what_a_code_stands_for_gets_that_code_back(fmt, device):
     spec = SPECS[fmt.name]
-    codes = torch.tensor(finite_codes(spec), dtype=torch.uint8, device=device)
-    assert torch.equal(encode(decode(codes, fmt), fmt), codes)
-    assert len(codes) == 256 - len(spec.nan) - len(spec.inf)
-
-
-@formats
-def test_codes_of_nan_and_infinity_come_back_as_nan_and_the_largest(fmt):
-    spec = SPECS[fmt.name]
-    for code in spec.nan:
-        again = encode(decode(torch.tensor([code], dtype=torch.uint8), fmt), fmt).item()
-        assert again in spec.nan, f"{code:#04x}"
-    for code in spec.inf:
-        again = encode(decode(torch.tensor([code], dtype=torch.uint8), fmt), fmt).item()
-        assert again == fmt.max_code | code & 0x80, f"{code:#04x}"
+    codes = ALL_CODES.to(device)
+    again = encode(decode(codes, fmt), fmt)
+    for code, found in enumerate(again.tolist()):
+        if code in spec.nan:
+            assert found in spec.nan, f"{code:#04x}"
+        elif code in spec.inf:
+            assert found == fmt.max_code | code & 0x80, "infinity is the largest number"
+        else:
+            assert found == code
 
 
 # What a number becomes.
@@ -273,13 +259,6 @@ def test_a_number_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     assert_codes(x, encode(x.to(device), fmt), expected(kind, spec))
 
 
-@given(number=st.floats(min_value=0, max_value=1e6, width=32), fmt=st.sampled_from(list(SPECS)))
-def test_the_search_finds_what_exact_fractions_find(number, fmt):
-    spec = SPECS[fmt]
-    found = expected_codes(np.array([number]), spec, np.array([False])).item()
-    assert found == exact_code(min(Fraction(number), Fraction(spec.largest)), spec)
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_the_search_sends_every_tie_to_the_even_code(name):
     spec = SPECS[name]
@@ -291,65 +270,27 @@ def test_the_search_sends_every_tie_to_the_even_code(name):
     assert expected_codes(exact, spec, np.zeros(len(ties), bool)).tolist() == even
 
 
-def test_the_inputs_hold_what_they_are_meant_to():
-    x = float32_grid()
-    nan = x[x.isnan()].view(torch.int32)
-    assert len(nan.unique()) > 500
-    assert (nan < 0).any()
-    assert (nan > 0).any()
-    # Quiet and signalling.
-    assert (nan & 0x400000 == 0).any()
-    assert (nan & 0x400000 != 0).any()
-    assert x.isinf().sum() == 2
-    assert (x == 0).sum() == 2
-    assert (x.abs() == 2.0**-149).sum() == 2
-    assert len(EVERY_16_BIT_PATTERN) == 65536
-
-
 KNOWN = {
     # Format, number, code; from the table of the OCP specification and by hand.
     "e4m3-tie-to-16": ("fp8_e4m3", 17.0, 0x58),
-    "e4m3-tie-to-20": ("fp8_e4m3", 19.0, 0x5A),
     "e4m3-carry-into-the-exponent": ("fp8_e4m3", 127.2, 0x70),
-    "e4m3-one": ("fp8_e4m3", 1.0, 0x38),
-    "e4m3-just-over-max": ("fp8_e4m3", 449.0, 0x7E),
     "e4m3-tie-past-max": ("fp8_e4m3", 464.0, 0x7E),
-    "e4m3-far-past-max": ("fp8_e4m3", -1e30, 0xFE),
     "e4m3-infinity": ("fp8_e4m3", INF, 0x7E),
-    "e4m3-half-a-step": ("fp8_e4m3", 2.0**-10, 0x00),
     "e4m3-over-half-a-step": ("fp8_e4m3", 2.0**-10 * (1 + 2.0**-23), 0x01),
-    "e4m3-largest-subnormal-rounds-up": ("fp8_e4m3", 7.5 * 2.0**-9, 0x08),
     "e4m3-negative-zero": ("fp8_e4m3", -0.0, 0x80),
     "fnuz-one": ("fp8_e4m3fnuz", 1.0, 0x40),
-    "fnuz-max": ("fp8_e4m3fnuz", 1e9, 0x7F),
-    "fnuz-infinity": ("fp8_e4m3fnuz", -INF, 0xFF),
     "fnuz-has-no-negative-zero": ("fp8_e4m3fnuz", -0.0, 0x00),
-    "fnuz-rounds-to-the-only-zero": ("fp8_e4m3fnuz", -(2.0**-11), 0x00),
     "e5m2-one": ("fp8_e5m2", 1.0, 0x3C),
     "e5m2-infinity-saturates": ("fp8_e5m2", INF, 0x7B),
-    "e5m2-past-max-saturates": ("fp8_e5m2", 61440.0, 0x7B),
-    "e5m2-negative-zero": ("fp8_e5m2", -1e-30, 0x80),
     "e3m4-one": ("fp8_e3m4", 1.0, 0x30),
-    "e3m4-max": ("fp8_e3m4", 31.0, 0x7F),
     "e3m4-infinity": ("fp8_e3m4", -INF, 0xFF),
     "e3m4-tie": ("fp8_e3m4", 16.5, 0x70),
-    "e3m4-has-no-negative-zero": ("fp8_e3m4", -0.0, 0x00),
-    "e3m4-rounds-to-the-only-zero": ("fp8_e3m4", -(2.0**-7), 0x00),
     "e2m5-one": ("fp8_e2m5", 1.0, 0x20),
-    "e2m5-smallest-step": ("fp8_e2m5", -(2.0**-5), 0x81),
     "e2m5-largest-subnormal-rounds-up": ("fp8_e2m5", 63 * 2.0**-6, 0x20),
-    "e2m5-tie": ("fp8_e2m5", 4.0625, 0x60),
     "e2m5-just-under-max": ("fp8_e2m5", 7.8, 0x7E),
-    "e2m5-infinity": ("fp8_e2m5", -INF, 0xFF),
-    "e2m5-rounds-to-the-only-zero": ("fp8_e2m5", -(2.0**-6), 0x00),
-    "int8-one": ("int8", 1.0, 0x01),
     "int8-minus-one": ("int8", -1.0, 0x81),
-    "int8-tie-down": ("int8", 64.5, 0x40),
     "int8-tie-up": ("int8", -65.5, 0xC2),
-    "int8-max": ("int8", 127.0, 0x7F),
-    "int8-tie-past-max": ("int8", 127.5, 0x7F),
     "int8-past-max": ("int8", -128.0, 0xFF),
-    "int8-infinity": ("int8", INF, 0x7F),
     "int8-rounds-to-the-only-zero": ("int8", -0.5, 0x00),
 }
 
@@ -359,59 +300,17 @@ def test_known_codes(name, number, code):
     assert encode(torch.tensor([number]), FORMATS[name]).tolist() == [code]
 
 
-@formats
-@pytest.mark.parametrize("payload", [0x1, 0x2AAAAA, 0x400000, 0x7FFFFF])
-def test_nan_keeps_its_sign_where_the_format_has_one(fmt, payload):
-    spec = SPECS[fmt.name]
-    bits = np.array([0x7F800000 | payload, 0xFF800000 | payload])
-    codes = encode(from_bits(bits, torch.float32), fmt).tolist()
-    assert codes == [spec.positive_nan, spec.negative_nan]
-    assert len(set(codes)) == (2 if spec.has_negative_zero else 1)
-
-
-@pytest.mark.parametrize("name", [name for name in SPECS if not SPECS[name].has_negative_zero])
-def test_no_number_becomes_the_code_of_nan_where_that_is_negative_zero(name):
-    x = torch.cat([float32_grid(), float32_ties(SPECS[name])])
-    numbers = x[~x.isnan()]
-    assert (encode(numbers, FORMATS[name]) != 0x80).all()
-
-
-@formats
-def test_a_larger_number_never_gets_a_smaller_code(fmt):
-    x = float32_grid()
-    x = x[~x.isnan()].sort().values
-    assert (decode(encode(x, fmt), fmt).diff() >= 0).all()
-
-
-@kinds
-@torch_formats
-def test_numbers_within_range_become_what_torch_makes_of_them(fmt, kind):
-    # Clamped first: what torch does past the largest number differs from version to version.
-    x = inputs(kind, SPECS[fmt.name]).float()
-    got, theirs = encode(x, fmt), x.clamp(-fmt.max, fmt.max).to(fmt.torch_dtype).view(torch.uint8)
-    number = ~x.isnan()
-    assert_codes(x[number], got[number], theirs[number])
-    # Both make NaN of NaN; the sign of theirs is not promised.
-    assert decode(got[~number], fmt).isnan().all()
-    assert decode(theirs[~number], fmt).isnan().all()
-
-
-@formats
-def test_shapes_and_strides_do_not_matter(fmt):
-    x = torch.randn(6, 10) * 4
+def test_shapes_and_strides_do_not_matter():
+    fmt, x = FORMATS["fp8_e4m3"], torch.randn(6, 10) * 1000
+    before = x.clone()
     codes = encode(x, fmt)
+    assert torch.equal(x, before), "the input is left alone"
     assert torch.equal(encode(x.T, fmt), codes.T)
     assert torch.equal(encode(x[::2, 1::3], fmt), codes[::2, 1::3])
     assert torch.equal(encode(x[2, 3], fmt), codes[2, 3])
     assert torch.equal(decode(codes.T, fmt), decode(codes, fmt).T)
     assert decode(codes[2, 3], fmt).shape == ()
     assert encode(x[:0], fmt).shape == decode(codes[:0], fmt).shape == (0, 10)
-
-
-def test_encode_leaves_its_input_alone():
-    x = torch.tensor([1000.0, -0.0, 0.3])
-    encode(x, FORMATS["fp8_e4m3"])
-    assert x.tolist() == [1000.0, -0.0, torch.tensor(0.3).item()]
 
 
 # Dynamic scales.
@@ -452,30 +351,13 @@ def test_the_largest_number_gets_the_largest_code_and_never_saturates(vector, na
         assert (encode(scaled, fmt) & 0x7F).max().item() >= fmt.max_code - lost
 
 
-@given(vector=vectors, name=format_names)
-def test_a_number_read_back_is_off_by_at_most_half_a_step(vector, name):
-    fmt = FORMATS[name]
-    x = torch.tensor(vector)
-    scale = dynamic_scale(x, fmt).float()
-    read = (decode(encode(x * scale.reciprocal(), fmt), fmt).double() * scale.double()).numpy()
-    exact = x.double().numpy()
-    half_step = np.maximum(
-        np.abs(exact) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale.item()
-    )
-    assert (np.abs(read - exact) <= half_step * (1 + 2.0**-16)).all()
-
-
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "vector", [[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], ids=["zeros", "signed", "subnormal"]
-)
-def test_a_vector_of_next_to_nothing_gets_the_smallest_scale(fmt, dtype, vector):
-    scale = dynamic_scale(torch.tensor(vector, dtype=dtype), fmt)
-    assert scale.item() == MIN_SCALE
-    assert scale.float().reciprocal().isfinite()
-    zeros = encode(torch.tensor(vector) * scale.float().reciprocal(), fmt)
-    assert decode(zeros, fmt).tolist() == [0.0, 0.0]
+def test_a_vector_of_next_to_nothing_gets_the_smallest_scale(fmt, dtype):
+    x = torch.tensor([[0.0, 0.0], [-0.0, 0.0], [1e-45, -1e-40]], dtype=dtype)
+    scale = dynamic_scale(x, fmt)
+    assert scale.tolist() == [MIN_SCALE] * 3
+    assert not decode(encode(x.float() * scale.float().reciprocal()[:, None], fmt), fmt).any()
 
 
 @formats
@@ -591,20 +473,15 @@ def flushed_subnormals() -> Iterator[None]:
         code_table.cache_clear()
 
 
-@kinds
 @formats
-def test_flushing_subnormals_changes_no_code(fmt, kind, flushed_subnormals):
-    got = encode(x := inputs(kind, SPECS[fmt.name]), fmt)
-    torch.set_flush_denormal(False)
-    assert_codes(x, got, expected(kind, SPECS[fmt.name]))
-
-
-@formats
-def test_flushing_subnormals_changes_no_value_and_no_scale(fmt, flushed_subnormals):
+def test_flushing_subnormals_changes_nothing(fmt, flushed_subnormals):
+    codes = [encode(inputs(kind, SPECS[fmt.name]), fmt) for kind in KINDS]
     x = float32_grid()[:, None]
     values, scales = decode(ALL_CODES, fmt), dynamic_scale(x, fmt)
     torch.set_flush_denormal(False)
     code_table.cache_clear()
+    for kind, got in zip(KINDS, codes, strict=True):
+        assert_codes(inputs(kind, SPECS[fmt.name]), got, expected(kind, SPECS[fmt.name]))
     assert torch.equal(values.view(torch.int32), decode(ALL_CODES, fmt).view(torch.int32))
     assert torch.equal(scales.view(torch.int16), dynamic_scale(x, fmt).view(torch.int16))
 

@@ -11,6 +11,7 @@ from hf_fp8kv import ops
 from hf_fp8kv.formats import FORMATS, codec
 from hf_fp8kv.formats.codec import decode, dynamic_scale, encode, search_scale
 from hf_fp8kv.ops import Pages, StoredSide
+from tests.helpers.grids import pairwise
 
 NUMBA = pytest.param(
     "numba",
@@ -117,31 +118,27 @@ def shaped(vectors: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return vectors[: tokens * HEADS].view(1, HEADS, tokens, -1).to(dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dim", [1, 5, 16, 24, 80, 128, 256])
-@pytest.mark.parametrize("name", NAMES)
-def test_every_backend_writes_the_same_bytes(name, dim, backend):
-    check(shaped(torch.cat([ordinary(dim), ties(dim), special(dim)])), name, backend)
+# Grid: backends vectorize over a vector's numbers, so that a format meets each size and dtype, on
+# each backend, with a center and without.
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+GRID = pairwise(
+    NAMES, [1, 5, 16, 24, 80, 128, 256], DTYPES, [False, True], ["reference", "torch", "numba"]
+)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("dim", [24, 128])
-@pytest.mark.parametrize("name", NAMES)
-def test_of_every_dtype(name, dim, dtype, backend):
-    check(shaped(torch.cat([ordinary(dim), ties(dim), special(dim)]), dtype), name, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [24, 64])
-@pytest.mark.parametrize("name", NAMES)
-def test_around_a_center(name, dim, dtype, backend):
+@pytest.mark.parametrize(("name", "dim", "dtype", "centered", "backend"), GRID, ids=str)
+def test_every_backend_writes_the_same_bytes(name, dim, dtype, centered, backend):
+    if reason := ops.available_backends().get(backend):
+        pytest.skip(reason)
+    key = shaped(torch.cat([ordinary(dim), ties(dim), special(dim)]), dtype)
+    if not centered:
+        check(key, name, backend)
+        return
     center = 3 * torch.randn(1, HEADS, dim)
-    key = (center[:, :, None] + torch.randn(1, HEADS, 40, dim)).to(dtype)
-    key[..., 7, :] = center.to(dtype)
-    key[..., 8, 1] = math.nan
-    key[..., 9, 2] = -math.inf
+    key = torch.cat([key, (center[:, :, None] + torch.randn(1, HEADS, 40, dim)).to(dtype)], 2)
+    key[..., -1, :] = center.to(dtype)
+    key[..., -2, 0] = math.nan
+    key[..., -3, -1] = -math.inf
     check(key, name, backend, center)
 
 
@@ -171,13 +168,10 @@ def test_tokens_one_by_one_or_all_at_once(backend):
         same_scales(again[1], once[1])
 
 
-def test_a_scale_does_not_depend_on_its_neighbours(monkeypatch):
+def test_a_scale_does_not_depend_on_its_neighbours():
     x = torch.cat([ordinary(48), special(48)])
     fmt = FORMATS["fp8_e3m4"]
     expected = search_scale(x, fmt)
-    for chunk in (1, 7, 1000):
-        monkeypatch.setattr(codec, "SEARCH_CHUNK", chunk)
-        same_scales(search_scale(x, fmt), expected)
     same_scales(torch.stack([search_scale(row, fmt) for row in x]), expected)
     assert search_scale(x.view(2, -1, 1, 48), fmt).shape == (2, len(x) // 2, 1)
 
@@ -196,12 +190,6 @@ def test_the_same_choice_at_every_size(name):
 def fmt_size(name: str) -> float:
     """What makes scales of about one."""
     return FORMATS[name].max / 3
-
-
-def test_as_many_scales_as_lanes():
-    """The numba backend keeps one scale per lane."""
-    lanes = pytest.importorskip("hf_fp8kv.ops.numba.lanes")
-    assert lanes.LANES == codec.SEARCH_STEPS
 
 
 # What it gains.
@@ -225,7 +213,7 @@ def candidates(x: Tensor, name: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_chooses_the_best_of_an_octave(name, dim):
     x = torch.cat([torch.randn(300, dim), torch.randn(2, 300, dim).prod(0)])
@@ -234,17 +222,11 @@ def test_it_chooses_the_best_of_an_octave(name, dim):
     best = torch.stack([squared_error(x, scale, name) for scale in tried]).amin(0)
     # It ranks errors that are rounded, and the first scale is among those tried.
     assert (squared_error(x, chosen, name) <= 1.02 * best).all()
-    assert (best <= squared_error(x, dynamic_scale(x, FORMATS[name]), name)).all()
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e3m4"])
-def test_it_loses_less(name, dim):
-    fmt, x = FORMATS[name], torch.randn(2000, dim)
-    plain, found = (squared_error(x, f(x, fmt), name) for f in (dynamic_scale, search_scale))
-    assert (found <= 1.02 * plain).all()
-    assert (found / plain).sqrt().mean() <= 0.92
-    assert (found.sum() / plain.sum()).sqrt() <= 0.92
+    plain = squared_error(x, dynamic_scale(x, FORMATS[name]), name)
+    assert (best <= plain).all()
+    if name in ("fp8_e4m3", "fp8_e3m4"):
+        normal = squared_error(x, chosen, name)[:300].sum() / plain[:300].sum()
+        assert normal.sqrt() <= 0.92, "what docs/architecture.md promises of Gaussian vectors"
 
 
 @given(

@@ -1,21 +1,24 @@
-"""Calls of the Triton backend with and without recordings: both must start the same.
+"""Calls of the Triton backend with and without recordings: both must start the same kernels.
 
-    python -m tests.helpers.replays 300 0
+    python -m tests.helpers.replays
 
-makes so many random calls, from a seed. Each is made once as it comes, and so perhaps by a
-recording, and once the long way; what reaches the launcher is compared. Before that, calls that
-differ from a recorded one in one thing (replay_changes.py). Triton chooses kernels as on a GPU, but
-what would be compiled is a number. The last line counts the calls of each operation that were made
-by a recording. Only for a process of its own, without the interpreter.
+records each call, and makes calls that differ from it in one thing, before and after it. What
+reaches the launcher is compared with the same call made the long way. Triton chooses kernels as on
+a GPU, but a compiled kernel is only a name. The last line counts the comparisons of each operation.
+Only for a process without the interpreter.
 """
 
 import itertools
 import json
-import random
+import pickle
 import sys
-from contextlib import nullcontext
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -25,25 +28,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
 from triton.runtime import jit
 
-from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.ops.pages import AttentionSpec, Pages, StoredSide
 from hf_fp8kv.ops.triton import backend, replay, tuning
 from hf_fp8kv.ops.triton.target import Target, assuming
-from tests.helpers.blocks import in_blocks
+from tests.helpers.blocks import in_blocks, in_one_tensor
 
-# What the launcher was given since it was last looked at.
+BATCH, HEADS, QUERIES, DIM, SLOTS, COUNT, COLUMNS = 2, 2, 8, 64, 16, 9, 4
+# What the launcher was given, and whether with a hook, since it was last looked at.
 started: list[tuple[Any, ...]] = []
-# The hook that it was to call, and what with.
-entered: list[tuple[Any, Any]] = []
-_numbers = itertools.count()
+hooked: list[bool] = []
+_numbers, by_jit = itertools.count(), itertools.count()
 
 
 def _compile(src: Any, **_: Any) -> SimpleNamespace:
     """Stand in for Triton's compiler: a kernel is what it was asked to compile, and a number."""
 
     def run(*launch: Any) -> None:
-        *grid, stream, function, metadata, data, enter, _exit = launch[:9]
-        entered.append((enter, data))
+        *grid, stream, function, metadata, _data, enter, _exit = launch[:9]
+        hooked.append(enter is not None)
         started.append((*grid, stream, function, metadata, _addresses(launch[9:])))
 
     return SimpleNamespace(
@@ -59,20 +61,20 @@ def _addresses(x: Any) -> Any:
     return tuple(map(_addresses, x)) if isinstance(x, tuple) else x
 
 
-class Draw(random.Random):
-    """Random choices from a seed, of which one is another one."""
-
-    def __init__(self, seed: int, changed: int, instead: random.Random) -> None:
-        super().__init__(seed)
-        self.left, self.instead = changed, instead
-
-    def choice(self, options: Any) -> Any:
-        chosen = super().choice(options)
-        self.left -= 1
-        return self.instead.choice(options) if self.left == -1 else chosen
-
-
-_RARELY = (False, False, False, True)
+def pretend() -> None:
+    """Have Triton take itself to be on a GPU, and count the launches that go through it."""
+    target = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_active_torch_device=lambda: torch.device("cpu"),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda _device: 7,
+        )
+    )
+    compiler.compile = sys.modules["triton.compiler"].compile = _compile
+    run = jit.JITFunction.run
+    jit.JITFunction.run = lambda *args, **kwargs: (next(by_jit), run(*args, **kwargs))[1]
 
 
 class Made(TorchDispatchMode):
@@ -91,149 +93,51 @@ class Made(TorchDispatchMode):
         return result
 
 
-def _named(x: Any, known: dict[int, str], made: list[torch.Tensor]) -> Any:
-    """Return arguments with names for addresses, since those that a call allocates differ."""
-    if isinstance(x, tuple):
-        return tuple(_named(element, known, made) for element in x)
-    if isinstance(x, int) and not isinstance(x, bool):
-        for i, tensor in enumerate(made):
-            if 0 <= x - tensor.data_ptr() < tensor.nbytes:
-                return f"allocated {i} + {x - tensor.data_ptr()}"
-        return known.get(x, x)
-    return x
+def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) -> Any:
+    """Return arguments with the tensor number `at` changed; -1: all of them."""
+    left = [at]
 
+    def visit(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            left[0] -= 1
+            return change(x) if at < 0 or left[0] == -1 else x
+        if isinstance(x, tuple):
+            parts = [visit(element) for element in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+        return x
 
-def view(draw: random.Random, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return a tensor of some strides."""
-    b, h, t, d = shape
-    kind = draw.choice(["dense", "transposed", "fused"])
-    if kind == "dense":
-        return torch.zeros(shape, dtype=dtype)
-    if kind == "transposed":
-        return torch.zeros(b, t, h, d, dtype=dtype).transpose(1, 2)
-    return torch.zeros(b, t, h, 3 * d, dtype=dtype)[..., d : 2 * d].transpose(1, 2)
-
-
-def make_pages(draw: random.Random, batch: int) -> Pages:
-    """Return pages of some kind."""
-    heads, dims, size = (
-        draw.choice([1, 2]),
-        draw.choice([(64, 64), (64, 32)]),
-        draw.choice([16, 64]),
-    )
-    count, columns = draw.choice([3, 8, 40]), draw.choice([1, 2, 16, 17])
-    formats = draw.choice([("fp8_e4m3", "fp8_e4m3"), ("fp8_e3m4", "auto"), ("auto", "auto")])
-    center = torch.zeros(batch, heads, dims[0]) if draw.choice(_RARELY) else None
-    sides = []
-    for fmt, dim, shape in zip(formats, dims, ((size, dims[0]), (dims[1], size)), strict=True):
-        assert fmt == "auto" or fmt in FORMATS
-        dtype = torch.bfloat16 if fmt == "auto" else torch.uint8
-        static = torch.ones(heads, dim) if fmt != "auto" and draw.choice(_RARELY) else None
-        codes = torch.zeros(count, heads, *shape, dtype=dtype)
-        sides.append(StoredSide(codes, static, center, fmt, dim))
-        center = None
-    scales = torch.zeros(count, heads, size, 2, dtype=torch.bfloat16)
-    rows = torch.zeros(batch, columns + draw.choice([0, 3]), dtype=torch.int32)
-    pages = Pages(*sides, scales, rows[:, :columns])
-    return in_blocks(pages) if draw.choice(_RARELY) else pages
-
-
-def make_write(draw: random.Random) -> tuple[Any, ...]:
-    """Return arguments of `backend.write`."""
-    batch, tokens = draw.choice([1, 2, 16]), draw.choice([1, 1, 1, 2, 16, 40])
-    pages = make_pages(draw, batch)
-    dtype = draw.choice([torch.bfloat16, torch.float16])
-    heads, (k_dim, v_dim) = pages.heads, (pages.k.head_dim, pages.v.head_dim)
-    key = view(draw, batch, heads, tokens, k_dim, dtype=dtype)
-    value = view(draw, batch, heads, tokens, v_dim, dtype=dtype)
-    lengths = torch.zeros(batch, dtype=torch.int32)
-    return pages, key, value, lengths, draw.choice([None, 1, 16, 1000])
-
-
-def make_attend(draw: random.Random) -> tuple[Any, ...]:
-    """Return arguments of `backend.attend`."""
-    batch, tokens = draw.choice([1, 2]), draw.choice([1, 1, 1, 2, 20])
-    pages = make_pages(draw, batch)
-    latent = pages.heads == 1 and pages.k.center is None and draw.choice([False, True])
-    dim = pages.k.head_dim + (pages.v.head_dim if latent else 0)
-    query = view(draw, batch, 4 * pages.heads, tokens, dim)
-    start = draw.choice([0, 0, 16, 33])
-    stop = start + draw.choice([1, 16, 200, 1001])
-    mask = bounds = None
-    if draw.choice(_RARELY):
-        columns = torch.zeros(draw.choice([1, batch]), 1, 1, stop, dtype=torch.uint8)
-        mask = columns[..., start:].to(draw.choice([torch.uint8, torch.bool]))
-        if not draw.choice(_RARELY):
-            bounds = torch.zeros(len(mask), draw.choice([2, 2, 4]), dtype=torch.int32)[:, :2]
-    spec = AttentionSpec(
-        scaling=draw.choice([0.125, 0.1]), causal=draw.choice([True, True, False]),
-        window=draw.choice([0, 0, 24]), softcap=draw.choice([0.0, 0.0, 30.0]),
-        sinks=torch.zeros(4 * pages.heads) if draw.choice(_RARELY) else None, mask=mask,
-        bias=torch.zeros(1, 1, 1, stop - start) if draw.choice(_RARELY) else None,
-        bounds=bounds, latent=latent,
-    )  # fmt: skip
-    plan = None
-    if not draw.choice(_RARELY):
-        length = draw.choice([None, None, 50])
-        rows = backend.plan_rows(query.device, batch, pages.heads, length)
-        plan = torch.zeros(rows, 4, dtype=torch.int32)
-    lengths = torch.zeros(batch, dtype=torch.int32)
-    new = None
-    if draw.choice([False, True]):
-        dims = pages.k.head_dim, pages.v.head_dim
-        new = tuple(view(draw, batch, pages.heads, tokens, dim) for dim in dims)
-    return query, pages, lengths, start, stop, spec, plan, new
+    return visit(args)
 
 
 def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
     """Return what a call starts, and what it returns, with names in place of addresses."""
     known: dict[int, str] = {}
 
-    def name(x: Any, path: str) -> None:
-        if isinstance(x, torch.Tensor):
-            known.setdefault(x.data_ptr(), path)
-            vars(x).pop("described", None)  # the room that goes with a plan is allocated anew
-        elif isinstance(x, tuple):
-            for i, element in enumerate(x):
-                name(element, f"{path}.{i}")
+    def note(x: torch.Tensor) -> torch.Tensor:
+        known.setdefault(x.data_ptr(), f"tensor {len(known)}")
+        vars(x).pop("described", None)  # the room that goes with a plan is allocated anew
+        return x
 
-    name(args, "")
+    def named(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(named, x))
+        if isinstance(x, int) and not isinstance(x, bool):
+            for i, tensor in enumerate(made.tensors):
+                if 0 <= x - tensor.data_ptr() < tensor.nbytes:
+                    return f"allocated {i} + {x - tensor.data_ptr()}"
+            return known.get(x, x)
+        return x
+
+    map_tensors(args, note)
     started.clear()
     with Made() as made:
         result = operation(*args)
-    told = [_named(launch, known, made.tensors) for launch in started]
     sizes = [(x.shape, x.dtype) for x in made.tensors]
-    if result is None:
-        return [*told, sizes]
-    return [*told, sizes, _named(result.data_ptr(), known, made.tensors), result.shape]
+    returned = None if result is None else (named(result.data_ptr()), result.shape)
+    return [*map(named, started), sizes, returned]
 
 
-def pretend() -> "itertools.count[int]":
-    """Have Triton take itself to be on a GPU, and count the launches that go through it."""
-    target = GPUTarget("cuda", 90, 32)
-    triton.runtime.driver.set_active(
-        SimpleNamespace(
-            get_current_target=lambda: target,
-            get_active_torch_device=lambda: torch.device("cpu"),
-            get_current_device=lambda: 0,
-            get_current_stream=lambda _device: 7,
-        )
-    )
-    compiler.compile = sys.modules["triton.compiler"].compile = _compile
-    by_jit = itertools.count()
-    run = jit.JITFunction.run
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        next(by_jit)
-        return run(self, *args, **kwargs)
-
-    jit.JITFunction.run = counted
-    return by_jit
-
-
-def compare(
-    operation: Any, args: tuple[Any, ...], by_jit: "itertools.count[int]", what: str
-) -> bool:
+def compare(operation: Any, args: tuple[Any, ...], what: str) -> bool:
     """Raise AssertionError if a call differs from the long way; return whether it was repeated."""
     replay._REPLAYS = False
     expected = call(operation, args)
@@ -244,75 +148,192 @@ def compare(
     return next(by_jit) == before + 1
 
 
-def main(count: int, seed: int) -> None:
-    """Make the calls, and raise AssertionError at the first that differs."""
-    by_jit = pretend()
-    draw = random.Random(seed)
-    replayed = {"write": 0, "attend": 0, "make_plan": 0}
-    with assuming(Target.parse("sm_90")):
-        for i in range(count):
-            name = draw.choice(["write", "attend"])
-            with tuning.override(stages=2) if draw.random() < 0.1 else nullcontext():
-                # Few kinds, one of latents: the first call is recorded, and others that are alike.
-                kind = Draw(draw.randrange(4, 8), draw.randrange(40), draw)
-                args = (make_write if name == "write" else make_attend)(kind)
-                args = make_step(draw, name, args)
-                operation = getattr(backend, name)
-                if compare(operation, args, by_jit, f"call {i}, {name}"):
-                    replayed[name] += 1
-                    last = operation, args
-                if name == "attend" and args[6] is not None:
-                    query, pages, lengths, start, _, spec, plan, _ = args
-                    planned = plan, lengths, query.shape[2], spec.window, start, pages.heads
-                    replayed["make_plan"] += compare(
-                        backend.make_plan, planned, by_jit, f"plan {i}"
-                    )
-        check_hooks(*last)
-    sys.stdout.write(json.dumps(replayed) + "\n")
+def tokens(heads: int, count: int = 1) -> torch.Tensor:
+    return torch.zeros(BATCH, count, heads, DIM, dtype=torch.bfloat16).transpose(1, 2)
 
 
-def check_hooks(operation: Any, args: tuple[Any, ...]) -> None:
-    """Raise AssertionError if a hook is not told of launches as Triton makes them."""
-    told: list[Any] = []
-    add, remove = (getattr(knobs.runtime.launch_enter_hook, x) for x in ("add", "remove"))
-    for hooks in (1, 0):
-        (add if hooks else remove)(told.append)
+def plan(rows: int) -> torch.Tensor:
+    return torch.zeros(rows, 4, dtype=torch.int32)
+
+
+def make_pages() -> Pages:
+    """Return pages in blocks, with every kind of tensor."""
+    k = torch.zeros(COUNT, HEADS, SLOTS, DIM, dtype=torch.uint8)
+    v = torch.zeros(COUNT, HEADS, DIM, SLOTS, dtype=torch.uint8)
+    scales = torch.zeros(COUNT, HEADS, SLOTS, 2, dtype=torch.bfloat16)
+    sides = (
+        StoredSide(k, None, torch.zeros(BATCH, HEADS, DIM), "fp8_e4m3", DIM),
+        StoredSide(v, torch.ones(HEADS, DIM), None, "fp8_e4m3", DIM),
+    )
+    return in_blocks(Pages(*sides, scales, torch.zeros(BATCH, COLUMNS, dtype=torch.int32)))
+
+
+Write = namedtuple("Write", "pages key value lengths limit")
+Attend = namedtuple("Attend", "query pages lengths start stop spec plan new")
+MakePlan = namedtuple("MakePlan", "plan lengths tokens window start heads")
+
+
+def copied(x: torch.Tensor, begin: int = 0, stretch: int = 1) -> torch.Tensor:
+    """Return a copy with the strides of `x`, times `stretch`, that begins `begin` numbers later."""
+    strides = [stretch * stride for stride in x.stride()]
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
+    memory = torch.zeros(reach + begin + 16, dtype=x.dtype)
+    first = memory.data_ptr() // x.element_size() % 16
+    copy = memory[(16 - first) % 16 + begin :].as_strided(
+        x.shape, x.stride() if stretch == 1 else strides
+    )
+    vars(copy).update({name: kept for name, kept in vars(x).items() if name == "blocks"})
+    return copy
+
+
+def changes(args: Any) -> Iterator[tuple[str, Any]]:
+    """Yield arguments that differ from `args` in one thing, and in what."""
+    yield "other addresses", map_tensors(args, copied)
+    count = itertools.count()
+    map_tensors(args, lambda _: next(count))
+    for i in range(next(count)):
+        yield f"tensor {i}, another address", map_tensors(args, copied, i)
+        yield f"tensor {i}, not aligned", map_tensors(args, lambda x: copied(x, 1), i)
+    # Fields with other values; queries, keys and values of other dtypes and strides.
+    for name, values in OTHERS[type(args)].items():
+        for i, value in enumerate(values):
+            yield f"{name}, {i}", args._replace(**{name: value})
+    for name in {"query", "key", "value", "new"} & set(args._fields):
+        for i, change in enumerate(_TOKENS):
+            yield f"{name}, {i}", args._replace(**{name: map_tensors(getattr(args, name), change)})
+    if "pages" in args._fields:
+        for i, change in enumerate(_PAGES):
+            yield f"pages {i}", args._replace(pages=change(args.pages))
+    one = tokens(HEADS)
+    if isinstance(args, Write):
+        yield "one address", args._replace(key=one, value=one)
+        for n in (2, 40):
+            yield f"{n} tokens", args._replace(key=tokens(HEADS, n), value=tokens(HEADS, n))
+    if isinstance(args, Attend):
+        yield "one address", args._replace(new=(one, one))
+        two = (tokens(HEADS, 2), tokens(HEADS, 2))
+        yield "two tokens", args._replace(query=tokens(QUERIES, 2), new=two)
+        for i, values in enumerate(_SPECS):
+            yield f"spec {i}", args._replace(spec=args.spec._replace(**values))
+        more = args.spec._replace(sinks=torch.zeros(2 * QUERIES))
+        yield "more query heads", args._replace(query=tokens(2 * QUERIES), spec=more)
+        yield "one sequence", args._replace(
+            query=args.query[:1], pages=args.pages._replace(table=args.pages.table[:1]),
+            lengths=args.lengths[:1], plan=plan(30), new=tuple(x[:1] for x in args.new),
+        )  # fmt: skip
+
+
+def _mask(batch: int = BATCH, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.zeros(batch, 1, 1, 48, dtype=dtype)
+
+
+def _bounds(batch: int = BATCH, columns: int = 2, step: int = 1) -> torch.Tensor:
+    return torch.zeros(batch, columns, dtype=torch.int32)[:, : 2 * step : step]
+
+
+_SPECS: list[dict[str, Any]] = [
+    {"scaling": 0.2}, {"causal": False}, {"window": 24}, {"softcap": 8.0}, {"sinks": None},
+    {"sinks": torch.zeros(QUERIES, dtype=torch.bfloat16)}, {"mask": None, "bounds": None},
+    {"mask": _mask(dtype=torch.bool)}, {"mask": _mask(1), "bounds": _bounds(1)},
+    {"mask": _mask(dtype=torch.float32)}, {"bounds": None}, {"bounds": _bounds(columns=4)},
+    {"bounds": _bounds(columns=4, step=2)}, {"bias": torch.zeros(1, 1, 1, 48)},
+]  # fmt: skip
+_TOKENS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.Tensor.half,
+    lambda x: copied(x, stretch=2),
+    lambda x: x.repeat(1, 1, 1, 2)[..., :DIM],
+]
+_PAGES: list[Callable[[Pages], Pages]] = [
+    lambda p: p._replace(k=p.k._replace(format="fp8_e3m4"), v=p.v._replace(format="fp8_e3m4")),
+    lambda p: p._replace(k=p.k._replace(rotated=True)),
+    lambda p: p._replace(v=p.v._replace(rotated=True)),
+    lambda p: p._replace(k=p.k._replace(center=None)),
+    lambda p: p._replace(k=p.k._replace(static_scale=torch.ones(HEADS, DIM))),
+    lambda p: p._replace(v=p.v._replace(static_scale=None)),
+    in_one_tensor,
+    lambda p: p._replace(table=p.table[:, :3]),
+    lambda p: p._replace(table=torch.zeros(BATCH, 9, dtype=torch.int32)),
+    lambda p: p._replace(
+        k=p.k._replace(codes=p.k.codes[:, :, :8]), v=p.v._replace(codes=p.v.codes[..., :8])
+    ),
+]
+OTHERS: dict[type, dict[str, list[Any]]] = {
+    Write: {"limit": [7, None]},
+    Attend: {"start": [5], "stop": [43], "plan": [None, plan(20), plan(5)],
+             "new": [None]},
+    MakePlan: {"tokens": [2, 40], "window": [24], "start": [5], "heads": [1]},
+}  # fmt: skip
+# Changes of what is around a call.
+CONTEXTS: list[Callable[[], AbstractContextManager[Any]]] = [
+    lambda: assuming(Target.parse("sm_80")),
+    lambda: assuming(Target("cuda", 90, 16)),
+    lambda: tuning.override(warps=4),
+    lambda: tuning.override(tile=32),
+    lambda: patch.object(knobs.runtime, "debug", not knobs.runtime.debug),
+]
+
+
+def check(operation: Any, first: Any, second: Any, what: str, around: Any = nullcontext) -> None:
+    """Raise AssertionError if one of two calls differs where the other was recorded before."""
+    replay._recordings.clear()
+    compare(operation, first, f"before {what}")
+    with around():
+        compare(operation, second, f"with {what}")
+    compare(operation, first, f"after {what}")
+
+
+def large(x: Any) -> set[int]:
+    """Return the numbers of launches that may be addresses."""
+    if isinstance(x, tuple | list):
+        return set().union(*map(large, x))
+    return {x} if isinstance(x, int) and x > 1 << 32 else set()
+
+
+def check_addresses(operation: Any, args: Any) -> None:
+    """Raise AssertionError unless a plan keeps its room, and a copy of a call has its own."""
+    found, results = [], []
+    for again in (args, args, deepcopy(args), pickle.loads(pickle.dumps(args))):
         started.clear()
-        entered.clear()
-        operation(*args)
-        enter_hooks = [hook for hook, _ in entered]
-        assert len(enter_hooks) == len(started) > 0
-        assert all((hook is not None) == bool(hooks) for hook in enter_hooks), hooks
+        results.append(operation(*again))
+        found.append(large(started) - {results[-1].data_ptr()})
+    assert found[0] == found[1], "each call by a plan has the same room: a CUDA graph needs it"
+    assert all(x.isdisjoint(y) for x, y in itertools.combinations(found[1:], 2))
 
 
-def move(draw: random.Random, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same strides, mostly at a multiple of 16 bytes."""
-    begin = draw.choice([0, 0, 0, 8, 1])
-    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    return torch.zeros(reach + begin, dtype=x.dtype)[begin:].as_strided(x.shape, x.stride())
-
-
-def make_step(draw: random.Random, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of the same call for another step: of a longer table, and further on."""
-    columns = draw.choice([1, 5, 16])
-    if name == "write":
-        pages, key, value, lengths, limit = args
-        key, value = move(draw, key), move(draw, value)
-        if key.stride() == value.stride() and draw.random() < 0.2:
-            value = key
-        limit = draw.choice([limit, None, 1, 16, 999])
-    else:
-        query, pages, lengths, start, stop, spec, plan, new = args
-        query = move(draw, query)
-        new = new and tuple(move(draw, x) for x in new)
-        if spec.mask is None and spec.bias is None:
-            start, stop = draw.choice([(start, stop), (0, 1), (16, 48), (0, 4097)])
-    table = torch.zeros(len(pages.table), columns + 1, dtype=torch.int32)[:, :columns]
-    pages = pages._replace(table=draw.choice([pages.table, table]))
-    if name == "write":
-        return pages, key, value, lengths, limit
-    return query, pages, lengths, start, stop, spec, plan, new
+def main() -> None:
+    """Make each call after the other, both ways; raise AssertionError if one differs."""
+    pretend()
+    spec = AttentionSpec(0.125, True, softcap=9.0, sinks=torch.zeros(QUERIES), mask=_mask(),
+                         bounds=_bounds())  # fmt: skip
+    lengths = torch.zeros(BATCH, dtype=torch.int32)
+    new, counts = (tokens(HEADS), tokens(HEADS)), {}
+    rows = backend.plan_rows(torch.device("cpu"), BATCH, HEADS)
+    calls = {
+        "attend": Attend(tokens(QUERIES), make_pages(), lengths, 0, 48, spec, plan(rows), new),
+        "write": Write(make_pages(), *new, lengths, 99),
+        "make_plan": MakePlan(plan(rows), lengths, 1, 0, 0, HEADS),
+    }
+    with assuming(Target.parse("sm_90")):
+        for name, args in calls.items():
+            operation, seen = getattr(backend, name), itertools.count()
+            compare(operation, args, name)
+            assert compare(operation, map_tensors(args, copied), name), "not repeated"
+            for what, changed in changes(args):
+                check(operation, args, changed, f"{name}, {what} {next(seen)}")
+                check(operation, changed, args, f"{name}, all but {what}")
+            for around in CONTEXTS:
+                check(operation, args, args, f"{name}, context {next(seen)}", around)
+            # A hook is called with launches as Triton makes them.
+            hook = knobs.runtime.launch_enter_hook
+            for change in (hook.add, hook.remove):
+                change(print)
+                hooked.clear()
+                operation(*args)
+                assert set(hooked) == {change.__name__ == "add"}
+            counts[name] = next(seen)
+        check_addresses(backend.attend, calls["attend"])
+    sys.stdout.write(json.dumps(counts) + "\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main()

@@ -21,6 +21,7 @@ class Made(NamedTuple):
     window: int
     start: int
     heads: int
+    rows: int  # query rows of each head, of the last call of `plan_rows`
 
 
 def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) -> list[Made]:
@@ -32,11 +33,17 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
         computes: False: nothing is computed, on a device without values ("meta").
     """
     made: list[Made] = []
+    asked = [0]
+
+    def plan_rows(_device: Any, batch: int, _heads: int, _length: Any = None, rows: int = 1) -> int:
+        if not torch.compiler.is_compiling():
+            asked[0] = rows
+        return batch
 
     def make_plan(plan: torch.Tensor, lengths: torch.Tensor, *rest: int) -> None:
         if computes:
             plan[:, 0] = lengths
-            made.append(Made(plan, lengths.tolist(), *rest))
+            made.append(Made(plan, lengths.tolist(), *rest, asked[0]))
 
     def attend(
         query: torch.Tensor,
@@ -63,7 +70,7 @@ def triton_standin(monkeypatch: pytest.MonkeyPatch, *, computes: bool = True) ->
 
     module = SimpleNamespace(
         write=write, attend=attend, gather=reference.gather, make_plan=make_plan,
-        plan_rows=lambda _device, batch, *_: batch,
+        plan_rows=plan_rows,
     )  # fmt: skip
     others = registration.load_backend
     for caller in (registration, direct):

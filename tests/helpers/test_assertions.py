@@ -40,13 +40,6 @@ def test_the_first_of_several_is_named():
     )
 
 
-def test_tokens_have_a_sequence_and_a_place():
-    got, expected = torch.arange(14).view(2, 7), torch.arange(14).view(2, 7)
-    got[1, 4:] = 99
-    with pytest.raises(AssertionError, match=r"^3 of 14 .* sequence 1, token 4: got 99, exp.* 11 "):
-        assert_same(got, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "axes"), [("k codes", K), ("v codes", V), ("token_scales", SCALES)]
 )
@@ -64,19 +57,16 @@ def test_bits_differ_where_numbers_do_not():
         assert_same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
     with pytest.raises(AssertionError, match="got nan, expected nan"):
         assert_same(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
-
-
-@pytest.mark.parametrize("compare", [assert_same, assert_same_bytes])
-def test_other_shapes_and_dtypes_differ(compare):
-    for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
-        with pytest.raises(AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3\]"):
-            compare(other, torch.zeros(2, 3), "x")
-    with pytest.raises(AssertionError, match="token_scales: expected it in both pools or in none"):
-        assert_same_pool(pool(), pool(token_scales=None))
-
-
-def test_a_scalar_and_many_places():
-    with pytest.raises(AssertionError, match="first at the only number: got 1, expected 2"):
-        assert_same(torch.tensor(1), torch.tensor(2))
     with pytest.raises(AssertionError, match="axis 0s 0, 1, 2, 3, 4 and 95 more"):
         assert_same(torch.zeros(100), torch.ones(100))
+
+
+def test_other_shapes_and_dtypes_differ():
+    for compare in (assert_same, assert_same_bytes):
+        for other in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float16)):
+            with pytest.raises(
+                AssertionError, match=r"^x: expected torch\.float32 of shape \[2, 3"
+            ):
+                compare(other, torch.zeros(2, 3), "x")
+    with pytest.raises(AssertionError, match="token_scales: expected it in both pools or in none"):
+        assert_same_pool(pool(), pool(token_scales=None))

@@ -1,6 +1,8 @@
-"""Pages in blocks of memory: every backend finds them by their addresses, and nothing else."""
+"""Pages in blocks of memory: their addresses, and what keeps them.
 
-import dataclasses
+test_ops.py and test_kernels_*.py read and write blocks with each backend.
+"""
+
 import gc
 import weakref
 from typing import Any
@@ -11,100 +13,15 @@ import torch
 
 from hf_fp8kv import ops
 from hf_fp8kv.errors import OutOfPagesError
-from hf_fp8kv.formats import AUTO
-from hf_fp8kv.ops import reference
 from hf_fp8kv.ops.blocks import address_pages, put_pages, take_pages, upload
 from hf_fp8kv.ops.page_bytes import page_bytes
 from tests.helpers.assertions import assert_same, assert_same_pool
 from tests.helpers.blocks import in_blocks, in_one_tensor
-from tests.ops.test_ops import Case, attend, bound, errors, map_pages, poisoned, prepare
-
-pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TRITON = pytest.param(
-    "triton",
-    marks=pytest.mark.skipif(
-        ops.available_backends()["triton"] is not None,
-        reason=str(ops.available_backends()["triton"]),
-    ),
-)
-BACKENDS = ["reference", "torch", TRITON]
-CASES = [
-    Case("dynamic", lengths=(200, 131), page_size=64),
-    Case("dynamic, all of the last page", lengths=(192, 193, 191), page_size=64),
-    Case("many blocks", lengths=(300, 77), tokens=2),
-    Case("E3M4, center, softcap", key="fp8_e3m4", value="fp8_e3m4", center=True, softcap=9.0,
-         lengths=(100,), page_size=64),
-    Case("static", dynamic=False, value="fp8_e5m2", lengths=(200, 90), page_size=64),
-    Case("auto", key=AUTO, value=AUTO, lengths=(70, 130), page_size=64),
-    Case("K auto", key=AUTO, lengths=(70, 130), page_size=32),
-    Case("V auto, pages of 8", value=AUTO, lengths=(50, 33), page_size=8, tokens=5),
-    Case("odd head sizes", k_dim=24, v_dim=40, lengths=(70,), page_size=64, q_heads=2),
-    Case("window", window=40, lengths=(200, 170), page_size=64, tokens=3),
-    Case("padding, one head per query", lengths=(150, 149), padding=70, page_size=64, q_heads=2),
-    Case("prompt", lengths=(150, 90), tokens=60, page_size=64),
-    Case("rotated", rotated=True, key="fp8_e2m5", value="int8", center=True, lengths=(70, 130),
-         page_size=64),
-]  # fmt: skip
-
-
-def where(backend: str) -> torch.device:
-    return DEVICE if backend == "triton" else torch.device("cpu")
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_over_blocks(case, backend):
-    """What is in no page of a sequence is NaN."""
-    pages, query, kwargs = prepare(case)
-    expected = attend(case, pages, query, "reference", **kwargs)
-    device = where(backend)
-    spec = ops.AttentionSpec(
-        **{name: x.to(device) if torch.is_tensor(x) else x for name, x in kwargs.items()}
-    )
-    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    found = ops.attend(
-        query.to(device), in_blocks(pages, device=device), lengths, case.start, case.stop, spec,
-        backend=backend,
-    ).cpu()  # fmt: skip
-    assert errors(found, expected).max() <= bound(case)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tokens", [1, 3, 70])
-@pytest.mark.parametrize("case", [*CASES[:3], *CASES[4:9]], ids=str)
-def test_writing_to_blocks_touches_no_other_byte(case, tokens, backend):
-    case = dataclasses.replace(case, lengths=tuple(n + tokens for n in case.lengths))
-    right = poisoned(case)
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    key = torch.randn(len(lengths), case.heads, tokens, case.k_dim)
-    value = 3 * torch.randn(len(lengths), case.heads, tokens, case.v_dim)
-    device = where(backend)
-    pages = in_blocks(right, device=device)
-    ops.write(pages, key.to(device), value.to(device), lengths.to(device), backend)
-    reference.write(right, key, value, lengths)
-    assert_same_pool(map_pages(torch.Tensor.cpu, in_one_tensor(pages)), right)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES[:-1:2], ids=str)
-def test_gathering_from_blocks(case, backend):
-    pages, _, _ = prepare(case)
-    device = where(backend)
-    scattered = in_blocks(pages, device=device)
-    lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    for side in ("k", "v"):
-        for start, stop in ((0, case.stop), (case.stop // 2, case.stop // 2 + 3)):
-            right = reference.gather(pages, lengths, side, start, stop, torch.float32, True)
-            found = ops.gather(
-                scattered, lengths.to(device), side, start, stop, torch.float32, True, backend
-            )
-            torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
+from tests.ops.test_ops import Case, poisoned
 
 
 def test_a_token_without_a_page_is_refused_before_anything_is_written():
-    case = CASES[0]
+    case = Case("dynamic", lengths=(200, 131), page_size=64)
     pages = in_blocks(poisoned(case))
     before = in_one_tensor(pages)
     key = torch.randn(len(case.lengths), case.heads, 70, case.k_dim)

@@ -1,17 +1,16 @@
 """Operations go by torch's dispatcher where something of torch has to see them, and else not."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import ops
-from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, registration
+from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
 from tests.helpers.assertions import assert_same
-from tests.helpers.counting import BytesWritten
 
 
 class Subclass(torch.Tensor):
@@ -19,7 +18,7 @@ class Subclass(torch.Tensor):
 
 
 def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Tensor:
-    """A token stored and attended to, by each operation; `make` makes what is given."""
+    """Store a token and attend to it, by each operation; `make` makes what is given."""
     codes = torch.zeros(2, 1, 16, 16)
     side = StoredSide(codes, None, None, "auto", 16)
     table = torch.tensor([[1]], dtype=torch.int32)
@@ -33,58 +32,91 @@ def call(make: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> torch.Te
     return torch.cat([attended, stored])
 
 
-def by_tracing() -> torch.Tensor:
-    found = []
-    torch.jit.trace(
-        lambda x: found.append(call(lambda y: y + x)) or x, torch.zeros(1), check_trace=False
+class Names(TorchDispatchMode):
+    """Note the names of this package's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen += [str(function)] if "hf_fp8kv" in str(function) else []
+        return function(*args, **(kwargs or {}))
+
+
+def by_mode() -> tuple[Any, list[str]]:
+    with Names() as mode:
+        return call(), mode.seen
+
+
+def by_profiler() -> tuple[Any, list[str]]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        got = call()
+    return got, [event.name for event in profiler.events()]
+
+
+def by_tracing() -> tuple[Any, list[str]]:
+    found: list[torch.Tensor] = []
+    traced = torch.jit.trace(
+        lambda x: found.append(call(lambda y: y + x)) or found[0], torch.zeros(1), check_trace=False
     )
-    return found[0]
+    return found[0], [node.kind() for node in traced.graph.nodes()]
 
 
-OBSERVED: dict[str, Callable[[], Any]] = {
-    "gradients": lambda: call(),
-    "a mode": lambda: _under(BytesWritten(), call),
-    "a profiler": lambda: _under(profile(activities=[ProfilerActivity.CPU]), call),
-    "a subclass": lambda: call(lambda x: x.as_subclass(Subclass)),
-    "a transform": lambda: torch.func.vmap(lambda _: (call(), torch.zeros(()))[1])(torch.zeros(1)),
-    "tracing": by_tracing,
-}
+def by_compiling() -> tuple[Any, list[str]]:
+    names: list[str] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    return torch.compile(call, backend=backend, fullgraph=True)(), names
 
 
-def _under(context: AbstractContextManager[Any], function: Callable[[], Any]) -> Any:
-    with context:
-        return function()
+def by_transform() -> tuple[Any, list[str]]:
+    found: list[torch.Tensor] = []
+    torch.func.vmap(lambda _: (found.append(call()), torch.zeros(()))[1])(torch.zeros(1))
+    return found[0], []
+
+
+# How a call is observed, and how many operations are seen so: 0 if only its result is.
+OBSERVERS: dict[str, tuple[Callable[[], tuple[Any, list[str]]], int]] = {
+    "mode": (by_mode, 3), "profiler": (by_profiler, 3), "tracing": (by_tracing, 3),
+    "compiling": (by_compiling, 3), "transform": (by_transform, 0),
+    "subclass": (lambda: (call(lambda x: x.as_subclass(Subclass)), []), 0),
+    "nothing": (lambda: (call(), []), 0),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("observer", ["none", *OBSERVED])
-def test_observers_see_operations(observer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    for name in ("_WRITE_BY_HOST", "_ATTEND_BY_HOST", "_WRITE_AND_ATTEND_BY_HOST"):
-        operation = getattr(registration, name)
-
-        def watched(*args: Any, name: str = name, operation: Any = operation) -> Any:
-            seen.append(name)
-            return operation(*args)
-
-        monkeypatch.setattr(registration, name, watched)
-    with nullcontext() if observer == "gradients" else torch.no_grad():
-        got = call() if observer == "none" else OBSERVED[observer]()
-    assert len(seen) == (0 if observer == "none" else 3), seen
-    if got.ndim > 1:
-        row = torch.arange(16.0)
-        assert_same(torch.Tensor(got)[0].flatten(), row, "attention")
-        assert_same(torch.Tensor(got)[1].flatten(), 3 * row, "after a write")
+@pytest.mark.parametrize("observer", OBSERVERS)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_observers_see_operations(observer: str, gradients: bool) -> None:
+    observe, count = OBSERVERS[observer]
+    with torch.set_grad_enabled(gradients):
+        got, seen = observe()
+    assert sum("hf_fp8kv" in name for name in seen) == count, seen
+    row = torch.arange(16.0)
+    assert_same(torch.Tensor(got)[0].flatten(), row, "attention")
+    assert_same(torch.Tensor(got)[1].flatten(), 3 * row, "after a write")
 
 
-def test_a_compiled_call_has_the_operations_in_its_graph() -> None:
-    graphs = []
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    with torch.no_grad():
-        assert_same(torch.compile(call, backend=backend, fullgraph=True)(), call())
-    called = [str(node.target) for graph in graphs for node in graph.graph.nodes]
-    assert sum("hf_fp8kv" in target for target in called) == 3, called
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.skipif(
+    ops.available_backends()["triton"] is not None, reason=str(ops.available_backends()["triton"])
+)
+@pytest.mark.parametrize("gradients", [False, True])
+def test_operations_of_the_dispatcher_keep_nothing_with_a_plan(gradients: bool) -> None:
+    """Its own memory must not outlive a call in the CUDA graphs of torch.compile."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    side = StoredSide(torch.zeros(2, 2, 16, 16, device=device), None, None, "auto", 16)
+    pages = Pages(side, side, None, torch.zeros(1, 1, dtype=torch.int32, device=device))
+    x, lengths = torch.zeros(1, 2, 1, 16, device=device), torch.ones(1, dtype=torch.int32)
+    lengths = lengths.to(device)
+    plan = torch.empty((ops.plan_rows("triton", device, 1, 2), 4), dtype=torch.int32, device=device)
+    ops.make_plan(plan, lengths, 1, 0, 0, 2, "triton")
+    with torch.set_grad_enabled(gradients):
+        ops.attend(x, pages, lengths, 0, 1, AttentionSpec(1.0, True), plan=plan, backend="triton")
+    assert bool(vars(plan)) is not gradients

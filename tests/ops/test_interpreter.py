@@ -20,22 +20,15 @@ EIGHT_BIT = {
 
 
 @triton.jit
-def _decode(CODES, OUT, KIND: tl.constexpr, N: tl.constexpr):
+def _convert(X, OUT, FROM: tl.constexpr, TO: tl.constexpr, N: tl.constexpr):
+    """FROM: read bits as numbers of that type; TO: store the bits of numbers of that type."""
     at = tl.arange(0, N)
-    codes = tl.load(CODES + at).to(KIND, bitcast=True)
-    tl.store(OUT + at, codes.to(OUT.dtype.element_ty))
-
-
-@triton.jit
-def _encode(X, OUT, KIND: tl.constexpr, N: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(OUT + at, tl.load(X + at).to(KIND).to(tl.uint8, bitcast=True))
-
-
-@triton.jit
-def _narrow(X, OUT, N: tl.constexpr):
-    at = tl.arange(0, N)
-    tl.store(OUT + at, tl.load(X + at).to(OUT.dtype.element_ty))
+    x = tl.load(X + at)
+    if FROM is not None:
+        x = x.to(FROM, bitcast=True)
+    if TO is not None:
+        x = x.to(TO).to(tl.uint8, bitcast=True)
+    tl.store(OUT + at, x.to(OUT.dtype.element_ty))
 
 
 @triton.jit
@@ -50,15 +43,6 @@ def _compute(X, Y, MIXED, LARGEST, PRODUCT, COUNT, N: tl.constexpr):
     tl.store(PRODUCT + at, product)
 
 
-@triton.jit
-def _beside_numbers(X, OUT, HALVES, TABLE, N: tl.constexpr):
-    at = tl.arange(0, N)
-    x = tl.load(X + at)
-    tl.store(OUT + at, 7 - (x + 2) * 3)
-    tl.store(HALVES + at, x * 0.5 + 2.0 - (x + 2.0))
-    tl.store(TABLE + at[:, None] * N + at[None, :], 7 - (x[:, None] + 2) * x[None, :])
-
-
 def interesting() -> torch.Tensor:
     """Return numbers of every binade, ties, both zeros, subnormal numbers, infinities and NaN."""
     every = torch.arange(0, 1 << 16, dtype=torch.int32) << 16
@@ -71,20 +55,16 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.nan_to_num(0), expected.nan_to_num(0))
 
 
-@pytest.mark.parametrize("to", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", EIGHT_BIT)
-def test_codes_of_eight_bits_decode_exactly(kind, to):
+def test_eight_bits_are_read_exactly_and_rounded_as_the_hardware_does(kind):
     codes = torch.arange(256, dtype=torch.uint8)
-    out = torch.empty(256, dtype=to)
-    _decode[(1,)](codes, out, getattr(tl, f"float8{kind}"), 256)
-    same(out, codes.view(EIGHT_BIT[kind]).to(to))
-
-
-@pytest.mark.parametrize("kind", EIGHT_BIT)
-def test_numbers_are_rounded_to_eight_bits_as_the_hardware_does(kind):
+    for to in (torch.float32, torch.float16, torch.bfloat16):
+        out = torch.empty(256, dtype=to)
+        _convert[(1,)](codes, out, getattr(tl, f"float8{kind}"), None, 256)
+        same(out, codes.view(EIGHT_BIT[kind]).to(to))
     x = interesting()
     out = torch.empty(len(x), dtype=torch.uint8)
-    _encode[(1,)](x, out, getattr(tl, f"float8{kind}"), len(x))
+    _convert[(1,)](x, out, None, getattr(tl, f"float8{kind}"), len(x))
     top = torch.finfo(EIGHT_BIT[kind]).max
     same(out.view(EIGHT_BIT[kind]), x.clamp(-top, top).to(EIGHT_BIT[kind]))
 
@@ -94,7 +74,7 @@ def test_numbers_are_rounded_to_eight_bits_as_the_hardware_does(kind):
 def test_numbers_are_rounded_to_sixteen_bits(source, to):
     x = interesting().to(source)
     out = torch.empty(len(x), dtype=to)
-    _narrow[(1,)](x, out, len(x))
+    _convert[(1,)](x, out, None, None, len(x))
     same(out, x.to(to))
 
 
@@ -108,23 +88,8 @@ def test_bfloat16_is_computed_with_as_numbers():
 
 
 def test_a_maximum_passes_over_nan_as_on_a_gpu():
-    x = torch.randn(16, 16)
+    x, y = torch.randn(16, 16), torch.zeros(16, 16)
     x[:, 3] = torch.nan
     mixed, largest, product = torch.empty_like(x), torch.empty(16), torch.empty(16, 16)
-    y = torch.zeros(16, 16)
     _compute[(1,)](x, y, mixed, largest, product, torch.tensor([1], dtype=torch.int32), 16)
     same(largest, x.nan_to_num(-torch.inf).amax(1))
-
-
-def test_a_number_is_of_the_type_and_shape_that_it_stands_beside():
-    """What a number became is kept: for each type and shape, and unchanged by what was computed."""
-    for _ in range(2):
-        for size in (16, 32):
-            for dtype in (torch.int32, torch.float32, torch.int64, torch.float16):
-                x = torch.arange(size, dtype=dtype)
-                found, table = torch.empty_like(x), torch.empty(size, size, dtype=dtype)
-                halves = torch.empty(size)
-                _beside_numbers[(1,)](x, found, halves, table, size)
-                assert torch.equal(found, 7 - (x + 2) * 3), dtype
-                assert torch.equal(halves, -x / 2), dtype
-                assert torch.equal(table, 7 - (x[:, None] + 2) * x), dtype

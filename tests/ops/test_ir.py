@@ -57,6 +57,7 @@ def test_a_store_past_the_end_is_found():
     with pytest.raises(KernelFault, match="1 element") as found:
         run_sum(past=1)
     assert found.value.fault.kind == "oob_write"
+    assert found.value.__notes__ == ["executed from make_ttir, loop_unroll"]
 
 
 def test_every_stage_is_executed_up_to_shared_memory(monkeypatch):
@@ -121,12 +122,6 @@ def test_a_wrong_layout_is_found():
     wrong = re.sub(r'("tt.reduce".*axis = )1', r"\g<1>0", text)
     with pytest.raises(AssertionError, match=r"make_llir.*tt\.reduce"):
         ir.check_layouts(name, wrong)
-
-
-def test_a_fault_says_where_it_was_executed_from():
-    with pytest.raises(KernelFault) as found:
-        run_sum(past=1)
-    assert found.value.__notes__ == ["executed from make_ttir, loop_unroll"]
 
 
 def test_what_is_executed_from_every_pass_exists(request):

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
 
 from hf_fp8kv import FP8PagedCache, ops, serving
-from tests.cache.test_compile import compiled, graphs
 from tests.helpers.assertions import assert_same
 from tests.helpers.serving_tools import batched, greedy
 from tests.helpers.tiny_models import tiny
@@ -20,11 +22,11 @@ if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.ops.triton import decode, extend, plan, tuning, write
-from hf_fp8kv.ops.triton.target import target_of
+from hf_fp8kv.ops.triton import decode, tuning
+from hf_fp8kv.ops.triton.target import recording
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 if "tests.tools.ir" in sys.modules:  # the GPU that it pretends is none for torch.compile
     GREEDY["disable_compile"] = True
 pytestmark = [
@@ -44,25 +46,22 @@ def tokens(model: Any, inputs: dict[str, Any], backend: str, cache: Any = None, 
     return model.generate(**inputs, past_key_values=cache, **{**GREEDY, **more})
 
 
-CACHES = [
-    {},
-    {"dtype": "fp8_e3m4", "prefill": "stored"},
-    {"scales": 0.05, "center_keys": True},
-    {"key_dtype": "auto", "value_dtype": "fp8_e5m2"},
-    {"max_cache_len": 40},
-    {"max_cache_len": 40, "scales": 0.05, "center_keys": True},
-]
+_STATIC = {"max_cache_len": 40}
+_CENTERS = {"scales": 0.05, "center_keys": True}
 
 
-@pytest.mark.parametrize("cache", CACHES, ids=str)
-def test_tokens(cache):
-    model, inputs = setting("gqa")
-    expected = tokens(model, inputs, "torch", cache)
-    assert_same(tokens(model, inputs, "triton", cache), expected)
-
-
-@pytest.mark.parametrize("cache", [{}, {"max_cache_len": 40}], ids=str)
-@pytest.mark.parametrize("name", ["sliding_and_full", "kv_sharing", "latent", "sinks"])
+# Grid: each architecture with a growing and a preallocated cache, each way to store with either.
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("gqa", {}), ("gqa", {"dtype": "fp8_e3m4", "prefill": "stored"}),
+        ("gqa", {**_STATIC, **_CENTERS}), ("kv_sharing", _STATIC),
+        pytest.param("kv_sharing", _CENTERS, marks=pytest.mark.full),
+        ("sliding_and_full", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+        ("sliding_and_full", _STATIC), ("latent", {}), ("latent", _STATIC), ("sinks", {}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_tokens_of_other_architectures(name, cache):
     model, inputs = setting(name)
     expected = tokens(model, inputs, "torch", cache)
@@ -85,112 +84,78 @@ def test_ways_to_generate(more):
     assert_same(tokens(model, inputs, "triton", cache, **more), expected)
 
 
+@pytest.mark.full
 def test_a_compiled_step():
-    """One graph, with a plan that the first layer makes for all."""
+    """One graph, with a plan that the first layer makes for all.
+
+    The fast tier has it in tests/cache/test_compile.py, where the reference computes.
+    """
     model, inputs = setting("gqa")
     cache = {"max_cache_len": 40}
     expected = tokens(model, inputs, "torch", cache, disable_compile=True)
+    config = CompileConfig(fullgraph=True, dynamic=False, backend="aot_eager", mode=None)
+    config._compile_all_devices = True  # on a CPU too
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    assert_same(tokens(model, inputs, "triton", cache, compile_config=compiled()), expected)
-    assert graphs() == 1
+    counters.clear()
+    assert_same(tokens(model, inputs, "triton", cache, compile_config=config), expected)
+    assert counters["stats"]["unique_graphs"] == 1
     torch._dynamo.reset()
 
 
-def test_forks_and_crops():
-    model, inputs = setting("gqa")
-    found = {}
-    for backend in ("torch", "triton"):
-        cache = FP8PagedCache(model.config, page_size=16, backend=backend)
-        model.generate(**inputs, past_key_values=cache, **GREEDY)
-        fork = cache.fork()
-        cache.crop(-4)
-        ids = inputs["input_ids"][:, :1]
-        with torch.no_grad():
-            mask = inputs["attention_mask"]
-            outputs = []
-            for one in (cache, fork):
-                length = one.get_seq_length()
-                seen = torch.nn.functional.pad(mask, (0, length + 1 - mask.shape[1]), value=1)
-                outputs.append(model(ids, attention_mask=seen, past_key_values=one).logits)
-        found[backend] = outputs
-    for x, y in zip(found["torch"], found["triton"], strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+def started(launches: list[Any]) -> list[str]:
+    return [launch.kernel.__name__ for launch in launches]
 
 
-@pytest.fixture
-def started(monkeypatch):
-    """Names of the kernels that start."""
-    names: list[str] = []
-    for module in (decode, extend, plan, write):
-        launch = module.launch
-
-        def note(kernel: Any, *args: Any, launch: Any = launch, **constants: Any) -> None:
-            names.append(kernel.__name__)
-            launch(kernel, *args, **constants)
-
-        monkeypatch.setattr(module, "launch", note)
-    return names
-
-
-def test_a_decode_step_is_one_launch_a_layer(started):
+def test_a_decode_step_is_one_launch_a_layer():
     """Besides the plan, one for all layers."""
     model, inputs = setting("gqa")
-    tokens(model, inputs, "triton", max_new_tokens=3)
+    with recording() as launches:
+        tokens(model, inputs, "triton", max_new_tokens=3)
     layers = model.config.num_hidden_layers
     prefill, step = ["_write"] * layers, ["_plan", *["_decode"] * layers]
-    assert started == [*prefill, *step, *step]
+    assert started(launches) == [*prefill, *step, *step]
 
 
 @pytest.mark.parametrize("keywords", [{}, {"max_cache_len": 80}], ids=str)
-def test_a_later_prompt_is_two_launches_a_layer(keywords, started):
+def test_a_later_prompt_is_two_launches_a_layer(keywords):
     model, inputs = setting("gqa")
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **keywords)
     ids = inputs["input_ids"].repeat(1, 4)[:1, :40]  # of two query heads per KV head: 80 rows
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
-        started.clear()
-        model(ids, past_key_values=cache)
-    found = [name for name in started if name != "_plan"]
+        with recording() as launches:
+            model(ids, past_key_values=cache)
+    found = [name for name in started(launches) if name != "_plan"]
     assert found == ["_write", "_extend"] * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("cache", [{}, {"max_cache_len": 40}], ids=str)
-@pytest.mark.parametrize("count", [1, 2])
-def test_layers_take_the_plan_of_their_query_rows(cache, count, monkeypatch):
+@pytest.mark.parametrize(("cache", "count"), [({}, 1), ({}, 2), (_STATIC, 1)], ids=str)
+def test_layers_take_the_plan_of_their_query_rows(cache, count):
     """16 rows: fewer programs fit on a processor; a plan for more would be made anew by layers."""
-    if count > 1 and cache:
-        pytest.skip("the plan stays at its address, and is for steps of one token")
     sizes = {"num_attention_heads": 16 // count, "num_key_value_heads": 1}
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", **sizes)
     model, ids = model.to(DEVICE), inputs["input_ids"].to(DEVICE)
     cache = FP8PagedCache(model.config, page_size=16, backend="triton", **cache)
-    monkeypatch.setattr(decode, "make_plan", _refuse)
     # As if sequences of any length were worth splitting.
     with torch.no_grad(), tuning.override(split_cost=0):
         model(ids, past_key_values=cache)
-        model(ids[:, :count], past_key_values=cache)
-        if count == 1:
-            target = target_of(torch.device(DEVICE))
-            ranges = target.processors * tuning.expected_programs(target, 16)
-            plans = [keys.plan for keys, _ in (layer.stored() for layer in cache.layers)]
-            assert plans[0] is plans[1]
-            assert plan.max_parts(plans[0], len(ids), 1) == ranges + len(ids) - 1
-            assert ranges < target.processors * tuning.expected_programs(target, 1)
+        with recording() as launches:
+            model(ids[:, :count], past_key_values=cache)
+    assert started(launches).count("_plan") == 1
+    assert started(launches).count("_decode") == model.config.num_hidden_layers
 
 
 def test_requests_take_the_plan_of_their_query_rows(monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a layer made a separate plan")
+
     sizes = {"num_attention_heads": 16, "num_key_value_heads": 1}
     model = tiny("llama", **sizes)[0].to(DEVICE)
     serving.enable(model, backend="triton")
-    monkeypatch.setattr(decode, "make_plan", _refuse)
+    monkeypatch.setattr(decode, "make_plan", refuse)
     # Prompts of so many tokens that they are not for this kernel.
     texts = [list(range(3, 3 + count)) for count in (6, 9)]
     assert [len(x) for x in batched(model, texts, generation=greedy(max_new_tokens=3))] == [3, 3]
-
-
-def _refuse(*_: Any) -> None:
-    raise AssertionError("a layer made a plan of its own")
 
 
 def _read(cache: FP8PagedCache) -> list[Any]:
@@ -241,57 +206,56 @@ def test_tokens_left_to_an_attention_that_does_not_come(name, tmp_path):
         assert_same(y.cpu(), x.cpu())
 
 
-def test_a_fork_grows_the_pool_between_update_and_attention():
-    attention = torch.nn.Module().eval()
-    attention.is_causal = True
+@pytest.mark.parametrize("forked", [True, False], ids=["a fork grows the pool", "one buffer"])
+def test_tokens_are_stored_before_their_memory_changes(forked):
+    """Between update and attention: the pages move, or the buffer of all layers is used again."""
     found = {}
     for backend in ("reference", "triton"):
         generator = torch.Generator().manual_seed(5)
-
-        def tokens(count: int, generator: torch.Generator = generator) -> tuple[Any, Any]:
-            key, value = torch.randn(2, 1, 2, count, 16, generator=generator).to(DEVICE)
-            return key, value
-
-        cache = FP8PagedCache(page_size=16, backend=backend)
-        cache.update(*tokens(32), 0)
-        fork = cache.fork()
-        handles = cache.update(*tokens(1), 0)
-        fork.update(*tokens(80), 0)
-        query = torch.randn(1, 2, 1, 16, generator=generator).to(DEVICE)
-        fp8_paged_attention(attention, query, *handles, None)
-        found[backend] = [*_read(cache), *_read(fork)]
-    for x, y in zip(found["reference"], found["triton"], strict=True):
-        assert_same(y.cpu(), x.cpu())
-
-
-def test_one_buffer_for_the_tokens_of_all_layers():
-    found = {}
-    for backend in ("reference", "triton"):
-        generator = torch.Generator().manual_seed(6)
         cache = FP8PagedCache(page_size=16, backend=backend, prefill="stored")
-        buffer = torch.empty(2, 1, 2, 3, 16, device=DEVICE)
-        for layer in (0, 1, 0, 1):
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
-            cache.update(buffer[0], buffer[1], layer)
-            cache.layers[layer].keys  # noqa: B018 (stores them)
-        found[backend] = _read(cache)
+        caches = [cache]
+        if forked:
+            cache.update(*torch.randn(2, 1, 2, 32, 16, generator=generator).to(DEVICE), 0)
+            caches.append(cache.fork())
+            handles = cache.update(*torch.randn(2, 1, 2, 1, 16, generator=generator).to(DEVICE), 0)
+            caches[1].update(*torch.randn(2, 1, 2, 80, 16, generator=generator).to(DEVICE), 0)
+            query = torch.randn(1, 2, 1, 16, generator=generator).to(DEVICE)
+            fp8_paged_attention(causal_module(), query, *handles, None)
+        else:
+            buffer = torch.empty(2, 1, 2, 3, 16, device=DEVICE)
+            for layer in (0, 1, 0, 1):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+                cache.update(buffer[0], buffer[1], layer)
+                cache.layers[layer].keys  # noqa: B018 (stores them)
+        found[backend] = [x for one in caches for x in _read(one)]
     for x, y in zip(found["reference"], found["triton"], strict=True):
         assert_same(y.cpu(), x.cpu())
 
 
-def test_an_attention_that_fails_leaves_its_tokens(monkeypatch):
-    def fail(*_: Any) -> None:
-        raise MemoryError("no room for partial sums")
+def causal_module() -> torch.nn.Module:
+    module = torch.nn.Module().eval()
+    module.is_causal = True
+    return module
 
-    attention = torch.nn.Module().eval()
-    attention.is_causal = True
+
+class NoMemory(TorchDispatchMode):
+    """Attention finds no memory."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "attend" in str(function):
+            raise MemoryError("no room for partial sums")
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_attention_that_fails_leaves_its_tokens():
     cache = FP8PagedCache(page_size=16, backend="triton", prefill="stored")
     key, value = torch.randn(2, 1, 2, 3, 16, device=DEVICE)
     handles = cache.update(key, value, 0)
-    with monkeypatch.context() as patch:
-        patch.setattr(decode, "split_kv_decode", fail)
-        with pytest.raises(MemoryError):
-            fp8_paged_attention(attention, torch.randn(1, 2, 3, 16, device=DEVICE), *handles, None)
+    query = torch.randn(1, 2, 3, 16, device=DEVICE)
+    with NoMemory(), pytest.raises(MemoryError):
+        fp8_paged_attention(causal_module(), query, *handles, None)
     assert ((_read(cache)[0] - key).abs() < 0.2).all()
 
 

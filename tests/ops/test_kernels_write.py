@@ -6,19 +6,19 @@ written, and there is a page more at either end than a table may name.
 
 import dataclasses
 import math
-from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 
 from hf_fp8kv import ops
 from hf_fp8kv.formats import AUTO, FORMATS, codec
-from hf_fp8kv.ops import Pages, StoredSide, reference
+from hf_fp8kv.ops import Pages, reference
 from tests.formats.test_search_scale import ordinary, special, ties
 from tests.helpers.assertions import assert_same
-from tests.ops.test_ops import map_pages, with_scales
+from tests.helpers.blocks import in_blocks, in_one_tensor
+from tests.helpers.grids import pairwise
+from tests.ops import test_ops
+from tests.ops.test_ops import NAMES, NEXT, map_pages, poisoned, with_scales
 
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
@@ -34,30 +34,20 @@ from hf_fp8kv.ops.triton.write import TILE, UNLIMITED, write
 pytestmark = pytest.mark.usefixtures("interpreted", "poisoned_outputs")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-NAMES = sorted(FORMATS)
-NEXT = dict(zip([*NAMES, AUTO], [*NAMES[1:], AUTO, NAMES[0]], strict=True))
 Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One call: what is stored where, and how."""
+class Case(test_ops.Case):
+    """One call: what is stored where, and how. `lengths` are those before it."""
 
+    name: str = ""
     lengths: tuple[int, ...] = (5, 0, 30)
-    tokens: int = 1
-    heads: int = 2
-    k_dim: int = 32
-    v_dim: int = 32
-    page_size: int = 16
-    key: str = "fp8_e4m3"
-    value: str = "fp8_e4m3"
-    dynamic: bool = True
-    center: bool = False
-    rotated: bool = False
     dtype: torch.dtype = torch.bfloat16
     limit: int | None = None
     released: int = 0  # pages at the start of every table that are gone
-    columns: int = 0  # of the table, less or more than what is needed
+    columns: int = 0  # of the table, less than what is needed
+    blocks: bool = False
 
     @property
     def stop(self) -> int:
@@ -72,36 +62,17 @@ class Case:
         return ",".join(changed).replace("torch.", "") or "default"
 
 
-def noise(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Random bytes."""
-    return torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize)).byte().view(dtype)
-
-
 def pages_of(case: Case) -> Pages:
     """Pages that hold noise. The first and the last are not in any table."""
-    batch = len(case.lengths)
+    pages = poisoned(case)
+    for x in (pages.k.codes, pages.v.codes, pages.token_scales):
+        if x is not None:
+            x.view(torch.uint8).random_(256)
     columns = -(-case.stop // case.page_size) + case.columns
-    count = batch * columns + 3
-    slots, heads = case.page_size, case.heads
-
-    def pool(name: str, *shape: int) -> Tensor:
-        return noise(count, heads, *shape, dtype=case.dtype if name == AUTO else torch.uint8)
-
-    def side(name: str, dim: int, codes: Tensor) -> StoredSide:
-        has_static = name != AUTO and not case.dynamic
-        scale = 0.01 * (1 + torch.rand(heads, dim)) if has_static else None
-        return StoredSide(codes, scale, None, name, dim, case.rotated and name != AUTO)
-
+    batch, count = len(case.lengths), len(pages.k.codes)
     table = 1 + torch.randperm(count - 2)[: batch * columns].view(batch, columns).int()
     table[:, : case.released] = -1
-    k = side(case.key, case.k_dim, pool(case.key, slots, case.k_dim))
-    v = side(case.value, case.v_dim, pool(case.value, case.v_dim, slots))
-    if case.center and case.key != AUTO:
-        k = k._replace(center=2 * torch.randn(batch, heads, case.k_dim))
-    scales = None
-    if k.is_dynamic or v.is_dynamic:
-        scales = noise(count, heads, slots, 2, dtype=torch.bfloat16)
-    return Pages(k, v, scales, table)
+    return pages._replace(table=table)
 
 
 def tokens_of(case: Case) -> tuple[Tensor, Tensor]:
@@ -166,8 +137,13 @@ def check(case: Case, key: Tensor | None = None, value: Tensor | None = None) ->
     made = tokens_of(case)
     key, value = made[0] if key is None else key, made[1] if value is None else value
     pages = pages_of(case)
-    found = to_device(pages)
+    found = in_blocks(pages, device=DEVICE) if case.blocks else to_device(pages)
+    # The table may be a part of a larger one.
+    columns = found.table.shape[1]
+    wide = torch.nn.functional.pad(found.table, (0, 3), value=1 << 30)
+    found = found._replace(table=wide[:, :columns])
     write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens, case.limit)
+    found = map_pages(torch.Tensor.cpu, in_one_tensor(found)) if case.blocks else found
     assert_equal(found, expected(case, pages, key, value))
 
 
@@ -181,12 +157,19 @@ SHAPES = {
     "decode": {"lengths": (5, 15, 16)},
     "tiles": {"lengths": (5, 32), "tokens": TILE + 1, "page_size": 64},
     "tiles that pages cut": {"lengths": (5, 32), "tokens": 20, "page_size": 6, "heads": 1},
+    "blocks": {"lengths": (63, 64, 65), "tokens": 3, "page_size": 32, "blocks": True},
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("name", [*NAMES, AUTO])
+# Grid: a format meets each kind of scale and each shape.
+@pytest.mark.parametrize(
+    ("name", "scales", "shape"),
+    pairwise(
+        [*NAMES, AUTO], list(SCALES), list(SHAPES),
+        always=[("fp8_e3m4", "centered", "decode"),
+                ("fp8_e4m3", "dynamic", "tiles that pages cut")],  # test_ir.py names these
+    ),
+)  # fmt: skip
 def test_every_format_and_kind_of_scale(name, scales, shape):
     check(Case(key=name, value=NEXT[name], **SCALES[scales], **SHAPES[shape]))
 
@@ -196,43 +179,29 @@ def test_around_the_end_of_a_page(tokens):
     check(Case(lengths=(0, 15, 16, 17), tokens=tokens, heads=1, k_dim=8, v_dim=8))
 
 
-@pytest.mark.parametrize("tokens", [1, TILE + 5])
-@pytest.mark.parametrize("page_size", [1, 2, 12, 24, 48, 64, 128])
-def test_page_sizes(page_size, tokens):
-    check(Case(lengths=(70,), tokens=tokens, heads=1, page_size=page_size, k_dim=16, v_dim=16))
-
-
-@pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("dims", [(1, 1), (3, 5), (33, 80), (80, 64), (192, 128), (576, 512)])
-def test_head_sizes(dims, tokens):
-    k_dim, v_dim = dims
-    case = Case(lengths=(14,), tokens=tokens, heads=1, k_dim=k_dim, v_dim=v_dim, center=True)
-    check(case)
-    check(dataclasses.replace(case, rotated=True, key="fp8_e2m5", value="int8"))
-
-
-@pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("dynamic", [True, False], ids=["dynamic", "static"])
-@pytest.mark.parametrize("dims", [(80, 96), (96, 80), (256, 128)])
-def test_blocks_that_are_rotated(dims, dynamic, tokens):
-    """Of 16, 32, 128 and 256 numbers, with an infinity and a NaN in one block of some tokens."""
+# Grid: one token and tiles of them are two kernels. A head size decides how the numbers of a token
+# are cut into vectors, a page size how the tokens of a tile are.
+@pytest.mark.parametrize(
+    ("dims", "page_size", "scales", "dtype", "tokens"),
+    pairwise(
+        [(1, 1), (3, 5), (33, 80), (80, 96), (256, 128), (576, 512)],
+        [1, 12, 48, 128],
+        list(SCALES),
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16],
+        [1, TILE + 5],
+    ),
+    ids=str,
+)
+def test_sizes_and_dtypes(dims, page_size, scales, dtype, tokens):
+    """Also of the stored numbers, and with an infinity and a NaN in some tokens."""
     case = Case(
-        lengths=(14, 0), tokens=tokens, heads=2, k_dim=dims[0], v_dim=dims[1], center=True,
-        rotated=True, dynamic=dynamic, key="int8", value="fp8_e2m5",
+        lengths=(70,), tokens=tokens, heads=1, k_dim=dims[0], v_dim=dims[1], page_size=page_size,
+        dtype=dtype, key="int8", value="fp8_e2m5", **SCALES[scales],
     )  # fmt: skip
     key, value = tokens_of(case)
+    key[0, 0, -1, dims[0] // 3], value[0, 0, -1, dims[1] // 2] = math.inf, math.nan
     check(case, key, value)
-    key[0, 0, -1, 3], value[0, 1, -1, 5] = math.inf, math.nan
-    check(case, key, value)
-
-
-@pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
-def test_dtypes(dtype, tokens):
-    check(Case(lengths=(3,), tokens=tokens, heads=1, dtype=dtype))
-    check(Case(lengths=(3,), tokens=tokens, heads=1, dtype=dtype, key=AUTO, value=AUTO))
+    check(dataclasses.replace(case, key=AUTO, value=AUTO))
 
 
 @pytest.mark.parametrize("tokens", [1, 12])
@@ -257,31 +226,17 @@ PLACELESS = {
 }
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 40])
-@pytest.mark.parametrize("page_size", [6, 16])
-@pytest.mark.parametrize("what", PLACELESS)
+# Grid: what is missing decides which tokens have no place, their number which kernel stores them.
+@pytest.mark.parametrize(
+    ("what", "page_size", "tokens"), pairwise(list(PLACELESS), [6, 16], [1, 3, 40])
+)
 def test_tokens_without_a_place_are_not_stored(what, page_size, tokens):
     case = Case(
         lengths=(18, 39), tokens=tokens, heads=1, page_size=page_size, k_dim=8, v_dim=8,
         **PLACELESS[what],
     )  # fmt: skip
     check(case)
-
-
-@pytest.mark.parametrize("tokens", [1, 20])
-def test_a_table_may_be_a_part_of_a_larger_one(tokens):
-    case = Case(lengths=(9, 3), tokens=tokens, heads=1)
-    pages = pages_of(case)
-    wide = torch.full((2, 9), 1 << 30, dtype=torch.int32)
-    wide[:, : pages.table.shape[1]] = pages.table
-    key, value = tokens_of(case)
-    found = to_device(pages)._replace(table=wide.to(DEVICE)[:, : pages.table.shape[1]])
-    write(found, key.to(DEVICE), value.to(DEVICE), lengths_of(case) + case.tokens)
-    assert_equal(found, expected(case, pages, key, value))
-
-
-def test_nothing_to_write():
-    check(Case(tokens=0))
+    check(dataclasses.replace(case, tokens=0))
 
 
 @pytest.mark.parametrize("rows", [special, ties, ordinary], ids=lambda f: f.__name__)
@@ -306,36 +261,6 @@ def test_numbers_of_every_kind(name, rows):
     assert_equal(found, expected(static, pages, x[None, None], x[None, None]))
 
 
-@st.composite
-def cases(draw: Any) -> Case:
-    batch = draw(st.integers(1, 2))
-    dims = st.sampled_from([4, 16, 40, 64])
-    names = st.sampled_from([*NAMES, AUTO])
-    return Case(
-        lengths=tuple(draw(st.integers(0, 70)) for _ in range(batch)),
-        tokens=draw(st.integers(1, 48)),
-        heads=draw(st.integers(1, 2)),
-        k_dim=draw(dims),
-        v_dim=draw(dims),
-        page_size=draw(st.sampled_from([1, 3, 8, 16, 32, 48, 64])),
-        key=draw(names),
-        value=draw(names),
-        dynamic=draw(st.booleans()),
-        center=draw(st.booleans()),
-        rotated=draw(st.booleans()),
-        dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
-        limit=draw(st.none() | st.integers(0, 120)),
-        released=draw(st.integers(0, 2)),
-        columns=draw(st.integers(0, 2)),
-    )
-
-
-@hypothesis.settings(max_examples=10)
-@hypothesis.given(cases())
-def test_any_call(case):
-    check(case)
-
-
 @triton.jit
 def _encode(x, codes, ENCODER: tl.constexpr, N: tl.constexpr):
     at = tl.program_id(0) * N + tl.arange(0, N)
@@ -356,36 +281,10 @@ def test_the_encoder_on_numbers_of_every_binade(name):
     assert_same(bits(found.cpu(), name), bits(right, name))
 
 
-@triton.jit
-def _scales(first, scales, N: tl.constexpr, STEPS: tl.constexpr):
-    i = tl.arange(0, N)
-    for j in range(STEPS):
-        found = encoder._candidate_scales(tl.load(first + i), tl.full([1], j, tl.int32))
-        tl.store(scales + i * STEPS + j, found)
-
-
-def test_the_scales_that_are_tried():
-    """From every mantissa of bfloat16; the power is never so near to a tie that it could miss."""
-    steps = codec.SEARCH_STEPS
-    exact = (128 + torch.arange(128.0).double())[:, None] * 2 ** (
-        torch.arange(1, steps).double() / steps
-    )
-    ulp = torch.where(exact < 256, 1.0, 2.0)
-    distance = (exact / ulp - (exact / ulp).round()).abs() * ulp / exact
-    assert distance.min() > 2.0**-19
-
-    first = torch.cat([(128 + torch.arange(128.0)) * 2.0**e for e in (-107, -7, 100)])
-    first = torch.cat([first, first[:128]]).to(DEVICE)
-    found = torch.empty(len(first), steps, device=DEVICE)
-    _scales[(1,)](first, found, len(first), steps, enable_fp_fusion=False)
-    tried = (first.cpu()[:, None] * codec._octave(torch.device("cpu"))).view(torch.int32)
-    assert_same(found.cpu().view(torch.int32), (tried + 0xFFFF) & -0x10000)
-
-
 GATHERED = [
     Case(key=name, value=NEXT[name], lengths=(5, 37), page_size=page, **scales)
-    for name in [*NAMES, AUTO]
-    for page, scales in ((16, SCALES["centered"]), (6, SCALES["static"]))
+    for i, name in enumerate([*NAMES, AUTO])
+    for page, scales in [(16, SCALES["centered"]) if i % 2 else (6, SCALES["static"])]
 ]
 GATHERED += [
     Case(key="fp8_e2m5", value="int8", lengths=(5, 37), page_size=page, k_dim=k_dim, v_dim=v_dim,
@@ -396,6 +295,14 @@ GATHERED += [
 ]  # fmt: skip
 
 
+# Grid: the range decides which pages are read, the dtype how the result is rounded.
+GATHERS = pairwise(
+    ["k", "v"],
+    [torch.float32, torch.bfloat16, torch.float16],
+    [(0, 38, True), (3, 5, False), (9, 35, True)],
+)
+
+
 @pytest.mark.parametrize("case", GATHERED, ids=str)
 def test_gathering_every_byte(case):
     """Pages hold noise: every code occurs, NaN and infinity among them."""
@@ -403,15 +310,12 @@ def test_gathering_every_byte(case):
     if pages.token_scales is not None:
         pages.token_scales.copy_(torch.randn(pages.token_scales.shape))
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
-    for side in ("k", "v"):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for start, stop, ragged in ((0, 38, True), (3, 5, False), (9, 35, True)):
-                right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
-                found = gather(
-                    to_device(pages), lengths.to(DEVICE), side, start, stop, dtype, ragged
-                )
-                assert found.dtype == dtype
-                torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
+    stored = in_blocks(pages, device=DEVICE) if case.page_size == 6 else to_device(pages)
+    for side, dtype, (start, stop, ragged) in GATHERS:
+        right = reference.gather(pages, lengths, side, start, stop, dtype, ragged)
+        found = gather(stored, lengths.to(DEVICE), side, start, stop, dtype, ragged)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.cpu(), right, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
