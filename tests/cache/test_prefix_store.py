@@ -35,8 +35,8 @@ from hf_fp8kv.paging.page_pool import PagePool
 from hf_fp8kv.utils.environment import make_environment
 from tests.helpers.assertions import assert_same
 from tests.helpers.margins import wide_margins
-from tests.helpers.store_kills import run_kills, run_together
 from tests.helpers.tiny_models import tiny
+from tests.tools.store_kills import run_kills, run_together
 
 pytestmark = pytest.mark.text
 
