@@ -278,10 +278,15 @@ def test_a_compiled_step_fits_a_cuda_graph(
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     model = model.to("meta")
     tokens = inputs["input_ids"].to("meta")
-    cache = FP8PagedCache(
-        model.config, page_size=16, max_cache_len=50, backend="triton", **keywords
-    )
+    options = {"page_size": 16, "max_cache_len": 50, "backend": "triton"}
+    cache = FP8PagedCache(model.config, **options, **keywords)
     found: dict[str, Any] = {}
+    stored: dict[int, Any] = {}
+
+    def update(key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any) -> Any:
+        both = FP8PagedCache.update(cache, key, value, layer, *rest)
+        stored[layer] = both[0]
+        return both
 
     def look(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         facts = torch._guards.TracingContext.get().fw_metadata
@@ -305,7 +310,11 @@ def test_a_compiled_step_fits_a_cuda_graph(
     seen = torch.ones(2, 1, 1, 50, dtype=torch.bool, device="meta")
     masks = seen if name == "gqa" else {"full_attention": seen, "sliding_attention": seen}
     positions = torch.full((2, 1), 13, device="meta")
-    step(tokens[:, :1], attention_mask=masks, position_ids=positions, past_key_values=cache)
+    call = {"input_ids": tokens[:, :1], "attention_mask": masks, "position_ids": positions}
+    cache.update = update
+    model(**call, past_key_values=cache)
+    del cache.update
+    step(**call, past_key_values=cache)
 
     # Gemma 3n, in transformers 5.17, multiplies by a tensor on the CPU.
     if name != "kv_sharing":
@@ -316,17 +325,14 @@ def test_a_compiled_step_fits_a_cuda_graph(
         mutated_input_idxs=found["mutated"], static_input_idxs=found["static"], placeholders=[]
     )
     assert cudagraph_utils.check_for_mutation(function, [], lambda _: False) is None
-    # Pools of every layer, the lengths once, and a plan for each window.
-    pools: Counter[Any] = Counter()
-    plans: dict[Any, Any] = {}
-    for layer in cache.paged_layers:
-        stored = layer.keys
-        assert stored is not None
-        assert stored.plan is not None
-        plans[layer.sliding_window] = (tuple(stored.plan.shape), stored.plan.dtype)
-        names = ("k_codes", "v_codes", "token_scales")
-        parts = [getattr(stored, x) for x in names if getattr(stored, x) is not None]
-        pools.update((tuple(x.shape), x.dtype) for x in parts)
-    written = pools + Counter(plans.values())
-    written[tuple(stored.lengths.shape), stored.lengths.dtype] += 1
+    # The step writes the pools of every layer, the lengths once, and a plan for each window.
+    written: Counter[Any] = Counter()
+    for layer, key in stored.items():
+        parts = [key.k_codes, key.v_codes]
+        parts += [key.token_scales] if key.token_scales is not None else []
+        parts += [key.lengths] if not layer else []
+        window = cache.layers[layer].sliding_window
+        first = next(i for i in stored if cache.layers[i].sliding_window == window)
+        parts += [key.plan] if layer == first else []
+        written.update((tuple(part.shape), part.dtype) for part in parts)
     assert Counter(found["inputs"][i] for i in found["mutated"]) == written

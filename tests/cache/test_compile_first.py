@@ -21,8 +21,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [
-        # Each case takes some seconds; "no cache" stands for transformers' caches.
-        ("llama", ["no cache", "preallocated"]),
+        # Each case takes some seconds.
+        ("llama", ["preallocated", "export"]),
         *(pytest.param(name, [], marks=pytest.mark.full)
           for name in ("llama", "gemma3_text", "gpt_oss")),
     ],
@@ -41,7 +41,7 @@ def test_compile_first(name: str, chosen: list[str]) -> None:
 @torch.no_grad()
 def test_a_growing_cache_is_compiled_around() -> None:
     torch._dynamo.reset()
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
     compiled = torch.compile(model, backend="eager")
     agree(logits(compiled, caches[0], inputs), logits(model, caches[1], inputs))
@@ -54,7 +54,7 @@ def test_a_growing_cache_is_compiled_around() -> None:
 )
 def test_what_cannot_be_one_graph_says_what_to_do(keywords: dict[str, int], message: str) -> None:
     torch._dynamo.reset()
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(Unsupported, match=message):
         compiled(**inputs, past_key_values=FP8PagedCache(model.config, **keywords))
@@ -75,7 +75,7 @@ class Holder(torch.nn.Module):
 @pytest.mark.parametrize("room", [None, 40])
 def test_export_with_a_cache(room: int | None) -> None:
     torch._dynamo.reset()
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     cache = FP8PagedCache(model.config, max_cache_len=room)
     ids = inputs["input_ids"]
     with pytest.raises(ConfigError, match="strict=True"):

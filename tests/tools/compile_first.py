@@ -4,8 +4,8 @@
     python -m tests.tools.compile_first llama preallocated export
 
 An eager call would load code and fill caches that tracing could then use. The program empties the
-caches of the process between the cases, so that each case is like the first. Without names of
-cases, it runs all of them.
+caches of the process between the cases, so that each case is like the first. With names of cases
+it runs these only, on a model with one layer.
 """
 
 import sys
@@ -82,7 +82,8 @@ def main(name: str, *chosen: str) -> None:
     """Compile first in every case, then compare with eager calls, and export last."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    layers = {"num_hidden_layers": 1} if chosen else {}
+    model, inputs = tiny(name, attn_implementation="fp8_paged", **layers)
     assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
     for case, make in cases(model.config).items():
         if chosen and case not in chosen:
