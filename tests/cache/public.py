@@ -1,11 +1,13 @@
 """Calls that a model makes of a cache, and reads of its state through such calls."""
 
+import functools
 from typing import Any
 
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
+from tests.helpers.tiny_models import tiny
 
 
 class AttentionLayer(torch.nn.Module):
@@ -46,3 +48,9 @@ def tensors_in(cache: FP8PagedCache) -> list[torch.Tensor]:
     """Return every tensor that compiled code reads or writes of the stored keys and values."""
     handles = [handle for x in cache.paged_layers for handle in (x.keys, x.values)]
     return [getattr(x, name) for x in handles for name in x.__tensor_flatten__()[0]]
+
+
+@functools.cache
+def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a model and its prompt that tests share; no test may change them."""
+    return tiny(name, attn_implementation=attention)
