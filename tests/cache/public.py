@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
@@ -54,3 +55,22 @@ def tensors_in(cache: FP8PagedCache) -> list[torch.Tensor]:
 def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a model and its prompt that tests share; no test may change them."""
     return tiny(name, attn_implementation=attention)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Raise MemoryError instead of allocation number `at` of at least `least` bytes."""
+
+    def __init__(self, at: int, least: int) -> None:
+        super().__init__()
+        self.left, self.least = at, least
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_new = all(x.alias_info is None for x in function._schema.returns)
+        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.least:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError
+        return result

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, enable
 from hf_fp8kv.paging import page_pool
-from tests.cache.public import attend
+from tests.cache.public import OutOfMemory, attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
 from tests.helpers.standin import triton_standin
@@ -325,25 +324,6 @@ def test_a_refused_step_leaves_no_trace() -> None:
     assert_holds(pair)
 
 
-class OutOfMemory(TorchDispatchMode):
-    """Raise MemoryError instead of the allocation number `at` of a page or more."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.left = at
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        is_new = all(x.alias_info is None for x in function._schema.returns)
-        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= PAGE_BYTES:
-            self.left -= 1
-            if self.left == 0:
-                raise MemoryError
-        return result
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("where", [{}, {"offloading": True}, {"max_device_pages": 9}], ids=str)
 def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
@@ -355,7 +335,7 @@ def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
         feed(pair, 21)
         forks = [one.fork() for one in pair]  # so that pages are copied
         try:
-            with OutOfMemory(at):
+            with OutOfMemory(at, PAGE_BYTES):
                 pair[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
             break
         except MemoryError:
@@ -374,7 +354,7 @@ def test_memory_that_does_not_suffice_for_a_crop(where: dict[str, Any]) -> None:
         cache, other = (FP8PagedCache(config(), **EXACT, **where) for _ in "ab")
         feed([cache, other], 40 * PAGE)
         try:
-            with OutOfMemory(at):
+            with OutOfMemory(at, PAGE_BYTES):
                 cache.crop(-39 * PAGE)
             break
         except MemoryError:
