@@ -56,10 +56,9 @@ def graphs() -> int:
     ("name", "attention", "keywords"),
     [
         ("gqa", "fp8_paged", STATIC), ("sliding_and_full", "fp8_paged", {}),
-        ("latent", "fp8_paged", {}),
         *(pytest.param(*case, {}, marks=pytest.mark.full) for case in (
             ("gqa", "fp8_paged"), ("gqa", "sdpa"), ("kv_sharing", "fp8_paged"),
-            ("sinks", "fp8_paged"),
+            ("sinks", "fp8_paged"), ("latent", "fp8_paged"),
         )),
     ],
     ids=str,
