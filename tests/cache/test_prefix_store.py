@@ -129,7 +129,7 @@ def test_a_new_process_computes_the_rest(name: str, tmp_path: Path) -> None:
         assert reader.answer(other) == 61 - place // PAGE * PAGE
 
 
-@pytest.mark.parametrize("name", ["sliding_and_full", pytest.param("gqa", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["sliding_and_full"])
 def test_rows_of_a_batch_share_a_folder(name: str, tmp_path: Path) -> None:
     ids, mask = words(45, rows=3), torch.ones(3, 45, dtype=torch.long)
     ids[1, :5] = mask[1, :5] = 0
