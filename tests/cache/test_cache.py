@@ -79,6 +79,16 @@ def test_what_is_written_is_read(dtype: str | None, count: int) -> None:
     assert cache.get_seq_length() == count + 10
 
 
+@pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, None), (torch.float16, 40)], ids=str)
+def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | None) -> None:
+    k = torch.randn(2, HEADS, 21, DIM).to(dtype)
+    cache = FP8PagedCache(config(), dtype="auto", page_size=8, max_cache_len=room)
+    for part in k.split(7, 2):
+        cache.update(part, -part, 1)
+    for stored, expected in ((cache.layers[1].keys, k), (cache.layers[1].values, -k)):
+        assert_same(stored.dense()[:, :, :21], expected)
+
+
 @pytest.mark.parametrize("preallocated", [False, True])
 def test_rows(preallocated: bool) -> None:
     cache = FP8PagedCache(config(), max_cache_len=40 if preallocated else None, **EXACT)
@@ -365,17 +375,6 @@ def test_skip_layers() -> None:
     by_number = FP8PagedCache(mixed, skip_layers=(0, -1))
     stock = [type(layer).__name__ != "FP8PagedLayer" for layer in by_number.layers]
     assert stock == [True, *[False] * (len(kinds) - 2), True]
-
-
-def test_offload_and_prefetch() -> None:
-    cache = FP8PagedCache(config(), **EXACT)
-    k = feed(cache, 9)
-    for layer in cache.layers:
-        layer.offload()
-    assert_same(content(cache), k)
-    for layer in cache.layers:
-        layer.prefetch()
-    assert_same(content(cache), k)
 
 
 def test_without_a_config_updates_add_layers() -> None:

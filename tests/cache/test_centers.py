@@ -167,19 +167,6 @@ def test_compiled_first_calls() -> None:
 
 @rooms
 @torch.no_grad()
-def test_beams(room: int | None) -> None:
-    model, batch = model_of(), pad(SPANS["left"])
-    del batch["position_ids"]
-    cache = new_cache(model, room)
-    how: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
-    model.generate(**batch, past_key_values=cache, **how)
-    rows = zip(batch["input_ids"], SPANS["left"], strict=True)
-    expected = [alone(model, row, *span) for row, span in rows for _ in range(2)]
-    assert_centers(centers(cache), expected)
-
-
-@rooms
-@torch.no_grad()
 def test_tokens_are_read_with_the_center_that_they_are_stored_with(room: int | None) -> None:
     """A sequence that begins in a later chunk gets its center then, and forks keep theirs."""
     model, batch = model_of(), pad([(0, 45), (20, 45)])

@@ -115,15 +115,6 @@ def test_what_generate_compiles(on_cuda: bool, monkeypatch: pytest.MonkeyPatch) 
         assert model._valid_auto_compile_criteria(inputs, model.generation_config) is expected
 
 
-def test_beams_change_places_between_compiled_steps() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    options = {**GREEDY, "num_beams": 3}
-    expected = model.generate(**inputs, past_key_values=FP8PagedCache(model.config), **options)
-    cache = FP8PagedCache(model.config, page_size=16, max_cache_len=50)
-    got = model.generate(**inputs, past_key_values=cache, compile_config=compiled(), **options)
-    assert_same(got, expected)
-
-
 @pytest.mark.parametrize("keywords", [{}, STATIC], ids=str)
 def test_addresses_stay(keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     triton_standin(monkeypatch)

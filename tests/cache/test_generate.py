@@ -128,63 +128,6 @@ class TestAuto:
         assert_same(said, stock_answer(name, num_beams=3))
 
 
-def test_auto_is_dynamic_cache_bit_for_bit() -> None:
-    model, inputs = shared_tiny("gqa", "sdpa")
-    stock, paged = DynamicCache(config=model.config), new_cache(model, dtype="auto")
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    with torch.no_grad():
-        for step in range(100):
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            both = [
-                model(
-                    input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=c
-                ).logits
-                for c in (stock, paged)
-            ]
-            assert_same(*both, f"step {step}")
-            ids = both[0][:, -1:].argmax(-1)
-            mask = torch.cat([mask, torch.ones_like(ids)], 1)
-    for layer, twin in zip(stock.layers, paged.layers, strict=True):
-        assert_same(layer.keys, twin.keys.dense())
-        assert_same(layer.values, twin.values.dense())
-
-
-@pytest.mark.parametrize(("dtype", "room"), [(torch.bfloat16, None), (torch.float16, 40)], ids=str)
-def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | None) -> None:
-    """Attention over pages adds in another order: logits differ, but the stored K and V do not."""
-    stock, inputs = tiny("gqa", attn_implementation="sdpa")
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    expected = DynamicCache(config=stock.config)
-    cache = new_cache(model, dtype="auto", max_cache_len=room)
-    given: dict[int, list[torch.Tensor]] = {}
-
-    def update(k: torch.Tensor, v: torch.Tensor, index: int, *args: Any, **kwargs: Any) -> Any:
-        given.setdefault(index, []).append(torch.stack([k, v]))
-        return type(cache).update(cache, k, v, index, *args, **kwargs)
-
-    cache.update = update
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    assert not mask.all(), "no padding"
-    for step in range(20):
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        call = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        with torch.no_grad():
-            right = stock.to(dtype)(**call, past_key_values=expected).logits
-            said = model.to(dtype)(**call, past_key_values=cache).logits
-        if not step:
-            assert_same(said, right, "the first call")
-        ids = right[:, -1:].argmax(-1)
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-    for index, layer in enumerate(cache.layers):
-        both = torch.cat(given[index], -2)
-        for side, stored, right in zip("KV", (layer.keys, layer.values), both, strict=True):
-            assert_same(stored.dense()[:, :, : right.shape[2]], right, f"layer {index}, {side}")
-    # In the first layer K and V depend on the tokens only.
-    first = expected.layers[0]
-    for stored, right in zip(torch.cat(given[0], -2), (first.keys, first.values), strict=True):
-        assert_same(stored, right, "layer 0, as DynamicCache")
-
-
 STORED = ("gqa", "sliding", "sliding_and_full", "sinks", "kv_sharing")
 
 
@@ -243,23 +186,6 @@ def test_every_kind_of_copy_continues_alike(
     for how, twin in copies.items():
         rest = generate(model, text, twin, max_new_tokens=14)
         assert_same(rest, expected, how)
-
-
-def test_fork_is_independent() -> None:
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    cache = new_cache(model)
-    start = generate(model, inputs, cache, max_new_tokens=6)
-    fork = cache.fork()
-    other = torch.cat([start[:, :-1], (start[:, -1:] + 1) % 90], 1)
-    mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 6)], 1)
-    rest = {}
-    for label, text, used in (("fork", other, fork), ("original", start, cache)):
-        rest[label] = generate(model, {"input_ids": text, "attention_mask": mask}, used)
-    for label, text in (("fork", other), ("original", start)):
-        fresh = new_cache(model)
-        generate(model, inputs, fresh, max_new_tokens=6)
-        alone = generate(model, {"input_ids": text, "attention_mask": mask}, fresh)
-        assert_same(rest[label], alone, label)
 
 
 @pytest.mark.parametrize(
@@ -349,22 +275,6 @@ def test_a_window_that_a_model_does_not_pass_on() -> None:
     assert_same(generate(model, inputs, new_cache(model, dtype="auto")), expected)
 
 
-def test_a_mask_over_all_tokens_on_a_sliding_layer() -> None:
-    model, inputs = tiny("sliding", attn_implementation="fp8_paged")
-    stock, _ = tiny("sliding", attn_implementation="sdpa")
-    ids = inputs["input_ids"]
-    with torch.no_grad():
-        caches = DynamicCache(config=stock.config), new_cache(model, dtype="auto")
-        for m, cache in zip((stock, model), caches, strict=True):
-            m(input_ids=ids, past_key_values=cache)
-        whole = torch.ones(2, 1, 1, 14, dtype=torch.bool)
-        whole[..., :6] = False
-        whole[..., 9] = False
-        expected = stock(ids[:, :1], attention_mask=whole[..., 6:], past_key_values=caches[0])
-        got = model(ids[:, :1], attention_mask=whole, past_key_values=caches[1])
-    assert torch.allclose(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
-
-
 def test_without_a_paged_cache_it_is_ordinary_attention() -> None:
     model, inputs = tiny("sliding", attn_implementation="fp8_paged")
     stock, _ = tiny("sliding", attn_implementation="sdpa")
@@ -446,24 +356,6 @@ def test_enable_and_disable() -> None:
         enable(model, dtype="int4")
 
 
-def test_an_enabled_model_can_be_copied() -> None:
-    model, inputs = tiny("gqa")
-    enable(model, dtype="fp8_e3m4")
-    options = {**GREEDY, "return_dict_in_generate": True}
-    expected = model.generate(**inputs, **options).sequences
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.no_grad():
-            for weight in model.parameters():
-                assert not any(weight is other for other in twin.parameters())
-        out = twin.generate(**inputs, **options)
-        assert_same(out.sequences, expected)
-        assert {plan.k.format for plan in out.past_key_values.plan.values()} == {"fp8_e3m4"}
-        disable(twin)
-        assert type(twin.generate(**inputs, **options).past_key_values) is DynamicCache
-    model.generation_config.cache_implementation = "hybrid"
-    assert isinstance(model.generate(**inputs, **options).past_key_values, FP8PagedCache)
-
-
 def test_enable_long_speech() -> None:
     """Whisper generates once for each segment of sound, each with a new cache."""
     model, _ = tiny("speech")
@@ -511,16 +403,6 @@ def test_autocast(dtype: str, attention: str) -> None:
     if dtype == "auto" and attention == "own":
         assert_same(got, expected)
     assert got.shape == expected.shape
-
-
-def test_enable_an_encoder_decoder() -> None:
-    model, inputs = tiny("cross_attention")
-    expected = model.generate(**inputs, **GREEDY)
-    enable(model, dtype="auto")
-    out = model.generate(**inputs, return_dict_in_generate=True, **GREEDY)
-    assert_same(out.sequences, expected)
-    assert isinstance(out.past_key_values.cross_attention_cache, FP8PagedCache)
-    disable(model)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def size_of(folder: Path) -> int:
     )
 
 
-# -- pages that are found ----------------------------------------------------------------------------
+# -- pages that are found ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -201,7 +201,7 @@ def test_under_another_default_device(tmp_path: Path) -> None:
         assert [reader.answer(ids) for reader in readers] == [40, 8]
 
 
-# -- pages that are not found ---------------------------------------------------------------------
+# -- pages that are not found -----------------------------------------------------------------
 
 
 def scales_of(factor: float = 1.0, center: float = 0.1) -> KVScales:
@@ -796,19 +796,6 @@ sys.exit(3)
     assert len(files_of(tmp_path)) == 500
 
 
-@pytest.mark.full
-def test_a_thread_that_stores_after_the_main_thread_has_ended(tmp_path: Path) -> None:
-    script = f"""{IMPORTS}
-store = PrefixStore(sys.argv[1])
-keys = store_pages(store, 20)
-{LATE}
-threading.Thread(target=late).start()
-"""
-    done = run_script(script, tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
-    assert len(files_of(tmp_path)) == 320
-
-
 def test_a_thread_that_dates_pages_does_not_write_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -838,19 +825,27 @@ def test_a_thread_that_dates_pages_does_not_write_pages(
     assert dater not in writers
 
 
-def test_an_error_in_the_thread_ends_neither_the_thread_nor_a_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(os, "replace", lambda *_: 1 / 0)
-    store = PrefixStore(tmp_path)
-    store_pages(store, 3)
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(ZeroDivisionError, "ZeroDivisionError"), (MemoryError, "no memory for a copy")],
+)
+def test_an_error_with_one_prompt_ends_neither_the_thread_nor_a_wait(
+    error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    store, replace = PrefixStore(tmp_path), os.replace
+
+    def fail(source: Any, target: Path) -> None:
+        if target.name.startswith(f"{0:032x}"):
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    for seed in range(3):
+        store_pages(store, 3, seed)
     store.flush()
-    assert "ZeroDivisionError" in caplog.text
-    assert "are not stored" in caplog.text
-    monkeypatch.undo()
-    store_pages(store, 3)
-    store.flush()
-    assert len(files_of(tmp_path)) == 3
+    assert message in caplog.text
+    assert len(files_of(tmp_path)) == 6
 
 
 def test_a_write_waits_if_too_many_bytes_are_queued(
@@ -888,26 +883,6 @@ def test_a_prompt_that_is_partly_written_counts_as_a_whole(
     assert may_continue.is_set()
     flush()
     assert len(files_of(tmp_path)) == 4
-
-
-def test_without_memory_for_one_prompt_the_next_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, may_continue, replace = PrefixStore(tmp_path), threading.Event(), os.replace
-
-    def lack_memory(source: Any, target: Path) -> None:
-        assert may_continue.wait(60)
-        if target.name.startswith(f"{0:032x}"):
-            raise MemoryError
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", lack_memory)
-    for seed in range(3):
-        store_pages(store, 3, seed)
-    may_continue.set()
-    store.flush()
-    assert len(files_of(tmp_path)) == 6
-    assert "no memory for a copy" in caplog.text
 
 
 def test_without_another_thread_it_is_written_at_once(
