@@ -175,67 +175,6 @@ def test_no_copy_of_the_pool_in_compiled_code(
     assert not made, made
 
 
-def step_of(model: Any, compile_backend: str | None) -> Any:
-    """Return a decoding step of a whole model: (token, position, cache) -> next token."""
-    forward = model.forward
-    if compile_backend:
-        forward = torch.compile(forward, fullgraph=True, dynamic=False, backend=compile_backend)
-
-    def step(token: torch.Tensor, position: int, cache: FP8PagedCache) -> torch.Tensor:
-        seen = (torch.arange(50) <= position).expand(2, 1, 1, -1).contiguous()
-        positions = torch.full((2, 1), position)
-        out = forward(
-            input_ids=token, attention_mask=seen, position_ids=positions, past_key_values=cache
-        )
-        return out.logits[:, -1:].argmax(-1)
-
-    return step
-
-
-def walk(model: Any, prompt: torch.Tensor, cache: FP8PagedCache, step: Any) -> list[torch.Tensor]:
-    """Decode with a reorder, a crop and a reset between steps, and return every token."""
-    found: list[torch.Tensor] = []
-
-    def run(token: torch.Tensor, position: int, count: int) -> tuple[torch.Tensor, int]:
-        for _ in range(count):
-            token, position = step(token, position, cache), position + 1
-            found.append(token)
-        return token, position
-
-    for places in ([1, 0], [1, 1]):
-        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
-        token, position = run(token, prompt.shape[1], 5)
-        cache.reorder_cache(torch.tensor(places))
-        token, position = run(token[places], position, 5)
-        cache.crop(-4)
-        run(token, position - 4, 5)
-        cache.reset()
-    return found
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.full), "triton"])
-def test_reorder_crop_and_reset_between_compiled_steps(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if backend == "triton":
-        triton_standin(monkeypatch)
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
-    prompt = inputs["input_ids"]
-
-    def cache() -> FP8PagedCache:
-        return FP8PagedCache(model.config, page_size=16, max_cache_len=50, backend=backend)
-
-    expected = walk(model, prompt, cache(), step_of(model, None))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        step = step_of(model, "aot_eager")
-        for _ in range(2):
-            got = walk(model, prompt, cache(), step)
-            assert len(got) == 30
-            assert_same(torch.cat(got), torch.cat(expected))
-    assert graphs() == 1, "a second cache was compiled again"
-
-
 # -- the conditions of a CUDA graph --------------------------------------------------------------
 
 

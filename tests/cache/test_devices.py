@@ -154,11 +154,6 @@ def test_a_cache_that_cannot_follow_stays_as_it_is():
     assert key.shape[2] == 6
 
 
-def test_a_cache_has_no_method_to():
-    """accelerate would call it, and move all layers to the device of each layer."""
-    assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
-
-
 # -- models --------------------------------------------------------------------------------------
 
 
@@ -240,8 +235,9 @@ def test_enable_and_calibrate_with_layers_on_disk(checkpoint, tmp_path):
     assert found[0] == found[1]
 
 
-def test_no_argument_names_a_device():
-    """The model decides the devices, and an argument could contradict it."""
+def test_no_argument_or_method_names_a_device():
+    """The model decides the devices: accelerate would call `to` for the device of each layer."""
+    assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
     named = [n for n in inspect.signature(FP8PagedCache).parameters if "device" in n]
     assert named == ["max_device_pages"], "a number of pages, not a device"
 

@@ -306,33 +306,27 @@ def test_tokens_that_may_differ_from_the_prompt_are_not_stored(tmp_path: Path) -
     assert reader.answer(ids) == 40
 
 
-def test_a_chat_that_began_in_train_mode(tmp_path: Path) -> None:
-    """Pages made with dropout are neither stored later nor used."""
+def _change_weights(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.01)
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+
+
+@pytest.mark.parametrize("change", [_change_weights, None], ids=["weights", "training"])
+def test_a_model_that_changes_within_a_chat(change: Any, tmp_path: Path) -> None:
+    """Pages of old weights or of dropout are neither stored later nor used."""
     reader = Reader(tmp_path)
     cache = reader.new_cache()
-    reader.model.train()
+    reader.model.train(change is None)
     said = reader.model.generate(words(40), past_key_values=cache, **GREEDY)
     reader.model.eval()
+    if change is not None:
+        change(reader.model)
     more = torch.cat([said, words(5)], 1)
     for known in (0, more.shape[1] - 1):
         reader.calls.clear()
         reader.model.generate(more, past_key_values=cache, **GREEDY)
         assert reader.calls[0] == more.shape[1] - known
-    assert reader.answer(more) == more.shape[1] - 48
-
-
-def test_weights_that_change_within_a_chat(tmp_path: Path) -> None:
-    """Pages of the old weights are not stored under the new identity, and not used."""
-    reader = Reader(tmp_path)
-    cache = reader.new_cache()
-    said = reader.model.generate(words(40), past_key_values=cache, **GREEDY)
-    with torch.no_grad():
-        reader.model.lm_head.weight.mul_(1.01)
-        reader.model.model.layers[0].mlp.up_proj.weight.mul_(1.1)
-    more = torch.cat([said, words(5)], 1)
-    reader.calls.clear()
-    reader.model.generate(more, past_key_values=cache, **GREEDY)
-    assert reader.calls[0] == more.shape[1]
     assert reader.answer(more) == more.shape[1] - 48
 
 
@@ -858,31 +852,6 @@ def test_a_write_waits_if_too_many_bytes_are_queued(
         assert len(files_of(tmp_path)) >= 20 * (seed + 1) - 70
     store.flush()
     assert len(files_of(tmp_path)) == 400
-
-
-def test_a_prompt_that_is_partly_written_counts_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its pages are parts of the same tensors."""
-    monkeypatch.setattr("hf_fp8kv.cache.prefix_store._MOST_QUEUED", 2 * 12)
-    store, is_last, may_continue = PrefixStore(tmp_path), threading.Event(), threading.Event()
-    replace, flush = os.replace, store.flush
-
-    def wait_at_last(source: Any, target: Path) -> None:
-        if target.name.startswith(f"{0:032x}{2:032x}"):
-            is_last.set()
-            assert may_continue.wait(60)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", wait_at_last)
-    monkeypatch.setattr(store, "flush", lambda: may_continue.set() or flush())
-    store_pages(store, 3)
-    assert is_last.wait(60)
-    assert len(files_of(tmp_path)) == 2
-    store_pages(store, 1, 1)
-    assert may_continue.is_set()
-    flush()
-    assert len(files_of(tmp_path)) == 4
 
 
 def test_without_another_thread_it_is_written_at_once(
