@@ -51,13 +51,14 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-# Grid: kinds of scales with one model, and one model of each kind with dynamic scales.
+# Grid: the fast tier has one model; a graph of layers with a window is in the last test.
 @pytest.mark.parametrize(
     ("name", "attention", "keywords"),
     [
-        ("gqa", "fp8_paged", STATIC), ("sliding_and_full", "fp8_paged", {}),
+        ("gqa", "fp8_paged", STATIC),
         *(pytest.param(*case, {}, marks=pytest.mark.full) for case in (
             ("gqa", "fp8_paged"), ("gqa", "sdpa"), ("kv_sharing", "fp8_paged"),
+            ("sliding_and_full", "fp8_paged"),
             ("sinks", "fp8_paged"), ("latent", "fp8_paged"),
         )),
     ],

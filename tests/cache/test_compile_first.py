@@ -38,6 +38,8 @@ def test_compile_first(name: str, chosen: list[str]) -> None:
     assert ran.stdout.splitlines() == (chosen or [*cases(model.config), "export"])
 
 
+# The fast tier compiles the attention to a growing cache in test_blocks.py.
+@pytest.mark.full
 @torch.no_grad()
 def test_a_growing_cache_is_compiled_around() -> None:
     torch._dynamo.reset()

@@ -27,7 +27,7 @@ from tests.helpers.tiny_models import causal_config, tiny
 pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 
 LAYERS, HEADS, DIM, PAGE = 6, 2, 16, 8
-GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 EXACT = {"scales": 1.0, "page_size": PAGE}
 # Bytes of a page with static scales.
 PAGE_BYTES = PAGE * HEADS * 2 * DIM

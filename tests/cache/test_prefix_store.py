@@ -488,7 +488,7 @@ def keys_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "lies", [LIES[::4], pytest.param(LIES, marks=pytest.mark.full)], ids=["some", "all"]
+    "lies", [LIES[::6], pytest.param(LIES, marks=pytest.mark.full)], ids=["some", "all"]
 )
 def test_whole_files_that_lie(
     lies: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -525,9 +525,8 @@ def _other_sizes(heads: int, dim: int, dtype: str) -> Callable[[Any, Any], Any]:
 @pytest.mark.parametrize(
     ("other", "keywords"),
     [
-        ((3, 16, "float32"), {}), ((2, 8, "float32"), {"scales": 0.05}),
-        ((2, 16, "float16"), {"offloading": True}), ((2, 16, "int64"), {}),
-        ((1 << 40, 0, "float32"), {"scales": 0.05}), ((3, 16, "float32"), {"scales": scales_of()}),
+        ((3, 16, "float32"), {}), ((2, 8, "float32"), {"scales": scales_of()}),
+        ((2, 16, "float16"), {"offloading": True}), ((1 << 40, 0, "float32"), {"scales": 0.05}),
     ],
     ids=str,
 )  # fmt: skip
