@@ -41,7 +41,7 @@ def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
 
 
 def feed(caches: list[FP8PagedCache], tokens: int, seed: int) -> None:
-    """Give all caches the same tokens, and compare what attention would read."""
+    """Give all caches the same tokens, and compare the keys and values for attention."""
     for index in range(LAYERS):
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, BATCH, HEADS, tokens, DIM, generator=generator)

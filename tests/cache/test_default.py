@@ -72,7 +72,7 @@ def test_what_the_keywords_choose(
     cache.update(biased(9), biased(9, seed=1), 0)
     plan = cache.plan[0]
     assert (plan.k.format, plan.v.format, plan.k.centered) == (*formats, centered)
-    # A center leaves the bias to no scale: the error is that of the small rest.
+    # With a center, scales do not depend on the bias, so the error is small.
     error = (read(cache) - biased(9)).abs().max()
     assert (error < 0.2) == (centered or formats[0] == "auto")
 

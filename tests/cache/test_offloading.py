@@ -56,7 +56,7 @@ def config(name: str = "llama", **fields: Any) -> Any:
 
 
 def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
-    """Give all caches the same tokens, and compare what attention would read."""
+    """Give all caches the same tokens, and compare the keys and values for attention."""
     for index in range(LAYERS):
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
@@ -200,7 +200,7 @@ def test_a_draft_model_may_also_be_offloaded() -> None:
         assert_same(got, expected, where)
 
 
-# -- what is stored ------------------------------------------------------------------------------
+# -- stored keys and values ----------------------------------------------------------------------
 
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
