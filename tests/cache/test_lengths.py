@@ -269,17 +269,6 @@ def test_any_order_in_compiled_steps(name: str) -> None:
 
 
 @torch.no_grad()
-def test_a_layer_that_is_left_out_does_not_recompile_each_step() -> None:
-    cache, _ = pair()
-    step(cache, [0, 1, 2, 3], 5, 0)
-    run = torch.compile(Stack([0, 1, 3]), fullgraph=True, dynamic=False, backend="eager")
-    for seed in range(12):
-        run(token(0, 1, seed), cache, ROOM)
-        assert counters["stats"]["unique_graphs"] <= min(seed + 1, 3)
-    assert [layer.host_length() for layer in cache.layers] == [17, 17, 5, 17]
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_compiled_first_call_and_graph_breaks(breaks: bool) -> None:
     """A graph break in a step leaves the other layers to the following regions."""
