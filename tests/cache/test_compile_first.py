@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
     ("name", "chosen"),
     [
         # Each case takes some seconds.
-        ("llama", ["preallocated", "export"]),
+        ("llama", ["preallocated"]),
         *(pytest.param(name, [], marks=pytest.mark.full)
           for name in ("llama", "gemma3_text", "gpt_oss")),
     ],
