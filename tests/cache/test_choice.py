@@ -96,7 +96,7 @@ def test_keys_are_not_rotated_if_it_is_not_known_how_they_turn() -> None:
 
 
 @pytest.mark.parametrize("heads", [[0], [0, 1]])
-@pytest.mark.parametrize("outlier", [1, 12, 20, 27, 50])
+@pytest.mark.parametrize("outlier", [1, 12, 20, 24, 50])
 def test_a_plan_has_to_cost_less_than_half_in_every_head(heads: list[int], outlier: float) -> None:
     """The cost of a plan for V: squared errors of the output with the values that it reads back."""
     q, k, v = states(count=200)
