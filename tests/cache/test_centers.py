@@ -1,20 +1,23 @@
-"""Padding has no say in a center: each sequence's is the one that it has without the batch."""
+"""Padding does not change a center: each sequence has the center that it has outside the batch."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_fp8kv import FP8PagedCache, enable
-from hf_fp8kv.cache.centers import FirstTokens
+from hf_fp8kv.cache.turns import Turns
+from tests.cache.public import read_centers
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import build, tiny
 
 pytestmark = pytest.mark.text
 
 WIDTH = 45
-# Nothing that a first call may decide otherwise.
+# A plan that does not depend on the first call.
 CENTERED: dict[str, Any] = {"dtype": "fp8_e3m4", "center_keys": True}
 # First and last token of each sequence in a padded batch.
 SPANS = {
@@ -22,13 +25,17 @@ SPANS = {
     "right": [(0, 45), (0, 5), (0, 36), (0, 1)],
     "both": [(3, 44), (1, 4), (2, 40), (40, 42)],
 }
-spans_of = pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 rooms = pytest.mark.parametrize("room", [None, 64], ids=["", "preallocated"])
 
 
 def model_of(name: str = "qwen2") -> PreTrainedModel:
-    """A model whose keys have a bias, so that the center of one without padding is far from 0."""
-    return tiny(name, attn_implementation="fp8_paged", key_bias=10.0)[0]
+    """Return a model whose keys have a bias, so that centers are far from 0."""
+    return _model_of(name, "fp8_paged")
+
+
+@functools.cache
+def _model_of(name: str, attention: str) -> PreTrainedModel:
+    return tiny(name, attn_implementation=attention, key_bias=10.0)[0]
 
 
 def new_cache(model: PreTrainedModel, room: int | None = None, **keywords: Any) -> FP8PagedCache:
@@ -37,7 +44,7 @@ def new_cache(model: PreTrainedModel, room: int | None = None, **keywords: Any) 
 
 
 def pad(spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
-    """A batch with tokens at `spans`; padding is one token, at position 0, as in `generate`."""
+    """Return a batch with tokens at `spans`; padding is at position 0, as in `generate`."""
     ids = torch.randint(4, 90, (len(spans), WIDTH), generator=torch.Generator().manual_seed(1))
     mask = torch.zeros_like(ids)
     for row, (start, stop) in zip(mask, spans, strict=True):
@@ -47,12 +54,12 @@ def pad(spans: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
 
 
 def centers(cache: FP8PagedCache) -> torch.Tensor:
-    """`[layers, B, Hkv, D]`."""
-    return torch.stack([layer.k_center.clone() for layer in cache.paged_layers])
+    """Return the centers of all layers, `[layers, B, Hkv, D]`."""
+    return torch.stack([read_centers(cache, layer) for layer in range(len(cache.layers))])
 
 
 def alone(model: PreTrainedModel, row: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The centers of a text by itself: `[layers, Hkv, D]`."""
+    """Return the centers of a sequence outside the batch, `[layers, Hkv, D]`."""
     cache = new_cache(model)
     model(row[None, start:stop], past_key_values=cache)
     return centers(cache)[:, 0]
@@ -62,28 +69,34 @@ def assert_centers(got: torch.Tensor, expected: list[torch.Tensor]) -> None:
     torch.testing.assert_close(got, torch.stack(expected, 1), rtol=1e-4, atol=1e-4)
 
 
-@spans_of
-@rooms
-@pytest.mark.parametrize("name", ["qwen2", "sliding_and_full", "gemma3_text"])
+# Grid: each model with each padding; the form alternates, since it only stores the center.
+@pytest.mark.parametrize(
+    ("name", "spans", "room"),
+    [
+        ("qwen2", "left", None), ("qwen2", "right", 64), ("qwen2", "both", 64),
+        ("sliding_and_full", "left", 64), ("sliding_and_full", "right", None),
+        ("sliding_and_full", "both", None), ("gemma3_text", "left", None),
+        ("gemma3_text", "both", 64),
+    ],
+)  # fmt: skip
 @torch.no_grad()
-def test_a_center_is_that_of_the_text_alone(
-    name: str, room: int | None, spans: list[tuple[int, int]]
-) -> None:
-    model, batch, cache = model_of(name), pad(spans), None
+def test_a_center_is_that_of_the_sequence_alone(name: str, spans: str, room: int | None) -> None:
+    model, batch, cache = model_of(name), pad(SPANS[spans]), None
     cache = new_cache(model, room)
     model(**batch, past_key_values=cache)
-    rows = zip(batch["input_ids"], spans, strict=True)
+    rows = zip(batch["input_ids"], SPANS[spans], strict=True)
     assert_centers(centers(cache), [alone(model, row, *span) for row, span in rows])
 
 
-@pytest.mark.parametrize("name", ["gqa", "softcap", "sinks"])
-@pytest.mark.parametrize("prefill", ["exact", "stored"])
+@pytest.mark.parametrize(
+    ("name", "prefill"), [("gqa", "exact"), ("softcap", "stored"), ("sinks", "stored")]
+)
 @torch.no_grad()
 def test_other_ways_to_attend(name: str, prefill: str) -> None:
     model, batch = model_of(name), pad(SPANS["both"])
     cache = new_cache(model, prefill=prefill, center_keys=True)
     model(**batch, past_key_values=cache)
-    # What "stored" rounds is in the second layer's keys.
+    # With "stored", the keys of the second layer depend on rounded keys of the first.
     of_first = centers(cache)[:1]
     rows = zip(batch["input_ids"], SPANS["both"], strict=True)
     assert_centers(of_first, [alone(model, row, *span)[:1] for row, span in rows])
@@ -95,20 +108,25 @@ def test_without_a_config() -> None:
     cache, other = FP8PagedCache(page_size=8, **CENTERED), new_cache(model)
     for each in (cache, other):
         model(**batch, past_key_values=each)
-    # How keys turn is not known then.
-    turns = other.paged_layers[0].turns
+    # Without a config, the cache does not know how keys turn.
+    turns = Turns.of(model.config, 0)
     assert turns is not None
     assert_same(turns.steady(centers(cache)), centers(other))
 
 
-@pytest.mark.parametrize("chunks", [(16, 16, 13), (41, 1, 3), (1, 43, 1)], ids=str)
-@pytest.mark.parametrize("name", ["qwen2", "sliding_and_full"])
-@rooms
+# Grid: each chunking, each model and each form occur twice.
+@pytest.mark.parametrize(
+    ("name", "chunks", "room"),
+    [
+        ("qwen2", (16, 16, 13), None), ("qwen2", (41, 1, 3), 64),
+        ("sliding_and_full", (16, 16, 13), 64), ("sliding_and_full", (1, 43, 1), None),
+    ],
+)  # fmt: skip
 @torch.no_grad()
 def test_a_sequence_begins_with_its_first_token(
-    name: str, room: int | None, chunks: tuple[int, ...]
+    name: str, chunks: tuple[int, ...], room: int | None
 ) -> None:
-    """In chunks, of which the first ones are nothing but padding for some."""
+    """The first chunks of some sequences are padding only."""
     model, spans = model_of(name), [(0, 45), (40, 45), (9, 45), (20, 45)]
     batch, cache = pad(spans), new_cache(model, room)
     expected: list[Any] = [None] * len(spans)
@@ -124,7 +142,7 @@ def test_a_sequence_begins_with_its_first_token(
         known = [row for row, center in enumerate(expected) if center is not None]
         got, of_texts = centers(cache)[:, known], torch.stack([expected[row] for row in known], 1)
         torch.testing.assert_close(got[0], of_texts[0], rtol=1e-4, atol=1e-4)
-        # What later chunks of the batch attend to is stored in 8 bits.
+        # Later chunks of the batch attend to 8-bit keys.
         assert (got - of_texts).abs().max() < 0.02 * of_texts.abs().max()
     assert None not in expected
 
@@ -132,7 +150,10 @@ def test_a_sequence_begins_with_its_first_token(
 @torch.no_grad()
 def test_compiled_first_calls() -> None:
     torch._dynamo.reset()
-    model, batch = model_of(), pad([(0, 45), (40, 45), (9, 45), (20, 44)])
+    model, batch = (
+        tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0, num_hidden_layers=1)[0],
+        pad([(0, 45), (40, 45), (9, 45), (20, 44)]),
+    )
     found = []
     for forward in (torch.compile(model, fullgraph=True, backend="eager"), model):
         cache = new_cache(model, 64)
@@ -146,21 +167,8 @@ def test_compiled_first_calls() -> None:
 
 @rooms
 @torch.no_grad()
-def test_beams(room: int | None) -> None:
-    model, batch = model_of(), pad(SPANS["left"])
-    del batch["position_ids"]
-    cache = new_cache(model, room)
-    how: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4}
-    model.generate(**batch, past_key_values=cache, **how)
-    rows = zip(batch["input_ids"], SPANS["left"], strict=True)
-    expected = [alone(model, row, *span) for row, span in rows for _ in range(2)]
-    assert_centers(centers(cache), expected)
-
-
-@rooms
-@torch.no_grad()
-def test_what_is_read_after_a_late_center(room: int | None) -> None:
-    """Tokens of a sequence are stored with the center that they are read with; forks, too."""
+def test_tokens_are_read_with_the_center_that_they_are_stored_with(room: int | None) -> None:
+    """A sequence that begins in a later chunk gets its center then, and forks keep theirs."""
     model, batch = model_of(), pad([(0, 45), (20, 45)])
     exact = new_cache(model, dtype="auto", center_keys=None)
     caches = [new_cache(model, room)]
@@ -181,8 +189,7 @@ def test_what_is_read_after_a_late_center(room: int | None) -> None:
 
 @rooms
 @torch.no_grad()
-def test_a_mask_that_hides_what_is_stored(room: int | None) -> None:
-    """It changes no center that something was stored with."""
+def test_a_mask_that_hides_stored_tokens_changes_no_center(room: int | None) -> None:
     model, batch = model_of(), pad([(0, 45), (20, 45)])
     cache = new_cache(model, room)
     before = []
@@ -196,56 +203,56 @@ def test_a_mask_that_hides_what_is_stored(room: int | None) -> None:
     assert_same(*before)
 
 
+class ValuesRead(TorchDispatchMode):
+    """Count values that Python reads of tensors, each of which waits for a GPU."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.total += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
 @torch.no_grad()
-def test_masks_are_looked_into_until_all_sequences_have_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: list[int] = []
-    take = FirstTokens.take
-
-    def spy(self: FirstTokens, mask: Any, start: Any, tokens: int) -> None:
-        seen.append(tokens)
-        take(self, mask, start, tokens)
-
-    monkeypatch.setattr(FirstTokens, "take", spy)
+def test_masks_are_not_read_once_all_sequences_have_begun() -> None:
     model, batch = model_of(), pad(SPANS["left"])
-    del batch["position_ids"]
-    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
-    cache = new_cache(model)
-    text = model.generate(**batch, past_key_values=cache, **how)
-    assert seen == [WIDTH]
-    for _ in range(3):
-        text = torch.cat([text, text[:, -5:]], 1)
-        more = text.shape[1] - WIDTH
-        mask = torch.nn.functional.pad(batch["attention_mask"], (0, more), value=1)
-        text = model.generate(text, attention_mask=mask, past_key_values=cache, **how)
-        # The last token of an answer is not stored.
-        assert seen == [WIDTH, 6]
-    model.generate(**batch, past_key_values=new_cache(model, dtype="fp8", center_keys=None), **how)
-    assert seen == [WIDTH, 6]
+    reads = []
+    for keywords in (CENTERED, {"dtype": "fp8"}):
+        cache = FP8PagedCache(model.config, page_size=8, **keywords)
+        model(**batch, past_key_values=cache)
+        mask = batch["attention_mask"]
+        for _ in range(3):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            with ValuesRead() as read:
+                model(torch.ones(4, 1).long(), attention_mask=mask, past_key_values=cache)
+            reads.append(read.total)
+    assert reads[1:3] == reads[4:6]
 
 
 @rooms
 @torch.no_grad()
 def test_a_mask_is_for_one_call(room: int | None) -> None:
-    """What is stored without a mask, after a reset, is taken as it is."""
+    """After a reset, tokens without a mask all count."""
     model, batch = model_of(), pad(SPANS["right"])
     cache = new_cache(model, room)
     model(**batch, past_key_values=cache)
-    layer: Any = cache.layers[0]
-    shape = (len(batch["input_ids"]), layer.pool.heads, WIDTH, layer.pool.k_dim)
-    k = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    turns = Turns.of(model.config, 0)
+    assert turns is not None
+    rows, heads, _, dim = cache.layers[0].keys.shape
+    k = torch.randn(rows, heads, WIDTH, dim, generator=torch.Generator().manual_seed(2))
     for empty in (cache.reset, lambda: cache.crop(-WIDTH)):
         empty()
         cache.update(k, k, 0)
-        torch.testing.assert_close(layer.k_center, layer.turns.steady(k[:, :, -32:].mean(2)))
+        torch.testing.assert_close(read_centers(cache), turns.steady(k[:, :, -32:].mean(2)))
 
 
 @torch.no_grad()
-def test_a_cache_that_is_not_answered() -> None:
-    """Under another attention; the next mask of "fp8_paged" is that of another cache."""
+def test_a_mask_is_for_the_cache_that_asked_for_it() -> None:
+    """A cache under another attention function asks for a mask and gets none."""
     batch, model = pad(SPANS["left"]), model_of()
-    other = tiny("qwen2", attn_implementation="sdpa", key_bias=10.0)[0]
+    other = _model_of("qwen2", "sdpa")
     unanswered, cache = new_cache(other), new_cache(model)
     other(**batch, past_key_values=unanswered)
     before = centers(unanswered)
@@ -259,7 +266,7 @@ def test_a_cache_that_is_not_answered() -> None:
 
 @rooms
 @torch.no_grad()
-def test_enable_knows_the_mask_under_any_attention(room: int | None) -> None:
+def test_enable_passes_the_mask_under_any_attention(room: int | None) -> None:
     model = tiny("qwen2", attn_implementation="sdpa", key_bias=10.0)[0]
     batch = pad(SPANS["left"])
     del batch["position_ids"]

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export as the first thing in a process, and what they refuse."""
+"""torch.compile and torch.export as the first call in a process, and the calls that they refuse."""
 
 import os
 import subprocess
@@ -11,29 +11,39 @@ from torch._dynamo.exc import Unsupported
 from transformers import DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
-from tests.helpers.compile_first import agree, cases, logits
 from tests.helpers.tiny_models import tiny
+from tests.tools.compile_first import agree, cases, logits
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss"])
-def test_compile_first(name: str) -> None:
-    command = [sys.executable, "-m", "tests.helpers.compile_first", name]
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        # Each case takes some seconds.
+        ("llama", ["preallocated"]),
+        *(pytest.param(name, [], marks=pytest.mark.full)
+          for name in ("llama", "gemma3_text", "gpt_oss")),
+    ],
+)  # fmt: skip
+def test_compile_first(name: str, chosen: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.tools.compile_first", name, *chosen]
     ran = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     model, _ = tiny(name)
-    assert ran.stdout.splitlines() == [*cases(model.config), "export"]
+    assert ran.stdout.splitlines() == (chosen or [*cases(model.config), "export"])
 
 
+# The fast tier compiles the attention to a growing cache in test_blocks.py.
+@pytest.mark.full
 @torch.no_grad()
 def test_a_growing_cache_is_compiled_around() -> None:
     torch._dynamo.reset()
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
     compiled = torch.compile(model, backend="eager")
     agree(logits(compiled, caches[0], inputs), logits(model, caches[1], inputs))
@@ -46,7 +56,7 @@ def test_a_growing_cache_is_compiled_around() -> None:
 )
 def test_what_cannot_be_one_graph_says_what_to_do(keywords: dict[str, int], message: str) -> None:
     torch._dynamo.reset()
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(Unsupported, match=message):
         compiled(**inputs, past_key_values=FP8PagedCache(model.config, **keywords))
@@ -67,12 +77,12 @@ class Holder(torch.nn.Module):
 @pytest.mark.parametrize("room", [None, 40])
 def test_export_with_a_cache(room: int | None) -> None:
     torch._dynamo.reset()
-    model, inputs = tiny("gqa", attn_implementation="fp8_paged")
+    model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     cache = FP8PagedCache(model.config, max_cache_len=room)
     ids = inputs["input_ids"]
     with pytest.raises(ConfigError, match="strict=True"):
         torch.export.export(Holder(model, cache), (ids,), strict=False)
-    assert not cache.paged_layers[0].is_initialized
+    assert cache.layers[0].keys is None
     with pytest.raises(Exception, match=r"FP8PagedCache.*not supported"):
         torch.export.export(model, (ids,), {"past_key_values": cache}, strict=True)
     if room is None:
@@ -82,4 +92,4 @@ def test_export_with_a_cache(room: int | None) -> None:
     exported = torch.export.export(Holder(model, cache), (ids,), strict=True)
     expected = model(ids, past_key_values=DynamicCache()).logits
     agree([exported.module()(ids)], [expected])
-    assert not cache.paged_layers[0].is_initialized
+    assert cache.layers[0].keys is None

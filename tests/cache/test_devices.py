@@ -1,7 +1,7 @@
-"""Layers on several devices, as device_map leaves them: what they hold is where they are.
+"""Layers on several devices, as device_map places them: pages are where their layers are.
 
-There is one device here. What is on another one is shown with "meta", which computes nothing and
-refuses to be mixed with the CPU; that numbers stay right, with layers whose weights are on disk.
+The tests have one device. "meta" stands for a second device: it computes nothing, and torch refuses
+to mix it with the CPU. Models with layers on disk show that values stay right.
 """
 
 import inspect
@@ -14,9 +14,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM
 
 import hf_fp8kv
-from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate, ops
-from hf_fp8kv.cache.paged_tensor import PagedKV, pages_of
-from hf_fp8kv.ops.flattening import flatten
+from hf_fp8kv import BackendError, FP8PagedCache, KVScales, LayerScales, calibrate
+from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import prompt, tiny
 
@@ -56,31 +55,28 @@ def new_cache(kind: dict[str, Any], **keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(model.config, **options, **kind, **keywords)
 
 
+def devices_of(handle: Any) -> set[torch.device]:
+    """Return the devices of all tensors behind stored keys or values."""
+    return {getattr(handle, name).device for name in handle.__tensor_flatten__()[0]}
+
+
 class Steps:
-    """Feeds a cache the same random tokens on any devices, and looks where everything is."""
+    """Feed a cache the same random tokens on any devices, and check where its tensors are."""
 
     def __init__(self, where: tuple[torch.device, ...]) -> None:
         self.where = where
         self.sources = torch.Generator().manual_seed(7)
 
     def __call__(self, cache: FP8PagedCache, batch: int, tokens: int) -> list[torch.Tensor]:
-        """One step of a model; returns attention over what is stored, of each layer."""
+        """Run one step of a model, and return the attention over the stored tokens per layer."""
         found = []
         for layer, device in enumerate(self.where):
             shapes = [(batch, heads, tokens, DIM) for heads in (HEADS, HEADS, 2 * HEADS)]
             k, v, q = (torch.randn(s, generator=self.sources).to(device) for s in shapes)
             key, value = cache.update(k, v, layer)
             assert key.device == value.device == device
-            assert isinstance(key, PagedKV)
-            pages = pages_of(key)
-            there = [*(t for t in flatten(pages) if isinstance(t, torch.Tensor)), key.lengths]
-            assert {t.device for t in there} == {device}
-            found.append(
-                ops.attend(
-                    q, pages, key.lengths, key.start, key.stop,
-                    ops.AttentionSpec(scaling=0.25, causal=True), backend="torch",
-                )
-            )  # fmt: skip
+            assert devices_of(key) == {device}
+            found.append(attend(q, key, value, 0.25))
             assert found[-1].device == key.dense().device == device
         return found
 
@@ -93,7 +89,7 @@ def the_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 def test_each_layer_is_where_its_keys_are(kind):
-    """Growth, forks, beams and crops, on two devices, beside a cache with one."""
+    """Growth, forks, beams and crops on two devices, against a cache on one device."""
     caches = [new_cache(kind), new_cache(kind)]
     steps = [Steps(WHERE), Steps((CPU,) * LAYERS)]
 
@@ -133,7 +129,7 @@ def test_the_preallocated_form_is_where_its_keys_are(kind):
 
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
-    """The file is read to one device; each layer goes where its next tokens are."""
+    """The file is read to one device; each layer moves to the device of its next tokens."""
     cache, steps = new_cache(kind, **form), Steps((CPU,) * LAYERS)
     steps(cache, 2, 9)
     read = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
@@ -145,9 +141,8 @@ def test_a_cache_from_a_file_follows_the_model(kind, form, tmp_path):
 
 def test_a_cache_that_cannot_follow_stays_as_it_is():
     pytest.importorskip("numba")
-    cache = new_cache({})
     options = {"page_size": 8, "backend": "numba", "prefill": "stored"}
-    cache = FP8PagedCache(cache.config, **options)
+    cache = FP8PagedCache(new_cache({}).config, **options)
     tokens = torch.randn(1, HEADS, 3, DIM)
     for layer in range(LAYERS):
         cache.update(tokens, tokens, layer)
@@ -159,20 +154,14 @@ def test_a_cache_that_cannot_follow_stays_as_it_is():
     assert key.shape[2] == 6
 
 
-def test_a_cache_has_no_method_to():
-    """accelerate would call it, and move all layers to the device of each one."""
-    assert not hasattr(FP8PagedCache, "to")
-    assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
-
-
 # -- models --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", [{}, {"max_cache_len": 24}], ids=["growing", "preallocated"])
 def test_a_model_on_two_devices(form):
-    """accelerate's hooks move what layers exchange, and leave the cache alone."""
+    """accelerate's hooks move the tensors between layers, and leave the cache alone."""
     model, inputs = tiny("gqa", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
-    where = (CPU, CPU, OTHER, OTHER)  # what is on "meta" never comes back
+    where = (CPU, CPU, OTHER, OTHER)  # no tensor comes back from "meta"
     for layer, device in zip(model.model.layers, where, strict=True):
         hook = AlignDevicesHook(device, skip_keys="past_key_values", place_submodules=True)
         add_hook_to_module(layer, hook)
@@ -186,14 +175,9 @@ def test_a_model_on_two_devices(form):
             out = model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache)
             assert out.logits.shape[:2] == (2, stop - start)
     assert out.past_key_values is cache
-    for layer, device in zip(cache.paged_layers, where, strict=True):
-        held = [
-            *layer.pool.tensors().values(),
-            layer.k_static_scale,
-            layer.v_static_scale,
-            layer.k_center,
-        ]
-        assert {t.device for t in held if t is not None} == {device}
+    for layer, device in zip(cache.layers, where, strict=True):
+        if device == CPU or not form:
+            assert devices_of(layer.keys) == {device}
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +188,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
-    """The model with its second layer on disk; accelerate reads it when it is needed."""
+    """Return the model with its second layer on disk, which accelerate reads at each call."""
     places = {
         "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
         "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu",
@@ -217,8 +201,10 @@ def on_disk(checkpoint: Path, tmp_path: Path, attention: str) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa", "eager"])
-@pytest.mark.parametrize("form", [{}, {"max_cache_len": 40}], ids=["growing", "preallocated"])
+# Grid: each attention function once, each form.
+@pytest.mark.parametrize(
+    ("attention", "form"), [("fp8_paged", {}), ("sdpa", {"max_cache_len": 40}), ("eager", {})]
+)
 def test_a_model_with_layers_on_disk_says_the_same(checkpoint, tmp_path, attention, form):
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=attention).eval()
     split = on_disk(checkpoint, tmp_path, attention)
@@ -231,7 +217,7 @@ def test_a_model_with_layers_on_disk_says_the_same(checkpoint, tmp_path, attenti
     ]  # fmt: skip
     assert said[0] == said[1]
     plain = whole.generate(**prompt(), **GREEDY).tolist()
-    assert said[0] != plain  # coarse scales leave a trace: this is no unquantised cache
+    assert said[0] != plain  # coarse scales change the tokens
 
 
 def test_enable_and_calibrate_with_layers_on_disk(checkpoint, tmp_path):
@@ -249,10 +235,11 @@ def test_enable_and_calibrate_with_layers_on_disk(checkpoint, tmp_path):
     assert found[0] == found[1]
 
 
-def test_the_signature_says_nothing_of_devices():
-    """Devices are the model's affair: there is no argument that could contradict it."""
+def test_no_argument_or_method_names_a_device():
+    """The model decides the devices: accelerate would call `to` for the device of each layer."""
+    assert not any(name in dir(FP8PagedCache) for name in ("to", "cuda", "cpu"))
     named = [n for n in inspect.signature(FP8PagedCache).parameters if "device" in n]
-    assert named == ["max_device_pages"], "which says how many, not where"
+    assert named == ["max_device_pages"], "a number of pages, not a device"
 
 
 ELSEWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -273,10 +260,10 @@ ELSEWHERE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("enabled", [False, True], ids=["cache", "enable"])
 @pytest.mark.parametrize("case", ELSEWHERE)
-def test_under_another_default_device(case: str, enabled: bool, tmp_path: Path) -> None:
-    """What is made on the processor is there, whatever `torch.set_default_device` says."""
+def test_under_another_default_device(case: str, tmp_path: Path) -> None:
+    """Tensors for the CPU are there, whatever the default device is; half of the models enabled."""
+    enabled = list(ELSEWHERE).index(case) % 2 == 0
     name, keywords, options = ELSEWHERE[case]
     options = {"max_new_tokens": 6, "do_sample": False, **options}
     model, _ = tiny(name)

@@ -1,11 +1,12 @@
-"""The layout `fp8_ds_mla`: its bytes, written down once more here, and the way back."""
+"""The layout `fp8_ds_mla`: its bytes, described independently here, and the way back."""
 
 import pytest
 import torch
 from transformers import DeepseekV3Config, LlamaConfig
 
-from hf_fp8kv import ConfigError, FP8PagedCache, from_ds_mla, ops, to_ds_mla
+from hf_fp8kv import ConfigError, FP8PagedCache, from_ds_mla, to_ds_mla
 from tests.helpers.assertions import assert_same
+from tests.helpers.standin import triton_standin
 from tests.helpers.tiny_models import build, type_names
 
 CONFIG = DeepseekV3Config(num_hidden_layers=2, kv_lora_rank=256, qk_rope_head_dim=24)
@@ -13,7 +14,7 @@ RANK, POSITIONS, WIDTH = 256, 24, 256 + 8 + 48
 
 
 def filled(tokens: int = 67, **keywords) -> tuple[FP8PagedCache, dict[int, list[torch.Tensor]]]:
-    """A cache with two sequences, and what it was given."""
+    """Return a cache with two sequences, and its latents and positions."""
     generator = torch.Generator().manual_seed(0)
     cache, given = FP8PagedCache(CONFIG, **keywords), {}
     for layer in range(2):
@@ -26,7 +27,7 @@ def filled(tokens: int = 67, **keywords) -> tuple[FP8PagedCache, dict[int, list[
 
 
 def read(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the bytes stand for, by torch's own float8."""
+    """Return the values of the bytes, by torch's own float8."""
     codes = rows[..., :RANK].contiguous().view(torch.float8_e4m3fn).float()
     scales = rows[..., RANK : RANK + 8].contiguous().view(torch.float32)
     positions = rows[..., RANK + 8 :].contiguous().view(torch.bfloat16)
@@ -67,11 +68,10 @@ def test_codes_come_back_bit_for_bit(keywords):
 
 def test_pages_in_blocks(monkeypatch):
     expected = to_ds_mla(filled(dtype="fp8")[0])
-    monkeypatch.setattr(ops, "reads_blocks", lambda backend, device: True)
-    torch_pages = {"dtype": "fp8", "backend": "torch"}
-    cache, _ = filled(**torch_pages)
-    assert cache.layers[0].pool.addresses is not None
-    for found in (to_ds_mla(cache), to_ds_mla(from_ds_mla(expected, CONFIG, **torch_pages))):
+    triton_standin(monkeypatch)
+    in_blocks = {"dtype": "fp8", "backend": "triton"}
+    cache, _ = filled(**in_blocks)
+    for found in (to_ds_mla(cache), to_ds_mla(from_ds_mla(expected, CONFIG, **in_blocks))):
         for layer, rows in expected.items():
             assert_same(found[layer], rows)
 
@@ -90,7 +90,7 @@ def test_other_scales_and_formats_are_rounded_once_more():
             assert error.sqrt() < bound
 
 
-def test_a_cache_goes_on_after_it_came_back():
+def test_a_cache_continues_after_the_way_back():
     cache, _ = filled(dtype="fp8")
     again = from_ds_mla(to_ds_mla(cache), CONFIG, dtype="fp8")
     new = torch.ones(2, 1, 1, RANK, dtype=torch.bfloat16), torch.ones(2, 1, 1, POSITIONS).bfloat16()
@@ -111,7 +111,7 @@ def test_what_cannot_be_written(make, message):
         to_ds_mla(make())
 
 
-def test_keys_and_values_are_no_latents():
+def test_keys_and_values_are_not_latents():
     cache = FP8PagedCache(LlamaConfig(num_hidden_layers=1))
     key = torch.randn(1, 2, 5, 64)
     cache.update(key, key, 0)
@@ -149,7 +149,7 @@ def test_another_config():
     ],
 )
 def test_models_with_more_than_latents(family, keywords):
-    """What the layout lacks would be missing in the cache, and answers would be others."""
+    """The layout lacks states of these models, so the answers would differ."""
     if family not in type_names():
         pytest.skip(f"this version of transformers has no {family}")
     config = build(family, kv_lora_rank=128)[0].config

@@ -1,4 +1,4 @@
-"""Files that earlier versions saved: they load, and decoding continues as if nothing happened."""
+"""Files that earlier versions saved: they load, and decoding continues with the same values."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from hf_fp8kv.cache.paged_tensor import densify
 from tests.data.caches.make import CASES, continue_cache, make_cache
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
-# A window's pages are a ring by now, of which sequences share none: the tokens are the same.
+# The pages of a window are a ring now, and sequences share none of them; the tokens are the same.
 NOW_OTHER_PAGES = {"preallocated-two-groups"}
 
 
@@ -24,7 +24,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def assert_same_file(found: Path, expected: Path) -> None:
-    """The same facts and the same bytes of every tensor."""
+    """Assert the same facts, and the same bytes of every tensor."""
     (meta, tensors), (other_meta, others) = read_file(found), read_file(expected)
     for facts in (meta, other_meta):  # version 2 has plans where version 1 has formats
         del facts["options"]
@@ -39,7 +39,7 @@ def assert_same_file(found: Path, expected: Path) -> None:
 
 
 def assert_same_content(found: FP8PagedCache, expected: FP8PagedCache) -> None:
-    """The same numbers at the same positions, wherever the pages are."""
+    """Assert the same values at the same positions."""
     assert found.get_seq_length() == expected.get_seq_length()
     for layer, other in zip(found.layers, expected.layers, strict=True):
         for tensor, wanted in ((layer.keys, other.keys), (layer.values, other.values)):
@@ -50,7 +50,7 @@ def assert_same_content(found: FP8PagedCache, expected: FP8PagedCache) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_golden_file_loads_and_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
     golden = FOLDER / f"{name}.safetensors"
     made, cache = make_cache(name), FP8PagedCache.load(golden)
     if name not in NOW_OTHER_PAGES:

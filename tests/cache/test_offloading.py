@@ -1,12 +1,12 @@
-"""Pages of layers that do not compute lie in host memory: the same tokens, and no byte twice.
+"""Pages of layers that do not compute are in host memory: same tokens, and few copies.
 
-On a CPU both tiers are ordinary memory, and every copy between them is made. What left the device
-reads as NaN here, and so does a page of the host that was written on the device since.
+On a CPU both tiers are ordinary memory, but the cache copies between them as it does on a GPU. New
+memory reads as NaN here, so a page that was not copied back is noticed.
 """
 
-import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from pathlib import Path
@@ -17,21 +17,21 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError, PrefixStore, enable
-from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
-from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.paging import page_pool
-from hf_fp8kv.paging.block_table import BlockTable
-from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedPool
-from hf_fp8kv.paging.page_pool import PagePool
+from tests.cache.public import OutOfMemory, attend
 from tests.helpers.assertions import assert_same
+from tests.helpers.grids import pairwise
 from tests.helpers.standin import triton_standin
 from tests.helpers.tiny_models import causal_config, tiny
 
-pytestmark = pytest.mark.text
+pytestmark = [pytest.mark.text, pytest.mark.usefixtures("poisoned_outputs")]
 
 LAYERS, HEADS, DIM, PAGE = 6, 2, 16, 8
-GREEDY = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 EXACT = {"scales": 1.0, "page_size": PAGE}
+# Bytes of a page with static scales.
+PAGE_BYTES = PAGE * HEADS * 2 * DIM
+WHERE: list[dict[str, Any]] = [{"offloading": True}, {"max_device_pages": 2}]
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
@@ -40,37 +40,9 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """NaN in every format of 8 bits and in floats: 0xFF (E3M4 and others: 0x80) is no number."""
-    evict, written = OffloadedPool.evict, OffloadedPool._note_written
-
-    def poisoned(pool: PagePool, pages: Any = slice(None)) -> None:
-        for part in pool.parts():
-            for name in part:
-                for page in range(len(part[name])) if isinstance(pages, slice) else pages:
-                    if page < len(part[name]):
-                        part[name][page].view(torch.uint8).fill_(0xFF)
-
-    def evict_all(self: OffloadedPool) -> None:
-        self.store()
-        # Layers that share the keys of another one still read what they were given.
-        if self.device_pool.is_allocated and "kv_sharing" not in request.node.name:
-            poisoned(self.device_pool)
-        evict(self)
-
-    def write_over(self: OffloadedPool, pages: Any) -> None:
-        written(self, pages)
-        if self.host_pool.is_allocated and not self.in_blocks:
-            poisoned(self.host_pool, pages)
-
-    monkeypatch.setattr(OffloadedPool, "evict", evict_all)
-    monkeypatch.setattr(OffloadedPool, "_note_written", write_over)
-
-
-# Two layers with a window before each without one.
+# Two layers with a window before each layer without a window.
 MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
-# The last two read what the two before stored.
+# The last two layers read the keys and values of the two layers before.
 TURNS = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "num_kv_shared_layers": 2,
@@ -84,7 +56,7 @@ def config(name: str = "llama", **fields: Any) -> Any:
 
 
 def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
-    """Give all caches the same tokens, and compare what attention would read."""
+    """Give all caches the same tokens, and compare the keys and values for attention."""
     for index in range(LAYERS):
         generator = torch.Generator().manual_seed(100 * seed + index)
         k, v = torch.randn(2, batch, HEADS, count, DIM, generator=generator)
@@ -97,7 +69,7 @@ def feed(caches: list[Any], count: int, seed: int = 0, batch: int = 2) -> None:
 
 
 def assert_holds(caches: list[Any]) -> None:
-    """All caches hold the same."""
+    """Assert that all caches hold the same keys and values."""
     for index in range(LAYERS):
         for side in ("keys", "values"):
             found = [getattr(cache.layers[index], side).dense() for cache in caches]
@@ -106,20 +78,14 @@ def assert_holds(caches: list[Any]) -> None:
 
 
 def check(cache: FP8PagedCache) -> None:
-    """No more is on the device than there may be."""
-    budget = cache.budget
-    if isinstance(budget, OffloadBudget):
-        pools = {id(layer.pool): layer.pool for layer in cache.paged_layers}.values()
-        here = [pool.device_pool.pages for pool in pools if pool.device_pool.is_allocated]
-        if budget.max_device_pages is None:
-            assert len(here) <= 2
-        else:
-            most = budget.max_device_pages * len(cache.paged_layers)
-            assert sum(here) <= most or len(here) == 1
+    """Assert that at most two layers are on the device if the cache offloads all layers."""
+    sizes = [layer.memory_footprint() for layer in cache.paged_layers]
+    here = [size for size in sizes if size.get("pages")]
+    assert len(here) <= 2 or cache.options.max_device_pages or not cache.options.offloading
 
 
 def both(name: str = "llama", **keywords: Any) -> list[FP8PagedCache]:
-    """A cache, and the same with its pages in host memory."""
+    """Return a cache, and the same cache with its pages in host memory."""
     keywords = {"page_size": PAGE, **keywords}
     fields = config(name)
     return [FP8PagedCache(fields, **keywords, **where) for where in ({}, {"offloading": True})]
@@ -133,34 +99,38 @@ def moved(cache: FP8PagedCache) -> tuple[int, int]:
 # -- the same tokens -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gqa", "sliding", "sliding_and_full", "latent", "kv_sharing"])
+# Grid: a pairwise cover; each call of each model.
 @pytest.mark.parametrize(
-    ("dtype", "attention"), [("auto", "own"), ("auto", "fp8_paged"), (None, "fp8_paged")]
-)
-def test_the_same_tokens(name: str, dtype: str | None, attention: str) -> None:
-    kinds = {"sliding_and_full": MIXED, "kv_sharing": TURNS}.get(name, {})
-    model, inputs = tiny(name, num_hidden_layers=LAYERS, **kinds)
+    ("name", "what", "kind", "where"),
+    pairwise(
+        ["gqa", "sliding", "sliding_and_full", "latent", "kv_sharing"], list(CALLS),
+        [("auto", "own"), ("auto", "fp8_paged"), (None, "fp8_paged")], WHERE,
+    ),
+    ids=str,
+)  # fmt: skip
+def test_the_same_tokens(
+    name: str, what: str, kind: tuple[str | None, str], where: dict[str, Any]
+) -> None:
+    layers = {"sliding_and_full": MIXED, "kv_sharing": TURNS}.get(name, {})
+    model, inputs = tiny(name, num_hidden_layers=LAYERS, **layers)
+    dtype, attention = kind
     if attention != "own":
         model.set_attn_implementation(attention)
-    for what, keywords in CALLS.items():
-        row = {k: v[1:] for k, v in inputs.items()} if what == "drafts" else inputs
-        stayed = FP8PagedCache(model.config, page_size=PAGE, dtype=dtype)
-        expected = model.generate(**row, past_key_values=stayed, **GREEDY, **keywords)
-        held = max(stayed.budget.held // 4, 1)
-        for where in ({"offloading": True}, {"max_device_pages": held}):
-            cache = FP8PagedCache(model.config, page_size=PAGE, dtype=dtype, **where)
-            got = model.generate(**row, past_key_values=cache, **GREEDY, **keywords)
-            assert_same(got, expected, (what, where))
-            assert cache.memory_footprint()["fetched"] > 0
-            check(cache)
-            for group in cache.groups.values():
-                group.table.check()
+    keywords = {**GREEDY, **CALLS[what]}
+    row = {k: v[1:] for k, v in inputs.items()} if what == "drafts" else inputs
+    stayed, cache = (
+        FP8PagedCache(model.config, page_size=PAGE, dtype=dtype, **options)
+        for options in ({}, where)
+    )
+    expected = model.generate(**row, past_key_values=stayed, **keywords)
+    assert_same(model.generate(**row, past_key_values=cache, **keywords), expected)
+    assert cache.memory_footprint()["fetched"] > 0
+    check(cache)
 
 
-@pytest.mark.parametrize("name", ["position_bias", "speech"])
-@pytest.mark.parametrize("dtype", ["auto", None])
+@pytest.mark.parametrize(("name", "dtype"), [("position_bias", "auto"), ("speech", None)])
 def test_encoder_decoders(name: str, dtype: str | None) -> None:
-    """The keys of cross-attention are written once, and read from the layers at each step."""
+    """The keys of cross-attention are written once and read at each step."""
     number = "num_hidden_layers" if name == "position_bias" else "decoder_layers"
     model, inputs = tiny(name, **{"num_decoder_layers": 4, number: 4})
     model.set_attn_implementation("fp8_paged")
@@ -178,10 +148,10 @@ def test_encoder_decoders(name: str, dtype: str | None) -> None:
                 assert bool(min(moved(cache))) == bool(where)
                 check(cache)
             sizes = caches[1].memory_footprint()
-            assert sizes["returned"] <= sizes["host"], "it is written once, and then read"
+            assert sizes["returned"] <= sizes["host"], "written once, and then only read"
 
 
-def test_generate_asks_for_an_offloaded_cache() -> None:
+def test_generate_with_an_offloaded_cache_implementation() -> None:
     model, inputs = tiny("gqa", num_hidden_layers=4)
     options = {**GREEDY, "return_dict_in_generate": True}
     asked = {"cache_implementation": "offloaded", **options}
@@ -200,7 +170,7 @@ def test_generate_asks_for_an_offloaded_cache() -> None:
         model.generate(**inputs, **asked)
 
 
-@pytest.mark.parametrize("where", [{"offloading": True}, {"max_device_pages": 2}], ids=str)
+@pytest.mark.parametrize("where", WHERE, ids=str)
 def test_a_prefix_comes_from_a_store_and_goes_there(where: dict[str, Any], tmp_path: Path) -> None:
     model, inputs = tiny("sliding_and_full", num_hidden_layers=LAYERS, **MIXED)
     ids = inputs["input_ids"][1:].repeat(1, 4)
@@ -216,13 +186,11 @@ def test_a_prefix_comes_from_a_store_and_goes_there(where: dict[str, Any], tmp_p
         assert min(moved(out.past_key_values)) > 0
 
 
-@pytest.mark.parametrize("attention", ["own", "fp8_paged"])
-def test_a_draft_model_may_be_offloaded_too(attention: str) -> None:
+def test_a_draft_model_may_also_be_offloaded() -> None:
     model, inputs = tiny("gqa", num_hidden_layers=4)
     draft, _ = tiny("gqa", num_hidden_layers=2)
     row = {name: tensor[1:] for name, tensor in inputs.items()}
-    if attention != "own":
-        model.set_attn_implementation(attention)
+    model.set_attn_implementation("fp8_paged")
     expected = None
     for where in ({}, {"offloading": True}, {"max_device_pages": 1}):
         enable(draft, page_size=PAGE, dtype="auto", **where)
@@ -232,7 +200,7 @@ def test_a_draft_model_may_be_offloaded_too(attention: str) -> None:
         assert_same(got, expected, where)
 
 
-# -- what is stored ------------------------------------------------------------------------------
+# -- stored keys and values ----------------------------------------------------------------------
 
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -242,19 +210,20 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("pages", [None, 1, 7])
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+# Grid: a pairwise cover.
+@pytest.mark.parametrize(
+    ("name", "form", "pages", "backend"),
+    pairwise(["llama", "mistral", "gemma3_text"], list(FORMS), [0, None, 1, 7], ["auto", "triton"]),
+)
 def test_every_operation(
     name: str, form: str, pages: int | None, backend: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Against the same cache without a second tier; "triton" has blocks, and writes late."""
+    """Against a cache in one tensor and one tier (0 pages); "triton" has blocks and late writes."""
     if backend == "triton":
         triton_standin(monkeypatch)
         monkeypatch.setattr(page_pool, "BLOCK_BYTES", 3000)
-    where = {"offloading": True} if pages is None else {"max_device_pages": pages}
+    where = {None: {"offloading": True}, 0: {}}.get(pages, {"max_device_pages": pages})
     fields, keywords = config(name), {"page_size": PAGE, **FORMS[form]}
     stayed = FP8PagedCache(
         fields, backend="reference" if backend == "triton" else backend, **keywords
@@ -285,28 +254,28 @@ def test_every_operation(
     feed(pair, 1, 11)
     loaded = FP8PagedCache.load(cache.save(tmp_path / "cache.safetensors"))
     twins = [stayed, loaded, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)]
-    for twin in twins[1:]:
-        assert isinstance(twin.budget, OffloadBudget)
-        assert twin.budget.max_device_pages == pages
     feed([copy.deepcopy(stayed), *twins[1:]], 5, 12)
-    del twins, twin, loaded
+    assert pages in (0, 7) or all(min(moved(twin)) > 0 for twin in twins[1:])
+    del twins, loaded
     for one in pair:
         one.crop(-30 if name == "llama" else -1)
     feed(pair, 1, 13)
     for layer in cache.paged_layers:
         layer.offload()
-        assert not layer.pool.device_pool.is_allocated
+        assert not pages or not layer.memory_footprint().get("pages")
         layer.prefetch()
     assert_holds(pair)
     for one in pair:
         one.reset()
-    assert cache.memory_footprint()["total"] == stayed.memory_footprint()["total"] < 100
+    assert max(one.memory_footprint()["total"] for one in pair) < 100
     feed(pair, 4, 14, batch=3)
     assert_holds(pair)
 
 
-def test_what_waits_is_stored_before_its_layer_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that no attention came for: of a first call that decides, and of steps after it."""
+def test_pending_tokens_are_stored_before_their_layer_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens without an attention call: of a first call, which decides the plan, and of steps."""
     triton_standin(monkeypatch)
     for where in ({"offloading": True}, {"max_device_pages": 1}):
         fields = config("gemma3_text")
@@ -331,7 +300,7 @@ def test_bytes_go_back_after_a_crop() -> None:
         one.crop(-280)
     after = pair[1].memory_footprint()
     assert after["host"] < before["host"] / 4
-    assert after["pages"] == 0, "they come back when their layer computes"
+    assert after["pages"] == 0, "pages come back when their layer computes"
     assert_holds(pair)
     feed(pair, 1, 1)
 
@@ -342,16 +311,6 @@ def test_long_calls_pass_through_a_window() -> None:
         feed(pair, count, step)
         forks = [one.fork() for one in pair]
         feed(forks, 17, 50 + step)
-
-
-def test_the_old_window_of_the_next_layer_comes_too() -> None:
-    """In a long call, whose tokens get pages under other numbers."""
-    one = FP8PagedCache(config("mistral"), offloading=True, page_size=PAGE)
-    feed([one], 21)
-    for layer in one.paged_layers:
-        held = layer.group.held_pages(layer.member)
-        assert (len(held), len(layer.pool.missing(held))) == (4, 0)  # two of each sequence
-        one.update(*torch.randn(2, 2, HEADS, 30, DIM), layer.index)
 
 
 def test_a_refused_step_leaves_no_trace() -> None:
@@ -365,69 +324,56 @@ def test_a_refused_step_leaves_no_trace() -> None:
     assert_holds(pair)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("where", [{}, {"offloading": True}, {"max_device_pages": 9}], ids=str)
-def test_memory_that_does_not_suffice(
-    name: str, where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the middle of what a step does before its first layer has stored anything."""
-    calls: list[int] = []
-    pair = [FP8PagedCache(config(name), page_size=PAGE, **x) for x in ({}, where)]
-    for one in pair:
-        one.activate_past_recording()
-    feed(pair, 21)
-    pools = (PagePool, OffloadedPool) if where else (PagePool,)
-    methods = [(x, name) for x in pools for name in ("copy", "grow", "receive") if name in vars(x)]
-    for kind, method in methods:
-        for number in range(1, 5):
-            forks = [one.fork() for one in pair]  # so that pages are copied
-            stock = getattr(kind, method)
-            calls.clear()
-
-            def fail(*args: Any, stock: Any = stock, at: int = number, **kwargs: Any) -> Any:
-                calls.append(1)
-                if len(calls) == at:
-                    raise MemoryError
-                return stock(*args, **kwargs)
-
-            with monkeypatch.context() as patched, contextlib.suppress(MemoryError):
-                patched.setattr(kind, method, fail)
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("gemma3_text", {}),
+        ("llama", {"offloading": True}),
+        ("gemma3_text", {"max_device_pages": 9}),
+    ],
+)
+def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
+    """Each allocation of a step fails once. The step can be undone, and forks stay as they were."""
+    for at in itertools.count(1):
+        pair = [FP8PagedCache(config(name), page_size=PAGE, dtype="fp8", **x) for x in ({}, where)]
+        for one in pair:
+            one.activate_past_recording()
+        feed(pair, 21)
+        forks = [one.fork() for one in pair]  # so that pages are copied
+        try:
+            with OutOfMemory(at, PAGE_BYTES):
                 pair[1].update(*torch.randn(2, 2, HEADS, 5, DIM), 0)
+            break
+        except MemoryError:
             pair[1].layers[0].crop(pair[0].get_seq_length() - pair[1].get_seq_length())
-            for window, group in pair[1].groups.items():
-                group.table.check(forks[1].groups[window].table)
-            assert_holds(forks)
-            feed(pair, 3, number)
-            assert_holds(pair)
-            assert_holds(forks)
+        assert_holds(forks)
+        feed(pair, 3, at)
+        assert_holds(pair)
+        assert_holds(forks)
+    assert at > 2
 
 
 @pytest.mark.parametrize("where", [{}, {"offloading": True}], ids=str)
-def test_pages_that_cannot_be_renumbered(
-    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some layers would then have other numbers than the others: nothing is held any more."""
-    cache, other = (FP8PagedCache(config("gemma3_text"), page_size=PAGE, **where) for _ in "ab")
-    calls: list[int] = []
-    keep = PagePool.keep
-
-    def fail(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise MemoryError
-        keep(*args)
-
-    feed([cache], 40 * PAGE)
-    with monkeypatch.context() as patched:
-        patched.setattr(PagePool, "keep", fail)
-        with pytest.raises(MemoryError):
-            cache.layers[2].group.crop(39 * PAGE)
-    for group in cache.groups.values():
-        assert not group.length
-        group.table.check()
-    for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
-        feed([cache, other], count, seed)
-    assert_holds([cache, other])
+def test_memory_that_does_not_suffice_for_a_crop(where: dict[str, Any]) -> None:
+    """A crop that cannot move pages leaves the tokens, or none: layers never disagree."""
+    for at in itertools.count(1):
+        cache, other = (FP8PagedCache(config(), **EXACT, **where) for _ in "ab")
+        feed([cache, other], 40 * PAGE)
+        try:
+            with OutOfMemory(at, PAGE_BYTES):
+                cache.crop(-39 * PAGE)
+            break
+        except MemoryError:
+            lengths = {layer.get_seq_length() for layer in cache.layers}
+        assert len(lengths) == 1
+        if lengths == {0}:
+            cache.reset(), other.reset()
+        elif lengths == {PAGE}:
+            other.crop(-39 * PAGE)
+        for count, seed in ((7 * PAGE + 3, 1), (2, 2)):
+            feed([cache, other], count, seed)
+        assert_holds([cache, other])
+    assert at > 1
 
 
 def test_tokens_are_assigned() -> None:
@@ -441,26 +387,27 @@ def test_tokens_are_assigned() -> None:
     assert_holds(pair)
 
 
-def test_layers_of_transformers_between_them_stay() -> None:
+def test_layers_of_transformers_stay_on_the_device() -> None:
     fields = config("gemma3_text")
     skipped = {"skip_layers": ["sliding_attention"], "page_size": PAGE}
     pair = [FP8PagedCache(fields, **skipped), FP8PagedCache(fields, **skipped, offloading=True)]
     for step, count in enumerate((21, 1, 1)):
         feed(pair, count, step)
-    # One layer alone has nothing to make room for.
+    # A single layer never has to make room.
     one = FP8PagedCache(config(), offloading=True, skip_layers=range(1, LAYERS), page_size=PAGE)
     for step in range(3):
         feed([one], 9, step)
     assert moved(one)[0] == 0
 
 
-# -- what crosses --------------------------------------------------------------------------------
+# -- copies between the tiers --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
-@pytest.mark.parametrize("pages", [None, 1, 4])
+@pytest.mark.parametrize(
+    ("name", "pages"), [("llama", None), ("mistral", None), ("gemma3_text", None), ("mistral", 4)]
+)
 def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> None:
-    """Full attention: what is stored. With a window: that alone. Back: pages that were written."""
+    """To the device: the stored tokens, or the window. Back: the pages that the step wrote."""
     where = {"offloading": True} if pages is None else {"max_device_pages": pages}
     window = {} if name == "llama" else {"sliding_window": 16}
     cache = FP8PagedCache(config(name, **window), **EXACT, **where)
@@ -471,51 +418,57 @@ def test_a_stored_byte_crosses_once_in_a_step(name: str, pages: int | None) -> N
         length = cache.get_seq_length()
         feed([cache], 1, step)
         for layer in cache.paged_layers:
-            # The first layer's pages come at the end of the step before.
+            # The pages of the first layer come at the end of the previous step.
             tokens = length + (layer.index == 0)
             first = 0 if layer.sliding_window is None else tokens - layer.sliding_window + 1
             held = -(-tokens // PAGE) - first // PAGE
-            bound += held * 2 * layer.pool.bytes_per_page()
-            back += 2 * layer.pool.bytes_per_page()
+            bound += held * 2 * PAGE_BYTES
+            back += 2 * PAGE_BYTES
         fetched, returned = (now - old for now, old in zip(moved(cache), start, strict=True))
         if pages is None:
             assert (fetched, returned) == (bound, back)
         else:
-            # What comes early in a step is the next one's, what goes late that of the one before.
+            # Some pages come early for the next step, or leave late after the previous step.
             assert 0 < fetched <= bound * step / (step - 1)
             assert 0 < returned <= back * step / (step - 1)
 
 
-@pytest.mark.parametrize(("room", "crossing"), [(6, 0), (5, 6), (4, 12), (3, 18), (2, 24), (1, 24)])
-def test_what_fits_stays(room: int, crossing: int) -> None:
-    """In four steps of six layers: with room for five, six layers go over instead of 24."""
-    held = 2 * 17  # pages of two sequences
-    cache = FP8PagedCache(config(), max_device_pages=-(-held * room // LAYERS), **EXACT)
-    cache.groups[None].table.allocator.exact = True
+@pytest.mark.parametrize(("room", "crossing"), [(6, 0), (5, 1), (4, 2), (3, 3), (2, 4), (1, 4)])
+def test_layers_that_fit_stay_on_the_device(room: int, crossing: int) -> None:
+    """With memory for all layers but one, one layer crosses per step and layer, not all six."""
+    stayed = FP8PagedCache(config(), **EXACT)
+    feed([stayed], 129)
+    feed([stayed], 1, 1)
+    sizes = stayed.memory_footprint()
+    # Pages of a layer, with the room for growth.
+    pages = sizes["pages"] // PAGE_BYTES // LAYERS
+    cache = FP8PagedCache(config(), max_device_pages=-(-pages * room // LAYERS), **EXACT)
     for step, count in enumerate((129, 1, 1, 1)):
         feed([cache], count, step)
-    before, pool = moved(cache), cache.layers[0].pool
+    before = moved(cache)
     for step in range(4, 8):
         feed([cache], 1, step)
-    assert pool.pages == held
-    assert moved(cache)[0] - before[0] == crossing * held * pool.bytes_per_page()
+    layer_bytes = sizes["used"] // LAYERS
+    assert moved(cache)[0] - before[0] == crossing * LAYERS * layer_bytes
     if not crossing:
         assert moved(cache) == (0, 0)
         assert cache.memory_footprint()["host"] == 0
 
 
-@pytest.mark.parametrize(("pages", "both_fit"), [(None, True), (11, True), (10, False)])
-def test_the_next_layer_comes_while_one_computes(pages: int | None, both_fit: bool) -> None:
-    where = {"offloading": True} if pages is None else {"max_device_pages": pages}
+@pytest.mark.parametrize(
+    ("where", "both_fit"), [(WHERE[0], True), ({"max_device_pages": 1}, False)]
+)
+def test_the_next_layer_comes_while_one_computes(where: dict[str, Any], both_fit: bool) -> None:
     cache = FP8PagedCache(config(), **EXACT, **where)
-    cache.groups[None].table.allocator.exact = True
     feed([cache], 124)
     feed([cache], 1, 1)
-    for layer in cache.paged_layers:
-        held = layer.group.held_pages(layer.member)
-        assert len(held) == 32
-        assert len(layer.pool.missing(held)) == (0 if both_fit else 32)
+    for layer in cache.layers:
         cache.update(*torch.randn(2, 2, HEADS, 1, DIM), layer.index)
+        sizes = [x.memory_footprint().get("pages") for x in cache.layers]
+        following = (layer.index + 1) % LAYERS
+        assert [i for i, size in enumerate(sizes) if size] == sorted(
+            {layer.index, following} if both_fit else {layer.index}
+        )
 
 
 def test_sizes_of_both_tiers() -> None:
@@ -523,10 +476,10 @@ def test_sizes_of_both_tiers() -> None:
     for one in (stayed, cache):
         feed([one], 61)
     sizes, expected = cache.memory_footprint(), stayed.memory_footprint()
-    page = cache.layers[0].pool.bytes_per_page()
+    page = PAGE_BYTES
     assert sizes["used"] == expected["used"] == LAYERS * 16 * page
     assert expected["host"] == expected["fetched"] == expected["returned"] == 0
-    # The last two layers are on the device, the last one alone is nowhere else.
+    # The last two layers are on the device. Only the last layer is not in host memory.
     assert sizes["pages"] == 2 * 16 * page
     assert sizes["host"] == (LAYERS - 1) * 16 * page
     assert sizes["returned"] == (LAYERS - 1) * 16 * page
@@ -534,43 +487,19 @@ def test_sizes_of_both_tiers() -> None:
     assert sizes["total"] == sum(sizes[name] for name in parts)
 
 
-def test_memory_is_free_before_the_next_layer_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is done with a layer's pages keeps them: writes that waited, records, tables."""
+def test_memory_is_free_before_the_next_layer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delayed writes, records and tables do not keep the pages of a layer on the device."""
     triton_standin(monkeypatch)
     cache = FP8PagedCache(config("gemma3_text"), offloading=True, backend="triton", page_size=PAGE)
     feed([cache], 21)
-    fetch = OffloadedPool.fetch
-    taken: list[weakref.ref[torch.Tensor]] = []
-
-    def watched(self: OffloadedPool, pages: Any) -> None:
-        comes = not self.device_pool.is_allocated
-        assert not comes or sum(block() is not None for block in taken) < 2
-        fetch(self, pages)
-        if comes:
-            taken.extend(weakref.ref(block) for block in self.device_pool._blocks[:1])
-
-    for layer in cache.paged_layers:
-        layer.offload()
-    monkeypatch.setattr(OffloadedPool, "fetch", watched)
-    modules = [AttentionLayer(2, index) for index in range(LAYERS)]
+    storages: list[weakref.ref[Any]] = []
     for _ in range(3):
-        for index, module in enumerate(modules):
+        for index in range(LAYERS):
             keys, values = cache.update(*torch.randn(2, 2, HEADS, 1, DIM), index)
-            fp8_paged_attention(module, torch.randn(2, 2 * HEADS, 1, DIM), keys, values, None)
+            attend(torch.randn(2, 2 * HEADS, 1, DIM), keys, values, 0.2)
+            assert not any(storage() for storage in storages[:-1])
+            storages.append(weakref.ref(keys.k_codes.untyped_storage()))
             del keys, values
-    assert len(taken) == 3 * LAYERS + 1
-
-
-def test_a_cache_in_one_place_does_no_work_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[int] = []
-    pages_of = BlockTable.pages_of
-    monkeypatch.setattr(BlockTable, "pages_of", lambda *args: found.append(1) or pages_of(*args))
-    pair = both()
-    feed(pair[:1], 21)
-    feed(pair[:1], 1, 1)
-    assert not found
-    feed(pair[1:], 21)
-    assert found
 
 
 def test_no_layer_waits_for_the_garbage_collector() -> None:
@@ -578,16 +507,17 @@ def test_no_layer_waits_for_the_garbage_collector() -> None:
     feed([cache], 21)
     fork = cache.fork()
     feed([fork], 1, 1)
-    pools = [weakref.ref(layer.pool) for layer in cache.paged_layers]
+    keys = fork.layers[LAYERS - 1].keys
+    storage = weakref.ref(keys.k_codes.untyped_storage())
     gc.disable()
     try:
-        del cache, fork
-        assert not any(pool() for pool in pools)
+        del cache, fork, keys
+        assert storage() is None
     finally:
         gc.enable()
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- refused arguments ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -600,13 +530,13 @@ def test_no_layer_waits_for_the_garbage_collector() -> None:
         ({"max_device_pages": 2.5}, "max_device_pages: expected a whole number above 0"),
     ],
 )
-def test_what_is_refused(keywords: dict[str, Any], message: str) -> None:
+def test_bad_arguments(keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(config(), **keywords)
 
 
 def test_other_caches_are_transformers_own() -> None:
-    """Asked for a static cache in host memory, transformers makes its own."""
+    """transformers makes its own static cache in host memory."""
     model, inputs = tiny("gqa")
     enable(model)
     with pytest.MonkeyPatch.context() as patch:

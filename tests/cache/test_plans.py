@@ -1,4 +1,4 @@
-"""Scales that say how each layer is stored: what the cache makes of them, and their files."""
+"""Scales with a storage plan for each layer: in the cache, and in files."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def states(count: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, tor
 
 
 def stored(x: torch.Tensor, layer: LayerScales, side: str) -> torch.Tensor:
-    """What is read back of K or V `[B, H, T, D]`, by the definition of plan and scales."""
+    """Return the values that K or V `[B, H, T, D]` read back as, by definition of the plan."""
     plan, scale = getattr(layer.plan, side), getattr(layer, side)
     fmt = FORMATS[plan.format]
     center = layer.k_center[:, None] if plan.centered else 0.0
@@ -66,7 +66,7 @@ def test_each_layer_is_stored_as_its_plan_says(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_saved_cache_is_not_taken_for_scales(tmp_path: Path) -> None:
+def test_a_saved_cache_is_refused_as_scales(tmp_path: Path) -> None:
     path = FP8PagedCache(config()).save(tmp_path / "cache.safetensors")
     with pytest.raises(ScaleError, match="expected scales, got a cache that"):
         FP8PagedCache(config(), scales=path)
@@ -111,7 +111,7 @@ def test_training_rounds_as_the_pages_do(is_dynamic: bool) -> None:
             torch.testing.assert_close(rounded, expected, rtol=0, atol=1e-5)
 
 
-def test_dynamic_plans_without_centers_are_those_by_hand() -> None:
+def test_dynamic_plans_without_centers_are_explicit_plans() -> None:
     model, _ = tiny("llama", num_hidden_layers=LAYERS, attn_implementation="fp8_paged")
     plans = dict(enumerate([LayerPlan.parse("int8 rotated", "fp8_e2m5 rotated"), *PLANS[1:]]))
     scales = KVScales({i: LayerScales(None, None, plan=plan) for i, plan in plans.items()})
@@ -127,7 +127,7 @@ def test_dynamic_plans_without_centers_are_those_by_hand() -> None:
         assert_same(one.values.dense(), other.values.dense())
 
 
-def test_a_plan_says_what_it_is() -> None:
+def test_the_footprint_and_repr_name_the_plans() -> None:
     cache = FP8PagedCache(config(), scales=planned_scales(), skip_layers=[1])
     plans = {str(PLANS[0]): 1, str(PLANS[2]): 1}
     assert cache.memory_footprint()["plans"] == plans
@@ -148,7 +148,7 @@ def test_a_plan_says_what_it_is() -> None:
     ],
     ids=str,
 )
-def test_nothing_else_may_say_how_a_layer_is_stored(keywords: dict, message: str) -> None:
+def test_other_storage_options_are_refused_with_a_plan(keywords: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FP8PagedCache(config(), scales=planned_scales(), **keywords)
 
@@ -164,5 +164,5 @@ def test_a_plan_of_more_layers_is_refused(preallocated: bool) -> None:
     size = {"max_cache_len": 64} if preallocated else {}
     with pytest.raises(ScaleError, match=r"3 layers.*layers \[3, 4\], too; use the scales"):
         FP8PagedCache(config(), scales=planned_scales(5), **size)
-    # Without a plan there may be more: servers' checkpoints have scales of layers for drafts.
+    # Without a plan, scales may name more layers: checkpoints have layers for drafts.
     assert FP8PagedCache(config(), scales=KVScales.uniform(5), **size).plan

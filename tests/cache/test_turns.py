@@ -1,20 +1,24 @@
-"""How keys turn with their position, and what is left of a center of keys that turn."""
+"""How keys turn with their position, and the center of keys that turn."""
 
 import dataclasses
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.glm import modeling_glm
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.cache.turns import STILL, Turns, _code_turns_neighbors
+from hf_fp8kv.cache.turns import STILL, Turns
+from tests.cache.public import read_centers
 from tests.helpers.tiny_models import build, causal_config
 
 pytestmark = pytest.mark.text
 
 DISTANCE = 37
-# By how keys turn: halves, neighbors (also as complex numbers), a part of the head, one base for
-# each type of layer, the latents of MLA, and layers without RoPE.
+# Ways to turn: halves, neighbors (also as complex numbers), a part of the head, one base for each
+# type of layer, the latents of MLA, and layers without RoPE.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {}, "cohere": {}, "glm": {}, "gpt_neox": {}, "gemma3_text": {}, "gemma4_text": {},
     "deepseek_v3": {"kv_lora_rank": 24}, "cohere2": {}, "exaone4": {},
@@ -34,13 +38,14 @@ def test_keys_turn_as_the_config_says(name: str) -> None:
         model(ids, position_ids=at, past_key_values=caches[-1])
     for near, far in zip(*(cache.paged_layers for cache in caches), strict=True):
         keys, expected = (layer.keys.dense()[:, :, :8].float() for layer in (near, far))
-        assert near.turns is not None
-        keys = near.turns.turn(keys, DISTANCE)
+        turns = Turns.of(model.config, near.index)
+        assert turns is not None
+        keys = turns.turn(keys, DISTANCE)
         torch.testing.assert_close(keys, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_complex_numbers_are_neighbors() -> None:
-    model, _ = build("deepseek_v2")  # which takes no notice of position_ids
+    model, _ = build("deepseek_v2")  # it ignores position_ids
     turns = Turns.of(model.config, 0)
     assert turns is not None
     assert turns.neighbors
@@ -77,25 +82,28 @@ def test_a_steady_center_is_the_mean_over_positions(turns: Turns) -> None:
     assert (far - turns.steady(center)).abs().max() > 0.05
 
 
-def test_a_center_keeps_what_stays() -> None:
-    """In a cache: slow pairs of channels, and those that do not turn, have a center."""
+def test_a_center_keeps_channels_that_hardly_turn() -> None:
+    """In a cache, slow pairs of channels and channels that do not turn have a center."""
     config = causal_config("gpt_neox", max_position_embeddings=65536)
     cache = FP8PagedCache(config, dtype="fp8", center_keys=True)
     k = 20 + torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     cache.update(k, k, 0)
-    turns, mean = cache.paged_layers[0].turns, k[:, :, -32:].mean(2)
+    turns, mean = Turns.of(config, 0), k[:, :, -32:].mean(2)
     assert turns is not None
-    center = cache.paged_layers[0].k_center
-    assert center is not None
+    center = read_centers(cache)
     torch.testing.assert_close(center, turns.steady(mean))
     assert center[..., 0].abs().max() < 0.1
     torch.testing.assert_close(center[..., 4:], mean[..., 4:])
 
 
-def test_the_device_of_new_tensors_does_not_matter() -> None:
-    model, _ = build("llama")
-    config = model.config
-    expected = Turns.of(config, 0)
-    _code_turns_neighbors.cache_clear()
+def test_the_default_device_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of a model that no earlier test has looked at turns channels 2i and 2i + 1."""
+    module = ModuleType("modeling_probe")
+    vars(module)["rotate_half"] = modeling_glm.rotate_half
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = causal_config("glm")
+    config.__class__ = type("Probe", (type(config),), {"__module__": "configuration_probe"})
     with torch.device("meta"):
-        assert Turns.of(config, 0) == expected
+        turns = Turns.of(config, 0)
+    assert turns is not None
+    assert turns.neighbors

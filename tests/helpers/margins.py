@@ -1,4 +1,4 @@
-"""Greedy text that does not depend on the CPU: the best token wins by a margin."""
+"""Greedy tokens that do not depend on the CPU: the best token wins by a margin."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 class WideMargins(LogitsProcessor):
     """Assert at each step of generate() that the best logit leads the next one by `least`.
 
-    Sums in another order move a logit by less than that, so every CPU picks the same tokens.
+    Sums in another order change a logit by less than `least`, so every CPU picks the same tokens.
     """
 
     def __init__(self, least: float) -> None:
@@ -34,9 +34,9 @@ def wide_margins(least: float) -> LogitsProcessorList:
 def greedy_deficit(model: Any, prompt: list[int], answer: list[int]) -> float:
     """Return how far, at most, a token of the answer is below the best logit of its step.
 
-    The model reads prompt and answer at once, without a cache. In 16 bits two CPUs may choose
-    differently between two tokens that are nearly equal, and go on with other text: each answer is
-    then still greedy to within the rounding, and one that read a wrong page is not.
+    The model reads prompt and answer in one call, without a cache. In 16 bits, two CPUs may choose
+    differently between two nearly equal tokens, and continue differently. Each answer is then still
+    greedy to within the rounding, but an answer from a wrong page is not.
     """
     logits = model(torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0].float()
     steps = logits[len(prompt) - 1 : -1]

@@ -1,4 +1,4 @@
-"""Scales that say how each layer is stored, for a tiny model with GQA: every layer another plan."""
+"""Scales with a storage plan for each layer of a tiny model with GQA; all plans differ."""
 
 import torch
 from transformers import PreTrainedModel
@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.scales import KVScales, LayerScales
 
-# Static scales of E4M3 for numbers up to about 4; V has others than K.
+# Static scales of E4M3 for values up to about 4; V has other scales than K.
 PLANS = (
     LayerPlan.parse("fp8_e2m5 rotated centered", "int8 rotated"),
     LayerPlan.parse("fp8_e4m3", "fp8_e2m5 rotated"),
@@ -22,9 +22,9 @@ def planned_scales(
     is_dynamic: bool = False,
     coarse: bool = False,
 ) -> KVScales:
-    """Scales per head, or of each token, with the plans above in turn.
+    """Return scales per head, or dynamic scales, with the plans above in turn.
 
-    `coarse`: codes are so few that another plan is seen in a model's tokens.
+    `coarse`: The codes are so few that a different plan changes the tokens of a model.
     """
     chance = torch.Generator().manual_seed(5)
 
@@ -43,7 +43,7 @@ def planned_scales(
 
 
 def planned_for(model: PreTrainedModel, **keywords: bool) -> KVScales:
-    """The same of a model."""
+    """Return such scales for a model."""
     config = model.config.get_text_config()
     heads = config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

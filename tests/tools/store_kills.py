@@ -1,10 +1,10 @@
 """Processes that share a `PrefixStore` and are killed while they write.
 
-    python -m tests.helpers.store_kills --kills 200
+    python -m tests.tools.store_kills --kills 200
 
-Each is forked from one that has a tiny model ready, writes the prompts that it is told to, and is
-killed at a random moment. After each kill the folder is read by another store: the tokens must be
-those without one, and all files together, unfinished ones too, within the bound.
+The parent has a tiny model ready. It forks each writer, which answers prompts in a random order
+until it is killed at a random moment. After each kill, another store reads the folder: the tokens
+must be those without a store, and all files, including unfinished ones, must be within the bound.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BOUND = 36 * 2300
 
 
 def run_kills(folder: Path, kills: int) -> dict[str, int]:
-    """Run this file in a process of its own: it forks, and this one may have threads."""
+    """Run this file in a separate process, because it forks and the caller may have threads."""
     return _run("--kills", str(kills), "--folder", str(folder))
 
 
@@ -36,7 +36,7 @@ def run_together(folder: Path, processes: int) -> dict[str, int]:
 
 
 def _run(*arguments: str) -> dict[str, int]:
-    command = [sys.executable, "-m", "tests.helpers.store_kills", *arguments]
+    command = [sys.executable, "-m", "tests.tools.store_kills", *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True
@@ -47,7 +47,7 @@ def _run(*arguments: str) -> dict[str, int]:
 
 
 class Tried:
-    """A tiny model, prompts, and what it says to them without a store."""
+    """A tiny model, prompts, and its answers without a store."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -67,7 +67,7 @@ class Tried:
             self.expected.append(self.model.generate(prompt, past_key_values=cache, **GREEDY))
 
     def say(self, rounds: int, seed: int) -> dict[str, int]:
-        """Ask prompts in a random order; return how many answers are wrong, and tokens found."""
+        """Answer random prompts; return the number of wrong answers and the counts of the store."""
         import torch
 
         store = self.make(self.folder, max_bytes=BOUND)
@@ -89,11 +89,11 @@ class Tried:
             try:
                 total += path.lstat().st_size
             except FileNotFoundError:
-                continue  # removed meanwhile
+                continue  # another process removed it
         return total
 
     def fork(self, rounds: int, seed: int, result: Path | None = None) -> int:
-        """Say things in a child; return its number."""
+        """Answer prompts in a child process; return its id."""
         child = os.fork()
         if child:
             return child
@@ -106,7 +106,7 @@ class Tried:
 
 
 def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
-    """Kill a writing process `kills` times at random moments; return sums over what is read."""
+    """Kill a writing process `kills` times at random moments; return the sums of all reads."""
     started = time.monotonic()
     tried.say(PROMPTS, 0)
     span = time.monotonic() - started
@@ -128,7 +128,7 @@ def kill_writers(tried: Tried, kills: int) -> dict[str, int]:
 
 
 def write_together(tried: Tried, processes: int) -> dict[str, int]:
-    """Let processes say things at once; return sums over them."""
+    """Let processes answer prompts at once; return the sums over the processes."""
     results = [tried.folder.with_name(f"result{number}") for number in range(processes)]
     children = [tried.fork(30, number, result) for number, result in enumerate(results)]
     total = {"wrong": 0, "over": 0, "written": 0, "found": 0, "refused": 0}

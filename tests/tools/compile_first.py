@@ -1,9 +1,11 @@
-"""A model of which torch.compile or torch.export is the first thing that is done in a process.
+"""torch.compile and torch.export of a model before its first eager call in a process.
 
-    python -m tests.helpers.compile_first gemma3_text
+    python -m tests.tools.compile_first gemma3_text
+    python -m tests.tools.compile_first llama preallocated export
 
-An eager call would load code and fill caches that tracing could then use. The caches of the
-process are emptied between the cases, so that each is as the first.
+An eager call would load code and fill caches that tracing could then use. The program empties the
+caches of the process between the cases, so that each case is like the first. With names of cases
+it runs these only, on a model with one layer.
 """
 
 import sys
@@ -24,7 +26,7 @@ ROOM = 40
 
 
 def cases(config: Any) -> dict[str, Callable[[], Any]]:
-    """Every kind of cache that a compiled model can be given."""
+    """Return every kind of cache that a compiled model can take."""
     return {
         "no cache": lambda: None,
         "DynamicCache": lambda: DynamicCache(config=config),
@@ -38,7 +40,7 @@ def cases(config: Any) -> dict[str, Callable[[], Any]]:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Empty what an earlier call would have filled."""
+    """Empty the caches that an earlier call would have filled."""
     torch._dynamo.reset()
     counters.clear()
     model_class.cache_clear()
@@ -47,7 +49,7 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The prompt, two single tokens, and with a cache of ours three more after a reorder."""
+    """Return the logits of the prompt and, with a cache, of two single tokens after it."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     found = [forward(input_ids=ids, attention_mask=mask, past_key_values=cache).logits]
     for step in range(2 if cache is not None else 0):
@@ -58,10 +60,8 @@ def logits(forward: Any, cache: Any, inputs: dict[str, torch.Tensor]) -> list[to
 
 
 def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What the cache can do afterwards, outside of compiled code."""
+    """Return logits of a fork and of the cache, after eager operations on the cache."""
     assert cache.host_length() == inputs["input_ids"].shape[1] + 2
-    for layer in cache.paged_layers:
-        layer.group.table.check()
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.crop(-1)
     mask = torch.ones(2, cache.host_length() + 1, dtype=torch.long)
@@ -73,20 +73,23 @@ def after(model: Any, cache: FP8PagedCache, inputs: dict[str, torch.Tensor]) -> 
 
 
 def agree(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """What the compiler makes of a model may round otherwise."""
+    """Assert that logits agree; compiled code may round differently."""
     torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
 
 
 @torch.no_grad()
-def main(name: str) -> None:
-    """Compile first in every case, then compare with eager calls; then export."""
+def main(name: str, *chosen: str) -> None:
+    """Compile first in every case, then compare with eager calls, and export last."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    model, inputs = tiny(name, attn_implementation="fp8_paged")
+    layers = {"num_hidden_layers": 1} if chosen else {}
+    model, inputs = tiny(name, attn_implementation="fp8_paged", **layers)
     assert "_can_set_attn_implementation_cached_value" not in vars(type(model)), "not the first"
     for case, make in cases(model.config).items():
+        if chosen and case not in chosen:
+            continue
         forget(model)
-        # AOTAutograd takes our handles apart; for the others the tracing alone is of interest.
+        # AOTAutograd takes the handles apart. The other cases only check the tracing.
         backend = "aot_eager" if case == "preallocated" else "eager"
         compiled = torch.compile(model, fullgraph=True, backend=backend)
         caches = [make() for _ in range(2 if case.startswith("preallocated") else 1)]
@@ -101,12 +104,13 @@ def main(name: str) -> None:
         if case.startswith("preallocated"):
             agree(after(model, caches[0], inputs), after(model, eager, inputs))
         print(case, flush=True)
-    forget(model)
-    inputs = {**inputs, "use_cache": False}
-    exported = torch.export.export(model, (), inputs, strict=True)
-    agree([exported.module()(**inputs).logits], [model(**inputs).logits])
-    print("export", flush=True)
+    if not chosen or "export" in chosen:
+        forget(model)
+        inputs = {**inputs, "use_cache": False}
+        exported = torch.export.export(model, (), inputs, strict=True)
+        agree([exported.module()(**inputs).logits], [model(**inputs).logits])
+        print("export", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Calls that a model makes of a cache, and reads of its state through such calls."""
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_fp8kv import FP8PagedCache
+from tests.helpers.tiny_models import tiny
+
+
+class AttentionLayer(torch.nn.Module):
+    """A stand-in for a layer of a model: the attributes that attention functions read."""
+
+    is_causal = True
+
+    def __init__(self, groups: int, layer: int = 0) -> None:
+        super().__init__()
+        self.layer_idx, self.num_key_value_groups = layer, groups
+
+
+def attend(query: torch.Tensor, key: Any, value: Any, scaling: float) -> torch.Tensor:
+    """Return "fp8_paged" attention of queries `[B, Hq, T, D]` to keys and values of `update`."""
+    layer = AttentionLayer(query.shape[1] // key.shape[1])
+    attention = ALL_ATTENTION_FUNCTIONS["fp8_paged"]
+    return attention(layer, query, key, value, None, scaling=scaling)[0]
+
+
+def read_centers(cache: FP8PagedCache, layer: int = 0) -> torch.Tensor:
+    """Return the centers of a layer's keys, `[B, Hkv, D]`, of a plan that does not rotate.
+
+    A fork stores tokens with one huge channel. The scale of such a token is so large that its other
+    channels round to 0, which reads as the center.
+    """
+    fork = cache.fork()
+    shapes = [handle.shape for handle in (fork.layers[layer].keys, fork.layers[layer].values)]
+    key, value = (torch.zeros(*shape[:2], 2, shape[3]) for shape in shapes)
+    key[:, :, 0, 0] = key[:, :, 1, 1] = 1e30
+    length = fork.layers[layer].host_length()
+    fork.update(key, value, layer)
+    stored = fork.layers[layer].keys
+    first, second = stored.dense()[:, :, length - stored.start :][:, :, :2].unbind(2)
+    return torch.cat([second[..., :1], first[..., 1:]], -1)
+
+
+def tensors_in(cache: FP8PagedCache) -> list[torch.Tensor]:
+    """Return every tensor that compiled code reads or writes of the stored keys and values."""
+    handles = [handle for x in cache.paged_layers for handle in (x.keys, x.values)]
+    return [getattr(x, name) for x in handles for name in x.__tensor_flatten__()[0]]
+
+
+@functools.cache
+def shared_tiny(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a model and its prompt that tests share; no test may change them."""
+    return tiny(name, attn_implementation=attention)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Raise MemoryError instead of allocation number `at` of at least `least` bytes."""
+
+    def __init__(self, at: int, least: int) -> None:
+        super().__init__()
+        self.left, self.least = at, least
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        is_new = all(x.alias_info is None for x in function._schema.returns)
+        if is_new and isinstance(result, torch.Tensor) and result.nbytes >= self.least:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError
+        return result
