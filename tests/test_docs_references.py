@@ -1,4 +1,4 @@
-"""What the docs refer to exists: links, files, folders, modules, functions, keywords of a cache."""
+"""The targets of references in the docs exist: links, files, modules, functions, keywords."""
 
 import inspect
 import pydoc
@@ -30,7 +30,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @on_every_page
-def test_links_lead_somewhere(page: Path):
+def test_targets_of_links_exist(page: Path):
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if target.startswith("https://"):
             continue
@@ -54,7 +54,9 @@ def test_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
     names |= set(re.findall(r"python -m (tests[\w.]*)", text))
-    rooms = "attention|calibration|formats|ops|paging|serving"  # which no page uses as a variable
+    rooms = (
+        "attention|calibration|formats|ops|paging|serving"  # no page has a variable of that name
+    )
     names |= {
         f"hf_fp8kv.{name}" for name in re.findall(rf"`((?:{rooms})(?:\.(?!py\b)[a-z]\w*)+)", text)
     }

@@ -1,21 +1,23 @@
 """The sweep over model types: equal tokens with `dtype="auto"`, in every type that can run.
 
-About forty types run in the fast tier; `make test-all` runs every type that transformers builds.
+The fast tier runs one type of each kind. `make test-all` runs every type that transformers builds.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from tests.helpers.sweep import Row, answer, baseline, check_type, compare, counts, sweep
-from tests.helpers.tiny_models import VARIANTS, build, tiny, type_names
+from hf_fp8kv import FP8PagedCache
+from tests.helpers.tiny_models import build, tiny, type_names
+from tests.tools.sweep import answer, baseline, check_type, compare, counts, sweep
 
-# What transformers says about odd tiny configurations is no concern of these tests.
+# transformers warns about the tiny configurations.
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
-# One type for each way of using a cache, and what attention gets there under "fp8_paged".
+# What attention gets under "fp8_paged" in a decoding step.
 PATHS = {
     "llama": "fused",
     "qwen2": "fused",
@@ -62,6 +64,20 @@ PATHS = {
     "vision/qwen2_vl": "fused",
 }
 REFUSED = ("refused", "not switched")
+# Grid: one type of each kind. Grouped and multi-head attention, window, softcap, sinks, shared K
+# and V, chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with
+# cross attention and one with position biases, images, a type that is refused, and one that
+# transformers does not switch.
+KINDS = (
+    "llama", "gpt2", "mistral", "gemma2", "gpt_oss", "gemma4_text", "llama4_text", "deepseek_v3",
+    "glm_moe_dsa", "qwen3_next", "seq2seq/bart", "seq2seq/t5", "vision/llava", "falcon", "bloom",
+)  # fmt: skip
+
+
+def in_tiers(names: Iterable[str]) -> list[Any]:
+    """Mark the names outside `KINDS` as full."""
+    full = pytest.mark.full
+    return [name if name in KINDS else pytest.param(name, marks=full) for name in names]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -73,46 +89,35 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-def _check(row: Row) -> None:
+@pytest.mark.parametrize("name", in_tiers(type_names()))
+def test_a_type_answers_as_with_dynamic_cache(name):
+    row = check_type(name)
+    if name not in PATHS and not row.runs:
+        pytest.skip(row.baseline)
+    assert row.runs, row.baseline
     assert not row.failures()
     assert row.own is not None
     assert row.own.status == "equal"
     assert row.paged is not None
     if not row.path.startswith(REFUSED):
         assert row.paged.status == "equal"
+    assert row.path == PATHS.get(name, row.path)
 
 
-@pytest.mark.parametrize("name", PATHS)
-def test_a_type_answers_as_with_dynamic_cache(name):
-    if name not in type_names():
-        pytest.skip(f"this version of transformers has no {name}")
-    row = check_type(name)
-    assert row.runs, row.baseline
-    _check(row)
-    assert row.path == PATHS[name]
-
-
-@pytest.mark.parametrize("name", VARIANTS)
+# Grid: head counts, a head size and a bias that no type above has.
+@pytest.mark.parametrize("name", ["mqa", "head_dim_64", "biased_keys"])
 def test_a_variant_answers_as_with_dynamic_cache(name):
-    from hf_fp8kv import FP8PagedCache
-
     model, inputs = tiny(name)
-    if model.config.is_encoder_decoder:
-        pytest.skip("a pair of caches, which the test of its type makes")
     want = baseline(model, inputs)
-    got = answer(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
-    assert compare(want, got).status == "equal"
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation("fp8_paged")
+    for attention in ("sdpa", "fp8_paged"):
+        model.set_attn_implementation(attention)
         got = answer(model, inputs, FP8PagedCache(model.config, dtype="auto", page_size=16))
         assert compare(want, got).status == "equal"
 
 
 @pytest.mark.parametrize("name", ["afmoe", "moshi", "phimoe"])
 def test_a_prompt_that_is_read_from_pages(name):
-    """Prompts longer than the window, of models that say little of it."""
-    from hf_fp8kv import FP8PagedCache
-
+    """Prompts longer than the window, in models that pass no window to attention."""
     model, inputs = build(name, attn_implementation="fp8_paged")
     want = answer(model, inputs, DynamicCache(config=model.config))
     cache = FP8PagedCache(model.config, dtype="auto", prefill="stored", page_size=16)
@@ -130,20 +135,22 @@ class _Forgetful(DynamicCache):
         return key, value
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if "/" not in name])
+@pytest.mark.parametrize("name", in_tiers(x for x in PATHS if x in type_names("causal")))
 def test_one_lost_token_is_noticed(name):
-    if name not in type_names():
-        pytest.skip(f"this version of transformers has no {name}")
     model, inputs = build(name)
     wrong = answer(model, inputs, _Forgetful(config=model.config))
     assert compare(baseline(model, inputs), wrong).status != "equal"
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "fp8_paged"])
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n_text", "qwen3_next", "bart"])
+# Grid: each kind of decoder under one of the two kinds of attention.
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        ("llama", "sdpa"), ("llama", "fp8_paged"), ("gemma3_text", "sdpa"),
+        ("gemma3n_text", "fp8_paged"), ("qwen3_next", "sdpa"), ("bart", "fp8_paged"),
+    ],
+)  # fmt: skip
 def test_heads_in_the_wrong_order_are_noticed(name, attention):
-    from hf_fp8kv import FP8PagedCache
-
     class Confused(FP8PagedCache):
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **kw: Any):
             if key_states.shape[2] == 1:
@@ -161,15 +168,6 @@ def test_a_model_is_the_same_for_the_same_seed():
     first, second = build("gpt_oss")[0], build("gpt_oss")[0]
     pairs = zip(first.parameters(), second.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", type_names())
-def test_every_type(name):
-    row = check_type(name)
-    if not row.runs:
-        pytest.skip(row.baseline)
-    _check(row)
 
 
 @pytest.mark.full

@@ -1,23 +1,23 @@
-"""Masks: which are compact, and that these say what transformers' complete ones do."""
+"""Masks: which patterns get compact masks, and that those agree with transformers' masks."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig
+from transformers import AttentionInterface, DynamicCache, LlamaConfig
 from transformers import masking_utils as stock
 from transformers.cache_utils import StaticCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.attention.compact import is_compact, pack, unpack
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
 from hf_fp8kv.attention.patterns import causal_window
-from hf_fp8kv.ops import direct, registration
+from hf_fp8kv.cache.paged_tensor import PagedKV
 from hf_fp8kv.ops.visibility import mask_bounds
-from tests.cache.test_compile import compiled
 from tests.helpers.assertions import assert_same
+from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import prompt, tiny
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -60,7 +60,7 @@ PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_patterns_are_told_apart(name: str) -> None:
+def test_causal_patterns_and_their_windows_are_recognized(name: str) -> None:
     make, window = PATTERNS[name]
     assert causal_window(make()) == window
 
@@ -83,15 +83,17 @@ def test_bounds(start: int) -> None:
         assert hidden == (max(unseen) + 1 if unseen else start)
 
 
-@pytest.mark.parametrize("window", [0, 4])
-@pytest.mark.parametrize("tokens", [1, 5, 12])
+# Grid: every pair of a window, a number of new tokens and sizes of the mask and the cache.
 @pytest.mark.parametrize(
-    ("columns", "room"), [(12, 12), (12, 16), (12, 31), (12, 40), (8, 31), (20, 31)]
+    ("window", "tokens", "sizes"),
+    pairwise([0, 4], [1, 5, 12], [(12, 12), (12, 16), (12, 31), (12, 40), (8, 31), (20, 31)]),
+    ids=str,
 )
-def test_a_compact_mask_says_what_a_complete_one_does(
-    window: int, tokens: int, columns: int, room: int
+def test_a_compact_mask_agrees_with_a_complete_one(
+    window: int, tokens: int, sizes: tuple[int, int]
 ) -> None:
-    """Of a preallocated cache that holds 12 tokens, the new ones among them."""
+    """In a preallocated cache that holds 12 tokens, which include the new ones."""
+    columns, room = sizes
     text = torch.nn.functional.pad(ROWS, (0, max(columns - 12, 0)), value=1)[:, :columns].bool()
     function = (
         stock.sliding_window_causal_mask_function(window) if window else stock.causal_mask_function
@@ -116,13 +118,11 @@ def test_a_mask_of_the_whole_text_for_a_window() -> None:
     for length, start in [(12, 3), (12, 5), (16, 1), (33, 17), (40, 39)]:
         text = torch.rand(2, length) > 0.4
         whole, cut = pack(text, 0, length), pack(text[:, start:], start, length - start)
-        for mask, bounds in (
-            (whole, mask_bounds(text, 0)),
-            (cut, mask_bounds(text[:, start:], start)),
-        ):
+        for mask in (whole, cut, whole):  # each again after the other one
+            first = 0 if mask is whole else start
             compact = unpack(mask, start, length)
             assert_same(compact.seen[:, 0, 0].bool(), text[:, start:], (length, start))
-            assert_same(compact.bounds, bounds)
+            assert_same(compact.bounds, mask_bounds(text[:, first:], first))
             assert compact.filled.tolist() == [length - start] * 2
 
 
@@ -142,37 +142,25 @@ def test_a_mask_of_other_tokens_is_refused(columns: int, first: int) -> None:
         unpack(cut, first, first + columns)
 
 
-def test_unpacking_again_is_free_and_never_stale() -> None:
-    one, other = (pack(torch.rand(2, 9) > p, 0, 9) for p in (0.2, 0.8))
-    first = unpack(one, 0, 9)
-    assert unpack(one, 0, 9) is first
-    assert_same(unpack(other, 0, 9).seen, other[..., :9])
-    assert_same(unpack(one, 0, 9).seen, one[..., :9])
-
-
 @pytest.fixture
-def attended(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The masks of all calls of attention over stored pages, compiled ones too."""
-    masks: list[Any] = []
-    load = registration.load_backend
+def masks() -> Iterator[list[Any]]:
+    """The masks that transformers passes to attention over stored pages."""
+    found: list[Any] = []
 
-    def recording(name: str) -> Any:
-        backend = load(name)
+    def note(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **kw: Any
+    ) -> Any:
+        if isinstance(key, PagedKV):
+            found.append(mask)
+        return fp8_paged_attention(module, query, key, value, mask, *rest, **kw)
 
-        def attend(query: Any, pages: Any, lengths: Any, *rest: Any) -> torch.Tensor:
-            assert rest[2].causal
-            masks.append(rest[2].mask)
-            return backend.attend(query, pages, lengths, *rest)
-
-        return SimpleNamespace(write=backend.write, gather=backend.gather, attend=attend)
-
-    for caller in (registration, direct):
-        monkeypatch.setattr(caller, "load_backend", recording)
-    return masks
+    AttentionInterface.register("fp8_paged", note)
+    yield found
+    AttentionInterface.register("fp8_paged", fp8_paged_attention)
 
 
 def chat(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
-    """Two turns with padding on the left of the first one, and then one-token and chunked calls."""
+    """Two turns: a prompt padded on the left, and one with a hole."""
     answers = []
     text = prompt()
     for turn in range(2):
@@ -187,86 +175,76 @@ def chat(model: Any, cache: Any, **keywords: Any) -> list[torch.Tensor]:
     return answers
 
 
-CALLS: dict[str, dict[str, Any]] = {
-    "exact": {"cache": {}},
-    "stored": {"cache": {"prefill": "stored"}},
-    "chunks": {"prefill_chunk_size": 4, "cache": {}},
-    "compiled": {"cache": {}, "compile_config": None},
-}
-
-
-@pytest.mark.parametrize("name", ["gqa", "sliding", "sliding_and_full", "kv_sharing"])
-@pytest.mark.parametrize("calls", CALLS)
-def test_causal_patterns_need_no_complete_mask(name: str, calls: str, attended: list[Any]) -> None:
-    if calls == "compiled" and name != "sliding_and_full":
-        pytest.skip("the masks are made by the same code")
-    torch._dynamo.reset()
+# Grid: each kind of layers, and each way to split a prompt.
+@pytest.mark.parametrize(
+    ("name", "prefill", "chunks"),
+    [
+        ("gqa", "exact", {}), ("gqa", "stored", {}),
+        ("sliding", "exact", {"prefill_chunk_size": 4}),
+        ("sliding", "stored", {}), ("sliding_and_full", "exact", {}),
+        ("sliding_and_full", "stored", {"prefill_chunk_size": 4}), ("kv_sharing", "exact", {}),
+    ],
+)  # fmt: skip
+def test_causal_patterns_need_no_complete_mask(
+    name: str, prefill: str, chunks: dict[str, Any], masks: list[Any]
+) -> None:
     stock_model, _ = tiny(name, attn_implementation="sdpa")
     model, _ = tiny(name, attn_implementation="fp8_paged")
-    keywords = dict(CALLS[calls])
-    options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, **keywords.pop("cache")}
     # The second turn in chunks has masks that are too short in transformers 5.17, with any cache.
-    how = plain = {**keywords, "disable_compile": True}
-    if "compile_config" in keywords:
-        how, plain = {"compile_config": compiled()}, {}
-    expected = chat(stock_model, DynamicCache(config=model.config), **plain)
-    for got, wanted in zip(
-        chat(model, FP8PagedCache(model.config, **options), **how), expected, strict=True
-    ):
+    how = {**chunks, "disable_compile": True}
+    expected = chat(stock_model, DynamicCache(config=model.config), **how)
+    options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, "prefill": prefill}
+    found = chat(model, FP8PagedCache(model.config, **options), **how)
+    for got, wanted in zip(found, expected, strict=True):
         assert_same(got, wanted)
-    assert attended
-    shapes = {None if mask is None else (mask.dtype, tuple(mask.shape)) for mask in attended}
-    assert shapes == {(torch.uint8, (2, 1, 1, ROOM))}
+    assert masks
+    assert all(is_compact(mask) for mask in masks)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "padded"), [("gqa", False), ("sliding_and_full", True), ("chunked", True)]
-)
+    ("name", "padded"),
+    [
+        ("sliding_and_full", True), ("chunked", True),
+        pytest.param("gqa", False, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_masks_that_are_made_in_compiled_code(name: str, padded: bool) -> None:
-    """A caller's own compiled forward, with later prompts of several tokens."""
+    """A forward that the caller compiles, with several tokens after the prompt."""
     torch._dynamo.reset()
     model, inputs = tiny(name, attn_implementation="fp8_paged")
     rows: list[int | None] = []
 
-    def look(module: torch.fx.GraphModule, _: Any) -> Any:
-        for node in module.graph.nodes:
-            if "hf_fp8kv.attend" in str(node.target):
-                values = [getattr(x, "meta", {}).get("val") for x in node.args]
-                masks = [
-                    v for v in values if v is not None and v.dtype in (torch.uint8, torch.bool)
+    def note_masks(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if ".attend" in str(node.target):
+                values = [getattr(x, "meta", {}).get("example_value") for x in node.args]
+                found = [
+                    x for x in values if x is not None and x.dtype in (torch.uint8, torch.bool)
                 ]
-                masks = [v for v in masks if v.shape[1] == 1 and v.shape[3] == ROOM]
-                rows.append(masks[0].shape[2] if masks else None)
-        return module
+                found = [x for x in found if x.shape[1] == 1 and x.shape[3] == ROOM]
+                rows.append(found[0].shape[2] if found else None)
+        return graph.forward
 
-    from torch._dynamo.backends.common import aot_autograd
-
-    step = torch.compile(
-        model.forward, fullgraph=True, dynamic=False, backend=aot_autograd(fw_compiler=look)
-    )
+    step = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=note_masks)
     mask = inputs["attention_mask"] if padded else None
     found = []
     for forward in (model.forward, step):
         cache = FP8PagedCache(model.config, dtype="auto", page_size=8, max_cache_len=ROOM)
         model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
-        length = inputs["input_ids"].shape[1]
-        logits = []
-        for tokens in (5, 1):
-            length += tokens
-            ids = prompt(length, tokens=tokens, pad=0)["input_ids"]
-            whole = None
-            if mask is not None:
-                whole = torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
-                whole = torch.nn.functional.pad(whole, (0, ROOM - length))
-            positions = torch.arange(length - tokens, length).expand(2, -1)
-            out = forward(ids, attention_mask=whole, position_ids=positions, past_key_values=cache)
-            logits.append(out.logits)
-        found.append(torch.cat(logits, 1))
+        old = inputs["input_ids"].shape[1]
+        ids = prompt(5, tokens=5, pad=0)["input_ids"]
+        whole = None
+        if mask is not None:
+            whole = torch.nn.functional.pad(mask, (0, 5), value=1)
+            whole = torch.nn.functional.pad(whole, (0, ROOM - old - 5))
+        positions = torch.arange(old, old + 5).expand(2, -1)
+        out = forward(ids, attention_mask=whole, position_ids=positions, past_key_values=cache)
+        found.append(out.logits)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     assert rows
     if name == "chunked":
-        assert 5 in rows, "a pattern that is not recognized"
+        assert 5 in rows, "complete, since the pattern is not recognized"
     else:
         assert set(rows) == ({1} if padded else {None})
 
@@ -294,7 +272,7 @@ def test_a_stock_static_cache_has_complete_masks() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
 def test_compact_masks_over_dense_keys(name: str) -> None:
-    """Attention weights, and layers that are left to transformers."""
+    """Calls that ask for attention weights, which need dense keys."""
     stock_model, inputs = tiny(name, attn_implementation="eager")
     model, _ = tiny(name, attn_implementation="fp8_paged")
     found = []

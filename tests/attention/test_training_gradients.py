@@ -1,15 +1,17 @@
-"""Gradients of `enable(model, training="stored")`: those of the loss, but for the rounding."""
+"""Gradients of `enable(model, training="stored")`, which pass the rounding unchanged."""
 
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
 
 from hf_fp8kv import FP8PagedCache, disable, enable
-from hf_fp8kv.attention import fp8_paged
-from hf_fp8kv.attention.fp8_paged import ROUNDING, fp8_paged_attention
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.masks import fp8_paged_mask
-from hf_fp8kv.cache.stored_rounding import StoredRounding
 from hf_fp8kv.ops.visibility import visible
 from tests.attention.test_training import PAGE, TOKENS, assert_near, static_scales, teach, texts
 from tests.helpers.tiny_models import tiny
@@ -17,55 +19,63 @@ from tests.helpers.tiny_models import tiny
 Tensor = torch.Tensor
 
 
-def test_gradients_are_those_of_constant_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounding adds numbers; with these held fixed the loss is smooth, and has finite differences.
+def rounding_noise(config: Any, layer: int, key: Tensor, value: Tensor, **options: Any) -> Any:
+    """What storing K and V in the pages of a layer adds to them."""
+    cache = FP8PagedCache(config, prefill="stored", page_size=PAGE, **options)
+    stored = cache.update(key.detach(), value.detach(), layer)
+    return [x.dense().to(key) - y.detach() for x, y in zip(stored, (key, value), strict=True)]
 
-    Some of K and V saturate: there, too, a gradient passes as if they did not.
+
+@pytest.fixture
+def noisy() -> Iterator[Callable[..., None]]:
+    """Let a model compute its eager attention with K and V plus the noise of rounding.
+
+    The noise is constant, so autograd's gradients pass it unchanged, even where K and V saturate.
     """
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    enable(model, training="stored", scales=static_scales(center=True))
-    read, noises = StoredRounding.read, {}
 
-    def record(rounding: Any, stored: Any, *states: Tensor) -> Any:
-        rounded = read(rounding, stored, *states)
-        noises[rounding] = [(r - x).detach() for r, x in zip(rounded, states, strict=True)]
-        return rounded
+    def switch(model: Any, **options: Any) -> None:
+        def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
+            noise = rounding_noise(model.config, module.layer_idx, key, value, **options)
+            eager = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+            return eager(module, query, key + noise[0], value + noise[1], *args, **kw)
 
-    def add_noise(module: Any, query: Any, key: Any, value: Any, *call: Any) -> Any:
-        k_noise, v_noise = noises[call[-1]]
-        noisy = key + k_noise.to(key), value + v_noise.to(value)
-        return fp8_paged._dense_attention(module, query, *noisy, *call[:-1])
+        AttentionInterface.register("noisy", attend)
+        AttentionMaskInterface.register("noisy", eager_mask)
+        model.set_attn_implementation("noisy")
 
-    def loss() -> Tensor:
-        return -teach(model)[:, 7].mean()
-
-    monkeypatch.setattr(StoredRounding, "read", record)
-    model.train()
-    loss().backward()
-    assert max(noise[0].abs().max() for noise in noises.values()) > 0.5  # saturated
-    found = {name: weight.grad for name, weight in model.named_parameters()}
-    model.zero_grad()
-    monkeypatch.setattr(fp8_paged, "_rounded_attention", add_noise)
-    loss().backward()
-    for name, weight in model.named_parameters():
-        torch.testing.assert_close(found[name], weight.grad, rtol=1e-3, atol=1e-5, msg=name)
-    weights = dict(model.double().named_parameters())
-    for part in ("k_proj", "v_proj", "q_proj", "embed"):
-        changed = {name: weight for name, weight in weights.items() if part in name}
-        length = sum(found[name].square().sum().item() for name in changed) ** 0.5
-        ends = []
-        for sign in (1e-3, -1e-3):
-            with torch.no_grad():
-                for name, weight in changed.items():
-                    weight += sign / length * found[name]
-                ends.append(loss().item())
-                for name, weight in changed.items():
-                    weight -= sign / length * found[name]
-        assert length == pytest.approx((ends[0] - ends[1]) / 2e-3, rel=1e-2), part
-        assert length > 1e-2, part
+    yield switch
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop("noisy", None)
 
 
-# The model whose attention module is asked, KV heads, and what the call has besides.
+# Grid: each kind of attention with one storage plan.
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gqa", {"scales": static_scales(center=True)}), ("sliding", {"dtype": "int8"}),
+        ("softcap", {"dtype": "fp8_e4m3"}), ("sinks", {"scales": static_scales(center=False)}),
+    ],
+)  # fmt: skip
+def test_gradients_of_a_model_are_those_of_constant_noise(
+    name: str, options: dict[str, Any], noisy: Callable[..., None]
+) -> None:
+    grads = []
+    for start in (lambda m: noisy(m, **options), lambda m: enable(m, training="stored", **options)):
+        model, _ = tiny(name, attn_implementation="eager")
+        start(model)
+        model.train()
+        found = teach(model)
+        found[:, 7].mean().backward()
+        grads.append([found, *(weight.grad for weight in model.parameters())])
+    for expected, got in zip(*grads, strict=True):
+        assert (expected is None) is (got is None)
+        if got is not None:
+            size = expected.abs().max().item()
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * size)
+            assert size > 0
+
+
+# The model, its KV heads, and further arguments of the call of attention.
 GRADIENTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gqa": ("gqa", 2, {}),
     "mha": ("mha", 4, {"scaling": 0.3}),
@@ -93,29 +103,25 @@ def smooth_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, ca
     return (weights / total @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("rotated", [False, True], ids=["static", "rotated"])
-@pytest.mark.parametrize("case", GRADIENTS)
+# Grid: each kind of attention; every second one with rotated pages, the others with static scales.
+@pytest.mark.parametrize(
+    ("case", "rotated"), [(case, bool(n % 2)) for n, case in enumerate(GRADIENTS)]
+)
 def test_gradients_of_attention_against_finite_differences(case: str, rotated: bool) -> None:
-    """Those of a smooth surrogate, in float64: what rounding adds to K and V is held fixed."""
+    """The finite differences of a smooth function in float64, with constant noise of rounding."""
     name, heads, extras = GRADIENTS[case]
     model, _ = tiny(name, attn_implementation="fp8_paged")
+    options: dict[str, Any] = {"dtype": "int8" if rotated else "fp8_e4m3"}
+    if not rotated:
+        options["scales"] = static_scales(heads=heads, center=True)
+    enable(model, training="stored", page_size=PAGE, **options)
     module: Any = model.double().model.layers[0].self_attn  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(3)
     query, key, value, wanted = (
         torch.randn(2, count, TOKENS, 16, generator=generator, dtype=torch.float64)
         for count in (4, heads, heads, 4)
     )
-    scales = None if rotated else static_scales(heads=heads, center=True)
-    options = FP8PagedCache(
-        prefill="stored", dtype="int8" if rotated else "fp8_e4m3", scales=scales, page_size=PAGE
-    ).options
-    rounding = vars(module)[ROUNDING] = StoredRounding(options, 1, key, value)
-    noise = [
-        rounded - x
-        for rounded, x in zip(
-            rounding.read(rounding.store(key, value), key, value), (key, value), strict=True
-        )
-    ]
+    noise = rounding_noise(model.config, 0, key, value, **options)
     call = dict(extras)
     padding, window = call.pop("padding", 0), call.get("sliding_window", 0)
     text = torch.ones(2, TOKENS, dtype=torch.bool)
@@ -128,7 +134,7 @@ def test_gradients_of_attention_against_finite_differences(case: str, rotated: b
     for more in ("s_aux", "position_bias"):
         if more in call:
             inputs[more] = call.pop(more).double()
-    if "s_aux" in inputs:  # the model's own code asks its module
+    if "s_aux" in inputs:  # the model's own code reads it from its module
         module.sinks = torch.nn.Parameter(inputs["s_aux"])
         inputs["s_aux"] = module.sinks.data
     if "position_bias" in inputs:
@@ -167,7 +173,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
     grads = []
     for checkpointed in (False, True):
         if checkpointed:
-            # Its name in transformers 6, and that of before.
+            # Its names in transformers 6 and 5.
             name = "activation_checkpointing_enable"
             start = getattr(model, name, None) or model.gradient_checkpointing_enable
             start({"use_reentrant": reentrant})
@@ -179,7 +185,7 @@ def test_gradient_checkpointing_changes_nothing(reentrant: bool) -> None:
         torch.testing.assert_close(again, plain)
 
 
-# torch's own way to trace a function with a gradient of its own.
+# torch traces a function with its own gradient in this way.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_compiled_step() -> None:
     model, _ = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)

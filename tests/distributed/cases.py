@@ -1,7 +1,7 @@
-"""What every process of the distributed tests does; the test itself does it once alone.
+"""The cases that every process of the distributed tests runs, and the test itself in one process.
 
-A case gets a model and the two arguments that say which part of it is here, `{}` for all of it, and
-returns something that JSON can hold. Cases run in their order, each in every process.
+A case gets a model and the keywords `tp_rank` and `tp_size` of its part of it, or `{}` for the
+whole model, and returns a value that JSON can hold. Every process runs all cases in their order.
 """
 
 import json
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gathered": ("olmo2", {}),
     "one-head": ("llama", {"num_key_value_heads": 1}),
 }
-# Its projection of latents is split, they are not. Older versions cache what they are expanded to.
+# The projection of latents is split, the latents are not. Older versions cache dense K and V.
 if hasattr(DeepseekV2Attention, "expand_kv"):
     MODELS["latents"] = ("deepseek_v2", {})
 GREEDY = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -47,7 +47,7 @@ def save_models(folder: Path) -> None:
     for name, (kind, options) in MODELS.items():
         model, _ = tiny(kind, **SIZES, **options)
         model.save_pretrained(folder / name)
-        # Scales beside the weights, for from_pretrained.
+        # Scales next to the weights, for from_pretrained.
         scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
         (folder / name / "ranks").mkdir()
@@ -71,7 +71,7 @@ def load(folder: Path, name: str, **keywords: Any) -> Any:
 
 
 def scales(kind: str, model: Any) -> KVScales:
-    """Scales that differ by layer, side and head: some saturate, and each rounds its own way."""
+    """Scales that differ by layer, side and head. Some saturate."""
     heads = model.config.num_key_value_heads
     sources = torch.Generator().manual_seed(5)
     shapes = {"tensor": (), "head": (heads, 1), "channel": (heads, DIM), "centers": (heads, 1)}
@@ -99,7 +99,7 @@ def write_json(path: Path, ranks: int) -> None:
 
 
 def as_heads(ranks: int, heads: int) -> KVScales:
-    """The same numbers for a process that has the heads of all ranks."""
+    """The numbers of all ranks for a process that has all heads."""
     numbers = of_ranks(ranks)
 
     def layer(index: int) -> LayerScales:
@@ -114,7 +114,7 @@ def as_heads(ranks: int, heads: int) -> KVScales:
 
 
 def generate(model: Any, cache: Any, **keywords: Any) -> list[list[int]]:
-    """Two greedy rows, of which one starts with padding."""
+    """Two greedy rows. The first starts with padding."""
     out = model.generate(**prompt(), past_key_values=cache, **{**GREEDY, **keywords})
     return out.tolist()
 
@@ -150,7 +150,7 @@ def beams_and_forks(model: Any, ranks: Ranks, work: Path) -> Any:
 
 
 def saved(model: Any, ranks: Ranks, work: Path) -> Any:
-    """A prompt's cache in a file of each process, and a text that goes on from it."""
+    """The cache of a prompt in a file of each process, and a text that continues it."""
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **ranks)
     inputs = prompt()
     with torch.no_grad():
@@ -163,7 +163,7 @@ def saved(model: Any, ranks: Ranks, work: Path) -> Any:
 
 
 def latents(**keywords: Any) -> Case:
-    """Latents, which each process has all of, and how the model's layers run."""
+    """Latents, which each process stores in full, and the report's path."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, **{**STORED, **keywords}, **ranks)
@@ -173,7 +173,7 @@ def latents(**keywords: Any) -> Case:
 
 
 def enabled(model: Any, ranks: Ranks, work: Path) -> Any:
-    """No rank is named: `enable` asks the model."""
+    """`enable` reads the rank from the model."""
     hf_fp8kv.enable(model, scales=scales("head", model), **STORED)
     try:
         return generate(model, None)
@@ -204,14 +204,14 @@ def json_file(model: Any, ranks: Ranks, count: int) -> Any:
     return Path(model.config._name_or_path) / "ranks" / f"{count}.json"
 
 
-def served(kind: str | int | None, **config: Any) -> Case:
-    """`generate_batch` of eight prompts; a number: vLLM's JSON with so many ranks."""
+def served(kind: str | int, **config: Any) -> Case:
+    """`generate_batch` of eight prompts. An int is the number of ranks in vLLM's JSON."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         if isinstance(kind, int):
             given: Any = json_file(model, ranks, kind)
         else:
-            given = None if kind is None else scales(kind, model)
+            given = scales(kind, model)
         serving.enable(model, scales=given)
         try:
             return batched(model, prompts(VOCAB), **config)
@@ -222,7 +222,7 @@ def served(kind: str | int | None, **config: Any) -> Case:
 
 
 def other_ranks_scales(model: Any, ranks: Ranks, work: Path) -> Any:
-    """What must not be: every process takes the scales of the first one's heads."""
+    """A mistake: every process uses the scales of the heads of rank 0."""
     wrong = {**ranks, "tp_rank": 0} if ranks else {}
     cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **wrong)
     return generate(model, cache)
@@ -240,7 +240,7 @@ def report(model: Any, ranks: Ranks, work: Path) -> Any:
 
 
 def failed(call: Callable[[], Any]) -> str:
-    """The class and the words of the error that a call ends with; empty when it ends well."""
+    """The class and the message of the error that a call raises, or ""."""
     try:
         call()
     except Exception as error:
@@ -249,7 +249,7 @@ def failed(call: Callable[[], Any]) -> str:
 
 
 def refused(**keywords: Any) -> Case:
-    """A cache that does not fit: the error, what was stored, and what a good one then says."""
+    """A cache that does not fit: its error, its contents, and the answer from a cache that fits."""
 
     def run(model: Any, ranks: Ranks, work: Path) -> Any:
         cache = FP8PagedCache(model.config, scales=scales("head", model), **STORED, **keywords)
@@ -279,25 +279,26 @@ def calibrated(model: Any, ranks: Ranks, work: Path) -> Any:
     return failed(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))
 
 
-# -- all of them ---------------------------------------------------------------------------------
+# -- all cases -----------------------------------------------------------------------------------
 
-# The same tokens in every process as in one process alone.
+# Cases whose tokens in every process equal those of one process. Grid: each kind of attention, of
+# scales and of cache with one of the models whose heads are split.
 EQUAL: dict[str, tuple[str, Case]] = {
     **{
         f"{model}, {attention}, per head": (model, attended(attention, "head"))
-        for model in ("4q-2kv", "8q-4kv", "4q-4kv", "biased-keys")
-        for attention in ("fp8_paged", "sdpa", "eager")
+        for model, attention in (
+            ("4q-2kv", "fp8_paged"), ("8q-4kv", "fp8_paged"), ("4q-4kv", "fp8_paged"),
+            ("biased-keys", "fp8_paged"), ("8q-4kv", "sdpa"), ("biased-keys", "eager"),
+        )
     },
-    **{
-        f"{model}, per {kind}": (model, attended("fp8_paged", kind))
-        for model in ("4q-2kv", "8q-4kv")
-        for kind in ("tensor", "channel", "centers")
-    },
+    "per tensor": ("8q-4kv", attended("fp8_paged", "tensor")),
+    "per channel": ("4q-2kv", attended("fp8_paged", "channel")),
+    "centers": ("8q-4kv", attended("fp8_paged", "centers")),
     "dynamic": ("4q-2kv", attended("fp8_paged", None)),
     "dynamic, center of the first call": (
         "biased-keys", attended("fp8_paged", None, center_keys=True),
     ),
-    "keys as they are": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
+    "unquantized keys": ("4q-2kv", attended("fp8_paged", "head", key_dtype="auto")),
     "exact prefill": ("4q-2kv", attended("fp8_paged", "head", prefill="exact")),
     "preallocated": ("4q-2kv", attended("fp8_paged", "head", max_cache_len=40)),
     "backend torch": ("4q-2kv", attended("fp8_paged", "head", backend="torch")),
@@ -305,18 +306,15 @@ EQUAL: dict[str, tuple[str, Case]] = {
     "forks and beams": ("8q-4kv", beams_and_forks),
     "a cache in files": ("8q-4kv", saved),
     "enable": ("8q-4kv", enabled),
-    "enable, gathered heads": ("gathered", enabled),
     "from_pretrained": ("8q-4kv", from_checkpoint),
     "vLLM's JSON, a rank each": ("8q-4kv", json_of(2)),
     "vLLM's JSON, one rank": ("8q-4kv", json_of(1)),
     **{
         f"latents, {keywords or 'default'}": ("latents", latents(**keywords))
-        for keywords in ({}, {"dtype": "auto", "max_cache_len": 40}, {"scales": 0.02})
+        for keywords in ({}, {"dtype": "auto", "max_cache_len": 40})
         if "latents" in MODELS
     },
-    "generate_batch": ("8q-4kv", served("head")),
     "generate_batch, chunked, centers": ("biased-keys", served("centers", max_batch_tokens=16)),
-    "generate_batch, dynamic": ("4q-2kv", served(None)),
     "generate_batch, vLLM's JSON, a rank each": ("8q-4kv", served(2)),
 }  # fmt: skip
 CASES: dict[str, tuple[str, Case]] = {

@@ -1,10 +1,11 @@
-"""Tensor parallelism: two processes, with gloo on the CPU, give what one process gives.
+"""Tensor parallelism: two processes, with gloo on the CPU, give the results of one process.
 
-The processes are started once, run all cases (`tests.distributed.cases`), and are ended when they
-take too long. Each test then compares one case.
+The processes run all cases (`tests.distributed.cases`) in one launch, and are ended if they take
+too long. Each test then compares one case.
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -20,36 +21,32 @@ from transformers import AutoTokenizer
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, tensor_parallel
 from tests.distributed import cases
+from tests.distributed.worker import PROCESSES
 from tests.helpers.tiny_models import prompt, tiny
 
 pytestmark = pytest.mark.text
 
 ROOT = Path(__file__).parents[2]
-PROCESSES, SECONDS = 2, 600
-# Seldom, on a busy machine, a process that is through is aborted by torch as it takes its threads
-# down: seen once in some fifty launches, and once twice in a row.
+SECONDS = 600
+# On a busy machine torch sometimes aborts a process that has finished, while it ends its threads:
+# once in about fifty launches, and once twice in a row.
 ABORTED_AT_THE_END = "terminate called without an active exception"
 
 
-def torchrun(script: Path, *arguments: str | Path, log: Path, tries: int = 3) -> str:
-    """Runs a script in two processes, none of which is left when this returns; what they said."""
+def launch(*command: str | Path, log: Path, tries: int = 3) -> str:
+    """Run Python in a new session, none of whose processes is left; return its output."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {
         **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-        # Two processes on one GPU would be another test.
+        # Two processes on one GPU would be a different test.
         "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "",
     }  # fmt: skip
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    # Standalone: on a port that is free.
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-        "--nproc-per-node", str(PROCESSES), str(script), *map(str, arguments),
-    ]  # fmt: skip
     with log.open("w") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, start_new_session=True, stdout=file,
-            stderr=subprocess.STDOUT,
+            [sys.executable, *map(str, command)], cwd=ROOT, env=environment,
+            start_new_session=True, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             code: int | str = process.wait(SECONDS)
@@ -61,7 +58,7 @@ def torchrun(script: Path, *arguments: str | Path, log: Path, tries: int = 3) ->
             process.wait()
     said = log.read_text(errors="replace")
     if code != 0 and tries > 1 and ABORTED_AT_THE_END in said:
-        return torchrun(script, *arguments, log=log, tries=tries - 1)
+        return launch(*command, log=log, tries=tries - 1)
     if code != 0:
         lines = [line for line in said.splitlines() if "Loading weights" not in line]
         pytest.fail(f"exit code {code}\n" + "\n".join(lines[-60:]), pytrace=False)
@@ -70,7 +67,7 @@ def torchrun(script: Path, *arguments: str | Path, log: Path, tries: int = 3) ->
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models, and what each process found; made by one of pytest-xdist's workers for all."""
+    """The models and the results of each process, made by one of pytest-xdist's workers for all."""
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent
@@ -79,31 +76,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not folder.exists():
             folder.mkdir()
             cases.save_models(folder)
-            torchrun(ROOT / "tests/distributed/worker.py", folder, log=folder / "log")
+            launch(ROOT / "tests/distributed/worker.py", folder, log=folder / "log")
     return folder
 
 
 @pytest.fixture(scope="session")
 def of_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each process found, by case."""
+    """The results of each process, by case."""
     files = [folder / f"rank{rank}.json" for rank in range(PROCESSES)]
     if not all(file.exists() for file in files):
         pytest.fail("the processes failed; see the first test of this file", pytrace=False)
     return [{n: c["found"] for n, c in json.loads(f.read_text()).items()} for f in files]
 
 
-def alone(folder: Path, name: str) -> Any:
-    """What one process finds that has the whole model."""
+@functools.cache
+def _alone(folder: Path, name: str) -> str:
     model_name, run = cases.CASES[name]
     model = cases.load(folder, model_name, attn_implementation="fp8_paged")
-    return json.loads(json.dumps(run(model, {}, folder)))
+    return json.dumps(run(model, {}, folder))
+
+
+def alone(folder: Path, name: str) -> Any:
+    """The result of one process that has the whole model."""
+    return json.loads(_alone(folder, name))
 
 
 # -- the same tokens -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", cases.EQUAL)
-def test_two_processes_say_what_one_says(folder, of_ranks, name):
+def test_two_processes_give_the_tokens_of_one(folder, of_ranks, name):
     first, second = (found[name] for found in of_ranks)
     whole = alone(folder, name)
     if isinstance(whole, dict):
@@ -125,10 +127,11 @@ def test_scales_and_kinds_of_cache_can_be_told_apart(folder):
     """Cases that would all say the same would show nothing."""
     names = [n for n, (model, _) in cases.EQUAL.items() if model == "8q-4kv"]
     said = {json.dumps(alone(folder, n)) for n in names if "sdpa" not in n and "eager" not in n}
-    # enable and from_pretrained use the same scales, which "per head" uses too, in other words.
+    # enable, from_pretrained and "per head" use the same scales.
     assert len(said) >= len(names) - 4
 
 
+@pytest.mark.full  # a launch by torchrun; the fast tier forks the processes of one launch
 def test_the_script_of_the_page_runs(folder, tmp_path):
     page = (ROOT / "docs/distributed.md").read_text()
     block = next(
@@ -136,7 +139,11 @@ def test_the_script_of_the_page_runs(folder, tmp_path):
     )
     script, name = tmp_path / "tp.py", folder / "8q-4kv"
     script.write_text(block)
-    said = torchrun(script, name, name, log=tmp_path / "log")
+    # Standalone: on a free port.
+    said = launch(
+        "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+        "--nproc-per-node", str(PROCESSES), script, name, name, log=tmp_path / "log",
+    )  # fmt: skip
     model = cases.load(folder, "8q-4kv", attn_implementation="fp8_paged")
     ids = AutoTokenizer.from_pretrained(name)("London is the capital of", return_tensors="pt")
     cache = FP8PagedCache(model.config, scales=cases.scales("head", model))
@@ -150,18 +157,11 @@ def test_the_script_of_the_page_runs(folder, tmp_path):
 # -- which part is here --------------------------------------------------------------------------
 
 
-def test_a_model_tells_its_rank(of_ranks):
-    assert [found["ranks"] for found in of_ranks] == [
-        {"tp_rank": 0, "tp_size": 2}, {"tp_rank": 1, "tp_size": 2},
-    ]  # fmt: skip
-
-
-def test_a_plan_that_gathers_keys_leaves_all_heads_everywhere(of_ranks):
-    for found in of_ranks:
+def test_a_model_has_a_rank_if_its_heads_are_split(of_ranks):
+    for rank, found in enumerate(of_ranks):
+        assert found["ranks"] == {"tp_rank": rank, "tp_size": 2}
+        # A plan that gathers K and V leaves all heads in every process.
         assert found["ranks, gathered heads"] == {"tp_rank": 0, "tp_size": 1}
-
-
-def test_a_whole_model_is_rank_0_of_1():
     model, _ = tiny("gqa")
     assert tensor_parallel(model) == {"tp_rank": 0, "tp_size": 1}
     with pytest.raises(ConfigError, match="expected a PreTrainedModel, got list"):
@@ -226,13 +226,6 @@ def test_a_cache_for_uneven_heads_is_not_made(heads, size, message):
         FP8PagedCache(model.config, tp_rank=0, tp_size=size)
 
 
-def test_a_file_of_other_ranks_is_refused(of_ranks):
-    for found in of_ranks:
-        error = found["three ranks in the file"]
-        assert error.startswith("ScaleError: ")
-        assert "expected the scales of 2 ranks, got 3" in error
-
-
 def test_calibration_needs_the_whole_model(of_ranks):
     for found in of_ranks:
         error = found["calibrate"]
@@ -241,18 +234,19 @@ def test_calibration_needs_the_whole_model(of_ranks):
         assert "device_map" in error
 
 
-def test_a_file_of_one_rank_serves_every_rank(tmp_path):
-    cases.write_json(tmp_path / "one.json", 1)
-    one = [KVScales.from_file(tmp_path / "one.json", tp_rank=r, tp_size=4) for r in (0, 3)]
-    assert one[0].digest == one[1].digest == KVScales.from_file(tmp_path / "one.json").digest
-
-
-def test_ranks_that_differ_serve_no_other_number_of_ranks(tmp_path):
-    cases.write_json(tmp_path / "two.json", 2)
+def test_a_file_serves_its_number_of_ranks_or_has_one(of_ranks, tmp_path):
+    for found in of_ranks:
+        error = found["three ranks in the file"]
+        assert error.startswith("ScaleError: ")
+        assert "expected the scales of 2 ranks, got 3" in error
+    for ranks in (1, 2):
+        cases.write_json(tmp_path / f"{ranks}.json", ranks)
+    one = [KVScales.from_file(tmp_path / "1.json", tp_rank=r, tp_size=4) for r in (0, 3)]
+    assert one[0].digest == one[1].digest == KVScales.from_file(tmp_path / "1.json").digest
     with pytest.raises(ScaleError, match="expected the scales of 4 ranks, got 2"):
-        KVScales.from_file(tmp_path / "two.json", tp_rank=1, tp_size=4)
+        KVScales.from_file(tmp_path / "2.json", tp_rank=1, tp_size=4)
 
 
 def test_prompts_have_padding():
-    """What the cases above take for granted."""
+    """The cases rely on it."""
     assert (prompt()["attention_mask"] == 0).any()

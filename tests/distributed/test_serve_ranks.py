@@ -23,7 +23,7 @@ from tests.helpers import command_line
 from tests.helpers.serve_process import Server, generate_answer, save_chat_model, serving
 from tests.helpers.tiny_models import tiny
 
-pytestmark = pytest.mark.text
+pytestmark = [pytest.mark.text, pytest.mark.full]
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from hf_fp8kv.serving.server.ranks import Ranks, _order_cancellations, check_batching, load_split  # noqa: E402
@@ -214,13 +214,7 @@ def test_two_processes_answer_as_one(model):
 
 
 @pytest.mark.parametrize(
-    ("rank", "killed"),
-    [
-        (1, True),
-        pytest.param(0, True, marks=pytest.mark.full),
-        pytest.param(1, False, marks=pytest.mark.full),
-    ],
-    ids=["killed", "first killed", "failed"],
+    ("rank", "killed"), [(1, True), (0, True), (1, False)], ids=["killed", "first killed", "failed"]
 )
 def test_a_process_that_dies_ends_all(model, rank, killed):
     with two_processes(model) as (server, ranks), ThreadPoolExecutor(2) as pool:

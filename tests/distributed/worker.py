@@ -1,12 +1,15 @@
-"""One of the processes that torchrun starts: runs every case on its part of the models.
+"""The processes of the distributed tests: each runs every case on its part of the models.
 
-    torchrun --nproc_per_node 2 tests/distributed/worker.py FOLDER
+    python tests/distributed/worker.py FOLDER
 
-FOLDER holds the models; results go to FOLDER/rank0.json and so on.
+FOLDER holds the models. Results go to FOLDER/rank0.json and so on. The processes are forked after
+the imports, with the variables that torchrun sets, so that the imports run once.
 """
 
 import json
 import os
+import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -18,6 +21,8 @@ from transformers.distributed import DistributedConfig
 import hf_fp8kv
 from tests.distributed import cases
 
+PROCESSES = 2
+
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
@@ -25,7 +30,7 @@ def main(folder: Path) -> None:
     models: dict[str, Any] = {}
     found: dict[str, Any] = {}
     for name, (model_name, run) in cases.CASES.items():
-        # Whoever reads the log of a run that hangs sees where.
+        # The log of a run that hangs shows the case.
         sys.stdout.write(f"rank {rank}: {name}\n")
         sys.stdout.flush()
         if model_name not in models:
@@ -37,12 +42,41 @@ def main(folder: Path) -> None:
         try:
             found[name] = {"found": run(model, ranks, folder)}
         except Exception:
-            # The other process may wait for this one now: torchrun ends both.
+            # The other process may wait for this one, so the parent ends both.
             sys.stdout.write(f"rank {rank}: {name}: {traceback.format_exc()}\n")
             raise
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
 
+def fork(folder: Path) -> int:
+    """Run `main` in two processes; return 0, or end both and return 1 as soon as one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(PROCESSES))
+    children = []
+    for rank in range(PROCESSES):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                main(folder)
+            except BaseException:
+                os._exit(1)
+            finally:
+                sys.stdout.flush()
+            os._exit(0)
+        children.append(child)
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status != 0:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(fork(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Functions around attention whose results are wrong, for tests of checks."""
+"""Wrappers of attention functions that return wrong results, for tests of checks."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Models whose K and V compressed-tensors rounds: all is as on the original weights here.
+"""Models whose K and V compressed-tensors rounds give the results of the original weights.
 
-`original` is a model without a declared KV cache, `declared` the same weights with one whose
-scales are much too small.
+`original` is a model without a declared KV cache. `declared` has the same weights and declares one
+whose scales are much too small.
 """
 
 import gc
@@ -28,18 +28,17 @@ pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 IDS = torch.randint(3, 99, (2, 65), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(scope="module", params=["dense", "w8a8"])
-def folders(request, tmp_path_factory):
-    root = tmp_path_factory.mktemp(request.param)
-    save = save_plain if request.param == "dense" else save_w8a8
-    plain = save(root / "plain")
+@pytest.fixture(scope="module")
+def dense_folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dense")
+    plain = save_plain(root / "plain")
     return plain, declare(plain, root / "declared")
 
 
 @pytest.fixture(scope="module")
-def dense_folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("only-dense")
-    plain = save_plain(root / "plain")
+def w8a8_folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("w8a8")
+    plain = save_w8a8(root / "plain")
     return plain, declare(plain, root / "declared")
 
 
@@ -70,8 +69,13 @@ def far_apart(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all((a - b).abs().max() > 0.3 for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("attention", ["fp8_paged", "sdpa", "eager"])
-def test_a_cache_gets_what_the_original_weights_give(folders, attention):
+# Grid: each attention, and quantized weights under one of them.
+@pytest.mark.parametrize(
+    ("weights", "attention"),
+    [("dense", "fp8_paged"), ("dense", "sdpa"), ("dense", "eager"), ("w8a8", "fp8_paged")],
+)
+def test_a_cache_gets_k_and_v_of_the_original_weights(request, weights, attention):
+    folders = request.getfixturevalue(f"{weights}_folders")
     original, declared = (load(folder, attention) for folder in folders)
     assert rounding_note(declared) == NOTE
     assert not rounding_note(original)
@@ -87,10 +91,10 @@ def test_a_cache_gets_what_the_original_weights_give(folders, attention):
     ):
         caches = [FP8PagedCache(model.config, **options) for model in (original, declared)]
         assert_same(run(original, caches[0]), run(declared, caches[1]))
-    # The prefill is exact: it is what the original weights give without any quantised cache.
+    # The prefill is exact: the logits of the original weights without a quantized cache.
     exact = run(original, DynamicCache(config=original.config))[0]
     assert torch.equal(run(declared, FP8PagedCache(declared.config))[0], exact)
-    # Another cache gets K and V rounded as ever, also at once after ours.
+    # A cache of transformers still gets rounded K and V, even right after one of this package.
     assert_same(run(declared, DynamicCache(config=declared.config)), rounded)
 
 
@@ -171,7 +175,7 @@ def test_enable_and_disable(pair):
     assert_same(logits(declared), before)
 
 
-def test_it_is_said_once(pair, caplog, monkeypatch):
+def test_one_warning_and_the_report_say_so(pair, caplog, monkeypatch):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
     original, declared = pair
     run(original, FP8PagedCache(original.config))
@@ -180,9 +184,6 @@ def test_it_is_said_once(pair, caplog, monkeypatch):
     for _ in range(2):
         run(declared, FP8PagedCache(declared.config))
     assert Counter(caplog.messages)[NOTE] == 1
-
-
-def test_check_model_says_so(pair):
     original, declared = (check_model(model) for model in pair)
     assert original.note == ""
     assert declared.note == NOTE
@@ -191,7 +192,7 @@ def test_check_model_says_so(pair):
     assert NOTE not in str(original)
 
 
-def test_outputs_of_projections_cannot_be_kept_exact_and_it_is_said(
+def test_a_warning_says_that_outputs_of_projections_stay_rounded(
     dense_folders, tmp_path, caplog, monkeypatch
 ):
     monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
@@ -212,7 +213,7 @@ def test_outputs_of_projections_cannot_be_kept_exact_and_it_is_said(
         assert Counter(caplog.messages)[note] == 1
     exact = run(original, FP8PagedCache(original.config))
     assert far_apart(run(model, FP8PagedCache(model.config)), exact)
-    # What the message says to do is right.
+    # The remedy in the message works.
     scales = KVScales.from_pretrained(folder)
     options = {"format": "compressed-tensors", "checkpoint": folder, "overwrite": True}
     scales.save_pretrained(tmp_path / "copy", **options)
@@ -232,14 +233,14 @@ def test_calibrate_and_measure(pair):
         assert (layer.k > 2 * TOO_SMALL.layers[index].k).all()
     assert found.report.quality == expected.report.quality
     assert found.report.layers == expected.report.layers
-    # Scales that are too small stay visible: nobody clips K to them beforehand.
+    # The error of scales that are too small is measured: K is not clipped to them beforehand.
     reports = [measure(model, TOO_SMALL, texts, progress=False) for model in pair]
     assert reports[0].quality == reports[1].quality
     static, dynamic = (reports[1].quality[row].kl for row in (1, 2))
     assert static > 5 * dynamic
 
 
-def test_the_yardstick_of_a_comparison_is_unquantised(pair):
+def test_the_reference_of_a_comparison_is_unquantized(pair):
     original, declared = (
         compare_caches(
             model, IDS, {"ours": lambda model=model: FP8PagedCache(model.config)}, prefill=40

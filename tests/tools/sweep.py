@@ -1,6 +1,6 @@
 """Which model types run with `FP8PagedCache`: every type that transformers builds here, measured.
 
-    python -m tests.helpers.sweep [--types llama,t5] [--out docs/architectures.md] [--json FILE]
+    python -m tests.tools.sweep [--types llama,t5] [--out docs/architectures.md] [--json FILE]
 
 Each type is a tiny random model (`tests/helpers/tiny_models.py`) that generates eight tokens
 greedily, for a batch of two with padding. Every answer is compared with that of transformers' own
@@ -38,7 +38,7 @@ from transformers import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .tiny_models import NEW_TOKENS, Inputs, build, type_names
+from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
 
 NAME = "fp8_paged"
 FP8 = "fp8_e4m3"
@@ -486,7 +486,7 @@ def _processor() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; 1 if a type that runs under DynamicCache is neither equal nor refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.helpers.sweep", description="Sweep model types."
+        prog="python -m tests.tools.sweep", description="Sweep model types."
     )
     parser.add_argument("--types", help="comma-separated names; all if not given")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
@@ -506,7 +506,7 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     for label, number in counts(rows).items():
         sys.stdout.write(f"{number:5d}  {label}\n")
-    command = " ".join(["python -m tests.helpers.sweep", *(arguments or sys.argv[1:])])
+    command = " ".join(["python -m tests.tools.sweep", *(arguments or sys.argv[1:])])
     if options.out:
         options.out.write_text(markdown(rows, command), encoding="utf-8")
     if options.json:

@@ -1,6 +1,6 @@
 """Which model types transformers' engine runs, and what FP8 pages make of them.
 
-    python -m tests.helpers.sweep_serving [--json PATH]
+    python -m tests.tools.sweep_serving [--json PATH]
 
 A tiny random model of each type answers five prompts with `generate_batch`, in chunks: with
 transformers' own cache, and with pages that store the model's own dtype, so that equal means equal

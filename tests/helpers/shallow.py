@@ -1,0 +1,50 @@
+"""The first layers of the demo model: its tokenizer, its sizes, and a tenth of the work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hf_fp8kv.utils import demo_model
+
+LAYERS = 2
+
+
+def save_first_layers(model: Path, folder: Path, layers: int = LAYERS) -> Path:
+    """Copy a checkpoint with its first layers only; return the folder."""
+    kept = {
+        name: tensor
+        for name, tensor in load_file(model / "model.safetensors").items()
+        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < layers
+    }
+    folder.mkdir()
+    for path in model.glob("*"):
+        if path.name != "model.safetensors":
+            shutil.copy(path, folder)
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = layers
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shallow_model_path(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the first layers of the demo model."""
+    return save_first_layers(demo_model_path, tmp_path_factory.mktemp("shallow") / "model")
+
+
+@pytest.fixture(params=["first layers", pytest.param("whole", marks=pytest.mark.full)])
+def layers(
+    request: pytest.FixtureRequest,
+    demo_model_path: Path,
+    shallow_model_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> int:
+    """The number of layers of the model that `demo_model.model_path()` returns during a test."""
+    if request.param == "whole":
+        return 30
+    monkeypatch.setattr(demo_model, "model_path", lambda **_: shallow_model_path)
+    return LAYERS
