@@ -1,7 +1,7 @@
 """What clients of OpenAI's API send, and read in the answers.
 
 client_requests.json has one request of each form that a client sent when it was run, see
-tests/helpers/clients.py. Here they are sent again, to a tiny model that writes gibberish, and the
+tests/tools/clients.py. Here they are sent again, to a tiny model that writes gibberish, and the
 answers are read with the types of the package openai, as these clients do.
 """
 

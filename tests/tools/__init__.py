@@ -1,0 +1,1 @@
+"""Programs that tests and developers run with `python -m`."""
