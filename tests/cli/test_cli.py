@@ -109,7 +109,7 @@ def test_chat_uses_the_template(ask, run, model, tmp_path):
         path.unlink()
 
 
-@pytest.mark.parametrize("columns", ["30", "80", "200"])
+@pytest.mark.parametrize("columns", ["30", pytest.param("80", marks=pytest.mark.full), "200"])
 def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     fixed = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")

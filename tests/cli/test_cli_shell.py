@@ -119,9 +119,19 @@ def test_an_interruption_is_one_line(run, monkeypatch):
     assert run("check") == (130, "", "hf-fp8kv: interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["check", "--json"], pytest.param(["--help"], marks=pytest.mark.full)]
-)
+def test_a_reader_that_goes_away_is_exit_code_1(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "--help"])
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    assert (exit_.value.code, capsys.readouterr().err) == (1, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
 def test_a_reader_that_goes_away_is_no_traceback(arguments):
     reading, writing = os.pipe()
     os.close(reading)
