@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.serve_process import TOOLS_TEMPLATE, save_chat_model, serving
+from tests.helpers.serve_process import TOOLS_TEMPLATE, hosting, save_chat_model
 
 pytestmark = pytest.mark.text
 
@@ -36,7 +36,7 @@ def server(tmp_path_factory):
     (folder / "template").write_text(TOOLS_TEMPLATE)
     model = save_chat_model(folder, context=4096)
     given = ("--chat-template", str(folder / "template"), "--cb-num-blocks", "256")
-    with serving(model, *given) as server:
+    with hosting(model, *given) as server:
         yield server
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.helpers.margins import wide_margins
-from tests.helpers.serve_process import Server, save_chat_model, serving
+from tests.helpers.serve_process import Endpoint, hosting, save_chat_model
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -84,18 +84,18 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder):
     options = ("--kv-cache-dtype", "auto", "--cb-num-blocks", str(PAGES))
-    with serving(folder, *options) as server:
+    with hosting(folder, *options) as server:
         yield server
 
 
-def complete(server: Server, number: int, kind: str) -> str:
+def complete(server: Endpoint, number: int, kind: str) -> str:
     sent = {"prompt": PROMPTS[number], "max_tokens": NEW, **ASKED[kind](number)}
     status, text, _ = server.ask(COMPLETIONS, sent)
     assert status == 200, text
     return json.loads(text)["choices"][0]["text"]
 
 
-def leave(server: Server, number: int) -> None:
+def leave(server: Endpoint, number: int) -> None:
     """Ask for a long answer to the beginning of another's prompt, and do not wait for it."""
     sent = {"prompt": PROMPTS[number][:60], "max_tokens": 200, "stream": number % 2 == 0}
     content = json.dumps(sent | ASKED["seeds"](number)).encode()

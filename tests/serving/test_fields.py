@@ -18,7 +18,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from tests.helpers.serve_process import CONTEXT, PAGE, Server, save_chat_model, serving
+from tests.helpers.serve_process import CONTEXT, PAGE, Endpoint, hosting, save_chat_model
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -57,7 +57,7 @@ def model(folder):
 def server(folder, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
-    with serving(folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)) as server:
+    with hosting(folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)) as server:
         yield server
 
 
@@ -69,13 +69,13 @@ def text_of(tokens: list[int]) -> str:
     return "".join(chr(token + 32) for token in tokens)
 
 
-def ask(server: Server, path: str, **body: object) -> dict:
+def ask(server: Endpoint, path: str, **body: object) -> dict:
     status, text, _ = server.ask(path, body)
     assert status == 200, text
     return json.loads(text)
 
 
-def choices(server: Server, path: str = COMPLETIONS, **body: object) -> list[dict]:
+def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[dict]:
     """Return the choices of an answer, put together from its parts if it is streamed."""
     if not body.get("stream"):
         return ask(server, path, **body)["choices"]

@@ -1,5 +1,6 @@
 """A store of prefixes under an engine: pages of prompts that outlive it."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -17,7 +18,7 @@ from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.cache.prefix_file import Page, pack
 from hf_fp8kv.serving.engines import stored_blocks
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
-from tests.helpers.serve_process import Server, generate_answer, save_chat_model
+from tests.helpers.serve_process import generate_answer, hosting, save_chat_model
 from tests.helpers.serving_tools import PAGE, batching, greedy
 from tests.helpers.tiny_models import tiny
 
@@ -337,18 +338,15 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     question = "is this the same beginning for two servers, or is it another one for each of them?"
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "temperature": 0}
     texts, found = [], []
-    servers = []
-    try:
-        for _ in range(2):
-            servers.append(Server(model, "--prefix-store", str(folder)))
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(hosting(model, "--prefix-store", str(folder))) for _ in range(2)
+        ]
         for server in servers:
             status, text, _ = server.ask("/v1/chat/completions", {"model": model, **body})
             assert status == 200, text
             texts.append(json.loads(text)["choices"][0]["message"]["content"])
             found.append(server.metrics()["store_tokens_total"])
-    finally:
-        for server in servers:
-            server.stop()
     assert texts[0] == texts[1] == generate_answer(model, question, 8)
     # "u:", the question, ";a:"
     assert found == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]

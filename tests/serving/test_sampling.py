@@ -12,10 +12,10 @@ from hf_fp8kv.serving.server import sampling
 from hf_fp8kv.serving.server.answer_text import StopFinder
 from tests.helpers.serve_process import (
     OVERFLOWS,
-    Server,
+    Endpoint,
     add_overflow,
+    hosting,
     save_chat_model,
-    serving,
 )  # fmt: skip
 
 pytestmark = pytest.mark.text
@@ -124,11 +124,11 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
 def server(tmp_path_factory):
     folder = save_chat_model(tmp_path_factory.mktemp("overflows"))
     add_overflow(folder)
-    with serving(folder, "--default-seed", "7") as server:
+    with hosting(folder, "--default-seed", "7") as server:
         yield server
 
 
-def complete(server: Server, prompt: str, **fields: object) -> str:
+def complete(server: Endpoint, prompt: str, **fields: object) -> str:
     status, text, _ = server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 12} | fields)
     assert status == 200, text
     return str(json.loads(text)["choices"][0]["text"])

@@ -16,8 +16,9 @@ from importlib.metadata import version
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
-from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.errors import ConfigError, EngineError
 from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
 from tests.helpers.serve_process import (
@@ -26,6 +27,7 @@ from tests.helpers.serve_process import (
     PAGES,
     Server,
     generate_answer,
+    hosting,
     save_chat_model,
     serving,
 )  # fmt: skip
@@ -59,7 +61,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving(model, "--max-body", "64kB", "--metrics-interval", "0.5") as server:
+    with hosting(model, "--max-body", "64kB") as server:
         yield server
 
 
@@ -253,15 +255,10 @@ def test_usage_says_what_was_not_computed(server, client, model):
                 assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
 
 
-def test_health_has_the_form_of_transformers_and_the_log_has_a_line(server, client):
+def test_health_has_the_form_of_transformers(server):
     status, text, _ = server.ask("/health")
     assert status == 200
     assert json.loads(text)["status"] == "ok"
-    text_of(client, "anything", stream=False, max_tokens=2)
-    server.wait_for(
-        r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
-        rf"pages: \d+ of {PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
-    )
 
 
 # -- what it refuses -------------------------------------------------------------------------------
@@ -573,7 +570,7 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
 def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
     key = {"HF_FP8KV_API_KEY": "sesame"}
     few = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with serving(model, "--host", "0.0.0.0", *few, environment=key) as server:
+    with hosting(model, "--host", "0.0.0.0", *few, environment=key) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
             for path, sent in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
                 status, text, _ = server.ask(path, sent, headers=headers)
@@ -657,7 +654,7 @@ def test_a_template_that_renders_nothing_is_explained(run, model, tmp_path):
 def test_names_lengths_and_templates_of_ones_own(model, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
     given = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
-    with serving(model, *given, "--max-model-len", "40") as server:
+    with hosting(model, *given, "--max-model-len", "40") as server:
         assert json.loads(server.ask("/v1/models")[1])["data"][0]["id"] == "mine"
         found = json.loads(server.ask("/v1/models/mine")[1])
         assert (found["id"], found["max_model_len"]) == ("mine", 40)
@@ -691,27 +688,19 @@ def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
 
 # -- how it ends -----------------------------------------------------------------------------------
 
-# The server, whose engine fails in its twentieth step.
-FAILING = """
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
-update, steps = ContinuousBatchProcessor.update_batch, []
-
-def fail(self):
-    steps.append(1)
-    if len(steps) == 20:
-        raise MemoryError("no memory for step 20")
-    update(self)
-
-ContinuousBatchProcessor.update_batch = fail
-from hf_fp8kv.cli import main
-main()
-"""
-
-
-def test_an_engine_that_ends_ends_the_process(model):
+def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
     """So that a supervisor sees it: no later request could be answered."""
-    with serving(model, "--grace", "60", program=("-c", FAILING)) as server:
+    update, steps = ContinuousBatchProcessor.update_batch, []
+
+    def fail(self: ContinuousBatchProcessor) -> None:
+        steps.append(1)
+        if len(steps) == 20:
+            raise MemoryError("no memory for step 20")
+        update(self)
+
+    with hosting(model, "--grace", "60") as server:
+        monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", fail)
         with ThreadPoolExecutor(4) as pool:
             sent = body(messages=STORY, max_tokens=90)
             asked = [pool.submit(server.ask, CHAT, sent) for _ in range(4)]
@@ -719,8 +708,9 @@ def test_an_engine_that_ends_ends_the_process(model):
         for status, text, _ in answers:
             assert status in (500, 503)  # before its thread has ended, or after
             assert "no memory for step 20" in text
-        assert server.process.wait(30) == 1
-        server.wait_for(r"the engine ended: no memory for step 20; start the server again")
+        error = server.wait(30)
+    assert isinstance(error, EngineError)  # the command line exits with 1 then
+    assert "the engine ended: no memory for step 20; start the server again" in str(error)
 
 
 def lines_of(server: Server, got: list[str], **options: object) -> threading.Thread:
@@ -738,12 +728,18 @@ def lines_of(server: Server, got: list[str], **options: object) -> threading.Thr
     return thread
 
 
-@pytest.mark.parametrize("hurry", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "hurry", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
+)
 def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
-    with serving(model, "--grace", "100") as server:
+    with serving(model, "--grace", "100", "--metrics-interval", "0.1") as server:
         got: list[str] = []
         reader = lines_of(server, got, max_tokens=270)
         server.wait_until(requests_active=1)
+        server.wait_for(
+            r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
+            rf"pages: \d+ of {PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
+        )
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping: 1 requests get 100 s")
         status, text, headers = server.ask(CHAT, body())

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers.generation.continuous_batching.requests import RequestState
 
-from tests.helpers.serve_process import Server, save_chat_model, serving
+from tests.helpers.serve_process import Endpoint, hosting, save_chat_model
 
 pytestmark = pytest.mark.text
 
@@ -70,7 +71,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder):
-    with serving(folder) as server:
+    with hosting(folder) as server:
         yield server
 
 
@@ -84,11 +85,11 @@ def ending(folder, tmp_path_factory):
     model = LlamaForCausalLM.from_pretrained(folder)
     model.generation_config = GenerationConfig(eos_token_id=ord(END) - 32, pad_token_id=0)
     model.save_pretrained(path)
-    with serving(str(path)) as server:
+    with hosting(str(path)) as server:
         yield server
 
 
-def complete(server: Server, **fields: object) -> tuple[str, str]:
+def complete(server: Endpoint, **fields: object) -> tuple[str, str]:
     """Return the text of a completion, and why it ended."""
     sent = {"prompt": "once upon", "max_tokens": 250} | fields
     status, text, _ = server.ask(COMPLETIONS, sent)
@@ -273,86 +274,76 @@ def test_requests_do_not_change_each_others_answers(server):
         assert (reason == "stop") is bool(form)
 
 
-PREEMPTED = """
-from transformers.generation.continuous_batching.requests import RequestState
-
-create = RequestState.create_equivalent_initial_request
-
-def note(self):
-    if "guide" in self.logit_processor_kwargs and self.generated_tokens:
-        print("preempted a grammar", flush=True)
-    return create(self)
-
-RequestState.create_equivalent_initial_request = note
-from hf_fp8kv.cli import main
-main()
-"""
-
-
-def test_a_preempted_request_goes_on_in_its_grammar(server, folder):
-    """Twelve requests of up to 15 pages each, and 24 pages."""
+def test_a_preempted_request_goes_on_in_its_grammar(server, monkeypatch):
+    """Four requests of 13 pages each, and 24 pages."""
     asked = [
         structured(regex=r"([a-f]{3}-[0-9]{3} ){24}\.")
         | {"prompt": f"{n}", "temperature": 1.0, "seed": n, "max_tokens": 240}
-        for n in range(12)
+        for n in range(4)
     ]
     alone = [complete(server, **one) for one in asked]
-    with serving(folder, program=("-c", PREEMPTED)) as crowded:
-        with ThreadPoolExecutor(12) as pool:
-            together = list(pool.map(lambda one: complete(crowded, **one), asked))
-        crowded.wait_for("preempted a grammar")
+    preempted: list[str] = []
+    create = RequestState.create_equivalent_initial_request
+
+    def note(state: RequestState) -> RequestState:
+        if "guide" in state.logit_processor_kwargs and state.generated_tokens:
+            preempted.append(state.request_id)
+        return create(state)
+
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", note)
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda one: complete(server, **one), asked))
+    assert preempted
     assert together == alone
     assert all(re.fullmatch(r"([a-f]{3}-[0-9]{3} ){24}\.", text) for text, _ in together)
 
 
-BROKEN = """
-from hf_fp8kv.serving.server import grammars
-
-accept = grammars.Guide.accept
-
 class Panic(BaseException):
-    pass
+    """What a bug of a library written in Rust raises."""
 
-def fail(self, *tokens):
-    if ord("z") - 32 in tokens:
-        raise Panic("a bug of the library")
-    accept(self, *tokens)
 
-grammars.Guide.accept = fail
-grammars._LEXER_STATES = 30
-from hf_fp8kv.cli import main
-main()
-"""
+@pytest.fixture
+def broken(server, monkeypatch):
+    """The server, whose grammars fail at the letter z and have 30 states at most."""
+    accept = grammars.Guide.accept
+
+    def fail(self: grammars.Guide, *tokens: int) -> None:
+        if ord("z") - 32 in tokens:
+            raise Panic("a bug of the library")
+        accept(self, *tokens)
+
+    monkeypatch.setattr(grammars.Guide, "accept", fail)
+    monkeypatch.setattr(grammars, "_LEXER_STATES", 30)
+    return server
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_grammar_that_fails_ends_its_own_request(folder, stream):
+def test_a_grammar_that_fails_ends_its_own_request(broken, stream):
     good = [{"prompt": "steady", "max_tokens": 60}, structured(regex="[a-y]+") | {"max_tokens": 60}]
     bad = {"prompt": "x", "max_tokens": 60, "stream": stream}
-    with serving(folder, program=("-c", BROKEN)) as server:
-        alone = [complete(server, **one) for one in good]
-        with ThreadPoolExecutor(8) as pool:
-            steady = [pool.submit(complete, server, **one) for one in good * 2]
-            panics = [
-                pool.submit(server.ask, COMPLETIONS, bad | structured(regex="[a-y]{9}z[a-y]{9}"))
-                for _ in range(2)
-            ]
-            limits = [
-                pool.submit(server.ask, COMPLETIONS, bad | structured(regex="[a-y]{50}"))
-                for _ in range(2)
-            ]
-            assert [one.result() for one in steady] == alone * 2
-        for asked, expected, says in (
-            (panics, 500, "the grammar failed: Panic: a bug of the library"),
-            (limits, 400, "lexer error: too many states"),
-        ):
-            for one in asked:
-                status, text, _ = one.result()
-                assert status == (200 if stream else expected)
-                assert f"structured_outputs.regex: {says}" in text
-        assert [complete(server, **one) for one in good] == alone
-        found = server.wait_until(requests_active=0)
-        assert found["requests_waiting"] == 0
+    alone = [complete(broken, **one) for one in good]
+    with ThreadPoolExecutor(8) as pool:
+        steady = [pool.submit(complete, broken, **one) for one in good * 2]
+        panics = [
+            pool.submit(broken.ask, COMPLETIONS, bad | structured(regex="[a-y]{9}z[a-y]{9}"))
+            for _ in range(2)
+        ]
+        limits = [
+            pool.submit(broken.ask, COMPLETIONS, bad | structured(regex="[a-y]{50}"))
+            for _ in range(2)
+        ]
+        assert [one.result() for one in steady] == alone * 2
+    for asked, expected, says in (
+        (panics, 500, "the grammar failed: Panic: a bug of the library"),
+        (limits, 400, "lexer error: too many states"),
+    ):
+        for one in asked:
+            status, text, _ = one.result()
+            assert status == (200 if stream else expected)
+            assert f"structured_outputs.regex: {says}" in text
+    assert [complete(broken, **one) for one in good] == alone
+    found = broken.wait_until(requests_active=0)
+    assert found["requests_waiting"] == 0
 
 
 # -- refusals --------------------------------------------------------------------------------------
