@@ -134,7 +134,9 @@ def generated(folder: str, kind: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("kind", ASKED)
+@pytest.mark.parametrize(
+    "kind", ["seeds", *(pytest.param(x, marks=pytest.mark.full) for x in ASKED if x != "seeds")]
+)
 def test_a_crowd_gets_the_answers_of_each_alone(server, folder, kind):
     alone = [complete(server, number, kind) for number in range(REQUESTS)]
     assert len(set(alone)) > (10 if kind == "structured" else 30)

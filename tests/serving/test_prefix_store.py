@@ -299,17 +299,20 @@ def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
     assert answers(tmp_path, [text])[2].hits == 1
 
 
+LIES: tuple[Callable[[torch.Tensor], Page], ...] = (
+    lambda row: Page({"block": row[:-1]}, {}),
+    lambda row: Page({"block": row}, {"layers": []}),
+    lambda row: Page({}, {}),
+    lambda row: Page({"rows": row}, {}),
+    lambda row: Page({"block": row, "more": row.clone()}, {}),
+    lambda row: Page({"block": row[None]}, {}),
+    lambda row: Page({"block": row.view(torch.int8)}, {}),
+)
+
+
 @pytest.mark.parametrize(
     "lie",
-    [
-        lambda row: Page({}, {}),
-        lambda row: Page({"rows": row}, {}),
-        lambda row: Page({"block": row, "more": row.clone()}, {}),
-        lambda row: Page({"block": row[:-1]}, {}),
-        lambda row: Page({"block": row[None]}, {}),
-        lambda row: Page({"block": row.view(torch.int8)}, {}),
-        lambda row: Page({"block": row}, {"layers": []}),
-    ],
+    [*LIES[:2], *(pytest.param(lie, marks=pytest.mark.full) for lie in LIES[2:])],
     ids=range(7),
 )
 def test_whole_files_that_lie(lie: Callable[[torch.Tensor], Page], tmp_path: Path) -> None:

@@ -541,7 +541,7 @@ def test_requests_of_one_name_are_not_mixed_up(server):
         assert json.loads(text)["choices"] == alone["choices"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
     gone = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
     content = json.dumps(body(messages=STORY, max_tokens=250, stream=stream)).encode()

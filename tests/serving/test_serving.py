@@ -47,6 +47,7 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
+FULL = pytest.mark.full
 HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 
 # sliding: window 20 is no multiple of the page, and shorter than most prompts.
@@ -68,9 +69,19 @@ def make(name: str) -> Any:
     return tiny("llama" if name == "mha" else name, **MODELS[name])[0]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Any:
     return make(request.param)
+
+
+# Grid: each model once in the fast tier, each kind of scales with two models.
+def every_model(*fast: str) -> pytest.MarkDecorator:
+    """Return a parametrization of the fixture `model`, with some models in the fast tier."""
+    return pytest.mark.parametrize(
+        "model",
+        [pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in MODELS],
+        indirect=True,
+    )
 
 
 @pytest.fixture
@@ -98,17 +109,22 @@ def check(model: Any, *, agree: bool | None = False, **keywords: Any) -> None:
 class TestSameTokens:
     """The same tokens as generate() with FP8PagedCache and the same scales, for eight prompts."""
 
+    @every_model("llama", "gpt_oss")
     def test_static_scales_per_head(self, model: Any) -> None:
         check(model, scales=head_scales(model))
 
+    @every_model("gemma2", "mha")
     def test_dynamic_scales(self, model: Any) -> None:
         # Rounding this fine is not seen in each model's tokens.
         check(model, agree=None, dtype="fp8_e5m2")
 
+    @every_model("mistral", "qwen3")
     def test_unquantised(self, model: Any) -> None:
         check(model, agree=True, dtype="auto")
 
-    @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
+    @pytest.mark.parametrize(
+        "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "gpt_oss", "mistral"))]
+    )
     def test_centered_keys(self, name: str) -> None:
         model = make(name)
         check(model, scales=head_scales(model, center=True))
@@ -118,7 +134,7 @@ class TestSameTokens:
         model = make("mistral")
         check(model, key_dtype=sides[0], value_dtype=sides[1], scales=head_scales(model))
 
-    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+    @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=FULL)])
     def test_each_layer_in_a_plan_of_its_own(self, name: str) -> None:
         """Static scales so coarse that a layer stored in another plan is seen in the tokens."""
         model = make(name)
@@ -135,8 +151,21 @@ class TestSameTokens:
                 1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
         check(model, agree=None, plan=plan)
 
-    @pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    # Grid: the interpreter takes half a minute, and tests/ops compares its kernels with torch.
+    @pytest.mark.parametrize(
+        ("name", "backend"),
+        [
+            ("llama", "torch"),
+            ("gemma2", "numba"),
+            *(
+                pytest.param(*pair, marks=FULL)
+                for pair in (
+                    ("gemma2", "torch"), ("llama", "numba"), ("llama", "triton"),
+                    ("gemma2", "triton"),
+                )
+            ),
+        ],
+    )  # fmt: skip
     def test_every_backend(self, name: str, backend: str) -> None:
         if backend == "triton" and name == "gemma2" and not torch.cuda.is_available():
             pytest.skip("the interpreter takes minutes")
@@ -162,7 +191,7 @@ class TestSameTokens:
             assert greedy_deficit(exact, text, answer) > 0.3
 
     @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no such")
-    @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+    @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
     def test_steps_given_as_a_block_table(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -235,7 +264,9 @@ class TestSharing:
         whole = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
         assert used.tokens_held == whole * PAGE
 
-    @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+    @pytest.mark.parametrize(
+        "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "mistral"))]
+    )
     def test_forks(self, name: str) -> None:
         model = make(name)
         model.set_attn_implementation("fp8_paged")
@@ -253,7 +284,7 @@ class TestSharing:
         found = forked(llama, texts, 2)
         assert found == [tokens for tokens in wanted for _ in range(2)]
 
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
     def test_eviction(self, name: str) -> None:
         """Pages for about two requests at a time: the others wait, or begin again."""
         model = make(name)

@@ -106,7 +106,11 @@ class TestChoice:
 
 
 class TestGroups:
-    @pytest.mark.parametrize("kinds", [KINDS, KINDS * 2, KINDS[:2] * 2], ids=len)
+    @pytest.mark.parametrize(
+        "kinds",
+        [KINDS * 2, *(pytest.param(x, marks=pytest.mark.full) for x in (KINDS, KINDS[:2] * 2))],
+        ids=len,
+    )
     def test_kinds_in_any_order(self, kinds: list[str]) -> None:
         """Groups of one layer, of two, and two kinds with one group each."""
         model = tiny("gpt_oss", sliding_window=9, num_hidden_layers=len(kinds), layer_types=kinds)[
@@ -237,12 +241,15 @@ class _Unpinned:
 
 
 class TestOffloading:
+    # Grid: each model and each format once.
     @pytest.mark.parametrize(
-        "chosen",
-        [{"dtype": "fp8_e5m2"}, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}],
+        ("name", "chosen"),
+        [
+            ("llama", {"dtype": "fp8_e5m2"}),
+            ("gemma2", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+        ],
         ids=["8 bit", "K as it is"],
     )
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
     def test_requests_go_and_come_back(
         self, name: str, chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
