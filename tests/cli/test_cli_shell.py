@@ -1,4 +1,4 @@
-"""The command line and the shell: completion, exit codes, interruptions, readers that go away."""
+"""The command line and the shell: completion, exit codes, interruptions, closed pipes."""
 
 import os
 import runpy
@@ -16,7 +16,7 @@ from tests.helpers import command_line
 
 @pytest.fixture
 def completed(monkeypatch, capsys):
-    """Returns what a shell offers for a line of words, the last of which is not yet whole."""
+    """Return a function that completes the last word of a line, as a shell does."""
 
     def _completed(line: str, shell: str = "bash") -> list[str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])

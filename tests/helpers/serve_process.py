@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 )
-# ChatML that shows tools, and calls of them as the models of Hermes and Qwen write them.
+# ChatML with tools. Calls have the form of the models Hermes and Qwen.
 TOOLS_TEMPLATE = r"""
 {%- set given = messages[0].role == 'system' -%}
 {{- '<|im_start|>system\n' + (messages[0].content if given else 'You are a helpful assistant.') }}
@@ -52,7 +52,7 @@ OVERFLOWS = "~"  # after `add_overflow`: a prompt with this character has logits
 
 
 def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:
-    """Save a tiny Llama whose tokens are characters; it never ends by itself. Return the folder."""
+    """Save a tiny Llama whose tokens are characters, without an end token. Return the folder."""
     letters = [chr(code) for code in range(32, 32 + tokens)]
     inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -71,7 +71,7 @@ def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -
 
 
 def add_overflow(folder: str) -> None:
-    """Change a model of `save_chat_model`, so that OVERFLOWS is in no answer, and ends some."""
+    """Change a model of `save_chat_model`: OVERFLOWS makes logits NaN and is in no answer."""
     model, token = LlamaForCausalLM.from_pretrained(folder), ord(OVERFLOWS) - 32
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
@@ -81,7 +81,7 @@ def add_overflow(folder: str) -> None:
 
 
 def generate_answer(folder: str, question: str, tokens: int) -> str:
-    """Return what `generate()` answers from FP8 pages that it reads as they are stored."""
+    """Return the answer of `generate()` with FP8 pages, whose prefill reads stored values."""
     model, tokenizer = (
         LlamaForCausalLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
@@ -234,7 +234,7 @@ class Server(Endpoint):
             self.lines.append(line)
 
     def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
-        """Return where the log matches, once it does."""
+        """Wait until the log matches, and return the match."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if found := re.search(pattern, self.log):
@@ -248,7 +248,7 @@ class Server(Endpoint):
         raise AssertionError(f"expected {pattern!r} in the log of the server, got:\n{self.log}")
 
     def stop(self) -> int:
-        """Ends it, and returns its exit code."""
+        """End the server, and return its exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         try:

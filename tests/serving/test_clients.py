@@ -1,8 +1,8 @@
-"""What clients of OpenAI's API send, and read in the answers.
+"""Requests that clients of OpenAI's API send, and the parts of answers that they read.
 
-client_requests.json has one request of each form that a client sent when it was run, see
-tests/tools/clients.py. Here they are sent again, to a tiny model that writes gibberish, and the
-answers are read with the types of the package openai, as these clients do.
+client_requests.json contains one request of each form that a client sent to
+tests/tools/clients.py. The tests send the requests to a tiny model that writes gibberish, and read
+the answers with the types of the package openai, as these clients do.
 """
 
 import json
@@ -41,7 +41,7 @@ def server(tmp_path_factory):
 
 
 def adapted(body: dict) -> dict:
-    """A request for the tiny model, with its tokens, which are letters, and as many as it needs."""
+    """A request for the tiny model, whose tokens are letters, with the length that it needs."""
     body = {name: value for name, value in body.items() if name != "model"}
     if isinstance(body.get("prompt"), list):
         body["prompt"] = [
@@ -59,7 +59,7 @@ def adapted(body: dict) -> dict:
 
 
 def form_of_text(body: dict) -> dict | None:
-    """The schema of the answer's text, if it has one."""
+    """Return the schema of the answer's text, if it has one."""
     given = body.get("response_format") or (body.get("text") or {}).get("format") or {}
     return (given.get("json_schema") or given).get("schema")
 
@@ -69,14 +69,14 @@ def is_forced(body: dict) -> bool:
 
 
 def parse(kind: type, text: str) -> Any:
-    """An answer; a completion as the client makes it: its type has no null for a logprob."""
+    """Parse an answer. The client constructs a completion: its type has no null for a logprob."""
     if kind is Completion:
         return kind.construct(**json.loads(text))
     return kind.model_validate_json(text)
 
 
 def read(path: str, body: dict, text: str) -> list[dict]:
-    """The choices of an answer, streamed or not, or the items of a response."""
+    """Return the choices of an answer, streamed or not, or the items of a response."""
     if not body.get("stream"):
         kind = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path]
         found = parse(kind, text)
@@ -106,7 +106,7 @@ def read(path: str, body: dict, text: str) -> list[dict]:
 
 
 def check_choice(path: str, body: dict, choice: dict) -> None:
-    """Check that a choice has what its client reads."""
+    """Check that a choice contains all that its client reads."""
     cut = choice["finish_reason"] == "length"
     message = choice["message"] if path == CHAT else {"content": choice["text"]}
     if is_forced(body):
@@ -127,7 +127,7 @@ def check_choice(path: str, body: dict, choice: dict) -> None:
     found = choice["logprobs"]
     sizes = {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
     assert len(sizes) == 1
-    if body.get("echo"):  # as lm-eval adds up the log probability of a text
+    if body.get("echo"):  # lm-eval adds up the log probability of a text
         assert found["token_logprobs"][0] is None
         assert all(number <= 0 for number in found["token_logprobs"][1:])
         assert all(max(top.values()) <= 0 for top in found["top_logprobs"][1:])
@@ -140,7 +140,7 @@ def check_text(body: dict, text: str, *, cut: bool) -> None:
 
 
 def check_items(body: dict, items: list[dict], *, cut: bool) -> None:
-    """Check that the items of a response are what its client reads."""
+    """Check that the items of a response contain all that its client reads."""
     calls = [item for item in items if item["type"] == "function_call"]
     texts = [part["text"] for item in items for part in item.get("content") or ()]
     if is_forced(body):

@@ -1,7 +1,7 @@
-"""Fifty requests at once, beside forty whose clients leave, are answered as each would be alone.
+"""Fifty requests at once get the answers of each alone, next to forty whose clients leave.
 
-With pages of the model's own dtype, float32, these are the answers of transformers' `generate()`
-with its own cache.
+With pages of the model's dtype, float32, these are the answers of transformers' `generate()` with
+its own cache.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ FORMS = (
 
 
 class Sampled(LogitsProcessor):
-    """What makes the most likely token the one that a seed chooses."""
+    """Make the token that a seed chooses the most likely token."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -55,8 +55,8 @@ class Sampled(LogitsProcessor):
 
 
 def some_prompts() -> list[str]:
-    """Texts of 2 to 130 characters, most of which begin like others."""
-    # The first seed from 0 with which no token was nearly another, see `wide_margins`.
+    """Return texts of 2 to 130 characters. Most texts share their beginning with another text."""
+    # The first seed from 0 for which all margins between tokens are wide, see `wide_margins`.
     chance = random.Random(0)
 
     def some(most: int) -> str:
@@ -67,7 +67,7 @@ def some_prompts() -> list[str]:
 
 
 PROMPTS = some_prompts()
-# What each request asks for, by its number.
+# The fields of each request, by its number.
 ASKED = {
     "greedy": lambda _: {},
     "penalties": lambda _: PENALTIES,
@@ -96,7 +96,7 @@ def complete(server: Endpoint, number: int, kind: str) -> str:
 
 
 def leave(server: Endpoint, number: int) -> None:
-    """Ask for a long answer to the beginning of another's prompt, and do not wait for it."""
+    """Request a long answer to the beginning of a prompt, and do not wait for the answer."""
     sent = {"prompt": PROMPTS[number][:60], "max_tokens": 200, "stream": number % 2 == 0}
     content = json.dumps(sent | ASKED["seeds"](number)).encode()
     with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as connection:
@@ -108,7 +108,7 @@ def leave(server: Endpoint, number: int) -> None:
 
 
 def generated(folder: str, kind: str) -> list[str]:
-    """What `generate()` answers, with transformers' own cache."""
+    """Return the answers of `generate()` with transformers' own cache."""
     model = LlamaForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []

@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve`, over HTTP: what it answers, what it refuses, and how it ends."""
+"""`hf-fp8kv serve`, over HTTP: its answers, its refusals, and its end."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.text
 
 
 def needed(name: str) -> types.ModuleType:
-    """Returns a module of the extra `serve`, which CI installs: a skip would hide all this."""
+    """Import a module of the extra `serve`. CI installs it, so that no skip hides these tests."""
     if os.environ.get("CI"):
         return importlib.import_module(name)
     return pytest.importorskip(name, reason="needs the extra serve")
@@ -93,7 +93,7 @@ def text_of(client, question: str, *, stream: bool, **options: object) -> str:
 
 
 def events(text: str) -> list[str]:
-    """What a streamed answer is made of."""
+    """Return the events of a streamed answer."""
     return [line.removeprefix("data: ") for line in text.splitlines() if line]
 
 
@@ -104,7 +104,7 @@ def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(
     server, client, model
 ):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
-    # More than the pages hold at once.
+    # These tokens need more pages than there are.
     assert sum(len(q) + 40 for q in questions) > 2 * PAGES * PAGE
     with ThreadPoolExecutor(16) as pool:
         ask = [
@@ -221,7 +221,7 @@ def test_the_beginning_of_a_prompt_is_not_computed_twice(server, client):
     after = server.metrics()
     assert after["prefix_hits_total"] > before["prefix_hits_total"]
     assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE
-    # Of two tensors, two layers, two heads of 16 codes and their scale of two bytes.
+    # K and V, two layers, two heads of 16 codes, and a scale of two bytes for each head.
     assert after["bytes_total"] == after["pages_total"] * PAGE * 2 * 2 * 2 * (16 + 2)
     assert after["pages_total"] == PAGES
     assert 0 < after["pages_used"] <= PAGES
@@ -251,7 +251,7 @@ def test_usage_says_what_was_not_computed(server, client, model):
             usage = last.get("response", last)["usage"]
             details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             total = usage.get("prompt_tokens") or usage["input_tokens"]
-            if stream:  # the one before had the same prompt
+            if stream:  # the previous request had the same prompt
                 assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
 
 
@@ -340,7 +340,7 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
         ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
         ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
-        # Its template shows no tools to the model.
+        # The chat template shows no tools to the model.
         (CHAT, "tools", {"tools": [TOOL]}),
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
@@ -427,7 +427,7 @@ def test_a_config_that_says_nothing_else_is_taken(server):
 
 
 def test_a_client_whose_body_is_too_large_can_read_that(server):
-    # More than fits the buffers of a connection.
+    # The body exceeds the buffers of a connection.
     found, text, _ = server.ask(CHAT, raw=b" " * 16_000_000)
     assert (found, json.loads(text)["error"]["code"]) == (413, "too_large")
 
@@ -556,7 +556,7 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
     found = server.wait_until(**{'requests_total{status="499"}': gone + 1, "requests_active": 0})
     short = server.cpu_ticks() - left
     assert found["requests_waiting"] == 0
-    # All the pages are there for another, which takes its time: the processor's, not the clock's.
+    # All pages are free for a second request. CPU time shows that the first has ended.
     began = server.cpu_ticks()
     status, text, _ = server.ask(CHAT, body(messages=STORY, max_tokens=250))
     assert status == 200
@@ -580,7 +580,7 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
         shown = {"authorization": "Bearer sesame"}
         long, crowd = body(messages=STORY, max_tokens=200), []
         with ThreadPoolExecutor(24) as pool:
-            # Until some of them wait at a time: they may be read as slowly as they are answered.
+            # Repeat until some requests wait: a slow machine may read them one by one.
             while {status for status, _, _ in crowd} != {200, 429} and len(crowd) < 240:
                 crowd += pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24))
         assert {status for status, _, _ in crowd} == {200, 429}
@@ -628,7 +628,7 @@ def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, opt
         found, _, err = run("serve", model, "--port", "0", *given)
     assert found == code, err
     assert says in " ".join(err.split())
-    # Libraries keep pools of threads, which end with the process by themselves.
+    # Pools of threads of libraries end with the process.
     new = [t for t in threading.enumerate() if t not in before and not t.daemon]
     assert not [t for t in new if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
 
@@ -690,7 +690,7 @@ def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
 
 
 def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
-    """So that a supervisor sees it: no later request could be answered."""
+    """A supervisor has to see it, because no later request could be answered."""
     update, steps = ContinuousBatchProcessor.update_batch, []
 
     def fail(self: ContinuousBatchProcessor) -> None:
@@ -714,7 +714,7 @@ def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
 
 
 def lines_of(server: Server, got: list[str], **options: object) -> threading.Thread:
-    """Reads a streamed answer, line by line, in a thread."""
+    """Read a streamed answer in a thread, line by line."""
 
     def read() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)

@@ -22,7 +22,7 @@ from hf_fp8kv.serving.server import grammars  # noqa: E402
 from hf_fp8kv.serving.server.errors import APIError  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-END = "~"  # ends an answer, where the model has such a token
+END = "~"  # ends an answer, if the model has an end token
 UNKNOWN = "?"  # the tokenizer's special token
 
 PERSON = {
@@ -144,7 +144,7 @@ def test_every_endpoint_has_its_own_field(server):
     text, _ = complete(server, **structured(json=json.dumps(PERSON)))
     assert is_person(text)
 
-    # Words end a text that could go on.
+    # The grammar ends a text that could continue.
     kind = {"type": "json_object"}
     for path, asked in (
         (CHAT, chat | {"response_format": kind}),
@@ -230,7 +230,7 @@ def test_a_model_with_an_end_ends_with_it(server, ending, stream):
         text, reason = complete(ending, **structured(json=PERSON), **sampled)
         assert is_person(text)
         assert reason == "stop"
-        # May end anywhere: one that has no end of its own goes on.
+        # This text may end anywhere. A model without an end token continues.
         asked = structured(regex=r"[a-f]+") | {"temperature": 2.0, "seed": seed, "max_tokens": 200}
         text, reason = complete(ending, **asked, stream=stream)
         assert re.fullmatch(r"[a-f]+", text)
@@ -304,7 +304,7 @@ def test_a_preempted_request_goes_on_in_its_grammar(server, monkeypatch):
 
 
 class Panic(BaseException):
-    """What a bug of a library written in Rust raises."""
+    """The exception of a bug in a library that is written in Rust."""
 
 
 @pytest.fixture
@@ -450,7 +450,7 @@ def state(guide: grammars.Guide | None, *ends: int) -> SimpleNamespace:
 
 
 def test_rows_have_the_masks_of_their_requests(guide):
-    """Behind them are rows of prompts that are not finished, whose scores nobody reads."""
+    """The last rows belong to unfinished prompts, whose scores are not used."""
     vocabulary = 95
     mask = grammars.GrammarMask(vocabulary)
     requests = [state(None), state(guide("[a-c]x")), state(None), state(guide("[d-f]?y"), 5)]
