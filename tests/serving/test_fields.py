@@ -432,7 +432,7 @@ def test_tokens_and_words_that_must_not_come(server, model):
     assert pair[0] in found["text"] or pair[0] == letter
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_tokens_end_an_answer_and_not_too_early(server, model, stream):
     plain = generate(model, PROMPT, 60)
     end = plain[12]
@@ -500,7 +500,7 @@ def is_call(call: dict) -> bool:
     return given.keys() == {"day"} and given["day"] in ("today", "tomorrow")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tools_that_must_be_called_are_called(server, stream):
     asked = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "stream": stream}
     names = set()

@@ -26,18 +26,10 @@ def _fresh_compiler() -> Any:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize(
-        ("name", "changes"),
-        [
-            ("llama", {"num_hidden_layers": 1}),
-            pytest.param("llama", {}, marks=pytest.mark.full),
-            pytest.param("gpt_oss", {"sliding_window": 9}, marks=pytest.mark.full),
-        ],
-        ids=["one layer", "llama", "gpt_oss"],
-    )
-    def test_the_same_tokens(self, name: str, changes: dict[str, int]) -> None:
+    @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=pytest.mark.full)])
+    def test_the_same_tokens(self, name: str) -> None:
         """Attention is not compiled, so no number of requests needs a separate compilation."""
-        model = tiny(name, **changes)[0]
+        model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
         scales = head_scales(model)
         model.set_attn_implementation("fp8_paged")
         wanted = one_by_one(model, prompts(), scales=scales)
@@ -47,8 +39,7 @@ class TestCompiled:
         found = batched(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert found == wanted
         made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-        # The parts between attentions: 11 with two layers, and 55 if attention is compiled for each
-        # step.
+        # The parts between attentions are 11 graphs. Attention compiled for each step makes 55.
         assert 0 < made < 25
 
     def test_a_whole_step_as_one_graph_is_refused(self) -> None:
