@@ -348,8 +348,8 @@ def test_missing_layers_and_zeros_are_left_out():
     assert empty["error of K in 8 bits, by layer"].texts
 
 
-# Grid: labels may collide with many layers, many heads, few of both, or without measurements.
-SIZES = [(1, 1, True), (80, 8, True), (30, 3, False), (80, 128, False)]
+# Grid: labels collide first with many layers and heads, with measurements and without.
+SIZES = [(80, 8, True), (80, 128, False)]
 OTHERS = itertools.product((1, 30, 80), (1, 3, 8, 32, 128), (True, False))
 
 
