@@ -236,7 +236,7 @@ $(CLIENTS)/ready: $(READY)
 	@touch $@
 
 clients: $(CLIENTS)/ready
-	$(BIN)/python -m tests.helpers.clients --python $(CLIENTS)/bin/python $(CLIENTS_ARGS)
+	$(BIN)/python -m tests.tools.clients --python $(CLIENTS)/bin/python $(CLIENTS_ARGS)
 
 $(TOOL_ENVIRONMENTS)/%/ready:
 	$(PYTHON) -m venv --clear $(TOOL_ENVIRONMENTS)/$*

@@ -1,4 +1,4 @@
-"""The command line, called as its script calls it: what it prints, and its exit codes."""
+"""The command line in this process: its output and its exit codes."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def run(monkeypatch, capsys):
 
 @pytest.fixture
 def ask(run, model):
-    """Returns the JSON of `generate --json` for the tiny model."""
+    """Return a function that runs `generate --json` with the tiny model."""
 
     def _ask(*arguments: str, stdin: str = "", model: str = model) -> dict:
         fixed = ("--model", model, "--json", "--max-new-tokens", "12", "--backend", "torch")
@@ -43,7 +43,7 @@ def ask(run, model):
 
 
 def test_auto_gives_the_tokens_and_the_bytes_of_the_usual_cache(ask, tmp_path):
-    # In float32: two attentions that round to 16 bits may choose other tokens.
+    # float32, because two attentions that round to 16 bits may choose different tokens.
     folder = command_line.save_tiny_model(tmp_path, torch.float32)
     found = ask("--kv-cache-dtype", "auto", model=folder)
     dense, pages = found["runs"]
@@ -105,7 +105,7 @@ def test_chat_uses_the_template(ask, run, model, tmp_path):
         path.unlink()
 
 
-@pytest.mark.parametrize("columns", ["30", "80", "200"])
+@pytest.mark.parametrize("columns", ["30", pytest.param("80", marks=pytest.mark.full), "200"])
 def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     fixed = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")

@@ -1,4 +1,4 @@
-"""The command line and the shell: completion, exit codes, interruptions, readers that go away."""
+"""The command line and the shell: completion, exit codes, interruptions, closed pipes."""
 
 import os
 import runpy
@@ -15,7 +15,7 @@ from tests.helpers import command_line
 
 @pytest.fixture
 def completed(monkeypatch, capsys):
-    """Returns what a shell offers for a line of words, the last of which is not yet whole."""
+    """Return a function that completes the last word of a line, as a shell does."""
 
     def _completed(line: str, shell: str = "bash") -> list[str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv"])
@@ -102,9 +102,19 @@ def test_an_interruption_is_one_line(run, monkeypatch):
     assert run("check") == (130, "", "hf-fp8kv: interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["check", "--json"], pytest.param(["--help"], marks=pytest.mark.full)]
-)
+def test_a_reader_that_goes_away_is_exit_code_1(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "argv", ["hf-fp8kv", "--help"])
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    assert (exit_.value.code, capsys.readouterr().err) == (1, "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arguments", [["check", "--json"], ["--help"]])
 def test_a_reader_that_goes_away_is_no_traceback(arguments):
     reading, writing = os.pipe()
     os.close(reading)

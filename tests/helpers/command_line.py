@@ -1,4 +1,4 @@
-"""Calling the command line as its script calls it, and a tiny model to call it with."""
+"""A runner of the command line in this process, and a tiny model for it."""
 
 import io
 import sys
@@ -14,12 +14,12 @@ from hf_fp8kv import cli
 
 WORDS = ["<s>", "</s>", "<unk>", "London", "is", "the", "capital", "of", *map(chr, range(97, 123))]
 
-# Takes a command line and perhaps stdin; returns the exit code, stdout and stderr.
+# A function of the arguments and an optional stdin. It returns the exit code, stdout and stderr.
 Runner = Callable[..., tuple[int, str, str]]
 
 
 def save_tiny_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> str:
-    """The folder then holds a tiny Llama with a tokenizer of whole words, and no end token."""
+    """Save a tiny Llama with a tokenizer of whole words, without an end token."""
     words = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
@@ -34,7 +34,7 @@ def save_tiny_model(folder: Path, dtype: torch.dtype = torch.bfloat16) -> str:
 
 
 def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Runner:
-    """Returns what calls the command line."""
+    """Return a function that runs the command line."""
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["hf-fp8kv", *arguments])

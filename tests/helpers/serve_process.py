@@ -1,4 +1,4 @@
-"""A tiny model with a chat template, and `hf-fp8kv serve` in a process of its own."""
+"""A tiny model with a chat template, and `hf-fp8kv serve` in a thread or a separate process."""
 
 import contextlib
 import http.client
@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_fp8kv import FP8PagedCache
+from hf_fp8kv import FP8PagedCache, cli
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = (
@@ -26,7 +28,7 @@ TEMPLATE = (
     "{% endfor %}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
 )
-# ChatML that shows tools, and calls of them as the models of Hermes and Qwen write them.
+# ChatML with tools. Calls have the form of the models Hermes and Qwen.
 TOOLS_TEMPLATE = r"""
 {%- set given = messages[0].role == 'system' -%}
 {{- '<|im_start|>system\n' + (messages[0].content if given else 'You are a helpful assistant.') }}
@@ -41,12 +43,16 @@ TOOLS_TEMPLATE = r"""
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}
 """
 PAGES, PAGE, CONTEXT = 24, 16, 320
+SERVE_OPTIONS = (
+    "--device", "cpu", "--port", "0", "--cb-num-blocks", str(PAGES), "--cb-block-size", str(PAGE),
+    "--cb-max-batch-tokens", "64",
+)  # fmt: skip
 WAIT = 120.0
 OVERFLOWS = "~"  # after `add_overflow`: a prompt with this character has logits of NaN
 
 
 def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -> str:
-    """Save a tiny Llama whose tokens are characters; it never ends by itself. Return the folder."""
+    """Save a tiny Llama whose tokens are characters, without an end token. Return the folder."""
     letters = [chr(code) for code in range(32, 32 + tokens)]
     inner = Tokenizer(models.WordLevel({x: at for at, x in enumerate(letters)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -65,7 +71,7 @@ def save_chat_model(folder: Path, *, tokens: int = 95, context: int = CONTEXT) -
 
 
 def add_overflow(folder: str) -> None:
-    """Change a model of `save_chat_model`, so that OVERFLOWS is in no answer, and ends some."""
+    """Change a model of `save_chat_model`: OVERFLOWS makes logits NaN and is in no answer."""
     model, token = LlamaForCausalLM.from_pretrained(folder), ord(OVERFLOWS) - 32
     with torch.no_grad():
         model.model.embed_tokens.weight[token] = torch.nan
@@ -75,7 +81,7 @@ def add_overflow(folder: str) -> None:
 
 
 def generate_answer(folder: str, question: str, tokens: int) -> str:
-    """Return what `generate()` answers from FP8 pages that it reads as they are stored."""
+    """Return the answer of `generate()` with FP8 pages, whose prefill reads stored values."""
     model, tokenizer = (
         LlamaForCausalLM.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
@@ -92,53 +98,20 @@ def generate_answer(folder: str, question: str, tokens: int) -> str:
     return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-class Server:
-    """`hf-fp8kv serve` on a free port; its log is read while it runs."""
+class Endpoint:
+    """A server that listens on this machine: requests, and its metrics."""
 
-    def __init__(
-        self, model: str, *options: str, environment: dict[str, str] | None = None,
-        program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
-    ):  # fmt: skip
-        self.model = model
-        batching = ("--cb-num-blocks", str(PAGES), "--cb-block-size", str(PAGE))
-        self.process = subprocess.Popen(
-            [sys.executable, *program, "serve", model, "--device", "cpu",
-             "--port", "0", *batching, "--cb-max-batch-tokens", "64", *options],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        )  # fmt: skip
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        try:
-            self.port = int(self.wait_for(r"serving .* at http://[\d.]+:(\d+)")[1])
-        except BaseException:
-            self.stop()
-            raise
-        self.url = f"http://127.0.0.1:{self.port}"
+    model: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
-        return "".join(self.lines)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-
-    def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
-        """Return where the log matches, once it does."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if found := re.search(pattern, self.log):
-                return found
-            if self.process.poll() is not None:
-                self._reader.join(5)
-                if found := re.search(pattern, self.log):
-                    return found
-                break
-            time.sleep(0.02)
-        raise AssertionError(f"expected {pattern!r} in the log of the server, got:\n{self.log}")
+        """The lines that the server has written, if it is a process."""
+        return ""
 
     def ask(
         self,
@@ -148,7 +121,7 @@ class Server:
         raw: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, str, dict[str, str]]:
-        """Return the status, the text and the headers of an answer; GET without a body."""
+        """Return the status, the text and the headers of an answer. Without a body, send GET."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         with contextlib.closing(connection):
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -165,7 +138,7 @@ class Server:
         return {name.removeprefix("hf_fp8kv_"): float(value) for name, value in rows}
 
     def wait_until(self, seconds: float = WAIT, **wanted: float) -> dict[str, float]:
-        """Return the numbers of /metrics, once some of them are as wanted."""
+        """Return the numbers of /metrics as soon as they include the wanted ones."""
         until = time.monotonic() + seconds
         while True:
             found = self.metrics()
@@ -175,13 +148,107 @@ class Server:
                 raise AssertionError(f"expected {wanted}, got {found}; the log:\n{self.log}")
             time.sleep(0.05)
 
+
+class HostedServer(Endpoint):
+    """`hf-fp8kv serve` on a free port, in a thread of this process: nothing is imported again."""
+
+    def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
+        import uvicorn
+
+        self.model = model
+        self._server: uvicorn.Server | None = None
+        self._error: BaseException | None = None
+        run = uvicorn.Server.run
+
+        def run_without_signals(server: uvicorn.Server, sockets: Any = None) -> None:
+            server.capture_signals = contextlib.nullcontext  # only the main thread may catch them
+            self._server = server
+            run(server, sockets)
+
+        self._thread = threading.Thread(target=self._run, args=(model, *options), daemon=True)
+        with (
+            mock.patch.object(uvicorn.Server, "run", run_without_signals),
+            mock.patch.dict(os.environ, environment or {}),
+        ):
+            self._thread.start()
+            while not (self._server and self._server.started):
+                if not self._thread.is_alive():
+                    raise AssertionError("the server did not start") from self._error
+                time.sleep(0.01)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    def _run(self, model: str, *options: str) -> None:
+        arguments = ["serve", model, *SERVE_OPTIONS, *options]
+        try:
+            command = typer.main.get_command(cli.app)
+            command.main(arguments, prog_name=cli.NAME, standalone_mode=False)
+        except BaseException as error:
+            self._error = error
+
     def cpu_ticks(self) -> int:
-        """Return the time that processors spent on the server, in ticks of 10 ms."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
+        """Return the CPU time of this process, in ticks of 10 ms."""
+        return int(100 * time.process_time())
+
+    def wait(self, seconds: float) -> BaseException | None:
+        """Wait until the command has ended, and return its error."""
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "the server has not ended"
+        return self._error
+
+    def stop(self) -> None:
+        """End the server as soon as its requests have their answers."""
+        assert self._server is not None
+        self._server.should_exit = True
+        self.wait(WAIT)
+
+
+class Server(Endpoint):
+    """`hf-fp8kv serve` on a free port, in a separate process. Its log is read while it runs."""
+
+    def __init__(
+        self, model: str, *options: str, environment: dict[str, str] | None = None,
+        program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
+    ):  # fmt: skip
+        self.model = model
+        self.process = subprocess.Popen(
+            [sys.executable, *program, "serve", model, *SERVE_OPTIONS, *options],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        try:
+            self.port = int(self.wait_for(r"serving .* at http://[\d.]+:(\d+)")[1])
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    def wait_for(self, pattern: str, seconds: float = WAIT) -> re.Match[str]:
+        """Wait until the log matches, and return the match."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if found := re.search(pattern, self.log):
+                return found
+            if self.process.poll() is not None:
+                self._reader.join(5)
+                if found := re.search(pattern, self.log):
+                    return found
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"expected {pattern!r} in the log of the server, got:\n{self.log}")
 
     def stop(self) -> int:
-        """Ends it, and returns its exit code."""
+        """End the server, and return its exit code."""
         if self.process.poll() is None:
             self.process.terminate()
         try:
@@ -198,8 +265,20 @@ def serving(
     model: str, *options: str, environment: dict[str, str] | None = None,
     program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
 ) -> Iterator[Server]:  # fmt: skip
-    """Run a server inside."""
+    """Run a server inside, in a separate process."""
     server = Server(model, *options, environment=environment, program=program)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def hosting(
+    model: str, *options: str, environment: dict[str, str] | None = None
+) -> Iterator[HostedServer]:
+    """Run a server inside, in a thread."""
+    server = HostedServer(model, *options, environment=environment)
     try:
         yield server
     finally:

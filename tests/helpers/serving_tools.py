@@ -1,4 +1,4 @@
-"""What the tests of continuous batching share: prompts, scales, and the two ways to generate."""
+"""Tools for tests of continuous batching: prompts, scales, and two ways to generate."""
 
 import inspect
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from tests.helpers.margins import wide_margins
 
 NEW = 24
 PAGE = 16
-# The names of transformers 5.17 and of later versions.
+# The name of the field in transformers 5.17 is block_size.
 _SIZE = (
     "page_size"
     if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
@@ -27,7 +27,7 @@ _SIZE = (
 
 
 def batching(*, page_size: int = PAGE, pages: int | None = 64, **more: Any) -> Any:
-    """A ContinuousBatchingConfig, whatever this version calls its fields."""
+    """Return a ContinuousBatchingConfig with the field names of this version."""
     more = {"max_batch_tokens": 256, **more}
     return ContinuousBatchingConfig(**{_SIZE: page_size, "num_blocks": pages, **more})
 
@@ -44,16 +44,16 @@ class OpenAIPenalties(LogitsProcessor):
 
 
 def greedy(**more: Any) -> GenerationConfig:
-    """Greedy generation of NEW tokens, without an end."""
+    """Return the settings of greedy generation of NEW tokens, without an end token."""
     found = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
     for name, value in more.items():
-        # Afterwards: several equal answers are no use to anyone but a test.
+        # Set afterwards because the constructor refuses several equal answers.
         setattr(found, name, value)
     return found
 
 
 def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
-    """Scales that are different for K and V, each layer and each head.
+    """Return scales that differ between K and V, all layers and all heads.
 
     They are so large that most codes are subnormal: coarse, so that FP8 shows in the tokens.
     """
@@ -78,9 +78,9 @@ def head_scales(model: PreTrainedModel, *, center: bool = False) -> KVScales:
 
 
 def prompts(vocab: int = 99, seed: int = 6) -> list[list[int]]:
-    """Eight prompts of 3 to 64 tokens, three of which begin with the same 48."""
-    # Of the seeds from 0 the first with which the answers of every model that the tests take, with
-    # every kind of scale, have wide margins.
+    """Return eight prompts of 3 to 64 tokens. Three begin with the same 48 tokens."""
+    # This is the first seed from 0 for which the answers of all models of the tests have wide
+    # margins, with all kinds of scales.
     numbers = torch.Generator().manual_seed(seed)
 
     def some(count: int) -> list[int]:
@@ -94,7 +94,7 @@ def prompts(vocab: int = 99, seed: int = 6) -> list[list[int]]:
 
 
 def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any) -> list[list[int]]:
-    """What generate() gives for each prompt alone, with a cache of its own."""
+    """Return the tokens of generate() for each prompt alone, with a separate cache."""
     found = []
     for text in texts:
         pages = FP8PagedCache(model.config, prefill="stored", page_size=PAGE, **cache)
@@ -110,7 +110,7 @@ def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any)
 def batched(
     model: PreTrainedModel, texts: Sequence[list[int]], *, generation: Any = None, **more: Any
 ) -> list[list[int]]:
-    """What generate_batch gives, in the order of the prompts; raises what a request raised."""
+    """Return the tokens of generate_batch in the order of the prompts. Fail if a request does."""
     config = more.pop("config", None) or batching(**more)
     found = model.generate_batch(
         list(texts), generation_config=generation or greedy(), continuous_batching_config=config
@@ -121,9 +121,9 @@ def batched(
 
 
 def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:
-    """`times` answers to each prompt, of requests that fork after theirs was read.
+    """Return `times` answers to each prompt. Requests fork after the prefill.
 
-    Not by generate_batch: that of transformers 5.17 gives the first answer only.
+    generate_batch of transformers 5.17 returns only the first answer.
     """
     with model.continuous_batching_context_manager(
         generation_config=greedy(num_return_sequences=times), continuous_batching_config=batching()

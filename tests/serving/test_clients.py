@@ -1,8 +1,8 @@
-"""What clients of OpenAI's API send, and read in the answers.
+"""Requests that clients of OpenAI's API send, and the parts of answers that they read.
 
-client_requests.json has one request of each form that a client sent when it was run, see
-tests/helpers/clients.py. Here they are sent again, to a tiny model that writes gibberish, and the
-answers are read with the types of the package openai, as these clients do.
+client_requests.json contains one request of each form that a client sent to
+tests/tools/clients.py. The tests send the requests to a tiny model that writes gibberish, and read
+the answers with the types of the package openai, as these clients do.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.serve_process import TOOLS_TEMPLATE, save_chat_model, serving
+from tests.helpers.serve_process import TOOLS_TEMPLATE, hosting, save_chat_model
 
 pytestmark = pytest.mark.text
 
@@ -36,12 +36,12 @@ def server(tmp_path_factory):
     (folder / "template").write_text(TOOLS_TEMPLATE)
     model = save_chat_model(folder, context=4096)
     given = ("--chat-template", str(folder / "template"), "--cb-num-blocks", "256")
-    with serving(model, *given) as server:
+    with hosting(model, *given) as server:
         yield server
 
 
 def adapted(body: dict) -> dict:
-    """A request for the tiny model, with its tokens, which are letters, and as many as it needs."""
+    """A request for the tiny model, whose tokens are letters, with the length that it needs."""
     body = {name: value for name, value in body.items() if name != "model"}
     if isinstance(body.get("prompt"), list):
         body["prompt"] = [
@@ -59,7 +59,7 @@ def adapted(body: dict) -> dict:
 
 
 def form_of_text(body: dict) -> dict | None:
-    """The schema of the answer's text, if it has one."""
+    """Return the schema of the answer's text, if it has one."""
     given = body.get("response_format") or (body.get("text") or {}).get("format") or {}
     return (given.get("json_schema") or given).get("schema")
 
@@ -69,14 +69,14 @@ def is_forced(body: dict) -> bool:
 
 
 def parse(kind: type, text: str) -> Any:
-    """An answer; a completion as the client makes it: its type has no null for a logprob."""
+    """Parse an answer. The client constructs a completion: its type has no null for a logprob."""
     if kind is Completion:
         return kind.construct(**json.loads(text))
     return kind.model_validate_json(text)
 
 
 def read(path: str, body: dict, text: str) -> list[dict]:
-    """The choices of an answer, streamed or not, or the items of a response."""
+    """Return the choices of an answer, streamed or not, or the items of a response."""
     if not body.get("stream"):
         kind = {CHAT: ChatCompletion, COMPLETIONS: Completion, RESPONSES: Response}[path]
         found = parse(kind, text)
@@ -106,7 +106,7 @@ def read(path: str, body: dict, text: str) -> list[dict]:
 
 
 def check_choice(path: str, body: dict, choice: dict) -> None:
-    """Check that a choice has what its client reads."""
+    """Check that a choice contains all that its client reads."""
     cut = choice["finish_reason"] == "length"
     message = choice["message"] if path == CHAT else {"content": choice["text"]}
     if is_forced(body):
@@ -127,7 +127,7 @@ def check_choice(path: str, body: dict, choice: dict) -> None:
     found = choice["logprobs"]
     sizes = {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs")}
     assert len(sizes) == 1
-    if body.get("echo"):  # as lm-eval adds up the log probability of a text
+    if body.get("echo"):  # lm-eval adds up the log probability of a text
         assert found["token_logprobs"][0] is None
         assert all(number <= 0 for number in found["token_logprobs"][1:])
         assert all(max(top.values()) <= 0 for top in found["top_logprobs"][1:])
@@ -140,7 +140,7 @@ def check_text(body: dict, text: str, *, cut: bool) -> None:
 
 
 def check_items(body: dict, items: list[dict], *, cut: bool) -> None:
-    """Check that the items of a response are what its client reads."""
+    """Check that the items of a response contain all that its client reads."""
     calls = [item for item in items if item["type"] == "function_call"]
     texts = [part["text"] for item in items for part in item.get("content") or ()]
     if is_forced(body):
@@ -153,7 +153,14 @@ def check_items(body: dict, items: list[dict], *, cut: bool) -> None:
         check_text(body, "".join(texts), cut=cut)
 
 
-@pytest.mark.parametrize("client", REQUESTS)
+# Together these send each field that the tests of the server read.
+FAST = {"openai", "instructor", "lm-eval", "guidellm"}
+
+
+@pytest.mark.parametrize(
+    "client",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in REQUESTS],
+)
 def test_a_client_can_read_its_answers(server, client):
     for request in REQUESTS[client]:
         path, body = request["path"], adapted(request["body"])

@@ -18,7 +18,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from tests.helpers.serve_process import CONTEXT, PAGE, Server, save_chat_model, serving
+from tests.helpers.serve_process import CONTEXT, PAGE, Endpoint, hosting, save_chat_model
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -34,7 +34,7 @@ from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
 from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-# Shows the last message, and tools.
+# Renders the tools and the last message.
 TEMPLATE = (
     "{% for t in tools or [] %}{{ (t.function or t).name }};{% endfor %}{{ messages[-1].content }}"
 )
@@ -57,7 +57,7 @@ def model(folder):
 def server(folder, tmp_path_factory):
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)
-    with serving(folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)) as server:
+    with hosting(folder, "--kv-cache-dtype", "auto", "--chat-template", str(template)) as server:
         yield server
 
 
@@ -69,14 +69,14 @@ def text_of(tokens: list[int]) -> str:
     return "".join(chr(token + 32) for token in tokens)
 
 
-def ask(server: Server, path: str, **body: object) -> dict:
+def ask(server: Endpoint, path: str, **body: object) -> dict:
     status, text, _ = server.ask(path, body)
     assert status == 200, text
     return json.loads(text)
 
 
-def choices(server: Server, path: str = COMPLETIONS, **body: object) -> list[dict]:
-    """Return the choices of an answer, put together from its parts if it is streamed."""
+def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[dict]:
+    """Return the choices of an answer. Join the parts of a streamed answer."""
     if not body.get("stream"):
         return ask(server, path, **body)["choices"]
     status, text, _ = server.ask(path, body)
@@ -107,7 +107,7 @@ def generate(model, prompt: str, count: int, *processors: object) -> str:
 
 @torch.inference_mode()
 def logprobs_of(model, tokens: list[int]) -> torch.Tensor:
-    """The log probabilities of what follows each token, `[T, V]`."""
+    """Return the log probabilities of the token after each token, `[T, V]`."""
     return model(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
@@ -188,7 +188,7 @@ def test_a_prompt_alone_is_scored(server, model):
     streamed = choices(server, **asked, logprobs=1, stream=True)
     assert [one["text"] for one in streamed] == ["first", "second one"]
     assert {one["finish_reason"] for one in streamed} == {"length"}
-    whole = "x" * CONTEXT  # all that the model holds
+    whole = "x" * CONTEXT  # the length of the model
     (scored,) = choices(server, **asked | {"prompt": whole}, logprobs=0)
     assert (scored["text"], len(scored["logprobs"]["tokens"])) == (whole, CONTEXT)
     assert server.ask(COMPLETIONS, {**asked, "prompt": whole + "x"})[0] == 400
@@ -301,7 +301,7 @@ def test_a_stream_of_several_answers_has_usage_if_that_is_asked_for(server, path
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_answers_of_one_request_leave_room_for_others(count):
-    """Of 60 answers at most 16 are made at the same time, those to a prompt after its first."""
+    """At most 16 of 60 answers run at once. Answers to a prompt wait for its first answer."""
     running, most, begun = 0, 0, []
 
     async def answer(body, send, on_begin):
@@ -432,7 +432,7 @@ def test_tokens_and_words_that_must_not_come(server, model):
     assert pair[0] in found["text"] or pair[0] == letter
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_tokens_end_an_answer_and_not_too_early(server, model, stream):
     plain = generate(model, PROMPT, 60)
     end = plain[12]
@@ -500,7 +500,7 @@ def is_call(call: dict) -> bool:
     return given.keys() == {"day"} and given["day"] in ("today", "tomorrow")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_tools_that_must_be_called_are_called(server, stream):
     asked = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "stream": stream}
     names = set()
@@ -566,7 +566,7 @@ def test_a_response_calls_its_tool(server):
 
 
 def test_a_call_that_must_be_is_not_in_the_form_of_texts(server):
-    """Instructor sends both: OpenAI's `response_format` is of texts, which a call is not."""
+    """Instructor sends both: OpenAI's `response_format` applies to texts, not to calls."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     named = {"type": "function", "function": {"name": "clock"}}
     asked = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 150, "tool_choice": named}
@@ -649,7 +649,7 @@ def test_rules_count_each_token_of_prompt_and_answer(lost):
 
 
 class Parser:
-    """Thoughts between brackets, as transformers' parsers find them."""
+    """Parse thoughts between brackets, with the interface of transformers' parsers."""
 
     initial_events: tuple[dict, ...] = ()
 
@@ -670,7 +670,7 @@ class Parser:
 
 
 def test_bytes_that_are_no_text_end_no_answer():
-    """Tokens for single bytes, as models of SentencePiece have them; 400 random answers."""
+    """Random answers with tokens for single bytes, as in models of SentencePiece."""
     vocabulary = {"a": 0, "b": 1, "\u2581c": 2}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
@@ -692,7 +692,7 @@ def test_bytes_that_are_no_text_end_no_answer():
                 stream.step(inner, token)
         except Exception:
             failed += 1
-    assert failed > 10  # what is tested does occur
+    assert failed > 10  # the tested case does occur
 
 
 @pytest.mark.parametrize(("parser", "thoughts"), [(None, ""), (Parser(), "so it is")])

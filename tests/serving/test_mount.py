@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture
 def make(folder):
-    """Makes an application of the model in the folder; its engine must have ended in the end."""
+    """Return a function that makes an application. Check at the end that its engine has ended."""
     before = {thread for thread in threading.enumerate() if not thread.daemon}
     model, tokenizer = (
         LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder),
@@ -54,7 +54,7 @@ def mounted(llm, path: str = "/llm", **options: object) -> TestClient:
     return TestClient(Starlette(routes=[Mount(path, llm)], **options))
 
 
-# At /v1 a path begins like its place does: only one of the two is the application's.
+# At /v1 each path contains /v1 twice. Only the second /v1 belongs to the application.
 @pytest.mark.parametrize("path", ["/llm", "/v1", ""])
 def test_a_mounted_application_answers_what_generate_does(make, folder, path):
     llm = make()

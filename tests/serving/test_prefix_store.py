@@ -1,5 +1,6 @@
 """A store of prefixes under an engine: pages of prompts that outlive it."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -17,7 +18,7 @@ from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.cache.prefix_file import Page, pack
 from hf_fp8kv.serving.engines import stored_blocks
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
-from tests.helpers.serve_process import Server, generate_answer, save_chat_model
+from tests.helpers.serve_process import generate_answer, hosting, save_chat_model
 from tests.helpers.serving_tools import PAGE, batching, greedy
 from tests.helpers.tiny_models import tiny
 
@@ -42,7 +43,7 @@ def answers(
     new: int = 9,
     **keywords: Any,
 ) -> tuple[list[list[int]], Any, Any]:
-    """Return what a new engine says, its usage at the end, and that of its store."""
+    """Return the answers of a new engine, its final usage, and the usage of its store."""
     model, _ = tiny("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
@@ -50,7 +51,7 @@ def answers(
         generation_config=greedy(), continuous_batching_config=batching(pages=pages)
     ) as manager:
         said = []
-        for text in texts:  # one after the other, so that each may find what the others left
+        for text in texts:  # one by one, so that each can reuse the pages of the previous texts
             name = manager.add_request(text, max_new_tokens=new)
             said.append(manager.get_result(name, timeout=60).generated_tokens)
         used = serving.usage(manager)
@@ -69,7 +70,7 @@ def test_a_new_engine_finds_what_another_computed(tmp_path: Path) -> None:
     expected, _, _ = answers(None, more)
     said, used, found = answers(tmp_path, more)
     assert said == expected
-    # Of the second text all but its last page; the third one's pages are in memory by then.
+    # The second text finds all pages except its last. The pages of the third are in memory.
     assert (found.hits, found.tokens_found) == (2, 5 * PAGE + PAGE)
     assert (used.prefix_hits, used.prefix_tokens) == (3, 5 * PAGE + PAGE + 2 * PAGE)
     assert used.store_tokens == found.tokens_found
@@ -114,7 +115,7 @@ def test_blocks_hold_another_text_later(tmp_path: Path) -> None:
 
 @contextmanager
 def engine(store: PrefixStore, pages: int = 64) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
-    """Yield what asks an engine, and waits until its request is over, and the engine's cache."""
+    """Yield a function that generates and waits until its request is freed, and the cache."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
     with model.continuous_batching_context_manager(
@@ -124,7 +125,7 @@ def engine(store: PrefixStore, pages: int = 64) -> Iterator[tuple[Callable[[list
         def ask(text: list[int]) -> list[int]:
             name = manager.add_request(text, max_new_tokens=9)
             said: list[int] = manager.get_result(name, timeout=60).generated_tokens
-            end = time.monotonic() + 30  # its blocks are given back after its answer
+            end = time.monotonic() + 30  # the engine frees the blocks of a request after its answer
             while allocator_of(manager).block_table and time.monotonic() < end:
                 time.sleep(0.01)
             return said
@@ -155,12 +156,12 @@ def test_work_for_a_block_does_not_grow_with_the_text(
     assert len(said[0]) == 14 * PAGE
     assert sum(hashed) <= (blocks + 1) * PAGE, "each token once, and the block that is not there"
     assert len(touched) == blocks, "once a request"
-    # A new block (twice, if it is written) and the one before it, and each once at the end.
+    # Each block is looked up when it is new (twice if it is written), after that, and at the end.
     assert len(looked) <= 4 * blocks
 
 
 def test_a_hot_beginning_outlives_what_came_later(tmp_path: Path) -> None:
-    """It is found in memory, and not read: its files are used all the same."""
+    """The engine finds it in memory and does not read its files, which count as used."""
     hot, cold = words(4 * PAGE + 2), words(4 * PAGE + 2, seed=5)
     store = PrefixStore(tmp_path)
     with engine(store) as (ask, _):
@@ -170,7 +171,7 @@ def test_a_hot_beginning_outlives_what_came_later(tmp_path: Path) -> None:
         store.flush()
         gone = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         size = gone.stat().st_size
-        gone.unlink()  # the first page of the hot one, which was used last
+        gone.unlink()  # the first page of the hot beginning, which was used last
         ask(hot)
         store.flush()
         assert gone.exists(), "stored again"
@@ -189,7 +190,7 @@ def test_a_request_is_asked_about_once(tmp_path: Path) -> None:
 
 
 def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
-    """The engine asks for it at each step, also where no block is free."""
+    """The engine looks for its prefix at each step, even if no block is free."""
     text = words(6 * PAGE + 3)
     answers(tmp_path, [text])
     store = PrefixStore(tmp_path)
@@ -208,7 +209,7 @@ def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
         assert store.counts()["tokens_found"] == before["tokens_found"] + 2 * PAGE
         pool.free_blocks(allocator.index, free[2:])
         cache.free_blocks("waits")
-        # A text that is not there is missed once, however often it is asked for.
+        # A text that is not stored counts as one miss, even if it is looked up often.
         misses = store.counts()["misses"]
         for _ in range(3):
             assert cache.search_prefix_match("other", words(6 * PAGE, seed=8)) == 0
@@ -218,7 +219,7 @@ def test_a_request_that_waits_reads_nothing(tmp_path: Path) -> None:
 def test_no_step_runs_while_blocks_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the engine computes on a stream of its own."""
+    """On a GPU the engine computes on a separate stream."""
     text = words(3 * PAGE + 3)
     answers(tmp_path, [text])
     done: list[str] = []
@@ -232,7 +233,7 @@ def test_no_step_runs_while_blocks_are_filled(
 
 
 def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
-    """A beginning that was given up, and a request that must not find one (it wants logits)."""
+    """An evicted beginning, and a request that must not find a beginning (it needs logits)."""
     text = words(6 * PAGE + 3)
     expected, _, _ = answers(tmp_path, [text])
     store = PrefixStore(tmp_path)
@@ -242,7 +243,7 @@ def test_blocks_that_are_there_already_stay_free(tmp_path: Path) -> None:
         ledger, pool = allocator.ledger, allocator.pool
         assert store.usage().hits == 1
         for taken in (True, False):
-            # The last one of the beginning, as the engine forgets what was used long ago.
+            # Evict the last block of the beginning, as the engine does with old blocks.
             blocks = [ledger.hash_to_block[x] for x in hashes_of(text)]
             del ledger.cached_blocks[blocks[2]]
             del ledger.hash_to_block[ledger.block_to_hash.pop(blocks[2])]
@@ -263,7 +264,7 @@ def allocator_of(manager: Any) -> Any:
 
 
 def hashes_of(text: list[int]) -> list[int]:
-    """Return the hashes of a text's full blocks, as the engine makes them."""
+    """Return the hashes of a text's full blocks, as the engine computes them."""
     from transformers.generation.continuous_batching.cache_allocators import cache_allocator
 
     hashes: list[int] = []
@@ -274,7 +275,7 @@ def hashes_of(text: list[int]) -> list[int]:
 
 
 def held(allocator: Any) -> int:
-    """Return the blocks that are not free."""
+    """Return the number of blocks in use."""
     pool, index = allocator.pool, allocator.index
     sectors = pool.num_sectors - pool.num_free_sectors
     return int(sectors * pool.blocks_per_sector[index] - pool.count_free_blocks(index))
@@ -298,17 +299,20 @@ def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
     assert answers(tmp_path, [text])[2].hits == 1
 
 
+LIES: tuple[Callable[[torch.Tensor], Page], ...] = (
+    lambda row: Page({"block": row[:-1]}, {}),
+    lambda row: Page({"block": row}, {"layers": []}),
+    lambda row: Page({}, {}),
+    lambda row: Page({"rows": row}, {}),
+    lambda row: Page({"block": row, "more": row.clone()}, {}),
+    lambda row: Page({"block": row[None]}, {}),
+    lambda row: Page({"block": row.view(torch.int8)}, {}),
+)
+
+
 @pytest.mark.parametrize(
     "lie",
-    [
-        lambda row: Page({}, {}),
-        lambda row: Page({"rows": row}, {}),
-        lambda row: Page({"block": row, "more": row.clone()}, {}),
-        lambda row: Page({"block": row[:-1]}, {}),
-        lambda row: Page({"block": row[None]}, {}),
-        lambda row: Page({"block": row.view(torch.int8)}, {}),
-        lambda row: Page({"block": row}, {"layers": []}),
-    ],
+    [*LIES[:2], *(pytest.param(lie, marks=pytest.mark.full) for lie in LIES[2:])],
     ids=range(7),
 )
 def test_whole_files_that_lie(lie: Callable[[torch.Tensor], Page], tmp_path: Path) -> None:
@@ -337,18 +341,15 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
     question = "is this the same beginning for two servers, or is it another one for each of them?"
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 8, "temperature": 0}
     texts, found = [], []
-    servers = []
-    try:
-        for _ in range(2):
-            servers.append(Server(model, "--prefix-store", str(folder)))
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(hosting(model, "--prefix-store", str(folder))) for _ in range(2)
+        ]
         for server in servers:
             status, text, _ = server.ask("/v1/chat/completions", {"model": model, **body})
             assert status == 200, text
             texts.append(json.loads(text)["choices"][0]["message"]["content"])
             found.append(server.metrics()["store_tokens_total"])
-    finally:
-        for server in servers:
-            server.stop()
     assert texts[0] == texts[1] == generate_answer(model, question, 8)
     # "u:", the question, ";a:"
     assert found == [0, (len(question) + 5 - 1) // SERVED_PAGE * SERVED_PAGE]

@@ -1,4 +1,4 @@
-"""How the server chooses tokens: distributions, seeds, and rows of logits that are no numbers."""
+"""How the server chooses tokens: distributions, seeds, and rows of logits that are NaN."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +12,10 @@ from hf_fp8kv.serving.server import sampling
 from hf_fp8kv.serving.server.answer_text import StopFinder
 from tests.helpers.serve_process import (
     OVERFLOWS,
-    Server,
+    Endpoint,
     add_overflow,
+    hosting,
     save_chat_model,
-    serving,
 )  # fmt: skip
 
 pytestmark = pytest.mark.text
@@ -29,13 +29,13 @@ COMPLETIONS = "/v1/completions"
 
 
 def keys_of(count: int, *, seed: int | None = None) -> torch.Tensor:
-    """Keys of one seed at many positions, or of many seeds at one."""
+    """Keys of one seed at many positions, or of many seeds at one position."""
     pairs = [(n, 5) if seed is None else (seed, n) for n in range(count)]
     return torch.tensor([sampling.noise_key(*pair) for pair in pairs]).to(torch.int32)
 
 
 def is_expected(counts: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Chi-square, at most five standard deviations above its mean."""
+    """Return whether chi-square is at most five standard deviations above its mean."""
     freedom = counts.numel() - 1
     statistic = ((counts - expected).square() / expected).sum().item()
     return statistic < freedom + 5 * (2 * freedom) ** 0.5
@@ -67,7 +67,7 @@ def test_noise_is_that_of_key_and_token_alone():
 
 @pytest.mark.parametrize(("position", "token"), [(296, 44251), (661, 30565), (1811, 419)])
 def test_the_largest_noise_is_a_number(position, token):
-    """Of the bits that are mixed here all those are ones that a uniform number is made of."""
+    """The mixed bits that make a uniform number are all ones here."""
     key = torch.tensor([sampling.noise_key(7, position)]).to(torch.int32)
     noise = sampling.gumbel_noise(key, 49152)[0]
     assert noise.isfinite().all()
@@ -124,11 +124,11 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(tmp_path, stops
 def server(tmp_path_factory):
     folder = save_chat_model(tmp_path_factory.mktemp("overflows"))
     add_overflow(folder)
-    with serving(folder, "--default-seed", "7") as server:
+    with hosting(folder, "--default-seed", "7") as server:
         yield server
 
 
-def complete(server: Server, prompt: str, **fields: object) -> str:
+def complete(server: Endpoint, prompt: str, **fields: object) -> str:
     status, text, _ = server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 12} | fields)
     assert status == 200, text
     return str(json.loads(text)["choices"][0]["text"])

@@ -35,15 +35,15 @@ LONG, SHORT, MIDDLE, LATER = (
 @pytest.mark.parametrize(
     ("candidates", "tokens", "order", "limits"),
     [
-        # Alone, or with decoding requests only: everything is for the one prompt.
+        # A prompt alone, or next to decoding requests, gets all tokens of a step.
         ([LONG], 256, "long", {}),
         ([decoding("a"), LONG], 256, "a long", {}),
         ([LONG, SHORT], 256, "short long", {"short": 20}),
         ([LONG, LATER], 256, "later long", {"later": 128}),
-        # The shortest first; what does not fit into a half gets the rest of it.
+        # The shortest prompt comes first. A prompt that exceeds a half gets the rest of it.
         ([decoding("a"), decoding("b"), LONG, LATER, MIDDLE, SHORT], 258,
          "a b short middle long later", {"short": 20, "middle": 108}),
-        # Whoever came first is the oldest, wherever it is listed.
+        # The oldest request is the one that came first, at any place of the list.
         ([SHORT, LATER, LONG], 64, "short later long", {"short": 20, "later": 12}),
         # No room for two.
         ([decoding("a"), decoding("b"), LONG, SHORT], 3, "a b long short", {}),
@@ -96,7 +96,7 @@ def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_newcomer_beside_a_long_prompt(shared):
-    """Steps of 32 tokens: how many pass until each prompt has its first token."""
+    """The number of steps of 32 tokens until each prompt has its first token."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
     manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=96))
@@ -136,7 +136,7 @@ def test_a_newcomer_beside_a_long_prompt(shared):
 
 
 def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
-    """An engine that took pages from a request lets no other in until one finishes."""
+    """An engine that took pages from a request admits no request until one finishes."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
@@ -160,6 +160,6 @@ def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
         while {waiting, newcomer} - lengths.keys() and (out := manager.get_result(timeout=20)):
             lengths[out.request_id] = len(out.generated_tokens)
         for request in (waiting, newcomer):
-            manager.cancel_request(request)  # else what still waits is waited for
+            manager.cancel_request(request)  # otherwise the end waits for them
         assert lengths.keys() >= {waiting, newcomer}
         assert (lengths[waiting], lengths[newcomer]) == (6 * PAGE, 2)

@@ -1,4 +1,4 @@
-"""`hf-fp8kv serve`, over HTTP: what it answers, what it refuses, and how it ends."""
+"""`hf-fp8kv serve`, over HTTP: its answers, its refusals, and its end."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,9 @@ from importlib.metadata import version
 
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
-from hf_fp8kv.errors import ConfigError
+from hf_fp8kv.errors import ConfigError, EngineError
 from hf_fp8kv.serving.server.requests import RequestTracker
 from tests.helpers import command_line
 from tests.helpers.serve_process import (
@@ -26,6 +27,7 @@ from tests.helpers.serve_process import (
     PAGES,
     Server,
     generate_answer,
+    hosting,
     save_chat_model,
     serving,
 )  # fmt: skip
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.text
 
 
 def needed(name: str) -> types.ModuleType:
-    """Returns a module of the extra `serve`, which CI installs: a skip would hide all this."""
+    """Import a module of the extra `serve`. CI installs it, so that no skip hides these tests."""
     if os.environ.get("CI"):
         return importlib.import_module(name)
     return pytest.importorskip(name, reason="needs the extra serve")
@@ -59,7 +61,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with serving(model, "--max-body", "64kB", "--metrics-interval", "0.5") as server:
+    with hosting(model, "--max-body", "64kB") as server:
         yield server
 
 
@@ -91,7 +93,7 @@ def text_of(client, question: str, *, stream: bool, **options: object) -> str:
 
 
 def events(text: str) -> list[str]:
-    """What a streamed answer is made of."""
+    """Return the events of a streamed answer."""
     return [line.removeprefix("data: ") for line in text.splitlines() if line]
 
 
@@ -102,7 +104,7 @@ def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(
     server, client, model
 ):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
-    # More than the pages hold at once.
+    # These tokens need more pages than there are.
     assert sum(len(q) + 40 for q in questions) > 2 * PAGES * PAGE
     with ThreadPoolExecutor(16) as pool:
         ask = [
@@ -219,7 +221,7 @@ def test_the_beginning_of_a_prompt_is_not_computed_twice(server, client):
     after = server.metrics()
     assert after["prefix_hits_total"] > before["prefix_hits_total"]
     assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE
-    # Of two tensors, two layers, two heads of 16 codes and their scale of two bytes.
+    # K and V, two layers, two heads of 16 codes, and a scale of two bytes for each head.
     assert after["bytes_total"] == after["pages_total"] * PAGE * 2 * 2 * 2 * (16 + 2)
     assert after["pages_total"] == PAGES
     assert 0 < after["pages_used"] <= PAGES
@@ -249,19 +251,14 @@ def test_usage_says_what_was_not_computed(server, client, model):
             usage = last.get("response", last)["usage"]
             details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             total = usage.get("prompt_tokens") or usage["input_tokens"]
-            if stream:  # the one before had the same prompt
+            if stream:  # the previous request had the same prompt
                 assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
 
 
-def test_health_has_the_form_of_transformers_and_the_log_has_a_line(server, client):
+def test_health_has_the_form_of_transformers(server):
     status, text, _ = server.ask("/health")
     assert status == 200
     assert json.loads(text)["status"] == "ok"
-    text_of(client, "anything", stream=False, max_tokens=2)
-    server.wait_for(
-        r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
-        rf"pages: \d+ of {PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
-    )
 
 
 # -- what it refuses -------------------------------------------------------------------------------
@@ -343,7 +340,7 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/responses", "reasoning", {"reasoning": {"effort": "high"}}),
         ("/v1/responses", "tools[0]", {"tools": [{"type": "web_search"}]}),
         ("/v1/responses", "prompt", {"prompt": {"id": "x"}}),
-        # Its template shows no tools to the model.
+        # The chat template shows no tools to the model.
         (CHAT, "tools", {"tools": [TOOL]}),
         (CHAT, "parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         (CHAT, "messages[0].content", {"messages": [{"role": "user"}]}),
@@ -430,7 +427,7 @@ def test_a_config_that_says_nothing_else_is_taken(server):
 
 
 def test_a_client_whose_body_is_too_large_can_read_that(server):
-    # More than fits the buffers of a connection.
+    # The body exceeds the buffers of a connection.
     found, text, _ = server.ask(CHAT, raw=b" " * 16_000_000)
     assert (found, json.loads(text)["error"]["code"]) == (413, "too_large")
 
@@ -544,7 +541,7 @@ def test_requests_of_one_name_are_not_mixed_up(server):
         assert json.loads(text)["choices"] == alone["choices"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
     gone = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
     content = json.dumps(body(messages=STORY, max_tokens=250, stream=stream)).encode()
@@ -559,7 +556,7 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
     found = server.wait_until(**{'requests_total{status="499"}': gone + 1, "requests_active": 0})
     short = server.cpu_ticks() - left
     assert found["requests_waiting"] == 0
-    # All the pages are there for another, which takes its time: the processor's, not the clock's.
+    # All pages are free for a second request. CPU time shows that the first has ended.
     began = server.cpu_ticks()
     status, text, _ = server.ask(CHAT, body(messages=STORY, max_tokens=250))
     assert status == 200
@@ -573,7 +570,7 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
 def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
     key = {"HF_FP8KV_API_KEY": "sesame"}
     few = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
-    with serving(model, "--host", "0.0.0.0", *few, environment=key) as server:
+    with hosting(model, "--host", "0.0.0.0", *few, environment=key) as server:
         for headers in ({}, {"authorization": "Bearer simsim"}, {"authorization": "sesame"}):
             for path, sent in ((CHAT, body()), ("/metrics", None), ("/v1/models", None)):
                 status, text, _ = server.ask(path, sent, headers=headers)
@@ -583,7 +580,7 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
         shown = {"authorization": "Bearer sesame"}
         long, crowd = body(messages=STORY, max_tokens=200), []
         with ThreadPoolExecutor(24) as pool:
-            # Until some of them wait at a time: they may be read as slowly as they are answered.
+            # Repeat until some requests wait: a slow machine may read them one by one.
             while {status for status, _, _ in crowd} != {200, 429} and len(crowd) < 240:
                 crowd += pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24))
         assert {status for status, _, _ in crowd} == {200, 429}
@@ -631,7 +628,7 @@ def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, opt
         found, _, err = run("serve", model, "--port", "0", *given)
     assert found == code, err
     assert says in " ".join(err.split())
-    # Libraries keep pools of threads, which end with the process by themselves.
+    # Pools of threads of libraries end with the process.
     new = [t for t in threading.enumerate() if t not in before and not t.daemon]
     assert not [t for t in new if not t.name.startswith(("ThreadPoolExecutor", "hf_fp8kv"))]
 
@@ -657,7 +654,7 @@ def test_a_template_that_renders_nothing_is_explained(run, model, tmp_path):
 def test_names_lengths_and_templates_of_ones_own(model, tmp_path):
     (tmp_path / "template").write_text("<{% for m in messages %}{{ m.content }}{% endfor %}>")
     given = ("--chat-template", str(tmp_path / "template"), "--served-model-name", "mine")
-    with serving(model, *given, "--max-model-len", "40") as server:
+    with hosting(model, *given, "--max-model-len", "40") as server:
         assert json.loads(server.ask("/v1/models")[1])["data"][0]["id"] == "mine"
         found = json.loads(server.ask("/v1/models/mine")[1])
         assert (found["id"], found["max_model_len"]) == ("mine", 40)
@@ -691,27 +688,19 @@ def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
 
 # -- how it ends -----------------------------------------------------------------------------------
 
-# The server, whose engine fails in its twentieth step.
-FAILING = """
-from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
-update, steps = ContinuousBatchProcessor.update_batch, []
+def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
+    """A supervisor has to see it, because no later request could be answered."""
+    update, steps = ContinuousBatchProcessor.update_batch, []
 
-def fail(self):
-    steps.append(1)
-    if len(steps) == 20:
-        raise MemoryError("no memory for step 20")
-    update(self)
+    def fail(self: ContinuousBatchProcessor) -> None:
+        steps.append(1)
+        if len(steps) == 20:
+            raise MemoryError("no memory for step 20")
+        update(self)
 
-ContinuousBatchProcessor.update_batch = fail
-from hf_fp8kv.cli import main
-main()
-"""
-
-
-def test_an_engine_that_ends_ends_the_process(model):
-    """So that a supervisor sees it: no later request could be answered."""
-    with serving(model, "--grace", "60", program=("-c", FAILING)) as server:
+    with hosting(model, "--grace", "60") as server:
+        monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", fail)
         with ThreadPoolExecutor(4) as pool:
             sent = body(messages=STORY, max_tokens=90)
             asked = [pool.submit(server.ask, CHAT, sent) for _ in range(4)]
@@ -719,12 +708,13 @@ def test_an_engine_that_ends_ends_the_process(model):
         for status, text, _ in answers:
             assert status in (500, 503)  # before its thread has ended, or after
             assert "no memory for step 20" in text
-        assert server.process.wait(30) == 1
-        server.wait_for(r"the engine ended: no memory for step 20; start the server again")
+        error = server.wait(30)
+    assert isinstance(error, EngineError)  # the command line exits with 1 then
+    assert "the engine ended: no memory for step 20; start the server again" in str(error)
 
 
 def lines_of(server: Server, got: list[str], **options: object) -> threading.Thread:
-    """Reads a streamed answer, line by line, in a thread."""
+    """Read a streamed answer in a thread, line by line."""
 
     def read() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
@@ -738,12 +728,18 @@ def lines_of(server: Server, got: list[str], **options: object) -> threading.Thr
     return thread
 
 
-@pytest.mark.parametrize("hurry", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "hurry", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
+)
 def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
-    with serving(model, "--grace", "100") as server:
+    with serving(model, "--grace", "100", "--metrics-interval", "0.1") as server:
         got: list[str] = []
         reader = lines_of(server, got, max_tokens=270)
         server.wait_until(requests_active=1)
+        server.wait_for(
+            r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
+            rf"pages: \d+ of {PAGES} used, \d+ tokens, .* of .*; prefixes: \d+ hits, \d+ tokens"
+        )
         server.process.send_signal(signal.SIGTERM)
         server.wait_for("stopping: 1 requests get 100 s")
         status, text, headers = server.ask(CHAT, body())

@@ -47,14 +47,15 @@ from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
+FULL = pytest.mark.full
 HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 
-# sliding: window 20 is no multiple of the page, and shorter than most prompts.
+# The window of 20 tokens is not a multiple of the page, and shorter than most prompts.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mha": {"num_key_value_heads": 4},
     "mistral": {"sliding_window": 20},
-    # full and sliding layers, softcap; sharp attention, or its answers hardly depend on K
+    # Full and sliding layers, and a softcap. Sharp attention makes the answers depend on K.
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 1},
     "gpt_oss": {"sliding_window": 9},  # full and sliding layers, sinks
     "qwen3": {},
@@ -68,9 +69,19 @@ def make(name: str) -> Any:
     return tiny("llama" if name == "mha" else name, **MODELS[name])[0]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest) -> Any:
     return make(request.param)
+
+
+# Grid: each kind of scales with one model, which adds something to the llama of other tests.
+def every_model(*fast: str) -> pytest.MarkDecorator:
+    """Return a parametrization of the fixture `model`, with some models in the fast tier."""
+    return pytest.mark.parametrize(
+        "model",
+        [pytest.param(name, marks=() if name in fast else pytest.mark.full) for name in MODELS],
+        indirect=True,
+    )
 
 
 @pytest.fixture
@@ -81,7 +92,7 @@ def llama() -> Iterator[Any]:
 
 
 def check(model: Any, *, agree: bool | None = False, **keywords: Any) -> None:
-    """generate_batch equals generate() with a cache, whole prompts and in chunks of 16 tokens."""
+    """Compare generate_batch, with whole prompts and chunks of 16 tokens, with generate()."""
     texts = prompts()
     model.set_attn_implementation("fp8_paged")
     wanted = one_by_one(model, texts, **keywords)
@@ -98,29 +109,36 @@ def check(model: Any, *, agree: bool | None = False, **keywords: Any) -> None:
 class TestSameTokens:
     """The same tokens as generate() with FP8PagedCache and the same scales, for eight prompts."""
 
+    @every_model("gpt_oss")
     def test_static_scales_per_head(self, model: Any) -> None:
         check(model, scales=head_scales(model))
 
+    @every_model("gemma2")
     def test_dynamic_scales(self, model: Any) -> None:
         # Rounding this fine is not seen in each model's tokens.
         check(model, agree=None, dtype="fp8_e5m2")
 
+    @every_model("qwen3")
     def test_unquantised(self, model: Any) -> None:
         check(model, agree=True, dtype="auto")
 
-    @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral"])
+    @pytest.mark.parametrize(
+        "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "gpt_oss", "mistral"))]
+    )
     def test_centered_keys(self, name: str) -> None:
         model = make(name)
         check(model, scales=head_scales(model, center=True))
 
-    @pytest.mark.parametrize("sides", [("auto", "fp8_e5m2"), ("fp8_e3m4", "auto")])
+    @pytest.mark.parametrize(
+        "sides", [pytest.param(("auto", "fp8_e5m2"), marks=FULL), ("fp8_e3m4", "auto")]
+    )
     def test_one_side_in_8_bit(self, sides: tuple[str, str]) -> None:
         model = make("mistral")
         check(model, key_dtype=sides[0], value_dtype=sides[1], scales=head_scales(model))
 
-    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+    @pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=FULL)])
     def test_each_layer_in_a_plan_of_its_own(self, name: str) -> None:
-        """Static scales so coarse that a layer stored in another plan is seen in the tokens."""
+        """The static scales are so coarse that a wrong plan of a layer changes the tokens."""
         model = make(name)
         check(model, scales=planned_for(model, coarse=True))
 
@@ -135,8 +153,21 @@ class TestSameTokens:
                 1: LayerPlan.parse("fp8_e5m2", "fp8_e5m2 rotated")}  # fmt: skip
         check(model, agree=None, plan=plan)
 
-    @pytest.mark.parametrize("backend", ["torch", "numba", "triton"])
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    # Grid: the interpreter takes half a minute, and tests/ops compares its kernels with torch.
+    @pytest.mark.parametrize(
+        ("name", "backend"),
+        [
+            ("llama", "torch"),
+            ("gemma2", "numba"),
+            *(
+                pytest.param(*pair, marks=FULL)
+                for pair in (
+                    ("gemma2", "torch"), ("llama", "numba"), ("llama", "triton"),
+                    ("gemma2", "triton"),
+                )
+            ),
+        ],
+    )  # fmt: skip
     def test_every_backend(self, name: str, backend: str) -> None:
         if backend == "triton" and name == "gemma2" and not torch.cuda.is_available():
             pytest.skip("the interpreter takes minutes")
@@ -149,7 +180,7 @@ class TestSameTokens:
         assert batched(model, texts, max_batch_tokens=32) == wanted
 
     def test_bfloat16_unquantised_is_greedy_to_within_its_rounding(self) -> None:
-        """In 16 bits a batch may choose between two tokens that are nearly equal; no further."""
+        """In 16 bits a batch may choose a different token only if two are nearly equal."""
         model = make("llama").to(torch.bfloat16)
         exact = copy.deepcopy(model).float()
         exact.set_attn_implementation("sdpa")
@@ -157,16 +188,16 @@ class TestSameTokens:
         answers = batched(model, prompts())
         for text, answer in zip(prompts(), answers, strict=True):
             assert greedy_deficit(exact, text, answer) < 0.1
-        # Had a request read the pages of the next one, it would be seen.
+        # A request that reads the pages of the next request has a larger deficit.
         for text, answer in zip(prompts(), [*answers[1:], answers[0]], strict=True):
             assert greedy_deficit(exact, text, answer) > 0.3
 
     @pytest.mark.skipif(not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no such")
-    @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+    @pytest.mark.parametrize("dtype", ["fp8_e4m3", pytest.param("fp8_e5m2", marks=FULL)])
     def test_steps_given_as_a_block_table(
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What CUDA graphs hold, without one: nothing of a step is read on the host."""
+        """The steps of CUDA graphs, without a graph: the host reads nothing of a step."""
         llama.set_attn_implementation("fp8_paged")
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
         wanted = one_by_one(llama, prompts(), scales=scales, dtype=dtype)
@@ -222,7 +253,7 @@ class TestSharing:
             generation_config=greedy(), continuous_batching_config=batching()
         ) as manager:
             found = []
-            for text in texts:  # one after the other, so that the next finds what the last left
+            for text in texts:  # one by one, so that each can reuse the pages of the previous texts
                 manager.add_request(text, max_new_tokens=NEW)
                 found.append(finished(manager))
             used = serving.usage(manager)
@@ -230,12 +261,14 @@ class TestSharing:
         assert used is not None
         assert (used.prefix_hits, used.prefix_tokens) == (2, 96)
         assert used.requests_active == 0
-        # Whole pages of what is done are kept for those who come: of each request all but the last
-        # token is stored, and the three share three pages.
+        # Whole pages of finished requests are kept. Each request stores all tokens except the last,
+        # and three requests share three pages.
         whole = sum((len(text) + NEW - 1) // PAGE for text in texts) - 2 * (48 // PAGE)
         assert used.tokens_held == whole * PAGE
 
-    @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+    @pytest.mark.parametrize(
+        "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "mistral"))]
+    )
     def test_forks(self, name: str) -> None:
         model = make(name)
         model.set_attn_implementation("fp8_paged")
@@ -253,9 +286,9 @@ class TestSharing:
         found = forked(llama, texts, 2)
         assert found == [tokens for tokens in wanted for _ in range(2)]
 
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
     def test_eviction(self, name: str) -> None:
-        """Pages for about two requests at a time: the others wait, or begin again."""
+        """There are pages for about two requests at a time: other requests wait, or start again."""
         model = make(name)
         model.set_attn_implementation("fp8_paged")
         texts, scales = prompts(), head_scales(model)
@@ -296,7 +329,7 @@ class TestManagers:
         assert not llama._forward_pre_hooks
 
     def test_a_stock_manager_of_an_enabled_model_is_an_error(self, llama: Any) -> None:
-        """Not pages of 16 bits without a word; `disable` makes it work again."""
+        """It must not store 16 bits silently. `disable` makes it work again."""
         llama.set_attn_implementation("sdpa")
         serving.enable(llama)
         for after, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
@@ -345,7 +378,7 @@ class TestManagers:
         assert batched(other, prompts()) == wanted
 
     def test_generate_beside_a_running_manager(self, llama: Any) -> None:
-        """The same model, another thread, left padding: its masks are its own."""
+        """Another thread uses the same model with left padding, and its own masks."""
         llama.set_attn_implementation("fp8_paged")
         ids = torch.tensor([prompts()[1], [0] * 9 + prompts()[4]])
         mask = (ids != 0).long()
@@ -371,7 +404,7 @@ class TestManagers:
         not hasattr(cache, "FULL_ATTENTION"), reason="transformers 5.17 has a method of its own"
     )
     def test_prefixes_are_given_up_one_by_one(self, llama: Any) -> None:
-        """The least recently used one first, its end before its beginning; no more than needed."""
+        """The engine evicts the least recently used prefix from its end, and only as needed."""
         serving.enable(llama)
         texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
         with llama.continuous_batching_context_manager(
@@ -439,7 +472,7 @@ class TestManagers:
 
 class TestStock:
     def test_unchanged_without_enable(self) -> None:
-        """Also after another model was enabled and disabled again."""
+        """This also holds after a second model was enabled and disabled."""
         before = batched(make("llama"), prompts())
         model = make("llama")
         serving.enable(model, scales=head_scales(model))
@@ -596,7 +629,7 @@ class TestErrors:
 class TestLimits:
     @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
     def test_the_longest_request_fits_and_no_longer_one(self, name: str) -> None:
-        """One token more than that, and the engine would stop: it cannot make room."""
+        """With one token more the engine would stop, because it cannot free pages."""
         model = make(name)
         serving.enable(model)
         manager = model.init_continuous_batching(greedy(), batching(pages=6))
@@ -614,7 +647,7 @@ class TestLimits:
 
 
 class TestRunning:
-    """Managers that start, stop and fail beside each other, and what a step is made of."""
+    """Managers that start, stop and fail next to each other, and the parts of a step."""
 
     def test_a_manager_that_stops_leaves_others_running(self, llama: Any) -> None:
         llama.set_attn_implementation("fp8_paged")
@@ -715,7 +748,7 @@ class TestRunning:
     def test_a_decode_step_is_one_operation(
         self, softcap: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With the bytes and the attention of two, and a row of no request that stores nothing."""
+        """It stores and computes the same as two operations. An empty row stores nothing."""
         layout = PageLayout(2, 16, 8, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
         storage = LayerStorage(layout.plan, None, None, 2 * torch.randn(2, 16))
         table = torch.tensor([[3, 4], [1, -1], [7, 7]], dtype=torch.int32)
@@ -742,7 +775,7 @@ class TestRunning:
             )  # fmt: skip
         assert calls == ["both"]
         torch.testing.assert_close(found[1], found[0])
-        # Page 7 is where the row of no request is stored by an operation of its own.
+        # A separate write operation stores the empty row in page 7.
         mine, other = (layout.carve(memory) for memory in memories)
         for x, y in zip(mine.tensors(), other.tensors(), strict=True):
             assert_same(y[:7].view(torch.uint8), x[:7].view(torch.uint8))

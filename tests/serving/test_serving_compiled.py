@@ -14,7 +14,7 @@ from tests.helpers.tiny_models import tiny
 pytestmark = pytest.mark.text
 
 HAS_BLOCK_TABLES = engines.engine_module().__name__.endswith("flat_tensor")
-# Traced, and run as it is: compilers of code are not what is tested.
+# Steps are traced and run without a compiler of code, which these tests do not cover.
 TRACED = {"backend": "eager", "mode": None, "dynamic": True}
 
 
@@ -26,9 +26,11 @@ def _fresh_compiler() -> Any:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.full), "gpt_oss"])
+    # Full: torch needs 12 s to trace transformers' layers of one model.
+    @pytest.mark.full
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
     def test_the_same_tokens(self, name: str) -> None:
-        """Attention stays as it is, so that no number of requests is compiled by itself."""
+        """Attention is not compiled, so no number of requests needs a separate compilation."""
         model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
         scales = head_scales(model)
         model.set_attn_implementation("fp8_paged")
@@ -39,13 +41,13 @@ class TestCompiled:
         found = batched(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)
         assert found == wanted
         made = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
-        # The parts between attentions: 11, and 55 if attention is compiled for each step.
+        # The parts between attentions are 11 graphs. Attention compiled for each step makes 55.
         assert 0 < made < 25
 
     def test_a_whole_step_as_one_graph_is_refused(self) -> None:
         model = tiny("llama", attn_implementation="sdpa")[0]
         serving.enable(model)
-        # Not so decode_compile_config: the engine leaves it out, for its own attentions only.
+        # decode_compile_config is not refused: the engine uses it for its own attention only.
         config = batching(varlen_compile_config=CompileConfig(fullgraph=True, **TRACED))
         with pytest.raises(ConfigError, match="varlen_compile_config: expected fullgraph=False"):
             model.init_continuous_batching(greedy(), config)

@@ -1,4 +1,4 @@
-"""The engines of different versions of transformers: which file is for which, and their bytes."""
+"""The engines of different versions of transformers: their files and their bytes."""
 
 import importlib.util
 import inspect
@@ -34,13 +34,13 @@ pytestmark = pytest.mark.text
 # transformers 5.17; all later ones have a flat tensor.
 OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
 older = pytest.mark.skipif(not OLDER, reason="transformers 5.17 only")
-# of their 8 tokens; too few for all requests at a time
+# Pages of 8 tokens, too few for all requests at a time.
 PAGES = {"llama": 16, "gemma2": 24}
 KINDS = ["sliding_attention", "full_attention", "full_attention"]
 
 
 def a_cache(model: Any, **config: Any) -> Any:
-    """The cache of a manager of the model, made as the engine makes it."""
+    """Return the cache of a manager of the model, as the engine makes it."""
     manager = model.init_continuous_batching(greedy(), batching(**config))
     manager.warmup()
     return manager.batch_processor.cache
@@ -106,14 +106,18 @@ class TestChoice:
 
 
 class TestGroups:
-    @pytest.mark.parametrize("kinds", [KINDS, KINDS * 2, KINDS[:2] * 2], ids=len)
+    @pytest.mark.parametrize(
+        "kinds",
+        [KINDS * 2, *(pytest.param(x, marks=pytest.mark.full) for x in (KINDS, KINDS[:2] * 2))],
+        ids=len,
+    )
     def test_kinds_in_any_order(self, kinds: list[str]) -> None:
         """Groups of one layer, of two, and two kinds with one group each."""
         model = tiny("gpt_oss", sliding_window=9, num_hidden_layers=len(kinds), layer_types=kinds)[
             0
         ]
         model.set_attn_implementation("fp8_paged")
-        # With others a sum in another order moves a number across the border between two codes.
+        # With other prompts, a different order of sums moves a value to the next code.
         texts, scales = prompts(seed=0), head_scales(model)
         wanted = one_by_one(model, texts, scales=scales)
         assert wanted != one_by_one(model, texts, dtype="auto")
@@ -147,14 +151,14 @@ class TestBytes:
             assert total == 5 * page
             memory = {x.untyped_storage() for x in cache.layer_pages(0).tensors()}
             assert len({storage.data_ptr() for storage in memory}) == 1
-            # Newer engines have two sectors more, where their own attention puts padding.
+            # Newer engines have two more sectors, for the padding of their own attention.
             assert memory.pop().nbytes() == total + (0 if OLDER else 2 * cache.bytes_per_sector)
 
     @older
     def test_one_more_block_costs_its_bytes_and_an_index(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """No mask, no dense copy of what is read; all that is free is planned."""
+        """The plan has no mask and no dense copy, and uses all free memory."""
         free = 3 * 2**20
         monkeypatch.setattr(
             stock.PagedAttentionMemoryHandler, "get_available_memory", lambda self: free
@@ -182,7 +186,7 @@ class TestBytes:
     def test_one_more_sector_costs_its_bytes_and_an_index(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """No mask, no dense copy of what is read; a token of a step pays for what it takes."""
+        """The plan has no mask and no dense copy. Each token of a step costs its own bytes."""
         module = engines.engine_module()
         handler, made = module._MemoryHandler, []
 
@@ -199,7 +203,7 @@ class TestBytes:
         cost = [plan.compute_memory_footprint(tokens, sectors + more) for more in (0, 1)]
         assert cost[1] - cost[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
         step = plan.compute_memory_footprint(tokens + 1, sectors) - cost[0]
-        # Two bytes each: hidden states, 4 heads of queries, 2 of K and of V; and what is ours.
+        # Two bytes each: hidden states, 4 heads of queries, 2 of K and V, and our own buffers.
         ours = peak_elements(model.config)
         assert step >= 2 * (64 + 4 * 16 + 2 * 2 * 16 + ours)
         assert ours > 3 * 4 * 16
@@ -237,16 +241,19 @@ class _Unpinned:
 
 
 class TestOffloading:
+    # Grid: each model and each format once.
     @pytest.mark.parametrize(
-        "chosen",
-        [{"dtype": "fp8_e5m2"}, {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}],
+        ("name", "chosen"),
+        [
+            ("llama", {"dtype": "fp8_e5m2"}),
+            ("gemma2", {"key_dtype": "auto", "value_dtype": "fp8_e5m2"}),
+        ],
         ids=["8 bit", "K as it is"],
     )
-    @pytest.mark.parametrize("name", ["llama", "gemma2"])
     def test_requests_go_and_come_back(
         self, name: str, chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Codes and dynamic scales; what comes back elsewhere must be the same bytes."""
+        """Codes and dynamic scales must have the same bytes after they return to other blocks."""
         monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
         gone: list[int] = []
         manager: Any = offloading_manager.OffloadingManager
@@ -278,7 +285,7 @@ class TestOffloading:
     @older
     @pytest.mark.parametrize("formats", [("fp8_e4m3", "fp8_e4m3"), ("auto", "fp8_e4m3")])
     def test_the_halves_of_blocks(self, formats: tuple[str, str]) -> None:
-        """Together every byte, once, whichever tensor it is in."""
+        """Both halves contain each byte of all tensors once."""
         from hf_fp8kv.serving.engines.layer_tensors import _Half
 
         layout = PageLayout(2, 6, 8, LayerPlan.parse(*formats), dtype=torch.float32, dynamic=True)
@@ -320,7 +327,7 @@ def test_copies_of_blocks() -> None:
 
 
 def test_signatures_that_both_layouts_answer() -> None:
-    """What the engine calls on its cache has the arguments that ours have."""
+    """Our cache has the arguments of the methods that the engine calls."""
     ours: Any = engines.cache_class(keywords())
     for name in ("extend_read_and_write_indices", "search_prefix_match"):
         found = inspect.signature(getattr(ours, name)).parameters

@@ -1,15 +1,24 @@
 """vLLM as users start it: with processes of its own, which load the plugin by its entry point."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_fp8kv.utils.demo_model import model_path
+from tests.helpers.margins import greedy_deficit
 
 from .conftest import generate_here, make_scales
 
+# The logits that a token may lose to 8-bit pages. An answer to a different prompt loses over 5.
+DEFICIT = 1.0
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -57,7 +66,11 @@ def test_tensor_parallel(models, prompts, tmp_path, ranks):
 
 
 def test_the_example():
-    """A real model, calibrated here; its engine is a process that vLLM starts."""
+    """A real model, calibrated here; its engine is a process that vLLM starts.
+
+    Its pages round to 8 bits, where a CPU may choose another of two nearly equal tokens. So each
+    answer has to be greedy to within that rounding, and not an answer to a different prompt.
+    """
     pytest.importorskip("vllm")
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
     arguments = ["--max-tokens", "512", "--new-tokens", "8"]
@@ -66,4 +79,17 @@ def test_the_example():
         [sys.executable, example, *arguments], env=environment, capture_output=True, text=True,
         timeout=400, check=False,
     )  # fmt: skip
-    assert run.stdout.count(", the same tokens") == 3, run.stdout[-2000:] + run.stderr[-2000:]
+    found = re.findall(r"^(['\"].*): (['\"].*), (?:the same|other) tokens$", run.stdout, re.M)
+    assert len(found) == 3, run.stdout[-2000:] + run.stderr[-2000:]
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    pairs = [tuple(map(ast.literal_eval, pair)) for pair in found]
+    texts = [tokenizer(prompt).input_ids for prompt, _ in pairs]
+    answers = [
+        tokenizer(prompt + answer).input_ids[len(ids) :]
+        for (prompt, answer), ids in zip(pairs, texts, strict=True)
+    ]
+    for place, (ids, answer) in enumerate(zip(texts, answers, strict=True)):
+        assert 1 <= len(answer) <= 8
+        assert greedy_deficit(model, ids, answer) < DEFICIT
+        assert greedy_deficit(model, ids, answers[place - 1]) > 2 * DEFICIT

@@ -1,6 +1,6 @@
 """Clients of OpenAI's API, run for real: what each does with a server is a function here.
 
-    python -m tests.helpers.client_runs CLIENT URL TOKENIZER
+    python -m tests.tools.client_runs CLIENT URL TOKENIZER
 
 prints a line for each. `make clients` starts the servers, and calls this for every client, in the
 environment that has them; the packages are imported by the functions that need them.

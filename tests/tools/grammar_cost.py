@@ -1,4 +1,4 @@
-"""Measure what grammars cost a step of the server: `python -m tests.helpers.grammar_cost`.
+"""Measure what grammars cost a step of the server: `python -m tests.tools.grammar_cost`.
 
 Steps of 8 and 32 requests, of which none, one or all follow a JSON schema, with the tokens of the
 tiny model (95) and of the demo model (49,152). One thread; without the model itself.

@@ -1,7 +1,7 @@
 """`make clients`: clients of OpenAI's API, run for real against `hf-fp8kv serve`.
 
-    python -m tests.helpers.clients --python .venv-clients/bin/python
-    python -m tests.helpers.clients ... --record tests/serving/client_requests.json
+    python -m tests.tools.clients --python .venv-clients/bin/python
+    python -m tests.tools.clients ... --record tests/serving/client_requests.json
 
 `--python` has the clients (see client_runs.py), each of which runs in a process of its own with a
 time limit. The server has the demo model, with a chat template that shows tools. `--record` keeps
@@ -98,7 +98,7 @@ def recording(port: int) -> Iterator[Recorder]:
 
 def run_client(python: str, name: str, port: int, tokenizer: str) -> list[dict[str, Any]]:
     """Run one client, and return what it printed, one object a line."""
-    given = [python, "-m", "tests.helpers.client_runs", name]
+    given = [python, "-m", "tests.tools.client_runs", name]
     try:
         done = subprocess.run(
             [*given, f"http://127.0.0.1:{port}/v1", tokenizer], cwd=ROOT, text=True,

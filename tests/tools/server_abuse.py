@@ -1,6 +1,6 @@
 """Clients that do to a server what they should not, for a bounded time.
 
-    python -m tests.helpers.server_abuse --minutes 10
+    python -m tests.tools.server_abuse --minutes 10
 
 starts `hf-fp8kv serve` on this machine with a tiny model, some of whose logits are NaN (or with
 `--demo`), and sends it for some minutes what good clients send (chats, completions, responses,
