@@ -505,25 +505,12 @@ def distinct(count: int, length: int, start: int = 0) -> list[list[int]]:
     return [[start + i] * length for i in range(count)]
 
 
-def test_the_longest_windows_are_held_out():
-    corpus = [*distinct(40, 10), *distinct(40, 100, 100), *distinct(40, 50, 200)]
-    found = read(corpus, None, held_out=500)
-    assert [len(w) for w in found.held_out] == [100] * 5
-
-
 def test_a_text_stays_on_one_side():
     corpus = [list(range(start, start + 40)) for start in range(0, 4000, 40)]
     found = read(corpus, None, held_out=190, max_length=10)
     texts = {window[0].item() // 40 for window in found.held_out}
     assert len(texts) == 5
     assert sum(map(len, found.held_out)) == 200
-
-
-def test_of_a_long_text_single_windows_are_held_out():
-    found = read([list(range(1000))], None, held_out=40, max_length=10)
-    assert [len(w) for w in found.held_out] == [10] * 4
-    found = read([list(range(1000))], None, held_out=4000, max_length=10)
-    assert sum(map(len, found.held_out)) == 250
 
 
 def test_a_window_shared_by_texts_is_not_held_out():
@@ -548,10 +535,16 @@ def test_a_window_does_not_keep_its_text_in_memory():
         (distinct(100, 10), 1, [10]),  # at least one
         ([[9] * 100, *distinct(8, 30)], 1, [30]),  # within a quarter
         (distinct(8, 10), 0, []),
+        # The longest windows.
+        ([*distinct(40, 5), *distinct(40, 10, 100), *distinct(40, 7, 200)], 50, [10] * 5),
+        # Single windows of one long text, of which at most a quarter.
+        ([list(range(1000))], 40, [10] * 4),
+        ([list(range(1000))], 4000, [10] * 25),
     ],
 )
-def test_small_corpora(corpus, held_out, expected):
-    found = read(corpus, None, held_out=held_out)
+def test_how_much_is_held_out(corpus, held_out, expected):
+    longest = 100 if [9] * 100 in corpus else 10
+    found = read(corpus, None, held_out=held_out, max_length=longest)
     assert [len(w) for w in found.held_out] == expected
 
 

@@ -1,6 +1,5 @@
 """What a calibration says of scales, which run it is, and how one that was killed goes on."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -307,6 +306,7 @@ BAD_STATES = {
 def test_a_file_that_is_not_the_state_is_refused_and_kept(tmp_path, change, message):
     path = tmp_path / "state"
     State(path, "one").fold("text", (1,), lambda parts, item: {"x": torch.ones(1)})
+    assert State(path, "one").folds["text"]["x"] == 1.0  # unchanged, it is read
     if isinstance(change, bytes):
         path.write_bytes(change)
     else:
@@ -318,16 +318,6 @@ def test_a_file_that_is_not_the_state_is_refused_and_kept(tmp_path, change, mess
     with pytest.raises(ConfigError, match=message):
         State(path, "one")
     assert path.read_bytes() == before
-
-
-def test_the_same_file_unchanged_is_read(tmp_path):
-    path = tmp_path / "state"
-    State(path, "one").fold("text", (1,), lambda parts, item: {"x": torch.ones(1)})
-    with safe_open(path, "pt") as file:
-        about = file.metadata()
-    assert json.loads(about["done"])["folds"] == {"text": 1}
-    save_file({"text/x": torch.full((1,), 2.0)}, path, about)
-    assert State(path, "one").folds["text"]["x"].tolist() == [2.0]
 
 
 # -- the length of texts ---------------------------------------------------------------------------

@@ -617,19 +617,6 @@ def test_other_files_in_the_folder_of_a_model_stay(tmp_path, model):
     assert content(two) == before
 
 
-@pytest.mark.parametrize("name", sorted({*BAD_SOURCES} - {"scales-already-there"}))
-def test_a_model_that_cannot_have_the_scales_stays_as_it_was(tmp_path, model, name):
-    spoil, message = BAD_SOURCES[name]
-    folder = Path(shutil.copytree(model, tmp_path / "folder"))
-    spoil(folder)
-    before = content(folder)
-    with pytest.raises(ScaleError, match=message) as error:
-        random_scales("tensor").save_pretrained(folder, format="autofp8", overwrite=True)
-    assert ".new" not in str(error.value)
-    assert_helpful(error)
-    assert content(folder) == before
-
-
 def test_what_replaces_weights_is_refused(tmp_path, model):
     folder = Path(shutil.copytree(model, tmp_path / "folder"))
     with pytest.raises(ScaleError, match="TensorRT-LLM converts the weights"):
@@ -778,15 +765,22 @@ def test_scales_lie_beside_the_attention_that_they_are_of(tmp_path, prefix):
 
 @pytest.mark.parametrize(("spoil", "message"), BAD_SOURCES.values(), ids=BAD_SOURCES)
 def test_a_checkpoint_that_cannot_have_the_scales_is_refused(tmp_path, model, spoil, message):
+    """Neither a copy is made, nor is anything added to the folder itself."""
     source = Path(shutil.copytree(model, tmp_path / "source"))
     spoil(source)
     before = content(source)
-    with pytest.raises(ScaleError, match=message) as error:
-        patched(source, tmp_path / "copy", "autofp8")
-    assert ".part" not in str(error.value)
-    assert_helpful(error)
-    assert content(source) == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    scales, options = random_scales("tensor"), {"format": "autofp8"}
+    writes = [lambda: scales.save_pretrained(tmp_path / "copy", checkpoint=source, **options)]
+    if "without KV scales" not in message:  # which overwrite=True replaces
+        writes.append(lambda: scales.save_pretrained(source, overwrite=True, **options))
+    for write in writes:
+        with pytest.raises(ScaleError, match=message) as error:
+            write()
+        assert ".part" not in str(error.value)
+        assert ".new" not in str(error.value)
+        assert_helpful(error)
+        assert content(source) == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 SHARD = "model-00002-of"

@@ -310,11 +310,6 @@ def test_layers_without_a_cache_of_their_own_need_no_scales(tmp_path, layer, con
     assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {layer})
 
 
-def edit_json_new(path: Path, **entries: object) -> None:
-    """Writes a JSON object."""
-    path.write_text(json.dumps(entries))
-
-
 def test_an_undeclared_checkpoint_is_read_with_a_warning(caplog):
     for name in ("autofp8", "tgi-kv"):
         KVScales.from_pretrained(DATA / name)
@@ -549,7 +544,6 @@ def scheme(**changes: object) -> Spoil:
     return spoiled_config(quantization_config=block)
 
 
-FP8_WITH = {"quant_method": "fp8", "activation_scheme": "static"}
 BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "zero": (spoiled_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
     "nan": (spoiled_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),

@@ -1,7 +1,7 @@
 """Every dialect as its tool writes it, one folder each, and what must not be read as one of them.
 
-The golden files of `test_sources` are on disk; the folders here are made on the spot, since what
-sets them apart is a name or an entry of a config.
+The golden files of `test_sources` and those of the tools in `test_tools` are on disk. The folders
+here are made on the spot, since a name or an entry of a config sets them apart from those.
 """
 
 import json
@@ -100,20 +100,10 @@ TOWERS = {
 }
 TOWERS = {name: tensor * 64 for name, tensor in TOWERS.items()}
 GOOD = {
-    "compressed-tensors-per-tensor": (
-        "compressed-tensors",
-        quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
-        of(ATTENTION, (1,)),
-    ),
     "compressed-tensors-with-null-strategy": (
         "compressed-tensors",
         quantized(**COMPRESSED, kv_cache_scheme=SCHEME | {"strategy": None, "observer": "minmax"}),
         of(ATTENTION, (1,)),
-    ),
-    "compressed-tensors-with-a-scale-of-q": (
-        "compressed-tensors",
-        quantized(**COMPRESSED, kv_cache_scheme=SCHEME),
-        {**of(ATTENTION, (1,)), "model.layers.0.self_attn.q_scale": torch.ones(1)},
     ),
     "compression-config": (
         "compressed-tensors",
@@ -152,7 +142,6 @@ GOOD = {
             **TOWERS,
         },
     ),
-    "autofp8": ("autofp8", quantized(**STATIC), of(ATTENTION)),
     "autofp8-before-july-2024": ("autofp8", quantized(**STATIC), of("self_attn.kv_scale")),
     "autofp8-with-output-scales": ("autofp8", quantized(**STATIC), of(OUTPUTS)),
     "hy3": (
@@ -208,13 +197,7 @@ GOOD = {
             ("transformer.h", "attn", "c_attn"),
         )
     },
-    "auto-round": (
-        "autofp8",
-        quantized(quant_method="auto-round", bits=8, data_type="fp", static_kv_dtype="fp8"),
-        of(ATTENTION, (1,)),
-    ),
     "quark": ("quark", quantized(**quark()), of(OUTPUTS)),
-    "quark-one-dimension": ("quark", quantized(**quark()), of(OUTPUTS, (1,))),
     "quark-entries-by-layer": (
         "quark",
         quantized(
@@ -231,14 +214,6 @@ GOOD = {
         "trtllm",
         TENSORRT,
         {"rank0": of("attention.kv_cache_scaling_factor", (1,), "transformer.layers")},
-    ),
-    "trtllm-two-ranks": (
-        "trtllm",
-        TENSORRT | {"mapping": {"world_size": 2, "tp_size": 2, "pp_size": 1}},
-        {
-            f"rank{rank}": of("attention.kv_cache_scaling_factor", (1,), "transformer.layers")
-            for rank in range(2)
-        },
     ),
     "trtllm-pair": (
         "trtllm",
