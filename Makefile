@@ -246,7 +246,7 @@ $(TOOL_ENVIRONMENTS)/%/ready:
 
 tools: $(READY) $(TOOLS:%=$(TOOL_ENVIRONMENTS)/%/ready)
 	for tool in $(TOOLS); do \
-	  $(TOOL_ENVIRONMENTS)/$$tool/bin/python tests/helpers/tool_checkpoints.py $$tool tests/data/tools \
+	  $(TOOL_ENVIRONMENTS)/$$tool/bin/python tests/tools/tool_checkpoints.py $$tool tests/data/tools \
 	  || exit; done
 	$(BIN)/python -m pytest tests/scales/test_tools.py
 

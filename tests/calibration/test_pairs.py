@@ -73,8 +73,8 @@ def rotated(x: torch.Tensor, at: int, base: float, partner: list[int]) -> torch.
     [halves(64), neighbours(64), halves(64, 32), halves(64, 32, 32), list(range(64))],
     ids=["halves", "neighbours", "first-half", "second-half", "none"],
 )
-@pytest.mark.parametrize("noise", [0.0, 0.01], ids=["exact", "rounded"])
-@pytest.mark.parametrize("base", [1e4, 1e6])
+# Grid: each pattern with both pairs; noise and base do not depend on each other.
+@pytest.mark.parametrize(("noise", "base"), [(0.0, 1e6), (0.01, 1e4)], ids=["exact", "rounded"])
 def test_of_numbers(partner, noise, base):
     """Also the pairs that turn too slowly to be seen, and numbers that 16 bits have rounded."""
     chance = torch.Generator().manual_seed(0)

@@ -1,6 +1,7 @@
 """Calibration of how layers are stored: what is chosen, on what scales, and when it is not."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
 from hf_fp8kv.cache.queries import Queries
 from hf_fp8kv.calibration import measure, scoring, stages
 from hf_fp8kv.calibration.choose import Trial
-from hf_fp8kv.calibration.plans import Candidate, _pick
+from hf_fp8kv.calibration.plans import Candidate, choose_candidates
 from hf_fp8kv.formats import FORMATS, LayerPlan, SidePlan
 from hf_fp8kv.formats.codec import dynamic_scale, round_to_format
 from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.scales import LayerScales
 from tests.cache.test_plans import stored
-from tests.calibration.test_calibrate import QUIET, seen, texts
+from tests.calibration.test_calibrate import FEW, NONE, QUIET, seen, texts
 from tests.helpers.tiny_models import tiny
 
 E4M3 = LayerPlan.parse("fp8_e4m3", "fp8_e4m3")
@@ -24,8 +25,7 @@ BY_HAND = {
     0: LayerPlan.parse("int8 rotated centered", "fp8_e3m4 rotated"),
     1: LayerPlan.parse("fp8_e2m5", "auto"),
 }
-# Few texts: predictions are compared in most of the time that a calibration takes.
-FEW: dict[str, Any] = QUIET | {"held_out": 40}
+HALF = QUIET | {"held_out": 50}
 
 
 def model_with_outliers() -> Any:
@@ -48,13 +48,18 @@ def biased() -> Any:
 
 
 @pytest.fixture(scope="module")
-def static(biased: Any) -> KVScales:
-    return calibrate(biased, texts(), plan="measured", **QUIET)
+def state(tmp_path_factory: Any) -> Path:
+    return tmp_path_factory.mktemp("state") / "state"
+
+
+@pytest.fixture(scope="module")
+def static(biased: Any, state: Path) -> KVScales:
+    return calibrate(biased, texts(12), plan="measured", state=state, **HALF)
 
 
 @pytest.fixture(scope="module")
 def dynamic(biased: Any) -> KVScales:
-    return calibrate(biased, texts(), granularity="token", **QUIET)
+    return calibrate(biased, texts(12), granularity="token", **HALF)
 
 
 def kl(scales: KVScales, cache: str) -> list[float]:
@@ -81,10 +86,10 @@ def test_a_measured_plan_is_closer_near_and_far(static: KVScales, dynamic: KVSca
 @pytest.mark.parametrize("name", ["static", "by hand"])
 def test_scales_cover_the_numbers_that_are_stored(biased: Any, static: Any, name: str) -> None:
     """Those that are rotated and centered, here and at other positions, and little more."""
-    windows = [t[:24] for t in texts()]
+    windows = [t[:24] for t in texts(12)]
     scales = static
     if name == "by hand":
-        scales = calibrate(biased, windows, plan=BY_HAND, **FEW | {"held_out": 0})
+        scales = calibrate(biased, windows, plan=BY_HAND, **NONE)
         assert scales.plan == BY_HAND
         assert scales.report.centers == "The plan was given."
     for index, (k, v) in seen(biased, windows).items():
@@ -172,15 +177,22 @@ def test_the_best_where_it_is_worst(near: Any, far: Any, best: int) -> None:
     if near is not None and far is not None:
         # The scale that is best near is the one that counts far.
         costs = [torch.cat([costs[0], 2 * costs[0]], 1), torch.cat([costs[1], 0 * costs[1]], 1)]
-    assert _pick([0, 1, 2], *costs) == best
+    measured = {
+        name: {} if cost is None else {"0.k": cost}
+        for name, cost in zip(("plans", "far plans"), costs, strict=True)
+    }
+    job: Any = SimpleNamespace(
+        options=SimpleNamespace(granularity="head"), run_batches=lambda name, *_: measured[name]
+    )
+    assert choose_candidates(job, [], [], {0: {"k": [0, 1, 2]}}) == {0: {"k": best}}
 
 
-def test_outliers_that_turn_are_not_rotated() -> None:
+@pytest.mark.parametrize("granularity", ["token", pytest.param("head", marks=pytest.mark.full)])
+def test_outliers_that_turn_are_not_rotated(granularity: Any) -> None:
     """Rotation spreads them; where they stay alone, a float format has room for them."""
     model = model_with_outliers()
-    for granularity in ("head", "token"):
-        scales = calibrate(model, texts(), plan="measured", granularity=granularity, **FEW)
-        assert [plan.k.rotated for plan in scales.plan.values()] == [False, True]
+    scales = calibrate(model, texts(12), plan="measured", granularity=granularity, **FEW)
+    assert [plan.k.rotated for plan in scales.plan.values()] == [False, True]
 
 
 def test_keys_stay_as_they_are_where_other_positions_cannot_be_tried(
@@ -194,7 +206,7 @@ def test_keys_stay_as_they_are_where_other_positions_cannot_be_tried(
         return real(job, batches, partners, name)
 
     monkeypatch.setattr(stages, "collect_sample", sample)
-    scales = calibrate(biased, texts(), granularity="token", **FEW)
+    scales = calibrate(biased, texts(8), granularity="token", **FEW)
     assert {plan.k for plan in scales.plan.values()} == {SidePlan("fp8_e3m4")}
 
 
@@ -223,12 +235,15 @@ def test_what_does_not_help_for_certain_is_not_taken(biased: Any, monkeypatch: A
     assert "others do not help for certain" in scales.report.centers
 
 
-def test_a_calibration_with_a_plan_resumes(biased: Any, static: KVScales, tmp_path: Path) -> None:
-    for _ in range(2):  # the second one finds everything done
-        again = calibrate(biased, texts(), plan="measured", state=tmp_path / "state", **QUIET)
-        assert again.digest == static.digest
+def test_a_calibration_with_a_plan_resumes(biased: Any, static: KVScales, state: Path) -> None:
+    """It finds everything done."""
+    calls: list[Any] = []
+    hook = biased.register_forward_pre_hook(lambda *_: calls.append(1))
+    again = calibrate(biased, texts(12), plan="measured", state=state, **HALF)
+    hook.remove()
+    assert (again.digest, calls) == (static.digest, [])
     with pytest.raises(ConfigError, match="another model"):
-        calibrate(biased, texts(), plan=BY_HAND, state=tmp_path / "state", **QUIET)
+        calibrate(biased, texts(12), plan=BY_HAND, state=state, **HALF)
 
 
 def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path: Path) -> None:
@@ -259,4 +274,4 @@ def test_planned_scales_can_be_measured(biased: Any, static: KVScales, tmp_path:
 )
 def test_plans_that_cannot_be_calibrated(biased: Any, keywords: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        calibrate(biased, texts(), **QUIET, **keywords)
+        calibrate(biased, texts(8), **QUIET, **keywords)

@@ -41,11 +41,8 @@ def take_step(model: Any, rate: float = 1e-6) -> None:
 
 
 @pytest.fixture
-def warnings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Callable[[], list[str]]:
-    """Return a function that returns what was said of stale scales."""
-    monkeypatch.setattr("hf_fp8kv.utils.warn_once._WARNED", set())
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return a function that returns the warnings about stale scales."""
     caplog.set_level(logging.WARNING, "hf_fp8kv")
     return lambda: [r.message for r in caplog.records if "made for other weights" in r.message]
 

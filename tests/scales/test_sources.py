@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
-from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
+from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales
 from hf_fp8kv.scales.checkpoint import folder as hub_module
 from hf_fp8kv.scales.checkpoint.tensor_names import LIKELY
 from hf_fp8kv.scales.formats import TENSOR_NAMES
@@ -130,11 +130,8 @@ def test_golden_files_one_by_one():
     assert KVScales.from_file(DATA / "autofp8" / "model.safetensors").format == "autofp8"
     index = DATA / "compressed-tensors-heads" / "model.safetensors.index.json"
     assert list(KVScales.from_file(index).layers) == [0, 1, 2]
-
-
-def test_the_source_of_a_layer_names_the_file_and_the_tensors():
-    scales = KVScales.from_pretrained(DATA / "tgi")
-    assert scales.layers[1].source == (
+    # The source of a layer names the file and the tensors.
+    assert KVScales.from_pretrained(DATA / "tgi").layers[1].source == (
         f"{DATA / 'tgi'}/model.safetensors: model.layers.1.self_attn.k_scale, "
         "model.layers.1.self_attn.v_scale"
     )
@@ -216,22 +213,16 @@ def test_other_names_with_a_layer_do_not_leak_in(tmp_path, name):
 # Rules of a checkpoint.
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, F32, F16, BF16])
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 1, 1)])
+# Grid: every dtype and every shape once, since neither depends on the other.
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [(torch.float64, ()), (F32, (1,)), (F16, (1, 1)), (BF16, (1, 1, 1))]
+)
 def test_every_dtype_and_shape_of_one_number(tmp_path, dtype, shape):
     folder = copied("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(1) + "k_scale": torch.full(shape, 0.3, dtype=dtype)})
     scales = KVScales.from_pretrained(folder)
     assert scales.layers[1].k.shape == ()
     assert scales.layers[1].k.item() == torch.tensor(0.3, dtype=dtype).float().item()
-
-
-def test_fnuz_halves_a_pair_too(tmp_path):
-    folder = copied("tgi", tmp_path)
-    edit_json(folder / "config.json", kv_cache_torch_dtype="float8_e4m3fnuz")
-    scales = KVScales.from_pretrained(folder)
-    assert numbers(scales, "k") == [s / 2 for s in rounded(K)]
-    assert numbers(scales, "v") == [s / 2 for s in rounded(V)]
 
 
 @pytest.mark.parametrize(("kv", "warned"), [(None, True), (LARGER, False)])
@@ -266,14 +257,12 @@ def test_one_side_is_used_for_both_with_one_warning(tmp_path, caplog, kept, expe
     ]
 
 
-def test_zero_points_of_zero_are_accepted(tmp_path):
+def test_what_changes_nothing_is_accepted(tmp_path):
+    """Zero points of zero, and the same scale under two names."""
     folder = copied("compressed-tensors", tmp_path)
     zero = torch.zeros(1).to(torch.float8_e4m3fn)
     edit_tensors(folder, {ATTENTION.format(0) + "k_zero_point": zero})
     assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K, BF16)
-
-
-def test_the_same_scale_under_two_names_is_accepted(tmp_path):
     folder = copied("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(0) + "attn.k_scale": torch.tensor(K[0])})
     assert numbers(KVScales.from_pretrained(folder), "k") == rounded(K)
@@ -304,57 +293,27 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
     assert list(KVScales.from_pretrained(folder).layers) == [0, 1, 2]
 
 
-HYBRID = {
-    "layer-types": {"layer_types": ["full_attention", "linear_attention", "sliding_attention"]},
-    "pattern": {"hybrid_override_pattern": "*M*"},
-}
+NO_CACHE = {
+    "layer-types": (
+        1, {"layer_types": ["full_attention", "linear_attention", "sliding_attention"]}
+    ),
+    "pattern": (1, {"hybrid_override_pattern": "*M*"}),
+    "shared-cache": (2, {"num_kv_shared_layers": 1}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("config", HYBRID.values(), ids=HYBRID)
-def test_layers_without_attention_need_no_scales(tmp_path, config):
+@pytest.mark.parametrize(("layer", "config"), NO_CACHE.values(), ids=NO_CACHE)
+def test_layers_without_a_cache_of_their_own_need_no_scales(tmp_path, layer, config):
     folder = copied("autofp8", tmp_path)
-    edit_tensors(folder, {ATTENTION.format(1) + f"{s}_scale": None for s in "kv"})
+    edit_tensors(folder, {ATTENTION.format(layer) + f"{s}_scale": None for s in "kv"})
     edit_json(folder / "config.json", **config)
-    assert list(KVScales.from_pretrained(folder).layers) == [0, 2]
-
-
-def test_layers_that_share_their_cache_need_no_scales(tmp_path):
-    folder = copied("autofp8", tmp_path)
-    edit_tensors(folder, {ATTENTION.format(2) + f"{s}_scale": None for s in "kv"})
-    edit_json(folder / "config.json", num_kv_shared_layers=1)
-    assert list(KVScales.from_pretrained(folder).layers) == [0, 1]
-
-
-def test_the_nested_config_of_a_multimodal_model(tmp_path):
-    folder = copied("autofp8", tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    nested = {"model_type": "llava", "text_config": config, "num_hidden_layers": 99}
-    (folder / "config.json").write_text(json.dumps(nested))
-    scales = KVScales.from_pretrained(folder)
-    assert (scales.format, scales.model_type) == ("autofp8", "llava")
-    assert list(scales.layers) == [0, 1, 2]
-
-
-def test_hf_quant_config_declares_too(tmp_path):
-    folder = copied("modelopt", tmp_path)
-    edit_json(folder / "config.json", quantization_config=None)
-    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-    edit_json_new(folder / "hf_quant_config.json", quantization=quantization)
-    assert KVScales.from_pretrained(folder).format == "modelopt"
-
-
-def edit_json_new(path: Path, **entries: object) -> None:
-    """Writes a JSON object."""
-    path.write_text(json.dumps(entries))
-
-
-@pytest.mark.parametrize("name", ["autofp8", "tgi-kv"])
-def test_a_declared_checkpoint_reads_without_a_word(caplog, name):
-    KVScales.from_pretrained(DATA / name)
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert list(KVScales.from_pretrained(folder).layers) == sorted({0, 1, 2} - {layer})
 
 
 def test_an_undeclared_checkpoint_is_read_with_a_warning(caplog):
+    for name in ("autofp8", "tgi-kv"):
+        KVScales.from_pretrained(DATA / name)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     KVScales.from_pretrained(DATA / "tgi")
     assert [r.message for r in caplog.records] == [
         f"{DATA / 'tgi'}: the config declares no KV cache; its KV scales are taken to be of "
@@ -362,24 +321,17 @@ def test_an_undeclared_checkpoint_is_read_with_a_warning(caplog):
     ]
 
 
-def test_uncalibrated_scales_are_read_with_a_warning(tmp_path, caplog):
+def test_what_looks_wrong_is_read_with_a_warning(tmp_path, caplog):
     folder = copied("autofp8", tmp_path)
-    edit_tensors(folder, {ATTENTION.format(i) + f"{s}_scale": torch.ones(())
-                          for i in range(3) for s in "kv"})  # fmt: skip
+    ones = {ATTENTION.format(i) + f"{s}_scale": torch.ones(()) for i in range(3) for s in "kv"}
+    name = ATTENTION.format(0) + "k_quantizer.scale"
+    edit_tensors(folder, ones | {name: torch.ones(())})
     assert numbers(KVScales.from_pretrained(folder), "k") == [1, 1, 1]
     assert "every KV scale is exactly 1.0" in caplog.text
+    assert f"not used, though they look like scales: {name}" in caplog.text
 
 
-def test_scales_under_unknown_names_are_listed(tmp_path, caplog):
-    folder = copied("autofp8", tmp_path)
-    edit_tensors(folder, {ATTENTION.format(0) + "k_quantizer.scale": torch.ones(())})
-    KVScales.from_pretrained(folder)
-    assert "not used, though they look like scales: model.layers.0.self_attn.k_quantizer.scale" in (
-        caplog.text
-    )
-
-
-def test_missing_layers_stay_missing_when_not_strict(tmp_path, caplog):
+def test_what_is_missing_is_a_warning_when_not_strict(tmp_path, caplog):
     folder = copied("autofp8", tmp_path)
     edit_tensors(folder, {ATTENTION.format(1) + f"{s}_scale": None for s in "kv"})
     scales = KVScales.from_pretrained(folder, strict=False)
@@ -387,45 +339,28 @@ def test_missing_layers_stay_missing_when_not_strict(tmp_path, caplog):
     assert f"{folder}: layers without scales: 1" in caplog.text
     with pytest.raises(ScaleError, match="expected layer 1, got layers 0, 2"):
         scales.for_layer(1, num_kv_heads=2, k_head_dim=4, v_head_dim=4)
-
-
-def test_a_missing_config_is_a_warning_when_not_strict(tmp_path, caplog):
-    folder = copied("autofp8", tmp_path)
     (folder / "config.json").unlink()
-    assert numbers(KVScales.from_pretrained(folder, strict=False), "v") == rounded(V)
+    assert len(numbers(KVScales.from_pretrained(folder, strict=False), "v")) == 2
     assert "no config.json" in caplog.text
 
 
 # Which file.
 
 
-def test_our_own_file_comes_first(tmp_path):
-    folder = copied("autofp8", tmp_path)
-    KVScales.uniform(3, k=0.5, v=0.25).save_pretrained(folder)
-    scales = KVScales.from_pretrained(folder)
-    assert (scales.format, numbers(scales, "k")) == ("hf_fp8kv", [0.5, 0.5, 0.5])
-
-
-def test_tensors_come_before_the_json(tmp_path, caplog):
+def test_which_file_is_read(tmp_path, caplog):
+    """Our own file before tensors, and tensors before the JSON."""
     folder = copied("autofp8", tmp_path)
     shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
-    assert KVScales.from_pretrained(folder).format == "autofp8"
-
-
-def test_the_json_is_read_when_there_are_no_tensors(tmp_path, caplog):
-    folder = copied("autofp8", tmp_path)
-    shutil.copy(DATA / "vllm-rank0" / "kv_cache_scales.json", folder)
+    assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
     edit_tensors(folder, {ATTENTION.format(i) + f"{s}_scale": None for i in range(3) for s in "kv"})
     edit_tensors(folder, {"vision_tower.layers.0.self_attn.k_scale": torch.ones(())})
     with caplog.at_level(logging.INFO):
         scales = KVScales.from_pretrained(folder)
     assert (scales.format, numbers(scales, "k")) == ("vllm-json", rounded(V))
     assert "reading kv_cache_scales.json" in caplog.text
-
-
-def test_a_subfolder(tmp_path):
-    copied("autofp8", tmp_path)
-    assert KVScales.from_pretrained(tmp_path, subfolder="autofp8").format == "autofp8"
+    own(pair())(folder)
+    scales = KVScales.from_pretrained(folder)
+    assert (scales.format, numbers(scales, "k")) == ("hf_fp8kv", [0.5])
 
 
 def test_an_index_need_only_have_the_shards_with_scales(tmp_path):
@@ -450,51 +385,29 @@ def write_scales(path: Path, ranks: object, **changes: object) -> Path:
 TWO_RANKS = {"0": {"0": 0.5, "1": 0.25}, "1": {"0": 0.125, "1": 1.0}}
 
 
-def test_text_and_whole_numbers_are_numbers(tmp_path):
-    path = write_scales(tmp_path / "s.json", {"0": {"0": "0.5", "1": 2, "2": " 1e-2 "}})
-    assert numbers(KVScales.from_file(path), "v") == rounded((0.5, 2.0, 0.01))
-
-
-def test_other_entries_are_ignored(tmp_path):
-    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5}}, more=[1, 2])
-    edit_json(path, also={"a": 1})
-    assert numbers(KVScales.from_file(path), "k") == [0.5]
-
-
-def test_a_model_type_of_null_is_accepted_for_any_model(tmp_path):
-    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5}}, model_type=None)
+def test_a_json_may_be_written_differently(tmp_path):
+    """Numbers as text, layers in any order, a byte order mark, more entries, no model type."""
+    ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
+    ranks["0"] |= {"0": "0.5", "2": " 1e-2 "}
+    path = write_scales(tmp_path / "s.json", ranks, more=[1, 2], model_type=None)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"also": {"a": 1}}))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    torch.set_default_dtype(BF16)  # which numbers do not depend on
     scales = KVScales.from_file(path, model_type="qwen2")
+    assert numbers(scales, "v") == rounded((0.5, 2, 0.01, *range(4, 12)))
     assert scales.model_type is None
 
 
-def test_layers_are_in_order_whatever_the_file_says(tmp_path):
-    ranks = {"0": {str(i): i + 1 for i in (10, 2, 1, 0, *range(3, 10))}}
-    scales = KVScales.from_file(write_scales(tmp_path / "s.json", ranks))
-    assert numbers(scales, "k") == list(range(1, 12))
-
-
-@pytest.mark.parametrize(("rank", "expected"), [(0, [0.5, 0.25]), (1, [0.125, 1.0])])
-def test_each_rank_reads_its_own_scales(tmp_path, caplog, rank, expected):
+def test_the_ranks_of_a_json(tmp_path, caplog):
+    """Each reads its own. One process takes the largest, with a warning if they differ."""
     path = write_scales(tmp_path / "s.json", TWO_RANKS)
-    scales = KVScales.from_file(path, tp_rank=rank, tp_size=2)
-    assert numbers(scales, "k") == expected
+    for rank, wanted in ((0, [0.5, 0.25]), (1, [0.125, 1.0])):
+        assert numbers(KVScales.from_file(path, tp_rank=rank, tp_size=2), "k") == wanted
+    alike = write_scales(tmp_path / "t.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
+    assert numbers(KVScales.from_file(alike), "k") == [0.5]
     assert not caplog.records
-
-
-def test_one_process_takes_the_largest_of_ranks_that_differ(tmp_path, caplog):
-    path = write_scales(tmp_path / "s.json", TWO_RANKS)
     assert numbers(KVScales.from_file(path), "k") == [0.5, 1.0]
     assert "the scales of its 2 ranks differ" in caplog.text
-
-
-def test_one_process_takes_ranks_that_agree_without_a_word(tmp_path, caplog):
-    path = write_scales(tmp_path / "s.json", {"rank1": {"0": 0.5}, "rank0": {"0": 0.5}})
-    assert numbers(KVScales.from_file(path), "k") == [0.5]
-    assert not caplog.records
-
-
-def test_another_number_of_ranks_when_not_strict(tmp_path):
-    path = write_scales(tmp_path / "s.json", TWO_RANKS)
     scales = KVScales.from_file(path, tp_rank=3, tp_size=4, strict=False)
     assert numbers(scales, "k") == [0.5, 1.0]
 
@@ -507,21 +420,6 @@ def test_what_strict_refuses_is_a_warning_without_it(tmp_path, caplog):
     assert list(KVScales.from_file(path, strict=False, **options).layers) == [0, 2]
     assert "expected scales of a 'qwen2' model, got 'llama'" in caplog.text
     assert "layers without scales: 1, 3" in caplog.text
-
-
-def test_a_byte_order_mark_is_accepted(tmp_path):
-    path = write_scales(tmp_path / "s.json", {"0": {"0": 0.5}})
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert numbers(KVScales.from_file(path), "k") == [0.5]
-
-
-def test_numbers_do_not_depend_on_the_default_dtype(tmp_path):
-    torch.set_default_dtype(BF16)
-    try:
-        scales = KVScales.from_pretrained(DATA / "vllm")
-    finally:
-        torch.set_default_dtype(F32)
-    assert numbers(scales, "k") == rounded(K)
 
 
 # Bad input: name -> (what is done to a good folder, or to a path; what the message says). Each ends
@@ -581,21 +479,15 @@ def header_of(text: bytes) -> Callable[[bytes], bytes]:
 KEY = '"0": 0.0152239128947258'
 BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "zero": (spoiled_json(KEY, '"0": 0'), "rank 0, layer 0: expected a finite number above 0"),
-    "negative": (spoiled_json(KEY, '"0": -0.5'), "got -0.5"),
     "nan": (spoiled_json(KEY, '"0": NaN'), "got nan"),
-    "infinity": (spoiled_json(KEY, '"0": Infinity'), "got inf"),
-    "text-nan": (spoiled_json(KEY, '"0": "nan"'), "got nan"),
     "text-of-words": (spoiled_json(KEY, '"0": "half"'), "expected a number.*half"),
-    "null": (spoiled_json(KEY, '"0": null'), "got None"),
     "list": (spoiled_json(KEY, '"0": [0.5]'), r"got \[0.5\]"),
     "bool": (spoiled_json(KEY, '"0": true'), "got True"),
-    "object": (spoiled_json(KEY, '"0": {"k": 1}'), "got {'k': 1}"),
     "underflows": (spoiled_json(KEY, '"0": 1e-45'), "got 1e-45"),
     "huge-integer": (spoiled_json(KEY, '"0": 1' + "0" * 400), "expected a finite number"),
     "endless-integer": (spoiled_json(KEY, '"0": 1' + "0" * 5000), "expected a JSON file"),
     "missing-layer": (spoiled_json(KEY + ",", ""), "missing 0"),
     "layer-past-the-end": (spoiled_json('"2"', '"3"'), "missing 2"),
-    "layer-far-past-the-end": (spoiled_json('"2"', '"999999999"'), "missing 2, 3, 4"),
     "layer-not-a-number": (spoiled_json(KEY, '"zero": 0.5'), "expected a layer .*'zero'"),
     "layer-negative": (spoiled_json(KEY, '"-1": 0.5'), "expected a layer .*'-1'"),
     "layer-twice": (spoiled_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
@@ -616,14 +508,11 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
         spoiled_json('"scaling_factor"', '"scaling_factor": [1], "x"'),
         r"object of ranks, got \[1\]",
     ),
-    "no-ranks": (spoiled_json('"scaling_factor"', '"factors"'), "object of ranks, got None"),
     "dtype-e5m2": (spoiled_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
     "dtype-fnuz": (spoiled_json("e4m3fn", "e4m3fnuz"), "got 'float8_e4m3fnuz'"),
-    "dtype-missing": (spoiled_json('"dtype"', '"type"'), "got None"),
     "cache-missing": (spoiled_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
     "model-type-missing": (spoiled_json('"model_type"', '"type"'), "model_type"),
     "model-type-a-number": (spoiled_json('"llama"', "1"), "model_type: expected a string"),
-    "key-twice": (spoiled_json('"model_type"', '"model_type": "a", "model_type"'), "twice"),
     "cut-off": (spoiled_bytes("kv_cache_scales.json", lambda b: b[:90]), "expected a JSON file"),
     "empty": (spoiled_bytes("kv_cache_scales.json", lambda b: b""), "expected a JSON file"),
     "binary": (spoiled_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
@@ -655,27 +544,15 @@ def scheme(**changes: object) -> Spoil:
     return spoiled_config(quantization_config=block)
 
 
-FP8_WITH = {"quant_method": "fp8", "activation_scheme": "static"}
 BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "zero": (spoiled_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
-    "negative": (spoiled_tensor("v_scale", torch.tensor(-1.0)), "V scale .*got -1.0"),
     "nan": (spoiled_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
-    "infinity": (spoiled_tensor("v_scale", torch.tensor(float("inf"))), "got inf"),
-    "infinity-in-float32": (spoiled_tensor("v_scale", torch.tensor(1e300).double() * 1e300), "inf"),
-    "one-bad-head": (spoiled_tensor("k_scale", torch.tensor([1.0, 0.0]).view(2, 1, 1)), "got 0.0"),
-    "int8": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int8)), "got I8"),
     "int64": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int64)), "got I64"),
     "bool": (spoiled_tensor("k_scale", torch.tensor(True)), "got BOOL"),
     "float8": (spoiled_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)), "got F8_E4M3"),
     "empty-tensor": (spoiled_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
-    "no-heads": (spoiled_tensor("k_scale", torch.ones(0, 1, 1)), r"got \[0, 1, 1\]"),
     "one-dimension": (spoiled_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
     "per-channel": (spoiled_tensor("k_scale", torch.ones(2, 4)), r"got \[2, 4\]"),
-    "per-token": (spoiled_tensor("k_scale", torch.ones(2, 4, 1)), r"got \[2, 4, 1\]"),
-    "heads-of-another-model": (
-        spoiled_tensor("k_scale", torch.ones(5, 1, 1)),
-        r"heads that config.json names \(\[2\]\), got 5 in layer 1",
-    ),
     "sides-with-other-heads": (
         lambda folder: edit_tensors(
             folder,
@@ -697,89 +574,26 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         spoiled_tensor("attn.k_scale", torch.tensor(9.0)),
         "expected one scale for K of layer 1, got .*which differ",
     ),
-    "two-models-that-differ": (
-        lambda folder: edit_tensors(
-            folder, {"language_model.model.layers.1.self_attn.v_scale": torch.tensor(9.0)}
-        ),
-        "expected one scale for V of layer 1",
-    ),
     "zero-point": (
         spoiled_tensor("k_zero_point", torch.ones(1).to(torch.float8_e4m3fn)),
         "k_zero_point: expected a zero point of 0",
     ),
     "zero-point-of-int8": (spoiled_tensor("v_zero_point", torch.ones(1).char()), "v_zero_point"),
-    "global-scale": (spoiled_tensor("k_global_scale", torch.ones(1)), "of an NVFP4 cache"),
     "affine-nvfp4": (spoiled_tensor("k_proj.k_bias", torch.ones(1)), "of an affine cache"),
     "ascend-int8": (spoiled_tensor("k_proj.kv_cache_scale", torch.ones(8)), "of an INT8 cache"),
-    "int8-scheme": (scheme(type="int"), "got .*8-bit int"),
-    "nvfp4-scheme": (scheme(num_bits=4), "got .*4-bit float"),
     "asymmetric-scheme": (scheme(symmetric=False), "asymmetric"),
     "channel-scheme": (scheme(strategy="channel"), "strategy channel"),
-    "dynamic-scheme": (scheme(dynamic=True), "expected no scales in the checkpoint.*dynamic"),
     "dynamic-local-scheme": (scheme(dynamic="local"), "expected no scales in the checkpoint"),
-    "scheme-without-a-type": (
-        spoiled_config(quantization_config=FP8_WITH | {"kv_cache_scheme": {"num_bits": 8}}),
-        "got .*8-bit int",
-    ),
-    "dynamic-word": (
-        spoiled_config(quantization_config=FP8_WITH | {"kv_cache_scheme": "dynamic"}),
-        "expected no scales in the checkpoint",
-    ),
-    "nvfp4-word": (
-        spoiled_config(
-            quantization_config={"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"}
-        ),
-        "'NVFP4'",
-    ),
-    "int8-algo": (
-        spoiled_config(
-            quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"}
-        ),
-        "'INT8'",
-    ),
-    "algo-not-a-word": (
-        spoiled_config(quantization_config={"quant_method": "modelopt", "kv_cache_quant_algo": 8}),
-        "kv_cache_quant_algo = 8",
-    ),
-    "int8-in-hf-quant-config": (
-        lambda folder: edit_json_new(
-            folder / "hf_quant_config.json", quantization={"kv_cache_quant_algo": "INT8"}
-        ),
-        "hf_quant_config.json.*'INT8'",
-    ),
-    "quark-int8": (
-        spoiled_config(
-            quantization_config={
-                "quant_method": "quark",
-                "export": {"kv_cache_group": ["*k_proj"]},
-                "layer_quant_config": {"*k_proj": {"output_tensors": {"dtype": "int8"}}},
-            }
-        ),
-        "k_proj with dtype 'int8'",
-    ),
-    "e5m2-of-tgi": (spoiled_config(kv_cache_torch_dtype="float8_e5m2"), "'float8_e5m2'"),
     "unknown-word": (spoiled_config(kv_cache_dtype="turbo3"), "'turbo3'"),
     "config-missing": (without("config.json"), "expected a config.json"),
     "config-cut-off": (spoiled_bytes("config.json", lambda b: b[:40]), "config.json.*JSON file"),
-    "config-an-array": (spoiled_bytes("config.json", lambda b: b"[]"), "JSON object, got list"),
     "cut-off": (spoiled_bytes("model.safetensors", lambda b: b[:-4]), "a safetensors file"),
-    "cut-off-in-the-header": (spoiled_bytes("model.safetensors", lambda b: b[:60]), "safetensors"),
-    "cut-off-in-the-length": (spoiled_bytes("model.safetensors", lambda b: b[:5]), "safetensors"),
     "empty": (spoiled_bytes("model.safetensors", lambda b: b""), "a safetensors file"),
-    "header-past-the-end": (
-        spoiled_bytes("model.safetensors", lambda b: (10**6).to_bytes(8, "little") + b[8:]),
-        "a safetensors file",
-    ),
     "header-past-everything": (
         spoiled_bytes("model.safetensors", lambda b: b"\xff" * 8 + b[8:]),
         "a safetensors file",
     ),
     "header-not-json": (spoiled_bytes("model.safetensors", header_of(b"{x")), "a safetensors file"),
-    "header-not-utf8": (spoiled_bytes("model.safetensors", header_of(b"\xff")), "a safetensors"),
-    "zip-in-disguise": (
-        spoiled_bytes("model.safetensors", lambda b: b"PK\x03\x04" + b[4:]),
-        "a safetensors file",
-    ),
     "no-scales": (
         lambda folder: save_file({"model.norm": torch.ones(2)}, folder / "model.safetensors"),
         "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
@@ -815,38 +629,14 @@ def test_a_bad_checkpoint_is_refused(tmp_path, spoil, message):
         resolve(str(folder))
 
 
-@pytest.mark.parametrize("name", ["zero", "int8", "zero-point", "int8-scheme", "cut-off", "empty"])
+@pytest.mark.parametrize(
+    "name", ["zero", "int64", "zero-point", "channel-scheme", "cut-off", "empty"]
+)
 def test_what_is_wrong_stays_wrong_when_not_strict(tmp_path, name):
     folder = copied("autofp8", tmp_path)
     BAD_CHECKPOINTS[name][0](folder)
     with pytest.raises(ScaleError):
         KVScales.from_pretrained(folder, strict=False)
-
-
-def output_scales_of(folder: Path) -> None:
-    """Names that also belong to activations, without a config that says otherwise."""
-    scales = {ATTENTION.format(0) + f"{s}_proj.output_scale": torch.ones(()) for s in "kv"}
-    save_file(scales, folder / "model.safetensors")
-    edit_json(folder / "config.json", quantization_config={"quant_method": "quark"})
-
-
-def test_output_scales_need_a_config_that_declares_them(tmp_path):
-    folder = copied("quark", tmp_path)
-    output_scales_of(folder)
-    with pytest.raises(
-        ScaleError, match=r"got only model\.layers\.0\.self_attn\.k_proj\.output_scale"
-    ):
-        KVScales.from_pretrained(folder)
-
-
-def test_int8_scales_of_tensorrt_are_not_read_as_fp8(tmp_path):
-    folder = copied("trtllm", tmp_path)
-    edit_json(folder / "config.json", quantization={"kv_cache_quant_algo": "INT8"})
-    with pytest.raises(ScaleError, match="kv_cache_quant_algo = 'INT8'"):
-        KVScales.from_pretrained(folder)
-    edit_json(folder / "config.json", quantization=None)
-    with pytest.raises(ScaleError, match="which no reader takes"):
-        KVScales.from_pretrained(folder)
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
@@ -873,7 +663,6 @@ BAD_INDICES: dict[str, tuple[Spoil, str]] = {
     "not-a-name": (edit_index(lambda m: dict.fromkeys(m, 3)), "expected file names.*got 3"),
     "empty-map": (edit_index(lambda m: {}), "expected a weight_map"),
     "list-map": (edit_index(list), "expected a weight_map"),
-    "no-map": (edit_index(lambda m: None), "expected a weight_map"),
     "cut-off": (
         spoiled_bytes("model.safetensors.index.json", lambda b: b[:50]),
         "expected a JSON file",
@@ -905,9 +694,7 @@ def pair(k: float = 0.5, v: float = 0.25) -> dict[str, torch.Tensor]:
 CENTER = "layers.0.k_center"
 BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "zero": (own(pair(k=0.0)), "K scale.*layers.0.*got 0.0"),
-    "nan": (own(pair(v=float("nan"))), "V scale.*layers.0.*got nan"),
     "center-nan": (own(pair() | {CENTER: torch.full((2, 2), float("nan"))}), "center of K.*nan"),
-    "center-scalar": (own(pair() | {CENTER: torch.zeros(())}), "center of K.*shape"),
     "other-dtype": (own({n: t.half() for n, t in pair().items()}), "in F32, got layers.0"),
     "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "expected k_scale and v_scale"),
     "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "got model.norm"),
@@ -921,10 +708,6 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "header-of-a-number": (
         lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "1"}),
         "expected version 1",
-    ),
-    "cut-off": (
-        lambda f: (own(pair())(f), spoiled_bytes(OWN, lambda b: b[:-1])(f)),
-        "a safetensors file",
     ),
 }
 
@@ -1065,6 +848,7 @@ def test_the_usual_options_reach_the_hub(hub, tmp_path):
     options = {"revision": "v1", "token": "t", "force_download": True, "cache_dir": tmp_path}
     KVScales.from_pretrained("org/model", **options)
     assert fake.options == options | {"local_files_only": False, "subfolder": None}
+    assert sorted(fake.fetched) == ["config.json", "model.safetensors"]  # each once
 
 
 def test_only_what_holds_scales_is_fetched(hub):
@@ -1086,12 +870,6 @@ def test_the_files_of_ranks_are_found_in_a_repository_of_tensorrt(hub):
     (fake.folder / "model.safetensors").rename(fake.folder / "rank0.safetensors")
     assert numbers(KVScales.from_pretrained("org/model"), "k") == rounded(LARGER)
     assert sorted(fake.fetched) == ["config.json", "rank0.safetensors", "rank1.safetensors"]
-
-
-def test_each_file_is_asked_for_once(hub):
-    fake = hub("autofp8")
-    KVScales.from_pretrained("org/model")
-    assert sorted(fake.fetched) == ["config.json", "model.safetensors"]
 
 
 def test_a_cached_repository_is_read_when_the_hub_is_out_of_reach(hub, monkeypatch):
@@ -1133,12 +911,3 @@ def test_what_cannot_be_a_repository_is_not_asked_for(hub, name):
     with pytest.raises(ScaleError, match="expected a folder, a file or a repository id"):
         KVScales.from_pretrained(name)
     assert not fake.fetched
-
-
-def test_scales_of_a_layer_are_ready_for_an_operation():
-    """From a file to the numbers that a cache multiplies with."""
-    scales = KVScales.from_pretrained(DATA / "compressed-tensors-heads")
-    layer = scales.for_layer(2, num_kv_heads=1, k_head_dim=2, v_head_dim=3, tp_rank=1, tp_size=2)
-    assert isinstance(layer, LayerScales)
-    assert layer.k.tolist() == [rounded((2 * K[2],) * 2)]
-    assert layer.v.tolist() == [rounded((2 * V[2],) * 3)]

@@ -2,35 +2,37 @@
 
 A process of its own, since it forks, which wants a process without threads:
 
-    python -m tests.helpers.killed FOLDER KILLS SEED
+    python -m tests.tools.killed FOLDER KILLS SEED TEXTS
 
 prints the digest of the scales without and with interruptions, and what each killed run left done.
 """
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from hf_fp8kv.calibration import calibrate
-from hf_fp8kv.calibration import state as states
 from tests.helpers.tiny_models import tiny
 
-# Every step is saved, as it is where each takes seconds.
-states._SECONDS = 0.0
+TEXTS = int(sys.argv[4])
+# Every step takes three seconds, so that it is saved.
+time.monotonic = itertools.count(0, 3).__next__
 
 
 def digest(state: Path | None, chance: random.Random | None) -> str:
-    """The scales' digest; with `chance`, the process ends within the next dozen model calls."""
+    """Return the digest of the scales. With `chance` the process ends within twelve model calls."""
     torch.set_num_threads(1)
     model = tiny("qwen2", key_bias=30.0)[0]
     seeded = torch.Generator().manual_seed(0)
-    texts = [torch.randint(3, 99, (30,), generator=seeded) for _ in range(24)]
+    texts = [torch.randint(3, 99, (30,), generator=seeded) for _ in range(TEXTS)]
     if chance is not None:
         left = chance.randint(1, 12)
 
@@ -42,8 +44,8 @@ def digest(state: Path | None, chance: random.Random | None) -> str:
 
         model.register_forward_pre_hook(called)
     scales = calibrate(
-        model, texts, max_length=24, held_out=100, granularity="channel", state=state,
-        progress=False,
+        model, texts, max_length=24, held_out=24 if TEXTS < 24 else 100, granularity="channel",
+        state=state, progress=False,
     )  # fmt: skip
     return scales.digest
 

@@ -1,6 +1,6 @@
 """Write the golden files of tests/data/tools with the tools themselves: `make tools`.
 
-    python tests/helpers/tool_checkpoints.py llm-compressor tests/data/tools
+    python tests/tools/tool_checkpoints.py llm-compressor tests/data/tools
 
 runs in an environment of that tool and imports nothing of this package. Each layout is a tiny model
 with random weights, calibrated on random tokens; of what the tool saves, its configs and the scale
