@@ -349,8 +349,11 @@ def test_it_lies_beside_the_scales_and_is_read_with_them(of_llama, plain, tmp_pa
     assert KVScales.from_pretrained(tmp_path).report == of_llama.report
     assert KVScales.from_file(tmp_path / "kv_scales.safetensors").report == of_llama.report
     assert "report" not in caplog.text
-    KVScales.uniform(3).with_report(plain.report).save_pretrained(tmp_path / "other")
-    (tmp_path / REPORT_FILE).write_bytes(json.dumps({"model": 1}).encode())
+    plain.save_pretrained(tmp_path / "other")
+    (tmp_path / REPORT_FILE).write_bytes((tmp_path / "other" / REPORT_FILE).read_bytes())
+    assert KVScales.from_pretrained(tmp_path).report is None
+    assert "other scales" in caplog.text
+    (tmp_path / REPORT_FILE).write_text('{"model": 1}')
     assert KVScales.from_pretrained(tmp_path).report is None
     assert "left out" in caplog.text
 
