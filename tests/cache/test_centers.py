@@ -151,7 +151,7 @@ def test_a_sequence_begins_with_its_first_token(
 def test_compiled_first_calls() -> None:
     torch._dynamo.reset()
     model, batch = (
-        tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0, num_hidden_layers=1)[0],
+        tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0)[0],
         pad([(0, 45), (40, 45), (9, 45), (20, 44)]),
     )
     found = []
