@@ -567,7 +567,19 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
 # -- access, and too many --------------------------------------------------------------------------
 
 
-def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
+@pytest.fixture
+def slow_steps(monkeypatch):
+    """Steps of 10 ms, in which the engine leaves the CPU to the clients: requests have to wait."""
+    update = ContinuousBatchProcessor.update_batch
+
+    def update_slowly(self: ContinuousBatchProcessor) -> None:
+        time.sleep(0.01)
+        update(self)
+
+    monkeypatch.setattr(ContinuousBatchProcessor, "update_batch", update_slowly)
+
+
+def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_steps):
     key = {"HF_FP8KV_API_KEY": "sesame"}
     few = ("--max-waiting", "2", "--cb-block-size", "32", "--cb-num-blocks", "8")
     with hosting(model, "--host", "0.0.0.0", *few, environment=key) as server:
@@ -578,7 +590,7 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model):
                 assert json.loads(text)["error"]["code"] == "invalid_api_key"
         assert server.ask("/health")[0] == 200
         shown = {"authorization": "Bearer sesame"}
-        long, crowd = body(messages=STORY, max_tokens=200), []
+        long, crowd = body(messages=STORY, max_tokens=100), []
         with ThreadPoolExecutor(24) as pool:
             # Repeat until some requests wait: a slow machine may read them one by one.
             while {status for status, _, _ in crowd} != {200, 429} and len(crowd) < 240:
