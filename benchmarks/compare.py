@@ -21,7 +21,7 @@ from hf_fp8kv.bench.reporting import quartiles
 from hf_fp8kv.utils.environment import describe_run
 
 from . import hot_loops
-from .shared import TURNS, Result, main
+from .shared import TURNS, Options, Result, main
 
 NEW = Path(__file__).parents[1]
 
@@ -95,7 +95,7 @@ def _read_line(process: "subprocess.Popen[str]") -> str:
 
 
 if __name__ == "__main__":
-    options = {
+    options: Options = {
         "old": {"type": Path, "help": "The source tree to compare with."},
         "--new": {"type": Path, "help": "Default: the tree of this module."},
         "--backend": {"help": "Default: auto."},

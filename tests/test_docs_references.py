@@ -11,7 +11,7 @@ from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = ("docs", "examples", "hf_fp8kv", "tests")
+FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
 # From the root of the repository, and from the folder of the package, as docs abbreviate them.
 PATHS = [
     f"/{path.relative_to(base)}"
@@ -53,10 +53,8 @@ def test_files_and_folders_exist(page: Path):
 def test_modules_exist(page: Path):
     text = page.read_text()
     names = set(re.findall(r"\bhf_fp8kv(?:\.[a-zA-Z_]\w*)+", text))
-    names |= set(re.findall(r"python -m (tests[\w.]*)", text))
-    rooms = (
-        "attention|calibration|formats|ops|paging|serving"  # no page has a variable of that name
-    )
+    names |= set(re.findall(r"python -m ((?:benchmarks|tests)\b\.[a-z][\w.]*)", text))
+    rooms = "attention|calibration|formats|ops|paging|serving"  # which no page uses as a variable
     names |= {
         f"hf_fp8kv.{name}" for name in re.findall(rf"`((?:{rooms})(?:\.(?!py\b)[a-z]\w*)+)", text)
     }

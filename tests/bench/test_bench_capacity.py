@@ -27,7 +27,7 @@ def test_capacity_is_the_memory_over_the_bytes_of_a_token(name: str) -> None:
     config = shape(name).get_text_config()
     heads = config.num_key_value_heads * config.num_hidden_layers
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    base = planned_tokens(config, 40 * GIB, None, attention=FLASH)
+    base = 0
     for chosen, each in (
         (None, 4 * dim),
         (settings(dtype="auto"), 4 * dim),
@@ -37,7 +37,12 @@ def test_capacity_is_the_memory_over_the_bytes_of_a_token(name: str) -> None:
     ):
         less, more = (planned_tokens(config, n * GIB, chosen, attention=FLASH) for n in (20, 40))
         assert less * heads * each < PERCENT * 20 * GIB
-        assert more - less == pytest.approx(PERCENT * 20 * GIB / (heads * each), rel=0.03)
+        expected = PERCENT * 20 * GIB / (heads * each)
+        if chosen is None:  # transformers' engine has further tensors, which grow with the tokens
+            base = more
+            assert 0.9 * expected < more - less < expected
+        else:
+            assert more - less == pytest.approx(expected, rel=0.005)
         if each <= 2 * dim + 4:
             assert more >= 1.9 * base
 

@@ -13,7 +13,7 @@ from benchmarks import host, latent, serve, shared
 from benchmarks.compare import NEW, compare_trees
 from benchmarks.cpu import ROTATED, measure_rotation
 from benchmarks.hot_loops import LOOPS, make_loops
-from benchmarks.memory import MODELS, PROMPTS, make_config, measure_prompts, measure_windows
+from benchmarks.memory import PROMPTS, make_config, measure_prompts, measure_windows
 from benchmarks.prefix import measure_prefix
 from benchmarks.serve_clients import Answer, Load, Server
 from hf_fp8kv.bench.contenders import E3M4, Setup
@@ -89,8 +89,10 @@ print(json.dumps([started, stack.cache.host_length()]))
     assert all(value > 0 for value in found.values())
 
 
-# Grid: the two models differ in their windows; 1,000 tokens fill no page exactly.
-@pytest.mark.parametrize("name", MODELS)
+# Grid: models with different windows; 1,000 tokens end inside a page.
+@pytest.mark.parametrize(
+    "name", ["Gemma 3 270M", pytest.param("gpt-oss-20b", marks=pytest.mark.full)]
+)
 def test_windows_and_short_prompts_take_little_more_than_half(name):
     config = make_config(name)
     with torch.inference_mode():

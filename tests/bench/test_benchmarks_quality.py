@@ -74,6 +74,7 @@ def test_accuracy_by_format_scales_and_center(folder, monkeypatch):
     assert not any(paragraphs(name) & scored for name in settings["calibrated_on"])
 
 
+@pytest.mark.full
 def test_the_default_stores_latents_better_than_a_scale_per_128_numbers():
     result = latent_accuracy.measure_latent_accuracy(
         texts=1, prefill=64, score=32, layers=2, rank=128
