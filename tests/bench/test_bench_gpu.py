@@ -25,6 +25,7 @@ from benchmarks.gpu import (
     goals,
     latent,
     other_kernels,
+    serving,
     suite,
     vllm_file,
     write,
@@ -271,6 +272,26 @@ def test_a_lost_device_ends_the_run_with_what_was_measured(monkeypatch, tmp_path
     assert "not measured, or only in part: decode: the run ended" in capsys.readouterr().out
 
 
+@pytest.mark.full
+def test_an_engine_that_fails_does_not_end_the_others(record):
+    """FP8 pages need a power of two as their size."""
+    small = replace(TINY, served=replace(TINY.served, requests=(2,), page_size=7))
+    with torch.no_grad():
+        serving.measure(record, small, "torch")
+    failed = {row["name"]: row.get("failed", "") for row in record.rows}
+    assert "power of two" in failed["fp8 static"]
+    assert not failed["bf16 sdpa"]
+
+
+def test_steps_of_a_layer_continue(record):
+    """Each step stores one more token, and its mask has one more column."""
+    steps = cached.CacheSteps(record.stage, E4M3, TINY.layer[0], 2, "torch", preallocated=False)
+    for number in range(3):
+        outputs = [steps.step(layer) for layer in range(2)]
+        assert steps.cache.get_seq_length() == TINY.layer[0].lengths[0] + number
+    assert not torch.equal(*outputs), "the layers have the same tokens"
+
+
 def test_rows_without_time_are_named():
     found = suite.run_suite(**DRY, sections=("decode", "latent"), seconds=0.0)
     assert not found["rows"]
@@ -286,6 +307,9 @@ def test_the_full_sizes_cover_goals_formats_and_launch_parameters():
     switches = itertools.chain(*experiments.LATENT_SWITCHES.values())
     fields = {*tuning.LaunchConfig.__dataclass_fields__, *tuning.PlanConfig.__dataclass_fields__}
     assert {key for values in switches for key in values} == fields | {"programs"}
+    prompts = [serving.make_prompts(FULL.served, 32) for _ in range(2)]
+    lengths = [len(prompt) for prompt in prompts[0]]
+    assert (min(lengths), max(lengths), prompts[0]) == (200, 2000, prompts[1])
     case = Case((32768,) * 16)
     assert (case.moved(E4M3), case.flops) == (case.read * 8 * 130 * 2, case.read * 32 * 128 * 4)
     # Three new tokens over two stored ones attend to three, four and five.

@@ -4,7 +4,6 @@ Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton
 that the tests themselves are tested.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig
 
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
@@ -26,21 +25,13 @@ from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
 from hf_fp8kv.ops import Pages, reference
+from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers.tiny_models import tiny
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
-pytestmark = [
-    pytest.mark.gpu if HERE == "cuda" else pytest.mark.full,
-    pytest.mark.usefixtures("interpreted"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-ON_GPU = HERE == "cuda"
-DEVICE = torch.device(HERE)
-only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
+pytestmark = MARKS
 # Heads of a usual size, and tiny ones for the interpreter.
 HEADS = Heads(32, 8, 128) if ON_GPU else TINY.heads
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -61,21 +52,11 @@ def _fresh_compiler() -> Iterator[None]:
 
 def middling() -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a random float32 model (tiny without a GPU) and a padded prompt of two rows."""
-    torch.manual_seed(0)
-    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
-    tokens = 300
-    if not ON_GPU:
-        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads, tokens = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}, 20
-    config = LlamaConfig(
-        **size, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-        initializer_range=0.1, attn_implementation="fp8_paged",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().to(DEVICE)
+    tokens = 300 if ON_GPU else 20
+    model = random_llama()
     ids = torch.randint(1, 1000, (2, tokens), device=DEVICE)
     seen = torch.ones_like(ids)
-    # Whole pages of padding, and a part of one.
+    # Whole pages of padding, and a part of a page.
     seen[0, : tokens // 2] = 0
     return model, {"input_ids": ids, "attention_mask": seen}
 
@@ -297,20 +278,6 @@ def layer_step(cache: FP8PagedCache) -> Callable[[], torch.Tensor]:
         return fp8_paged_attention(module, query, keys, values, None)[0]
 
     return step
-
-
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    if not ON_GPU:
-        yield
-        return
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("keywords", [{}, {"scales": 0.02}, {"dtype": "auto"}], ids=str)
@@ -578,9 +545,9 @@ def test_a_calibration_there_and_on_the_cpu():
             tiny("llama")[0].to(device), texts, max_length=32, held_out=64, batch_size=2,
             center=False, progress=False,
         )
-        for device in ("cpu", HERE)
+        for device in ("cpu", DEVICE.type)
     }  # fmt: skip
-    here, there = found[HERE], found["cpu"]
+    here, there = found[DEVICE.type], found["cpu"]
     for index, layer in here.layers.items():
         for side in ("k", "v"):
             seen = (getattr(r.report.layers[index], side).amax for r in (here, there))

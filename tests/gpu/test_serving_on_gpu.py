@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig
 from transformers.generation.continuous_batching import offloading_manager
 
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
@@ -22,23 +22,15 @@ from hf_fp8kv.serving.config import LayerStorage
 from hf_fp8kv.serving.engines import engine_module
 from hf_fp8kv.serving.layout import LayerPages, PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind
+from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers import serving_tools
 from tests.helpers.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
 from tests.helpers.tiny_models import tiny
 
-HERE = "cuda" if torch.cuda.is_available() else "cpu"
 if ops.available_backends()["triton"] is not None:
     pytest.skip(str(ops.available_backends()["triton"]), allow_module_level=True)
 
-pytestmark = [
-    pytest.mark.gpu if HERE == "cuda" else pytest.mark.full,
-    pytest.mark.usefixtures("interpreted"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-ON_GPU = HERE == "cuda"
-DEVICE = torch.device(HERE)
-only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
+pytestmark = MARKS
 HAS_BLOCK_TABLES = engine_module().__name__.endswith("flat_tensor")
 newer = pytest.mark.skipif(
     not HAS_BLOCK_TABLES, reason="the engine of transformers 5.17 has no steps by block table"
@@ -63,27 +55,12 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def llama(dtype: torch.dtype = torch.float32) -> Any:
-    """A random model of middling size, tiny without a GPU."""
-    torch.manual_seed(0)
-    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
-    if not ON_GPU:
-        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = LlamaConfig(
-        **size, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
-        initializer_range=0.1, attn_implementation="fp8_paged",
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to(DEVICE, dtype)
-
-
 def another(name: str, **config: Any) -> Any:
     return tiny(name, attn_implementation="fp8_paged", **config)[0].to(DEVICE)
 
 
 MODELS = {
-    "llama": llama,
+    "llama": random_llama,
     "mistral": functools.partial(another, "mistral", sliding_window=20 * LONGER),
     "gemma2": functools.partial(
         another, "gemma2", sliding_window=8 * LONGER, query_pre_attn_scalar=1
@@ -160,7 +137,7 @@ def test_tokens_of_generate(name: str, kind: str, chunk: int) -> None:
 @pytest.mark.parametrize("center", [False, True], ids=["", "centered"])
 def test_bfloat16_differs_only_where_two_tokens_are_as_good(center: bool) -> None:
     """Products of other shapes round differently, so that a token may lose by a rounding error."""
-    model = llama(torch.bfloat16)
+    model = random_llama(torch.bfloat16)
     keywords = {"scales": head_scales(model, center=center), **TRITON}
     prompts = texts(few=not ON_GPU)
     serving.enable(model, **keywords)
@@ -262,7 +239,7 @@ def test_graphs_of_decoding_steps(
 
 @only_gpu
 def test_graphs_that_cannot_be_are_refused() -> None:
-    models = [MODELS["mistral"]()] if HAS_BLOCK_TABLES else [MODELS["mistral"](), llama()]
+    models = [MODELS["mistral"]()] if HAS_BLOCK_TABLES else [MODELS["mistral"](), random_llama()]
     for model in models:
         serving.enable(model, **TRITON)
         with pytest.raises(ConfigError, match="use_cuda_graph"):
@@ -367,7 +344,7 @@ def test_a_compiled_model(served: Any, form: str) -> None:
 @only_gpu
 def test_memory_stays_within_the_plan() -> None:
     """Pages for a fifth of the free memory, and steps of the largest size."""
-    model = llama()
+    model = random_llama()
     serving.enable(model, scales=head_scales(model, center=True), **TRITON)
     numbers = torch.Generator().manual_seed(0)
     lengths = (3000, 2200, 1500, 1100, 900, 700, 500, 300)
@@ -399,6 +376,7 @@ def layer(
     window: int | None,
     first: int = 0,
     backend: str = "triton",
+    device: torch.device = DEVICE,
 ) -> list[torch.Tensor]:
     """Return the attention of two steps of three requests, whose pages begin at `first`."""
     numbers = torch.Generator().manual_seed(0)
@@ -410,13 +388,13 @@ def layer(
             start = first + number * count
             step.add(past, tokens, [list(range(start, start + count))])
         query, key, value = (
-            torch.randn(1, heads, step.count, DIM, generator=numbers).to(DEVICE, form.dtype)
+            torch.randn(1, heads, step.count, DIM, generator=numbers).to(device, form.dtype)
             for heads in (QUERIES, HEADS, HEADS)
         )
         with waiting_is_an_error(), torch.no_grad():
             found.append(
                 attend_layer(
-                    query, key, value, step.work(0, DEVICE), stored,
+                    query, key, value, step.work(0, device), stored,
                     LayerStorage(form.plan, None, None, None), form, backend,
                     window=window, scaling=DIM**-0.5,
                 )
@@ -427,22 +405,8 @@ def layer(
 FORM = PageLayout(HEADS, DIM, SLOTS, LayerPlan.parse("fp8", "fp8"), torch.float32, dynamic=True)
 
 
-@contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
-    if not ON_GPU:
-        yield
-        return
-    torch.cuda.synchronize()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def pages(count: int) -> LayerPages:
-    memory = torch.zeros(count * FORM.bytes_per_page, dtype=torch.uint8, device=DEVICE)
+def pages(count: int, device: torch.device = DEVICE) -> LayerPages:
+    memory = torch.zeros(count * FORM.bytes_per_page, dtype=torch.uint8, device=device)
     return FORM.carve(memory)
 
 
@@ -463,16 +427,8 @@ def test_a_step_does_not_wait_and_reaches_far_pages(window: int | None) -> None:
         assert not x[: far - 1].any(), "a page outside the requests was written"
         assert x.data_ptr() % 16 == 0
         assert x[1:].data_ptr() % 16 == 0
-    for got, expected in zip(near, in_pytorch(room, window), strict=True):
-        assert (got - expected).norm() < 1e-3 * expected.norm()
-
-
-def in_pytorch(room: int, window: int | None) -> list[torch.Tensor]:
-    """Return the same attention without Triton, on the CPU."""
-    global DEVICE
-    before, DEVICE = DEVICE, torch.device("cpu")
-    try:
-        found = layer(pages(room), FORM, window, backend="torch")
-    finally:
-        DEVICE = before
-    return [x.to(DEVICE) for x in found]
+    # The same without Triton, on the CPU.
+    cpu = torch.device("cpu")
+    wanted = layer(pages(room, cpu), FORM, window, backend="torch", device=cpu)
+    for got, expected in zip(near, wanted, strict=True):
+        assert (got.cpu() - expected).norm() < 1e-3 * expected.norm()

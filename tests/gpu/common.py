@@ -1,0 +1,49 @@
+"""What the tests on a GPU share. Without a GPU they are tiny, and run in Triton's interpreter."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+MARKS = [
+    pytest.mark.gpu if ON_GPU else pytest.mark.full,
+    pytest.mark.usefixtures("interpreted"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+only_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU, and torch finds none")
+
+
+def random_llama(dtype: torch.dtype = torch.float32) -> Any:
+    """Return a random model of middling size, tiny without a GPU."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64}
+    if not ON_GPU:
+        size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = LlamaConfig(
+        **size, **heads, vocab_size=1000, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        initializer_range=0.1, attn_implementation="fp8_paged",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to(DEVICE, dtype)
+
+
+@contextlib.contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Raise an error if Python waits for the GPU inside the context."""
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
