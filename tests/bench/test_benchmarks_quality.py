@@ -3,20 +3,26 @@
 import json
 import pydoc_data.topics
 import sys
+from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from benchmarks import accuracy, latent_accuracy
 from benchmarks.gpu.shapes import KINDS as GPU_KINDS
 from benchmarks.long import __main__ as long_command
-from benchmarks.long import caches
+from benchmarks.long import answers, caches, predictions
+from benchmarks.long.caches import ROWS, Row
+from benchmarks.long.outliers import planted_outliers
+from benchmarks.long.tasks import Haystack, Question, Step
+from hf_fp8kv.attention.switching import paged_attention
 from hf_fp8kv.calibration import calibrate
 from hf_fp8kv.formats import DISTINCT
 from tests.helpers import command_line
+from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
 
@@ -114,6 +120,91 @@ def test_a_long_text_on_a_command_line(folder, monkeypatch, capsys, tmp_path):
     long_command.main()
     assert "KL at 130" in capsys.readouterr().out
     assert picture.read_bytes()[1:4] == b"PNG"
+
+
+class Forgetful(DynamicCache):
+    """A cache that loses the first token of its first call."""
+
+    def update(self, k, v, index, *args, **kwargs):
+        if index >= len(self.layers) or not self.layers[index].get_seq_length():
+            k, v = (torch.cat([x[:, :, :1] * 0, x[:, :, 1:]], 2) for x in (k, v))
+        return super().update(k, v, index, *args, **kwargs)
+
+
+WHOLE_AND_FORGETFUL = {
+    "whole": Row("whole", lambda config: DynamicCache(config=config)),
+    "forgetful": Row("forgetful", lambda config: Forgetful()),
+}
+
+
+def test_a_lost_token_shows_in_predictions():
+    model, _ = tiny("llama", num_hidden_layers=2)
+    ids = torch.arange(4, 64)[None]
+    with paged_attention(model):
+        scores = predictions.score_text(model, ids, WHOLE_AND_FORGETFUL, positions=[60], scored=10)
+    assert scores[60, "whole"].quality.kl == 0
+    assert scores[60, "forgetful"].quality.kl > 1e-6
+
+
+def test_an_answer_is_right_if_its_token_is_above_all_wrong_ones():
+    """Answers of the unquantized cache are the ceiling, and a whole cache loses none of them."""
+    model, _ = tiny("llama", num_hidden_layers=2)
+    ids = torch.randint(4, 90, (1, 60), generator=torch.Generator().manual_seed(1))
+    questions = []
+    for number in range(10):
+        asked = torch.tensor([[number + 4, 9, number + 20]])
+        with torch.no_grad():
+            order = model(torch.cat((ids, asked), 1)).logits[0, -1].argsort(descending=True)
+        first, *others, last = order.tolist()
+        right = Step(2, first, (*others, last)), Step(2, last, (first,))
+        questions.append(Question(asked, ((right[number >= 8],),)))
+    haystack = Haystack(ids, tuple(questions))
+    with paged_attention(model):
+        found = answers.run_task(model, [haystack], WHOLE_AND_FORGETFUL, lambda *told: None)
+    assert (found["asked"], found["ceiling"]) == (10, 0.8)
+    assert found["answers"][0] == {"cache": "whole", "right": 8, "lost": 0}
+
+
+def test_q8_0_rounds_blocks_of_32_to_their_largest_value():
+    states = torch.randn(1, 2, 5, 80)  # the last block has 16
+    states[..., 40] *= 50
+    blocks = zip(caches.round_to_q8_0(states).split(32, -1), states.split(32, -1), strict=True)
+    for block, exact in blocks:
+        step = exact.abs().amax(-1, keepdim=True) / 127
+        # Half a step, and the error of a scale in float16.
+        assert ((block - exact).abs() <= 0.5 * step + 127 * step * 2**-11).all()
+        assert (block - exact).abs().max() > 0.3 * step.min()
+
+
+# A bias of K grows as well, and pairs of channels are neighbors in the second model.
+@pytest.mark.parametrize("name", ["qwen2", "cohere"])
+def test_a_model_with_planted_outliers_computes_the_same(name):
+    model, _ = tiny(name, num_hidden_layers=2)
+    ids = torch.arange(4, 44)[None]
+    keys = []
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(
+        lambda module, args, out: keys.append(out)
+    )
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        with planted_outliers(model, 50.0):
+            planted = model(input_ids=ids).logits
+        after = model(input_ids=ids).logits
+    torch.testing.assert_close(planted, before, rtol=1e-4, atol=1e-4)
+    assert torch.equal(after, before)
+    assert (keys[-2] / keys[0]).abs().max() > 25
+
+
+def test_the_default_does_not_rotate_planted_outliers():
+    model, _ = tiny("llama", num_hidden_layers=2, head_dim=64, max_position_embeddings=4096)
+    ids = torch.randint(4, 90, (1, 300), generator=torch.Generator().manual_seed(0))
+    rows = {name: ROWS[name] for name in ("default", "e2m5-rotated")}
+    plans = {name: Counter() for name in rows}
+    with planted_outliers(model, 50.0), paged_attention(model):
+        scores = predictions.score_text(model, ids, rows, positions=[300], scored=100, plans=plans)
+    kl = {name: scores[300, name].quality.kl for name in rows}
+    assert sum(plan.k.rotated for plan in plans["default"].elements()) == 0
+    assert kl["e2m5-rotated"] > 3 * kl["default"]
 
 
 def test_the_tables_of_the_docs_are_those_of_the_runs():
