@@ -670,9 +670,11 @@ def test_copies_for_a_device_are_made_once_per_change():
     group = LayerGroup(PageBudget(4))
     group.add(PagePool(4, dynamic=True))
     group.prepare(0, 6, 2)
+    group.lengths[0] = 6
     table, ends = group.table_on(CPU), group.lengths_on(CPU, 6)
     assert (ends.tolist(), ends.dtype, table.dtype) == ([6, 6], torch.int32, torch.int32)
     group.prepare(6, 8, 2)
+    group.lengths[0] = 8
     assert group.table_on(CPU) is table
     assert group.lengths_on(CPU, 6) is ends
     group.prepare(8, 9, 2)
