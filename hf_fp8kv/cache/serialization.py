@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .. import ops
 from ..errors import ConfigError
-from ..formats import AUTO, LayerPlan, SidePlan
+from ..formats import LayerPlan, SidePlan
 from ..paging.block_table import BlockTable
 from ..paging.layer_group import LayerGroup
 from ..paging.page_pool import PagePool
@@ -26,8 +26,7 @@ from .options import CacheOptions
 from .snapshot import CacheSnapshot, LayerSnapshot
 from .turns import Turns
 
-# Files of version 1 have one format for all layers, and no plans.
-VERSION, _READABLE = 2, ("1", "2")
+VERSION = 2
 
 Tensors = dict[str, torch.Tensor]
 Facts = dict[str, Any]
@@ -128,7 +127,7 @@ def unpack(
 
 
 def _read_turns(layer: Facts) -> Turns | None:
-    """Return how a layer's keys turn; what was saved before that was known does not say it."""
+    """Return how a layer's keys turn, or None if the cache did not know it."""
     if "turns" not in layer:
         return None
     facts = dict(layer["turns"])
@@ -247,7 +246,7 @@ def load(path: str | os.PathLike[str], device: str | torch.device | None) -> Cac
     try:
         with safe_open(source, framework="pt", device=str(device or "cpu")) as file:
             header = file.metadata() or {}
-            if header.get("format") != CACHE_FORMAT or header.get("version") not in _READABLE:
+            if header.get("format") != CACHE_FORMAT or header.get("version") != str(VERSION):
                 raise ConfigError(
                     f"{source}: expected a cache saved by this library ({CACHE_FORMAT}, version "
                     f"{VERSION}), got format {header.get('format')!r}, version "
@@ -294,14 +293,8 @@ def _unpack_stock(facts: Facts, name: str, tensors: Tensors) -> Any:
 
 
 def _read_plans(facts: Facts) -> None:
-    """Replace plans as text, and what version 1 has instead of them, by plans."""
-    if "key_format" in facts:
-        # The centers were part of the default only, and of what a user asked for.
-        centered = bool(facts["center_keys"]) and facts["key_format"] != AUTO
-        facts["k_plans"] = (SidePlan(facts.pop("key_format"), centered=centered),)
-        facts["v_plans"] = (SidePlan(facts.pop("value_format")),)
-    else:
-        facts |= {name: tuple(map(SidePlan.parse, facts[name])) for name in ("k_plans", "v_plans")}
+    """Replace plans as text by plans."""
+    facts |= {name: tuple(map(SidePlan.parse, facts[name])) for name in ("k_plans", "v_plans")}
     if facts.get("plan") is not None:
         facts["plan"] = {int(i): LayerPlan.parse(*both) for i, both in facts["plan"].items()}
 

@@ -5,6 +5,7 @@ The reference of dtype="auto" is transformers' DynamicCache, whose layers have s
 
 import copy
 import pickle
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ ORDERS = {
     "twice": [[0, 1, 2, 3], [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3, 0, 1, 2, 3]],
     "one of them twice": [[0, 1, 2, 3], [0, 1, 2, 1, 3], [0, 0, 1, 2, 3], [0, 1, 2, 3]],
 }
+for seed in range(3):
+    chance = random.Random(seed)
+    ORDERS[f"random {seed}"] = [chance.choices(range(LAYERS), k=4) for _ in range(6)]
 
 
 @pytest.fixture(autouse=True)

@@ -96,6 +96,7 @@ def test_a_growing_window_is_that_of_transformers(plan: str, prefill: str) -> No
         found, expected = feed([ours, stock], tokens, seed)
         for shown, whole in zip(found, expected, strict=True):
             assert_same(shown, whole, f"call {seed}")
+        assert ours.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0)
         check(ours)
 
 
@@ -210,6 +211,10 @@ def test_layers_of_a_ring_that_are_emptied_one_by_one() -> None:
 
 def test_recorded_tokens_go_with_the_crop() -> None:
     one = cache()
+    feed([one], ROOM, 0)
+    with pytest.raises(ConfigError, match="activate_past_recording"):
+        one.crop(-WINDOW)
+    one.reset()
     one.activate_past_recording()
     feed([one], ROOM, 0)
     used = one.layers[0].memory_footprint()["used"]

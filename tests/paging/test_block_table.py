@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
 from hf_fp8kv.paging.block_table import BlockTable
 from hf_fp8kv.paging.layer_group import LayerGroup
-from hf_fp8kv.paging.page_allocator import NO_PAGE, PageAllocator, PageBudget
+from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 
 CPU = torch.device("cpu")
@@ -527,47 +527,6 @@ def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
     return table
 
 
-def test_pages_of_a_sequence_are_side_by_side_and_in_order():
-    table = written(10, batch=2)
-    assert table.used().tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert (table.first, table.count, table.batch) == (0, 3, 2)
-
-
-@pytest.mark.parametrize("length", [1, 5, 7, 8, 11, 12])
-def test_only_a_partly_filled_last_page_is_copied_and_only_when_written(length):
-    table = written(length, batch=2)
-    other = table.fork()
-    before = table.used().copy()
-    assert table.pages_needed(length, length + 1, 2) == 2
-    copies = other.reserve(length, length + 1, 2)
-    is_full = length % 4 == 0
-    assert copies[0].tolist() == ([] if is_full else before[:, -1].tolist())
-    assert copies[1].tolist() == ([] if is_full else other.used()[:, -1].tolist())
-    assert not set(other.used()[:, -1].tolist()) & set(before.ravel().tolist())
-    # The original and all full pages are untouched.
-    assert table.used().tolist() == before.tolist()
-    full = length // 4
-    assert other.used()[:, :full].tolist() == before[:, :full].tolist()
-    table.check(other)
-
-
-@pytest.mark.parametrize(
-    ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
-)
-def test_every_page_that_holds_a_token_is_kept(token, first):
-    """Before the token, or from it on: then nothing is left below what was released."""
-    table, cut = written(12, batch=2), written(12, batch=2)
-    table.release(token)
-    assert (table.first, table.count, table.allocator.held) == (first, 3, 2 * (3 - first))
-    cut.truncate(token)
-    count = min(-(-token // 4), 3)
-    assert (cut.first, cut.count, cut.allocator.held) == (0, count, 2 * count)
-    table.truncate(3)
-    assert (table.first, table.allocator.held) == (first, 0 if first else 2)
-    table.check()
-    cut.check()
-
-
 OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "truncate": lambda table: table.truncate(2),
@@ -683,70 +642,7 @@ def test_going_past_the_budget_says_by_how_much_and_changes_nothing():
 # The check itself: each of these is a bug that it must see.
 
 
-def _set(table: BlockTable, row: int, column: int, page: int) -> None:
-    table.rows[row, column] = page
-
-
-CORRUPTIONS = {
-    "a-page-listed-twice": (lambda t: _set(t, 0, 1, t.rows[0, 2]), "are listed"),
-    "a-page-without-number": (lambda t: _set(t, 1, 2, NO_PAGE), "has no number"),
-    "a-page-beyond-count": (lambda t: _set(t, 0, t.count, 7), "beyond count"),
-    "a-released-page": (lambda t: _set(t, 0, 0, 7), "released page"),
-    "a-reference-lost": (
-        lambda t: t.allocator.references.__setitem__(3, 0),
-        r"\[3\].*counted \[0\]",
-    ),
-    "a-leak": (lambda t: t.allocator.take(1), "are listed"),
-}
-
-
-@pytest.mark.parametrize(("corrupt", "says"), CORRUPTIONS.values(), ids=CORRUPTIONS)
-def test_check_sees_a_corrupted_table(corrupt, says):
-    table = written(16, batch=2)
-    table.release(4)
-    table.check()
-    corrupt(table)
-    with pytest.raises(AssertionError, match=says):
-        table.check()
-    # What is left of it would complain once more when it is dropped.
-    table.allocator.references[:], table.count, table.first = 0, 0, 0
-
-
 # Groups.
-
-
-def new_group(
-    window: int | None = None, max_pages: int | None = None, layers: int = 2
-) -> LayerGroup:
-    """Layers without bytes: only who holds which page."""
-    group = LayerGroup(PageBudget(4, max_pages), window)
-    for _ in range(layers):
-        group.add(PagePool(4, dynamic=True))
-    return group
-
-
-def advance(group: LayerGroup, tokens: int, batch: int = 1) -> None:
-    """Every layer writes `tokens` tokens."""
-    for member, start in enumerate(group.lengths):
-        group.prepare(start, start + tokens, batch)
-        group.lengths[member] = start + tokens
-
-
-def test_a_step_is_reserved_in_every_group_that_stands_at_it_or_in_none():
-    budget = PageBudget(4, 5)
-    groups = [LayerGroup(budget), LayerGroup(budget, 8), LayerGroup(budget, 4)]
-    for group in groups:
-        group.siblings = [weakref.ref(sibling) for sibling in groups]
-        group.add(PagePool(4, k_is_auto=True, v_is_auto=True, dynamic=True))
-    # One layer of its own is ahead: it is not part of this step.
-    groups[2].lengths[0] = 4
-    groups[2].table.reserve(0, 4, 1)
-    with pytest.raises(OutOfPagesError) as info:
-        groups[0].prepare(0, 12, 1)
-    assert (info.value.needed, info.value.available) == (6, 4)
-    assert [g.table.count for g in groups] == [0, 0, 1]
-    groups[0].prepare(0, 8, 1)
-    assert [g.table.count for g in groups] == [2, 2, 1]
 
 
 @pytest.mark.parametrize(("max_pages", "stop"), [(4, 12), (5, 20)], ids=["stored", "passing"])
@@ -770,65 +666,19 @@ def test_a_refused_step_leaves_pages_behind_the_window_to_go_back_to(max_pages, 
     assert (sliding.table.first, sliding.table.count, full.table.count) == (1, 3, 3)
 
 
-@pytest.mark.parametrize("writer", [0, 1], ids=["the-original", "the-fork"])
-def test_whoever_writes_first_after_a_fork_gets_the_copy(writer):
-    group = new_group()
-    advance(group, 6)
-    # The next step is prepared, and not yet written, when the fork is made.
-    group.prepare(6, 7, 1)
-    both = [group, fork_group(group)]
-    before = both[1 - writer].table.used().tolist()
-    both[writer].prepare(6, 7, 1)
-    assert both[1 - writer].table.used().tolist() == before
-    assert both[writer].table.used()[0, 1] != before[0][1]
-    group.table.check(both[1].table)
-
-
-def test_pages_stay_until_the_slowest_layer_has_passed_them():
-    group = new_group(window=4)
-    advance(group, 8)
-    group.lengths[1] = 5
-    group.release_passed()
-    assert group.table.first == 0
-    group.lengths[1] = 8
-    group.release_passed()
-    assert group.table.first == 1
-
-
-def test_recorded_pages_stay_until_they_are_settled():
-    group = new_group(window=4)
-    group.record_past = True
-    for _ in range(12):
-        advance(group, 1)
-    assert group.table.first == 0
-    group.check_crop(9)
-    group.crop(1)
-    assert group.table.first == 2
-    with pytest.raises(ConfigError, match=r"token 8 on.*got 3 tokens.*window of 4.*call activate"):
-        group.check_crop(3)
-
-
-def test_the_mirror_of_the_table_is_made_once_per_change():
-    group = new_group()
-    advance(group, 6, batch=2)
-    mirror = group.table_on(CPU)
-    assert mirror.dtype == torch.int32
-    assert mirror.tolist() == [[0, 1], [2, 3]]
-    advance(group, 2, batch=2)
-    assert group.table_on(CPU) is mirror
-    advance(group, 1, batch=2)
-    assert group.table_on(CPU) is not mirror
-    # Whoever still holds the old one reads what it was made for.
-    group.clear()
-    assert mirror.tolist() == [[0, 1], [2, 3]]
-
-
-def test_lengths_on_a_device_are_made_once_per_length_and_batch():
-    group = new_group()
-    advance(group, 6, batch=2)
-    ends = group.lengths_on(CPU, 6)
-    assert (ends.tolist(), ends.dtype) == ([6, 6], torch.int32)
+def test_copies_for_a_device_are_made_once_per_change():
+    group = LayerGroup(PageBudget(4))
+    group.add(PagePool(4, dynamic=True))
+    group.prepare(0, 6, 2)
+    group.lengths[0] = 6
+    table, ends = group.table_on(CPU), group.lengths_on(CPU, 6)
+    assert (ends.tolist(), ends.dtype, table.dtype) == ([6, 6], torch.int32, torch.int32)
+    group.prepare(6, 8, 2)
+    group.lengths[0] = 8
+    assert group.table_on(CPU) is table
     assert group.lengths_on(CPU, 6) is ends
-    assert group.lengths_on(CPU, 7).tolist() == [7, 7]
+    group.prepare(8, 9, 2)
+    assert group.table_on(CPU) is not table
+    assert table.tolist() == [[0, 1], [2, 3]], "whoever holds the old copy reads what it was"
     group.select(np.array([0, 1, 1]))
     assert group.lengths_on(CPU, 7).tolist() == [7, 7, 7]

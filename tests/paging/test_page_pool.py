@@ -10,11 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_fp8kv import ops
-from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.paging import page_pool
-from hf_fp8kv.paging.block_table import BlockTable
-from hf_fp8kv.paging.offloading import OffloadBudget, OffloadedPool
 from hf_fp8kv.paging.page_allocator import PageAllocator, PageBudget
 from hf_fp8kv.paging.page_pool import PagePool
 from tests.helpers.assertions import assert_same
@@ -160,52 +157,6 @@ def test_copying_a_page_copies_every_tensor_of_it_and_touches_no_other(
     assert_holds(pool, expected)
 
 
-@layouts
-def test_zeroing_keeps_the_addresses(in_blocks):
-    pool = new_pool(in_blocks=in_blocks)
-    fill(pool)
-    before = addresses(pool)
-    pool.zero()
-    assert not any(t.any() for t in whole(pool).values())
-    assert addresses(pool) == before
-
-
-@layouts
-@pytest.mark.parametrize("kept", [[1, 3, 4, 6], [0], [6], [0, 1, 2, 3, 4, 5, 6], []])
-def test_only_some_pages_are_kept(kept, in_blocks):
-    pool = new_pool(pages=7, in_blocks=in_blocks)
-    before = fill(pool)
-    # One page that this pool has not grown to yet.
-    pool.keep(np.array([*kept, 9], np.int32))
-    assert pool.pages == len(kept) + 1
-    for name, tensor in whole(pool).items():
-        assert_same(tensor[:-1], before[name][kept], name)
-        assert not tensor[-1].any()
-
-
-@layouts
-def test_pages_come_into_blocks_and_out_of_them(in_blocks):
-    pool = new_pool(pages=7, in_blocks=in_blocks)
-    before = fill(pool)
-    pool.lay_out(in_blocks=not in_blocks)
-    assert (pool.pages, pool.in_blocks) == (7, not in_blocks)
-    assert (pool.addresses is None) == in_blocks
-    assert_holds(pool, before)
-    pool.grow(8)
-    assert pool.pages == 8
-
-
-@layouts
-def test_taking_and_putting_pages(in_blocks):
-    pool, other = (new_pool(pages=n, in_blocks=in_blocks) for n in (7, 6))
-    before, theirs = fill(pool), fill(other)
-    pool.put(2, other.take(np.array([5, 0, 1, 2])))
-    for name, tensor in whole(pool).items():
-        right = before[name].clone()
-        right[2:6] = theirs[name][[5, 0, 1, 2]]
-        assert_same(tensor, right, name)
-
-
 class Allocations(TorchDispatchMode):
     """Watch what tensors take: the largest, and the most at a time."""
 
@@ -253,16 +204,6 @@ def test_growing_takes_no_more_than_a_block_at_a_time(monkeypatch):
     assert seen.held == 60 * page
 
 
-def test_moving_moves_every_tensor_and_remembers_where_the_layer_computes():
-    # The device "meta" stands for another one: it shows where a tensor is, on any machine.
-    pool = new_pool()
-    pool.move(torch.device("meta"))
-    assert {t.device.type for t in pool.tensors().values()} == {"meta"}
-    assert pool.device.type == "cpu"
-    pool.grow(9)
-    assert {(t.device.type, len(t)) for t in pool.tensors().values()} == {("meta", 9)}
-
-
 @layouts
 def test_there_and_back_the_bytes_are_the_same(device, in_blocks):
     pool = new_pool(device=device, in_blocks=in_blocks)
@@ -301,32 +242,6 @@ def test_freed_bytes_are_gone_and_can_be_taken_again(in_blocks):
     assert whole(pool)["k"].shape == (2, 3, S, 7)
     assert not any(t.any() for t in whole(pool).values())
     pool.check(*tokens(heads=3, k_dim=7, v_dim=9, dtype=torch.float16))
-
-
-def test_a_pool_checks_shape_and_dtype_but_not_batch_and_length():
-    pool = new_pool()
-    pool.check(*tokens())
-    pool.check(*(t.to("meta") for t in tokens()))  # the layer follows: tests/cache/test_devices.py
-    pool.check(torch.ones(9, HEADS, 4, K_DIM).bfloat16(), torch.ones(9, HEADS, 4, V_DIM).bfloat16())
-
-
-@pytest.mark.parametrize("fmt", ["fp8_e4m3", "auto"])
-def test_tokens_of_another_model_are_refused(fmt):
-    pool = new_pool(fmt, fmt)
-    before = fill(pool)
-    for pair, got in (
-        (tokens(heads=4), "(4, 5, 3, torch.bfloat16"),
-        (tokens(k_dim=8), "(2, 8, 3, torch.bfloat16"),
-        (tokens(v_dim=8), "(2, 5, 8, torch.bfloat16"),
-        (tokens(dtype=torch.float16), "(2, 5, 3, torch.float16"),
-    ):
-        with pytest.raises(ConfigError) as info:
-            pool.check(*pair)
-        expected, found = str(info.value).split(", got ")
-        assert "(heads, key size, value size, dtypes) = (2, 5, 3, torch.bfloat16" in expected
-        assert got in found
-        assert "make a new FP8PagedCache" in found
-    assert_holds(pool, before)
 
 
 # -- records ---------------------------------------------------------------------------------------
@@ -387,65 +302,3 @@ def test_pages_come_from_a_pool_elsewhere(in_blocks):
     for name, tensor in expected.items():
         tensor[wanted] = theirs[name][wanted]
         assert_same(whole(pool)[name], tensor, name)
-
-
-@layouts
-@pytest.mark.parametrize(("seed", "room"), [(0, None), (1, 3)])
-def test_an_offloaded_pool_is_like_any_other(in_blocks, seed, room):
-    """Random operations on two layers that change places, and on the same pools in one place."""
-    chance = np.random.default_rng(seed)
-    budget = OffloadBudget(S, None, room)
-    pairs = []
-    for index in range(3):
-        ours = OffloadedPool(S, budget, index, dynamic=True)
-        ours.allocate(*tokens(), 4, in_blocks=in_blocks)
-        pairs.append((ours, new_pool(in_blocks=in_blocks)))
-
-    def some(pages: int) -> np.ndarray:
-        return np.unique(chance.integers(0, pages, chance.integers(1, pages + 1)))
-
-    for step in range(120):
-        ours, plain = pairs[chance.integers(3)]
-        pages = plain.pages
-        what = chance.integers(8)
-        if what < 4:
-            # A layer computes: it reads some pages, and writes some.
-            read, written = some(pages), some(pages)
-            following = pairs[(ours.index + 1) % 3][0]
-            budget.use(ours, np.union1d(read, written), following, some(following.pages))
-            on_device = [pool.pages for pool, _ in pairs if pool.device_pool.is_allocated]
-            assert (
-                len(on_device) <= 2 if room is None else sum(on_device) <= 9 or len(on_device) == 1
-            )
-            here = whole(ours.device_pool)
-            for name, tensor in whole(plain).items():
-                assert_same(here[name][read], tensor[read], f"step {step}, {name}")
-            table = BlockTable.from_rows(PageBudget(S), written[None].astype(np.int32), 0)
-            ours.written(table, 0, len(written) * S)
-            new = plain.take(written)
-            for i, page in enumerate(written.tolist()):
-                for name in new:
-                    new[name][i] = torch.randint(1, 250, new[name][i].shape)
-                one = {name: tensor[i : i + 1] for name, tensor in new.items()}
-                ours.device_pool.put(page, one)
-                plain.put(page, one)
-        elif what == 4:
-            for pool in (ours, plain):
-                pool.grow(pages + 2)
-        elif what == 5 and pages > 1:
-            sources, others = chance.permutation(pages)[: pages // 2 * 2].reshape(2, -1)
-            for pool in (ours, plain):
-                pool.copy((sources.astype(np.int32), others.astype(np.int32)))
-        elif what == 6 and pages > 6:
-            kept = some(pages).astype(np.int32)
-            for pool in (ours, plain):
-                pool.keep(kept)
-        else:
-            taken = some(pages)
-            for name, tensor in plain.take(taken).items():
-                assert_same(ours.take(taken)[name], tensor, f"step {step}, {name}")
-    for ours, plain in pairs:
-        found = whole(ours)
-        for name, tensor in whole(plain).items():
-            assert_same(found[name], tensor, name)
-    assert min(budget.fetched, budget.returned) > 0

@@ -1,10 +1,9 @@
 """Write the golden files of this folder: `python tests/data/caches/make.py FOLDER`.
 
 Each case is two files: `NAME.safetensors`, a cache after a prompt, and
-`NAME.continued.safetensors`, the same cache after `continue_cache`. They were written at commit
-3a78b0b, before this layout of the package, those of the default at 5936a2b, and its preallocated
-one with the ring of a window, those of int8 and E2M5 when these were new, all in version 1; the
-planned one is of version 2. Write them anew only with a new version of the format.
+`NAME.continued.safetensors`, the same cache after `continue_cache`. All files are of version 2, and
+hold the tokens of the files of version 1 that they replaced. Write them anew only with a new
+version of the format.
 """
 
 import sys
