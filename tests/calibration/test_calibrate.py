@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, MambaConfig, MambaFo
 
 from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, ScaleError, calibrate
 from hf_fp8kv.calibration import measure
-from hf_fp8kv.calibration.observe import Batch, make_batches
+from hf_fp8kv.calibration.observe import Batch
 from hf_fp8kv.calibration.scoring import warn_if_worse
 from hf_fp8kv.formats import FORMATS
 from hf_fp8kv.modeling.model_support import caches_latents
@@ -601,11 +601,3 @@ def test_a_real_model(real_model):
         for side in (layer.k, layer.v):
             assert side.saturated < 1e-3
             assert side.error["fp8_e4m3"] < 0.06
-
-
-def test_batches():
-    windows = [torch.arange(n) for n in (9, 7, 5, 3)]
-    first, last = make_batches(windows, 3)
-    assert (first.ids.shape, first.tokens, last.tokens) == ((3, 9), 21, 3)
-    assert first.valid.sum(1).tolist() == [9, 7, 5]
-    assert last.valid is None

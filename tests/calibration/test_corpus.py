@@ -75,6 +75,9 @@ def error_of(texts, tokenizer=TOKENIZER, **options) -> str:
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
 SHARE_GPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c"}]
+ROLES = [
+    {"from": who, "value": text} for who, text in (("system", "a"), ("user", "b"), ("chatgpt", "c"))
+]
 CHAT_IDS = [BOS, USER, COLON, A, ASSISTANT, COLON, B, C]
 
 
@@ -105,6 +108,7 @@ class Indexed:
         ({"text": CHAT}, CHAT_IDS),
         (CHAT, CHAT_IDS),
         (tuple(SHARE_GPT), CHAT_IDS),
+        (ROLES, [BOS, SYSTEM, COLON, A, USER, COLON, B, ASSISTANT, COLON, C]),
         ([A, B, C], [A, B, C]),
         ({"text": [A, B, C]}, [A, B, C]),
         (torch.tensor([A, B, C]), [A, B, C]),
@@ -152,12 +156,6 @@ def test_a_text_as_the_turn_of_a_user():
 def test_special_tokens_come_once_per_text():
     found = read(["a b c d a", CHAT], words(bos=True), max_length=3)
     assert Counter(itertools.chain(*ids(found)))[BOS] == 2
-
-
-def test_roles_of_sharegpt():
-    turns = [("system", "a"), ("user", "b"), ("chatgpt", "c")]
-    found = read([[{"from": who, "value": text} for who, text in turns]])
-    assert ids(found) == [[BOS, SYSTEM, COLON, A, USER, COLON, B, ASSISTANT, COLON, C]]
 
 
 def test_blank_texts_are_skipped():

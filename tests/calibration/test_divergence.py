@@ -113,18 +113,6 @@ def test_scores_of_a_tiny_model(chunk: int) -> None:
     assert found["fp8"].quality.kl > 1e-6
 
 
-def test_perplexity_is_that_of_the_models_own_loss() -> None:
-    """Of all tokens after the first two, which are read first."""
-    model, _ = tiny("llama")
-    ids = torch.randint(3, VOCAB, (1, 30))
-    quality = compare_caches(model, ids, {}, prefill=2, chunk=7)[UNQUANTISED].quality
-    labels = ids.clone()
-    labels[:, :3] = -100  # of which the model says nothing that is scored
-    with torch.no_grad():
-        loss = model(input_ids=ids, labels=labels).loss
-    assert quality.perplexity == pytest.approx(loss.exp().item(), rel=1e-3)
-
-
 def logs(*rows: list[float]) -> torch.Tensor:
     """`[1, T, vocabulary]`: logarithms of probabilities."""
     return torch.tensor([rows], dtype=torch.float64).log()

@@ -84,3 +84,15 @@ def test_of_numbers(partner, noise, base):
     far = rotated(x, 2000, base, partner)
     far = far * (1 + noise * torch.randn(far.shape, generator=chance, dtype=torch.float64))
     assert match_channels(x, far).tolist() == partner
+
+
+# Grid: each pattern that no model has, and none: channels that change without each other.
+@pytest.mark.parametrize(
+    "partner",
+    [[3, 2, 1, 0, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [1, 0, 2, 3, 4, 6, 5, 7], None],
+    ids=["inside", "mirrored", "gap", "none"],
+)
+def test_another_pattern_is_left_as_it_was_seen(partner):
+    x, other = torch.randn(2, 512, 1, 8, dtype=torch.float64)
+    there = rotated(x, 1, 1.0, partner) if partner else other
+    assert match_channels(x, there).tolist() == (partner or list(range(8)))

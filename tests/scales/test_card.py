@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_fp8kv.scales import KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport
@@ -25,17 +24,6 @@ my_entry:
 
 Text with Grüße.
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def written(model: Path, target: Path, old: str | None, scales: KVScales, **options) -> str:

@@ -151,25 +151,17 @@ def test_a_tensor_name_is_read_as_it_is_written(known):
         assert known.format in CHECKPOINT_FORMATS
 
 
+# Names that no dialect of `test_sources_formats` has.
 OURS = [
-    "model.layers.0.self_attn.k_scale",
     "model.layers.0.self_attn.attn.k_scale",
     "model.layers.0.self_attn.mla_attn.mla_attn.k_scale",
-    "model.language_model.layers.0.self_attn.k_scale",
     "language_model.model.layers.0.self_attn.k_scale",
     "model.text_model.layers.0.self_attn.k_scale",
-    "thinker.model.layers.0.self_attn.k_scale",
     "model.decoder.layers.0.self_attn.k_scale",
     "transformer.h.0.attn.k_scale",
     "layers.0.self_attn.k_scale",
-    "model.layers.0.self_attn.k_proj.k_scale",
-    "model.layers.0.self_attn.qkv_proj.k_scale",
-    "model.layers.0.self_attn.qkqkv_proj.k_scale",
-    "model.layers.0.self_attn.k_cache.scale",
-    "backbone.layers.0.mixer.k_proj.k_scale",
 ]
 FOREIGN = [
-    "vision_tower.layers.0.self_attn.k_scale",
     "model.vision_tower.vision_model.encoder.layers.0.self_attn.k_scale",
     "vision_model.transformer.layers.0.self_attn.k_scale",
     "model.visual.blocks.0.attn.k_scale",
@@ -179,7 +171,6 @@ FOREIGN = [
     "model.encoder.layers.0.self_attn.k_scale",
     "encoder.layers.0.self_attn.k_scale",
     "model.decoder.layers.0.encoder_attn.k_scale",
-    "talker.model.layers.0.self_attn.k_scale",
     "mtp.layers.0.self_attn.k_scale",
     "model.layers.0.self_attn.q_scale",
     "model.layers.0.self_attn.k_proj.weight_scale",
@@ -201,10 +192,9 @@ def test_names_of_the_language_model_are_taken(tmp_path, name):
     assert (numbers(scales, "k"), numbers(scales, "v")) == ([0.5], [0.25])
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_other_names_with_a_layer_do_not_leak_in(tmp_path, name):
+def test_other_names_with_a_layer_do_not_leak_in(tmp_path):
     folder = copied("autofp8", tmp_path)
-    edit_tensors(folder, {name: torch.tensor(9.0)})
+    edit_tensors(folder, {name: torch.tensor(9.0) for name in FOREIGN})
     scales = KVScales.from_pretrained(folder)
     assert numbers(scales, "k") == rounded(K)
     assert numbers(scales, "v") == rounded(V)
@@ -363,14 +353,6 @@ def test_which_file_is_read(tmp_path, caplog):
     assert (scales.format, numbers(scales, "k")) == ("hf_fp8kv", [0.5])
 
 
-def test_an_index_need_only_have_the_shards_with_scales(tmp_path):
-    folder = copied("compressed-tensors-heads", tmp_path)
-    path = folder / "model.safetensors.index.json"
-    weight_map = json.loads(path.read_text())["weight_map"]
-    edit_json(path, weight_map=weight_map | {"model.norm.weight": "model-9.safetensors"})
-    assert list(KVScales.from_pretrained(folder).layers) == [0, 1, 2]
-
-
 # kv_cache_scales.json.
 
 
@@ -481,7 +463,6 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "zero": (spoiled_json(KEY, '"0": 0'), "rank 0, layer 0: expected a finite number above 0"),
     "nan": (spoiled_json(KEY, '"0": NaN'), "got nan"),
     "text-of-words": (spoiled_json(KEY, '"0": "half"'), "expected a number.*half"),
-    "list": (spoiled_json(KEY, '"0": [0.5]'), r"got \[0.5\]"),
     "bool": (spoiled_json(KEY, '"0": true'), "got True"),
     "underflows": (spoiled_json(KEY, '"0": 1e-45'), "got 1e-45"),
     "huge-integer": (spoiled_json(KEY, '"0": 1' + "0" * 400), "expected a finite number"),
@@ -489,7 +470,6 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "missing-layer": (spoiled_json(KEY + ",", ""), "missing 0"),
     "layer-past-the-end": (spoiled_json('"2"', '"3"'), "missing 2"),
     "layer-not-a-number": (spoiled_json(KEY, '"zero": 0.5'), "expected a layer .*'zero'"),
-    "layer-negative": (spoiled_json(KEY, '"-1": 0.5'), "expected a layer .*'-1'"),
     "layer-twice": (spoiled_json(KEY, '"0": 1, "0": 2'), "'0' twice"),
     "layer-twice-in-two-spellings": (spoiled_json(KEY, '"0": 1, "00": 2'), "layer 00 once"),
     "no-layers": (spoiled_json('"scaling_factor"', '"scaling_factor": {"0": {}}, "x"'), "object"),
@@ -509,7 +489,6 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
         r"object of ranks, got \[1\]",
     ),
     "dtype-e5m2": (spoiled_json("e4m3fn", "e5m2"), "expected 'float8_e4m3fn', got 'float8_e5m2'"),
-    "dtype-fnuz": (spoiled_json("e4m3fn", "e4m3fnuz"), "got 'float8_e4m3fnuz'"),
     "cache-missing": (spoiled_json('"kv_cache"', '"cache"'), "expected an object 'kv_cache'"),
     "model-type-missing": (spoiled_json('"model_type"', '"type"'), "model_type"),
     "model-type-a-number": (spoiled_json('"llama"', "1"), "model_type: expected a string"),
@@ -517,7 +496,6 @@ BAD_JSON: dict[str, tuple[Spoil, str]] = {
     "empty": (spoiled_bytes("kv_cache_scales.json", lambda b: b""), "expected a JSON file"),
     "binary": (spoiled_bytes("kv_cache_scales.json", lambda b: b"\xff\xfe\x00"), "UnicodeDecode"),
     "an-array": (spoiled_bytes("kv_cache_scales.json", lambda b: b"[1]"), "JSON object, got list"),
-    "a-null": (spoiled_bytes("kv_cache_scales.json", lambda b: b"null"), "got NoneType"),
     "very-deep": (
         spoiled_bytes("kv_cache_scales.json", lambda b: b'{"a":' * 10**5),
         "expected a JSON file",
@@ -548,7 +526,6 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
     "zero": (spoiled_tensor("k_scale", torch.zeros(())), "K scale .*finite numbers above 0.*0.0"),
     "nan": (spoiled_tensor("k_scale", torch.tensor(float("nan"))), "got nan"),
     "int64": (spoiled_tensor("k_scale", torch.ones((), dtype=torch.int64)), "got I64"),
-    "bool": (spoiled_tensor("k_scale", torch.tensor(True)), "got BOOL"),
     "float8": (spoiled_tensor("k_scale", torch.ones(1).to(torch.float8_e4m3fn)), "got F8_E4M3"),
     "empty-tensor": (spoiled_tensor("k_scale", torch.ones(0)), r"got \[0\]"),
     "one-dimension": (spoiled_tensor("k_scale", torch.ones(3)), r"got \[3\]"),
@@ -599,13 +576,6 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
         "expected kv_scales.safetensors, kv_cache_scales.json, or scale tensors such as "
         r"self_attn.{k,v}_scale.*got none",
     ),
-    "scales-of-a-tower-only": (
-        lambda folder: save_file(
-            {"vision_tower.layers.0.self_attn.k_scale": torch.ones(())},
-            folder / "model.safetensors",
-        ),
-        "got only vision_tower.layers.0.self_attn.k_scale, which no reader takes",
-    ),
     "no-weights": (without("model.safetensors"), "expected kv_scales.safetensors"),
     "pickled-weights-only": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
@@ -621,22 +591,19 @@ BAD_CHECKPOINTS: dict[str, tuple[Spoil, str]] = {
 }
 
 
+# What is wrong even if it is not strict.
+NEVER = ("zero", "int64", "zero-point", "channel-scheme", "cut-off", "empty")
+
+
 @pytest.mark.parametrize(("spoil", "message"), BAD_CHECKPOINTS.values(), ids=BAD_CHECKPOINTS)
 def test_a_bad_checkpoint_is_refused(tmp_path, spoil, message):
     folder = copied("autofp8", tmp_path)
     assert_refused(folder, spoil, message, folder)
     with pytest.raises(ScaleError):
         resolve(str(folder))
-
-
-@pytest.mark.parametrize(
-    "name", ["zero", "int64", "zero-point", "channel-scheme", "cut-off", "empty"]
-)
-def test_what_is_wrong_stays_wrong_when_not_strict(tmp_path, name):
-    folder = copied("autofp8", tmp_path)
-    BAD_CHECKPOINTS[name][0](folder)
-    with pytest.raises(ScaleError):
-        KVScales.from_pretrained(folder, strict=False)
+    if spoil in (BAD_CHECKPOINTS[name][0] for name in NEVER):
+        with pytest.raises(ScaleError):
+            KVScales.from_pretrained(folder, strict=False)
 
 
 def edit_index(change: Callable[[dict[str, object]], object]) -> Spoil:
@@ -699,7 +666,6 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
     "one-side": (own({"layers.0.k_scale": torch.tensor(1.0)}), "expected k_scale and v_scale"),
     "other-tensor": (own(pair() | {"model.norm": torch.ones(())}), "got model.norm"),
     "other-layers": (own(pair(), layers=[0, 1]), "expected the layers of its metadata"),
-    "later-version": (own(pair(), version=3), "update hf_fp8kv"),
     "other-unit": (own(pair(), dtype="float8_e5m2"), "'float8_e5m2'"),
     "no-header": (
         lambda f: save_file(pair(), f / OWN, metadata={"hf_fp8kv": "{"}),
@@ -716,13 +682,6 @@ BAD_OWN: dict[str, tuple[Spoil, str]] = {
 def test_a_bad_file_of_ours_is_refused_and_nothing_else_is_tried(tmp_path, spoil, message):
     folder = copied("autofp8", tmp_path)
     assert_refused(folder, spoil, message, folder / OWN)
-
-
-def test_a_good_file_of_ours_is_not_refused(tmp_path):
-    own(pair() | {CENTER: torch.tensor([[1.0, -2.0]])})(tmp_path)
-    layer = KVScales.from_pretrained(tmp_path).layers[0]
-    assert (layer.k.item(), layer.v.item()) == (0.5, 0.25)
-    assert layer.k_center.tolist() == [[1.0, -2.0]]
 
 
 BAD_FILES = {
