@@ -182,12 +182,12 @@ def test_the_probabilities_of_generated_tokens() -> None:
     pairwise(list(FORMATS), ["dynamic", "static"], [torch.float32, torch.bfloat16]),
 )
 def test_the_rounding_is_that_of_a_cache(name: str, scaled: str, dtype: torch.dtype) -> None:
+    """The default backend rounds as a cache does with the backend "reference"."""
     scales = static_scales(center=True) if scaled == "static" else None
-    cache = FP8PagedCache(
-        prefill="stored", dtype=name, scales=scales, page_size=PAGE, backend="reference"
-    )
+    keywords = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE}
+    cache = FP8PagedCache(**keywords, backend="reference")
     states = torch.randn(2, 2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
-    rounding = StoredRounding(cache.options, 1, *states)
+    rounding = StoredRounding(FP8PagedCache(**keywords).options, 1, *states)
     found = rounding.read(rounding.store(*states), *states)
     for side, stored, rounded in zip(states, cache.update(*states, 1), found, strict=True):
         assert rounded.dtype == dtype
