@@ -1,7 +1,6 @@
 """Linear modules that compute a product of few rows as one of `ROWS` rows."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ class Recorder(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("module", [Recorder(8, 5), Recorder(8, 5, bias=False), Conv1D(5, 8)])
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 3), (ROWS - 1,), (0,), (ROWS,), (3, ROWS)])
+@pytest.mark.parametrize("shape", [(1, 1), (ROWS - 1,), (0,), (ROWS,), (3, ROWS)])
 def test_results_and_gradients_stay(module: torch.nn.Module, shape: tuple[int, ...]) -> None:
     module = copy.deepcopy(module)
     states = torch.randn(*shape, 8, generator=torch.Generator().manual_seed(0))
@@ -39,33 +38,7 @@ def test_results_and_gradients_stay(module: torch.nn.Module, shape: tuple[int, .
 
 
 def test_16_bit_modules_are_not_changed() -> None:
-    module = Recorder(8, 5)
-    install_full_rows(module)
-    module.bfloat16()(torch.ones(2, 8, dtype=torch.bfloat16))
-    assert module.rows == 2
-    module = Recorder(8, 5).bfloat16()
-    install_full_rows(module)
-    module(torch.ones(2, 8, dtype=torch.bfloat16))
-    assert module.rows == 2
-
-
-def test_compiled_code_is_not_changed() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(8, 5))
-    states = torch.ones(2, 8)
-    expected = model(states)
-    install_full_rows(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(states), expected)
-
-
-def test_copies_can_be_undone() -> None:
-    model = torch.nn.Sequential(Recorder(8, 5))
-    install_full_rows(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin(torch.ones(2, 8))
-        assert twin[0].rows == ROWS
-        remove_full_rows(twin)
-        twin(torch.ones(2, 8))
-        assert twin[0].rows == 2
-    model(torch.ones(2, 8))
-    assert model[0].rows == ROWS
+    for module in (Recorder(8, 5), Recorder(8, 5).bfloat16()):
+        install_full_rows(module)
+        module.bfloat16()(torch.ones(2, 8, dtype=torch.bfloat16))
+        assert module.rows == 2

@@ -314,22 +314,6 @@ def test_another_projection() -> None:
         check_answer(model, inputs)
 
 
-def test_peft() -> None:
-    peft = pytest.importorskip("peft")
-    model, inputs = build("deepseek_v3")
-    options = {"target_modules": ["kv_b_proj"], "init_lora_weights": False}
-    wrapper = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
-    wrapper.add_adapter("other", peft.LoraConfig(r=2, **options))
-    wrapper.eval()
-    for adapter in ("default", "other", "default"):
-        wrapper.set_adapter(adapter)
-        check_answer(wrapper.get_base_model(), inputs)
-    with wrapper.disable_adapter():
-        check_answer(wrapper.get_base_model(), inputs)
-    wrapper.merge_adapter()
-    check_answer(wrapper.get_base_model(), inputs)
-
-
 def test_an_adapter_for_each_text() -> None:
     """PEFT's `adapter_names`: a hook of each call chooses adapters, so no one weight is right."""
     model, inputs = build("deepseek_v3")

@@ -249,21 +249,26 @@ def test_masks_that_are_made_in_compiled_code(name: str, padded: bool) -> None:
         assert set(rows) == ({1} if padded else {None})
 
 
+def continued(model: Any, inputs: Any, cache: Any, **keywords: Any) -> torch.Tensor:
+    """Logits of three tokens after a padded prompt in the cache."""
+    model(**inputs, past_key_values=cache)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+    more = prompt(1, tokens=3, pad=0)["input_ids"]
+    return model(more, attention_mask=mask, past_key_values=cache, **keywords).logits
+
+
 @torch.no_grad()
 def test_a_stock_static_cache_has_complete_masks() -> None:
     model, inputs = tiny("gqa", attn_implementation="fp8_paged")
     stock_model, _ = tiny("gqa", attn_implementation="sdpa")
-    found = []
-    for each in (model, stock_model):
-        cache = StaticCache(model.config, max_cache_len=ROOM)
-        each(**inputs, past_key_values=cache)
-        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
-        more = prompt(1, tokens=3, pad=0)["input_ids"]
-        found.append(each(more, attention_mask=mask, past_key_values=cache).logits)
-    assert_same(*found)
+    assert_same(*(
+        continued(each, inputs, StaticCache(model.config, max_cache_len=ROOM))
+        for each in (model, stock_model)
+    ))  # fmt: skip
+    text = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1).bool()
     offset = torch.tensor([13])
     made = fp8_paged_mask(
-        2, 3, ROOM, offset, 0, stock.causal_mask_function, mask.bool(), config=model.config
+        2, 3, ROOM, offset, 0, stock.causal_mask_function, text, config=model.config
     )
     assert made is not None
     assert made.shape == (2, 1, 3, ROOM)
@@ -275,16 +280,9 @@ def test_compact_masks_over_dense_keys(name: str) -> None:
     """Calls that ask for attention weights, which need dense keys."""
     stock_model, inputs = tiny(name, attn_implementation="eager")
     model, _ = tiny(name, attn_implementation="fp8_paged")
-    found = []
-    for each in (stock_model, model):
-        cache: Any = DynamicCache(config=model.config)
-        if each is model:
-            cache = FP8PagedCache(
-                model.config, dtype="auto", page_size=8, max_cache_len=ROOM, prefill="stored"
-            )
-        each(**inputs, past_key_values=cache)
-        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
-        more = prompt(1, tokens=3, pad=0)["input_ids"]
-        out = each(more, attention_mask=mask, past_key_values=cache, output_attentions=True)
-        found.append(out.logits)
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    options = {"dtype": "auto", "page_size": 8, "max_cache_len": ROOM, "prefill": "stored"}
+    expected = continued(
+        stock_model, inputs, DynamicCache(config=model.config), output_attentions=True
+    )
+    found = continued(model, inputs, FP8PagedCache(model.config, **options), output_attentions=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

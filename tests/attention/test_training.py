@@ -20,11 +20,7 @@ from hf_fp8kv import (
 from hf_fp8kv.attention.switching import eval_mode
 from hf_fp8kv.cache.stored_rounding import StoredRounding
 from hf_fp8kv.formats import FORMATS, LayerPlan
-from hf_fp8kv.formats.codec import decode
-from hf_fp8kv.formats.rotation import rotate
 from hf_fp8kv.modeling.exact_states import NOTE
-from hf_fp8kv.ops import StoredSide
-from hf_fp8kv.ops.reference import quantize
 from tests.helpers.grids import pairwise
 from tests.helpers.tiny_models import tiny
 
@@ -185,29 +181,18 @@ def test_the_probabilities_of_generated_tokens() -> None:
     ("name", "scaled", "dtype"),
     pairwise(list(FORMATS), ["dynamic", "static"], [torch.float32, torch.bfloat16]),
 )
-def test_the_rounding_is_that_of_the_reference(name: str, scaled: str, dtype: torch.dtype) -> None:
+def test_the_rounding_is_that_of_a_cache(name: str, scaled: str, dtype: torch.dtype) -> None:
+    """The default backend rounds as a cache does with the backend "reference"."""
     scales = static_scales(center=True) if scaled == "static" else None
-    options = FP8PagedCache(prefill="stored", dtype=name, scales=scales, page_size=PAGE).options
-    generator = torch.Generator().manual_seed(2)
-    key, value = (torch.randn(2, 2, TOKENS, 16, generator=generator).to(dtype) for _ in range(2))
-    rounding = StoredRounding(options, 1, key, value)
-    found = rounding.read(rounding.store(key, value), key, value)
-    static = options.layer_scales(1, 2, 16, 16)
-    for side, states, rounded in zip("kv", (key, value), found, strict=True):
-        center = static[2].expand(2, -1, -1) if side == "k" and scales else None
-        codes = torch.empty(0, dtype=torch.uint8)
-        plan = getattr(options.layer_plan(1), side)
-        stored = StoredSide(codes, static["kv".index(side)], center, name, 16, plan.rotated)
-        codes, dynamic = quantize(states, stored, search=side == "k")
-        scale = dynamic.float()[..., None] if scales is None else stored.static_scale[:, None]
-        expected = decode(codes, FORMATS[name]) * scale
-        assert plan.rotated == (scales is None and name in ("fp8_e2m5", "int8"))
-        expected = rotate(expected) if plan.rotated else expected
-        if center is not None:
-            expected = expected + center[:, :, None]
+    keywords = {"prefill": "stored", "dtype": name, "scales": scales, "page_size": PAGE}
+    cache = FP8PagedCache(**keywords, backend="reference")
+    states = torch.randn(2, 2, 2, TOKENS, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
+    rounding = StoredRounding(FP8PagedCache(**keywords).options, 1, *states)
+    found = rounding.read(rounding.store(*states), *states)
+    for side, stored, rounded in zip(states, cache.update(*states, 1), found, strict=True):
         assert rounded.dtype == dtype
-        assert torch.equal(rounded, expected.to(dtype)), side
-        assert not torch.equal(rounded, states)
+        assert torch.equal(rounded, stored.dense().to(dtype))
+        assert not torch.equal(rounded, side)
 
 
 @torch.no_grad()

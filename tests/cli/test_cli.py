@@ -1,6 +1,7 @@
 """The command line in this process: its output and its exit codes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,11 @@ from hf_fp8kv.cli import values
 from hf_fp8kv.cli.side_by_side import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
 from tests.helpers import command_line
+from tests.scales.test_export import random_scales
 
 pytestmark = pytest.mark.text
 
 TEMPLATE = "{% for m in messages %}the {{ m['content'] }} of{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -150,24 +142,66 @@ def test_sizes_are_read(text, size):
 # -- errors ----------------------------------------------------------------------------------------
 
 
+# HERE is a folder with scales, OUT a folder that does not exist.
+INSPECT, CONVERT = "inspect HERE ", "convert HERE "
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("line", "message"),
     [
-        ["--kv-cache-dtype", "int4"],
-        ["--key-dtype", "fp16"],
-        ["--memory", "much"],
-        ["--memory", "-1GB"],
-        ["--max-new-tokens", "0"],
-        ["--temperature", "-1"],
-        ["--no-such-option"],
+        ("generate --kv-cache-dtype int4", "--kv-cache-dtype"),
+        ("generate --key-dtype fp16", "--key-dtype"),
+        ("generate --memory much", "--memory"),
+        ("generate --memory -1GB", "--memory"),
+        ("generate --max-new-tokens 0", "--max-new-tokens"),
+        ("generate --temperature -1", "--temperature"),
+        ("generate --no-such-option", "--no-such-option"),
+        (INSPECT + "--model x", "--texts"),
+        (INSPECT + "--dtype fp8_e5m2", "--texts"),
+        (INSPECT + "--max-tokens 9", "--max-tokens"),
+        (INSPECT + "--texts x --dtype int4", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
+        (INSPECT + "--texts x --dtype auto", "--dtype"),
+        (INSPECT + "--plot /no/such/folder/x.png", "expected a file in a folder that exists"),
+        (INSPECT + "--plot scales.pdf", ".png"),
+        (CONVERT + "OUT", "--to"),
+        (CONVERT + "OUT --to gguf", "vllm-json, tgi, compressed-tensors, autofp8"),
+        (CONVERT + "--to tgi", "--push-to-hub"),
+        (CONVERT + "OUT --to tgi --push-to-hub org/name", "--push-to-hub"),
+        (CONVERT + "OUT/kv_cache_scales.json --to vllm-json", "expected a folder"),
+        (CONVERT + "OUT --to tgi --weights move", "copy, link"),
+        (CONVERT + "OUT --to tgi --weights link", "--checkpoint"),
+        (CONVERT + "--push-to-hub org/name --to tgi --checkpoint x", "--checkpoint"),
+        (CONVERT + "OUT --to vllm-json --tp-size 0", "--tp-size"),
     ],
-    ids=lambda arguments: arguments[0],
 )
-def test_a_wrong_command_line_exits_with_2(run, arguments):
-    code, out, err = run("generate", *arguments)
-    assert code == 2
-    assert not out
-    assert arguments[0] in err
+def test_a_wrong_command_line_exits_with_2(run, tmp_path, line, message):
+    random_scales("tensor").save_pretrained(tmp_path / "own")
+    places = {"HERE": str(tmp_path / "own"), "OUT": str(tmp_path / "out")}
+    given = [re.sub("HERE|OUT", lambda m: places[m[0]], part) for part in line.split()]
+    code, out, err = run(*given)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("inspect /no/such/folder", "/no/such/folder"),
+        (INSPECT + "--texts /no/such/file.txt", "/no/such/file.txt"),
+        ("convert /no/such/folder OUT --to tgi", "/no/such/folder"),
+        ("convert /no/such/file.json OUT --to tgi", "/no/such/file.json"),
+        ("convert scales.pt OUT --to tgi", "scales.pt"),
+    ],
+)
+def test_a_missing_file_is_named(run, tmp_path, line, named):
+    random_scales("tensor").save_pretrained(tmp_path / "own")
+    places = {"HERE": str(tmp_path / "own"), "OUT": str(tmp_path / "out")}
+    code, out, err = run(*[places.get(part, part) for part in line.split()])
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-fp8kv: error: ")
+    assert named in err
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(

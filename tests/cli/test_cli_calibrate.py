@@ -14,11 +14,6 @@ from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 class StandIn:
     """Returns scales of the tiny model; `fails`, if given, is raised instead, with a state left."""
 
@@ -163,22 +158,18 @@ def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibratio
     assert "kv_scales.safetensors" in err
     assert "--overwrite" in err
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == other.layers[0].k
-    # Its own file is read first: beside it, scales in another format would be lost.
+    for file in ("kv_cache_scales.json", "kv_calibration.json"):
+        (tmp_path / file).mkdir()
+        (tmp_path / file / file).write_text("{}")
+        code, _, err = run("--out", str(tmp_path / file))
+        assert (code, calibration.calls, file in err) == (1, [], True)
+    # Its own file is read first: next to it, scales in another format would be lost.
     assert run("--format", "vllm-json")[0] == 1
     code, _, err = run("--format", "vllm-json", "--overwrite")
     assert (code, calibration.calls) == (1, [])
     assert "read before all others" in err
     assert run("--overwrite")[0] == 0
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
-
-
-@pytest.mark.parametrize("file", ["kv_cache_scales.json", "kv_calibration.json"])
-def test_scales_of_another_format_and_reports_are_kept_too(run, calibration, tmp_path, file):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / file).write_text("{}")
-    code, _, err = run()
-    assert (code, calibration.calls) == (1, [])
-    assert file in err
 
 
 def test_a_folder_with_weights_takes_no_config(run, calibration, model, tmp_path):
@@ -215,20 +206,23 @@ def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
     assert calibration.calls[0]["state"] == calibration.calls[1]["state"]
 
 
-def test_a_failure_leaves_no_empty_folder(run, calibration, tmp_path):
-    calibration.fails = ConfigError("texts: expected more of them, got one; add some")
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ConfigError("texts: expected more of them, got one; add some"), "texts: expected more"),
+        (ScaleError("layer 1: expected a finite amax, got inf; check the model"), "layer 1: exp"),
+        (torch.OutOfMemoryError("tried to allocate 80 GiB"), "--batch-size"),
+    ],
+)
+def test_an_error_is_one_message(run, calibration, tmp_path, error, says):
+    calibration.fails = error
     code, out, err = run()
     assert (code, out) == (1, "")
-    assert err.splitlines()[-1] == f"hf-fp8kv: error: {calibration.fails}"
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_device_that_is_too_small_is_our_error(run, calibration):
-    calibration.fails = torch.OutOfMemoryError("tried to allocate 80 GiB")
-    code, _, err = run()
-    assert code == 1
-    assert "--batch-size" in err
-    assert "80 GiB" in err
+    last = err[err.index("hf-fp8kv: error: ") :]
+    assert says in last
+    assert str(error) in last
+    if isinstance(error, ConfigError):
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
@@ -282,13 +276,6 @@ def test_texts_that_are_not_there(run, calibration):
     code, _, err = run("--texts", "pydoc")
     assert code == 0, err
     assert len(calibration.calls[0]["texts"]) > 50
-
-
-def test_a_scale_error_is_one_message(run, calibration):
-    calibration.fails = ScaleError("layer 1: expected a finite amax, got inf; check the model")
-    code, _, err = run()
-    assert code == 1
-    assert err.splitlines()[-1].startswith("hf-fp8kv: error: layer 1: ")
 
 
 def test_for_real(run, tmp_path, model, text, monkeypatch, capsys):

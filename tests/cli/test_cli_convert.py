@@ -8,20 +8,9 @@ import pytest
 import torch
 
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, save
-from tests.helpers import command_line
 from tests.scales.test_export import expected, random_scales
 
 DATA = Path(__file__).parents[1] / "data" / "scales"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return command_line.save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
 
 
 def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
@@ -37,10 +26,11 @@ def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tensor", "centered-head"])
 @pytest.mark.parametrize("format", [f for f in CHECKPOINT_FORMATS if f != "hf_fp8kv"])
-def test_into_every_format(run, tmp_path, format, kind):
+def test_into_every_format_and_out_of_it(run, tmp_path, format, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path / "own")
-    code, out, err = run("convert", str(tmp_path / "own"), str(tmp_path / "out"), "--to", format)
+    own, out_folder, back = (str(tmp_path / name) for name in ("own", "out", "back"))
+    code, out, err = run("convert", own, out_folder, "--to", format)
     assert code == 0, err
     assert sorted(map(Path, out.splitlines())) == sorted((tmp_path / "out").iterdir())
     assert_holds(tmp_path / "out", scales, format)
@@ -50,25 +40,20 @@ def test_into_every_format(run, tmp_path, format, kind):
         assert "make room for the centers" in err
     elif format != "vllm-json":
         assert "warning" not in err
-
-
-@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
-def test_out_of_every_format(run, tmp_path, format):
-    scales = random_scales("tensor")
-    scales.save_pretrained(tmp_path / "there", format=format)
-    arguments = ["convert", str(tmp_path / "there"), str(tmp_path / "out"), "--to", "hf_fp8kv"]
-    code, out, err = run(*arguments, "--json")
+    code, out, err = run("convert", out_folder, back, "--to", "hf_fp8kv", "--json")
     assert code == 0, err
     said = json.loads(out)
-    assert said["from"]["format"] == format
-    assert said["from"]["model_type"] == "llama"
-    assert said["to"] == {"format": "hf_fp8kv", "folder": str(tmp_path / "out")}
-    assert sorted(map(Path, said["files"])) == sorted((tmp_path / "out").iterdir())
+    assert (said["from"]["format"], said["from"]["model_type"]) == (format, "llama")
+    assert said["to"] == {"format": "hf_fp8kv", "folder": back}
+    assert sorted(map(Path, said["files"])) == sorted((tmp_path / "back").iterdir())
     assert said["warnings"] == []
-    read = KVScales.from_pretrained(tmp_path / "out")
+    read = KVScales.from_pretrained(back)
+    assert read.format == "hf_fp8kv"
     for index, layer in scales.layers.items():
-        k, v = expected(layer, format)
-        assert (read.layers[index].k, read.layers[index].v) == (k, v)
+        pairs = zip(
+            (read.layers[index].k, read.layers[index].v), expected(layer, format), strict=True
+        )
+        assert all(torch.equal(x.flatten(), y.flatten()) for x, y in pairs)
 
 
 def test_a_file_is_read_too_and_what_its_reader_warns_of_is_said_once(run, tmp_path):
@@ -156,39 +141,6 @@ def test_missing_layers_are_for_the_lenient(run, tmp_path):
     code, out, err = run(*arguments, "--lenient", "--json")
     assert code == 0, err
     assert any("layers without scales" in message for message in json.loads(out)["warnings"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["OUT"], "--to"),
-        (["OUT", "--to", "gguf"], "vllm-json, tgi, compressed-tensors, autofp8"),
-        (["--to", "tgi"], "--push-to-hub"),
-        (["OUT", "--to", "tgi", "--push-to-hub", "org/name"], "--push-to-hub"),
-        (["OUT/kv_cache_scales.json", "--to", "vllm-json"], "expected a folder"),
-        (["OUT", "--to", "tgi", "--weights", "move"], "copy, link"),
-        (["OUT", "--to", "tgi", "--weights", "link"], "--checkpoint"),
-        (["--push-to-hub", "org/name", "--to", "tgi", "--checkpoint", "x"], "--checkpoint"),
-        (["OUT", "--to", "vllm-json", "--tp-size", "0"], "--tp-size"),
-    ],
-)
-def test_a_wrong_command_line_exits_with_2(run, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setenv("COLUMNS", "200")
-    random_scales("tensor").save_pretrained(tmp_path / "own")
-    given = [a.replace("OUT", str(tmp_path / "out")) for a in arguments]
-    code, out, err = run("convert", str(tmp_path / "own"), *given)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("missing", ["/no/such/folder", "/no/such/file.json", "scales.pt"])
-def test_scales_that_are_not_there(run, tmp_path, missing):
-    code, out, err = run("convert", missing, str(tmp_path / "out"), "--to", "tgi")
-    assert (code, out) == (1, "")
-    assert err.startswith("hf-fp8kv: error: ")
-    assert missing in err
-    assert "Traceback" not in err
 
 
 def test_an_upload(run, tmp_path, monkeypatch):

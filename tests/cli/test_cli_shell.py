@@ -10,7 +10,6 @@ import pytest
 
 from hf_fp8kv import cli
 from hf_fp8kv.scales import CHECKPOINT_FORMATS
-from tests.helpers import command_line
 
 
 @pytest.fixture
@@ -69,11 +68,6 @@ def test_completion_of_a_process_of_its_own():
     environment = {**ENVIRONMENT, "_HF_FP8KV_COMPLETE": "complete_bash", **asked}
     found = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "speed\n", "")
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    return command_line.runner(monkeypatch, capsys)
 
 
 def test_the_script_for_completion_names_the_command(run, monkeypatch):

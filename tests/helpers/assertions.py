@@ -27,8 +27,7 @@ def assert_same(
         what: what the tensors are, such as "layer 1, K"; begins the message.
         axes: names of the axes; without: sequence and token, or sequence, head, token and dim.
     """
-    _assert_none_differs(got, expected, got != expected if _alike(got, expected) else None,
-                         what, axes)  # fmt: skip
+    _assert_none_differs(got, expected, torch.ne, what, axes)
 
 
 def assert_same_bytes(
@@ -38,11 +37,9 @@ def assert_same_bytes(
 
     The arguments are those of `assert_same`.
     """
-    differs = None
-    if _alike(got, expected):
-        bits = _BITS[got.element_size()]
-        differs = got.contiguous().view(bits) != expected.contiguous().view(bits)
-    _assert_none_differs(got, expected, differs, what, axes)
+    bits = _BITS[got.element_size()]
+    differ = lambda x, y: x.contiguous().view(bits) != y.contiguous().view(bits)  # noqa: E731
+    _assert_none_differs(got, expected, differ, what, axes)
 
 
 def assert_same_pool(got: Any, expected: Any, what: Any = "") -> None:
@@ -55,43 +52,21 @@ def assert_same_pool(got: Any, expected: Any, what: Any = "") -> None:
             assert_same_bytes(x, y, name, axes)
 
 
-def _alike(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    return got.shape == expected.shape and got.dtype == expected.dtype
-
-
 def _assert_none_differs(
-    got: torch.Tensor,
-    expected: torch.Tensor,
-    differs: torch.Tensor | None,
-    what: Any,
-    axes: Axes | None,
+    got: torch.Tensor, expected: torch.Tensor, differ: Any, what: Any, axes: Axes | None
 ) -> None:
     start = f"{what}: " if what != "" else ""
-    assert differs is not None, (
-        f"{start}expected {expected.dtype} of shape {list(expected.shape)}, "
-        f"got {got.dtype} of shape {list(got.shape)}"
-    )
-    if not bool(differs.any()):
+    kinds = [f"{x.dtype} of shape {list(x.shape)}" for x in (expected, got)]
+    assert kinds[0] == kinds[1], f"{start}expected {kinds[0]}, got {kinds[1]}"
+    wrong = differ(got, expected).nonzero()
+    if len(wrong) == 0:
         return
-    if axes is None:
-        axes = _BY_RANK.get(got.ndim, ())
-    if len(axes) != got.ndim:
-        axes = tuple(f"axis {i}" for i in range(got.ndim))
-    wrong = differs.nonzero()
+    names = _BY_RANK.get(got.ndim, ()) if axes is None else axes
+    if len(names) != got.ndim:
+        names = tuple(f"axis {i}" for i in range(got.ndim))
     place = tuple(wrong[0].tolist())
-    first = ", ".join(f"{name} {at}" for name, at in zip(axes, place, strict=True))
-    spread = "; ".join(
-        f"{name}s {_format_places(column)}"
-        for name, column in zip(axes, wrong.unbind(1), strict=True)
-    )
+    first = ", ".join(f"{name} {at}" for name, at in zip(names, place, strict=True))
     raise AssertionError(
         f"{start}{len(wrong)} of {got.numel()} differ, first at {first or 'the only number'}: "
         f"got {got[place].item()}, expected {expected[place].item()}"
-        + (f" (in {spread})" if spread else "")
     )
-
-
-def _format_places(column: torch.Tensor) -> str:
-    """Return up to five of the places in a column, in order."""
-    places = column.unique().tolist()
-    return ", ".join(map(str, places[:5])) + (f" and {len(places) - 5} more" if places[5:] else "")

@@ -568,34 +568,24 @@ def _build_seq2seq(
     source = {key: value.flip(1) for key, value in source.items()}
     target = prompt(seed + 5, tokens=TARGET_TOKENS, pad=0)["input_ids"]
     target[:, 0] = 1
-    inputs = {**source, "decoder_input_ids": target}
     generator = torch.Generator().manual_seed(seed + 1)
     if name in NESTED:
         full = _nested_config(name, config)
     else:
         base = AutoConfig.for_model(name)
         full = _make(type(base), _options(base, SIZES, {**SEQ2SEQ_EXTRAS[name], **config}))
+    kind: Any = AutoModelForSeq2SeqLM
     if name == "vision-encoder-decoder":
-        pixels = torch.randn(2, 3, 28, 28, generator=generator)
-        return AutoModelForImageTextToText.from_config(full, **attn), {
-            "pixel_values": pixels,
-            "decoder_input_ids": target,
-        }
-    if name in AUDIO_FRAMES:
-        frames = AUDIO_FRAMES[name]
+        kind = AutoModelForImageTextToText
+        source = {"pixel_values": torch.randn(2, 3, 28, 28, generator=generator)}
+    elif name in AUDIO_FRAMES:
+        kind, frames = AutoModelForSpeechSeq2Seq, AUDIO_FRAMES[name]
         shape = (2, 16, frames) if name == "whisper" else (2, frames, 16)
-        features = {"input_features": torch.randn(shape, generator=generator)}
-        return AutoModelForSpeechSeq2Seq.from_config(full, **attn), {
-            **features,
-            "decoder_input_ids": target,
-        }
-    if name == "moonshine":
-        sound = {"input_values": torch.randn(2, 4000, generator=generator)}
-        return AutoModelForSpeechSeq2Seq.from_config(full, **attn), {
-            **sound,
-            "decoder_input_ids": target,
-        }
-    return AutoModelForSeq2SeqLM.from_config(full, **attn), inputs
+        source = {"input_features": torch.randn(shape, generator=generator)}
+    elif name == "moonshine":
+        kind = AutoModelForSpeechSeq2Seq
+        source = {"input_values": torch.randn(2, 4000, generator=generator)}
+    return kind.from_config(full, **attn), {**source, "decoder_input_ids": target}
 
 
 def _nested_config(name: str, config: Options) -> PreTrainedConfig:

