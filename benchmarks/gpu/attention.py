@@ -43,13 +43,8 @@ def measure_decode(record: Record, sizes: Sizes, backend: str) -> None:
         # A step makes its plan once for all layers.
         make, plan, _ = make_plan_step(record.stage, case, backend)
         if plan is not None:
-            fields = {"batch": len(case.lengths), "read": case.read}
-            work = functools.partial(_time_plan, record.stage, make, fields)
+            work = functools.partial(record.stage.time, [make] * 8)
             record.measure("decode", case, "split plan", work)
-
-
-def _time_plan(stage: Stage, make: Step, fields: dict[str, Any]) -> dict[str, Any]:
-    return {**stage.time([make] * 8), **fields}
 
 
 def measure_others(record: Record, sizes: Sizes, backend: str) -> None:

@@ -90,21 +90,31 @@ class CacheSteps:
 
 def measure_attention(
     record: Record, section: str, case: Case, kind: Kind, backend: str, name: str = "",
-    *, preallocated: bool = True,
+    *, preallocated: bool = True, whole: bool = False, eager: bool = False,
 ) -> None:  # fmt: skip
-    """Add a row for attention alone, after one step has stored its tokens."""
-    stage = record.stage
-    layers = stage.copies(int(case.moved(kind)))
+    """Add a row for attention alone, after one step has stored its tokens.
+
+    With `whole`, the row is for a whole step of a layer. With `eager`, no graph is captured.
+    """
+    stage, moved = record.stage, case.moved(kind)
+    layers = stage.copies(int(moved))
 
     def work() -> dict[str, Any]:
         filled = CacheSteps(stage, kind, case, layers, backend, preallocated=preallocated)
-        filled.begin()
-        pairs = [filled.update(layer) for layer in range(layers)]
-        steps = [functools.partial(filled.attend, i, *pair) for i, pair in enumerate(pairs)]
+        if whole:
+            steps = [functools.partial(filled.step, layer) for layer in range(layers)]
+        else:
+            filled.begin()
+            pairs = [filled.update(layer) for layer in range(layers)]
+            steps = [functools.partial(filled.attend, i, *pair) for i, pair in enumerate(pairs)]
         with poison_memory():
-            output = steps[-1]()
+            for step in steps:
+                output = step()
         error = check(output, filled.query, pages_of(filled.key), case)
-        return {**stage.time(steps), "error": error, **_describe(case, kind, layers)}
+        timed = stage.time(steps, eagerly=eager)
+        launches = stage.count_launches(steps[-1]) if whole else None
+        more = {"moved": moved, **case.describe(), "layers": layers}
+        return {**timed, "error": error, "launches": launches, **more}
 
     record.measure(section, case, name or kind.name, work)
 
@@ -114,30 +124,11 @@ def measure_layers(record: Record, sizes: Sizes, backend: str) -> None:
 
     The steps are captured in a graph, and of one kind also called from Python, like by generate().
     """
+    first = sizes.layer_kinds[0]
+    names = [*((kind, kind.name) for kind in sizes.layer_kinds), (first, f"{first.name} eager")]
     for case in sizes.layer:
-        for kind in sizes.layer_kinds:
-            _measure_layer(record, case, kind, backend, eager=False)
-        _measure_layer(record, case, sizes.layer_kinds[0], backend, eager=True)
-
-
-def _measure_layer(record: Record, case: Case, kind: Kind, backend: str, *, eager: bool) -> None:
-    stage = record.stage
-    layers = stage.copies(int(case.moved(kind)))
-
-    def work() -> dict[str, Any]:
-        filled = CacheSteps(stage, kind, case, layers, backend, preallocated=False)
-        steps = [functools.partial(filled.step, layer) for layer in range(layers)]
-        with poison_memory():
-            for step in steps:
-                output = step()
-        error = check(output, filled.query, pages_of(filled.key), case)
-        timed = stage.time(steps, eagerly=eager)
-        launches = stage.count_launches(steps[-1])
-        return {**timed, "error": error, "launches": launches, **_describe(case, kind, layers)}
-
-    name = f"{kind.name} eager" if eager else kind.name
-    record.measure("layer", case, name, work)
-
-
-def _describe(case: Case, kind: Kind, layers: int) -> dict[str, Any]:
-    return {"moved": case.moved(kind), **case.describe(), "layers": layers}
+        for kind, name in names:
+            measure_attention(
+                record, "layer", case, kind, backend, name, preallocated=False, whole=True,
+                eager=name != kind.name,
+            )  # fmt: skip

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
+    AutoModelForCausalLM,
     Cache,
     CompileConfig,
     DynamicCache,
     LlamaConfig,
-    LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
     QuantizedCache,
@@ -126,13 +126,8 @@ def make_model(shape: ModelShape, stage: Stage) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(stage.device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    with stage.device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 class _Marks(LogitsProcessor):
@@ -143,12 +138,7 @@ class _Marks(LogitsProcessor):
         self.marks: list[Any] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.stage.is_gpu:
-            mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
-            self.marks.append(mark)
-        else:
-            self.marks.append(time.perf_counter())
+        self.marks.append(self.stage.mark())
         self.scores = scores
         return scores
 
@@ -204,10 +194,8 @@ def _work(
 
 
 def _compiling(compiled: bool, stage: Stage) -> dict[str, Any]:
-    if not compiled:
-        return {"disable_compile": True}
-    if stage.is_gpu:
-        return {}  # generate() compiles with mode="reduce-overhead" by default
+    if not compiled or stage.is_gpu:  # generate() compiles with mode="reduce-overhead" by default
+        return {} if compiled else {"disable_compile": True}
     config = CompileConfig(fullgraph=False, dynamic=False, backend="aot_eager", mode=None)  # type: ignore[arg-type]
     config._compile_all_devices = True  # type: ignore[assignment]
     return {"compile_config": config}

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from .pools import PAGE_SIZE, check
 from .record import Record
 from .shapes import Case, Sizes
 from .stage import Stage
-from .vllm_file import VARIABLE, load_vllm_attention
+from .vllm_file import VLLM_ATTENTION, load_vllm_attention
 
 # vLLM splits sequences into this number of parts, unless it has this number of programs without.
 VLLM_PARTS, VLLM_GRID = 16, 128
@@ -130,26 +129,18 @@ def _as_pages(case: Case, kernel: Kernel, stored: Stored) -> Pages:
 # -- finding -------------------------------------------------------------------------------------
 
 
-def find(record: Record, name: str) -> Any:
+def find(record: Record, name: str, load: Callable[[str], Any] = importlib.import_module) -> Any:
     """Return a module of another project. Return None, and note why, if it cannot be imported."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        record.skip(f"{name} is not installed")
-        return None
     try:
-        return importlib.import_module(name)
+        return load(name)
     except Exception as error:  # code of other projects
         record.skip(f"{name}: {type(error).__name__}: {error}")
         return None
 
 
 def _find_vllm(record: Record) -> list[Kernel]:
-    try:
-        vllm = load_vllm_attention()
-    except Exception as error:  # code of other projects
-        record.skip(f"vLLM's Triton kernel: {type(error).__name__}: {error}")
-        return []
+    vllm = find(record, VLLM_ATTENTION, load_vllm_attention)
     if vllm is None:
-        record.skip(f"vLLM is not installed, and {VARIABLE} names no file of it")
         return []
     make = functools.partial(_make_vllm, vllm)
     kernels = [Kernel("vllm triton e4m3", make, E4M3, "NHD")]

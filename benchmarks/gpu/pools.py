@@ -84,15 +84,11 @@ def make_dense(stage: Stage, case: Case, layers: int) -> list[tuple[torch.Tensor
 
     If lengths differ, each sequence of each layer has a separate pair, `[1, Hkv, N, D]`.
     """
-    rows = [(len(case.lengths), case.lengths[0])]
+    batch, lengths = len(case.lengths), case.lengths[:1]
     if case.is_ragged:
-        rows = [(1, length) for length in case.lengths]
-    heads = case.heads
-
-    def values(batch: int, length: int) -> torch.Tensor:
-        return stage.randn(batch, heads.kv, length, heads.dim)
-
-    return [(values(*row), values(*row)) for _ in range(layers) for row in rows]
+        batch, lengths = 1, case.lengths
+    shapes = [(batch, case.heads.kv, length, case.heads.dim) for length in lengths] * layers
+    return [(stage.randn(*shape), stage.randn(*shape)) for shape in shapes]
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -122,7 +118,7 @@ def check(
     """
     if not bool(output.isfinite().all()):
         return float("inf")
-    batch, heads = len(case.lengths), case.heads
+    batch, heads, tokens = len(case.lengths), case.heads, case.tokens
     if pages.addresses is not None:
         pages = copy_side_by_side(pages, 0, pages.table.shape[1])
     longest = max(range(batch), key=lambda b: case.lengths[b])
@@ -135,9 +131,9 @@ def check(
     for b, part in places:
         rows = slice(part * count, (part + 1) * count)
         one = _select_head(pages, b, rows.start // groups)
-        for first, last in _split_queries(case.tokens):
+        for first, last in {(0, min(CHECKED, tokens)), (max(tokens - CHECKED, 0), tokens)}:
             # Queries are the last stored tokens. Earlier queries attend to a shorter sequence.
-            length = case.lengths[b] - case.tokens + last
+            length = case.lengths[b] - tokens + last
             spec = case.attention_spec()
             if case.padding:
                 position = torch.arange(length, device=query.device)
@@ -150,13 +146,6 @@ def check(
                 expected = torch.einsum("bthr,hvr->bthv", expected, projection[rows])
             worst = max(worst, relative_error(output[b : b + 1, first:last, rows], expected))
     return worst
-
-
-def _split_queries(tokens: int) -> list[tuple[int, int]]:
-    """Return the ranges of queries to check: the first and the last ones of many."""
-    if tokens <= 2 * CHECKED:
-        return [(0, tokens)]
-    return [(0, CHECKED), (tokens - CHECKED, tokens)]
 
 
 def _select_head(pages: Pages, sequence: int, head: int) -> Pages:

@@ -95,7 +95,7 @@ class Record:
         self.rows.append(row)
         self._keep()
         if lost is not None:
-            raise DeviceLost(f"{place}: {lost}") from lost
+            raise DeviceLost(f"lost the device: {place}: {lost}") from lost
         return row
 
     def find(self, section: str, **fields: Any) -> list[Row]:

@@ -79,16 +79,12 @@ def _pivot(title: str, fields: tuple[str, ...], rows: list[Row]) -> list[Table]:
     """Return tables with a row for each case, and a column for each of `WIDEST` contenders."""
     names = list(dict.fromkeys(row["name"] for row in rows))
     cells = {(row["case"], row["name"]): row for row in rows}
-    size: dict[str, tuple[int, int]] = {}
-    for row in rows:
-        own = row.get("batch", 0), row.get("read", 0)
-        size[row["case"]] = max(own, size.get(row["case"], own))
     tables = []
     for first in range(0, len(names), WIDEST):
         some = names[first : first + WIDEST]
         body = [
             [case, *(_cell(cells.get((case, name)), fields) for name in some)]
-            for case in sorted(size, key=size.__getitem__)
+            for case in dict.fromkeys(row["case"] for row in rows)
             if any((case, name) in cells for name in some)
         ]
         heads = [name.replace(" ", "\n") for name in some]

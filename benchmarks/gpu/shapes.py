@@ -179,34 +179,29 @@ class Sizes(ModelShape):
     seconds: dict[str, float]  # share of the time of each section
 
 
-def _cases() -> tuple[Case, ...]:
-    """Return the decode cases. The cases of goals come first, because time may run out."""
-    shapes = (
+# The cases of goals come first, because time may run out.
+_DECODE = [
+    Case((1024 * n,) * batch)
+    for batch, n in (
         (8, 32), (1, 1), (50, 32), (64, 32), (1, 256), (98, 4), (16, 32), (1, 32), (256, 1),
         (2, 128), (4, 64), (32, 8), (128, 2), (64, 4), (8, 128), (1, 4), (4, 4), (16, 4), (64, 1),
-    )  # fmt: skip
-    cases = [Case((1024 * n,) * batch) for batch, n in shapes]
-    return (*cases[:8], Case((4641, 45118, 1730, 1696), label="ragged"), *cases[8:])
-
-
-def _latent_cases() -> tuple[Case, ...]:
-    """Return cases with the latents of DeepSeek's models. The cases of goals come first."""
-    shapes = ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
-    return tuple(
-        Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
-        for batch, n in shapes
-        for count in (16, 128)
     )
-
-
+]  # fmt: skip
+_DECODE.insert(8, Case((4641, 45118, 1730, 1696), label="ragged"))
+# Heads of DeepSeek's models.
+_LATENTS = [
+    Case((1024 * n,) * batch, Heads(count, 1, 512, 64), label=f"{count} heads, {batch} x {n}k")
+    for batch, n in ((1, 16), (16, 16), (16, 32), (1, 32), (1, 4), (16, 4))
+    for count in (16, 128)
+]
 _LONG = (32768,) * 4
 FULL = Sizes(
-    decode=_cases(),
+    decode=tuple(_DECODE),
     padded=("16 x 32k", "98 x 4k", "1 x 32k"),
     compared=4,
     layer=tuple(Case((1024 * n,) * b) for b, n in ((1, 1), (8, 32), (1, 32), (64, 4))),
     layer_kinds=(E3M4, E4M3, BF16),
-    latents=_latent_cases(),
+    latents=tuple(_LATENTS),
     others=(
         Case((32768,) * 16, Heads(32, 32, 128), label="16 x 32k, MHA"),
         # More than 16 query rows: query heads of a KV head times tokens.

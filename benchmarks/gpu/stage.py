@@ -63,6 +63,14 @@ class Stage:
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
+    def mark(self) -> Any:
+        """Return the current time: an event of the device, or the seconds of the CPU."""
+        if not self.is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
     def is_lost(self) -> bool:
         """Return whether the device refuses further work, as after an illegal memory access."""
         try:

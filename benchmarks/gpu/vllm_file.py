@@ -6,7 +6,6 @@ from its folder. Stand-ins replace its other imports from vLLM.
 
 import enum
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ import torch
 # The environment variable with the path of the file.
 VARIABLE = "HF_FP8KV_VLLM_ATTENTION"
 _OPS = "vllm.v1.attention.ops"
+VLLM_ATTENTION = f"{_OPS}.triton_unified_attention"
 
 
 # How K and V are stored, with the values of vLLM.
@@ -46,8 +46,8 @@ class _Off(ModuleType):
         return _Off(name)
 
 
-def load_vllm_attention() -> Any | None:
-    """Return a module with `unified_attention` and `KVQuantMode`, or None without vLLM.
+def load_vllm_attention(name: str) -> Any:
+    """Return the module with this name, from vLLM or from the file that the variable names.
 
     Raises:
         FileNotFoundError: The variable names no file.
@@ -55,8 +55,7 @@ def load_vllm_attention() -> Any | None:
     """
     path = os.environ.get(VARIABLE)
     if not path:
-        is_installed = importlib.util.find_spec("vllm") is not None
-        return importlib.import_module(f"{_OPS}.triton_unified_attention") if is_installed else None
+        return importlib.import_module(name)
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"{VARIABLE}: expected triton_unified_attention.py, got {path}")

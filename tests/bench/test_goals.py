@@ -110,13 +110,10 @@ def test_the_worst_value_counts_and_a_failure_misses(what, bad):
     assert (failed["state"], failed["why"]) == ("missed", f"failed: {bad['case']}")
 
 
-def test_generate_is_compared_with_the_strongest_path_in_16_bits():
+def test_a_goal_covers_its_cases_and_the_strongest_path_in_16_bits():
     strong = row("end to end", "8 x 32k", goals.STRONG[3], tokens_per_s=110.0)
     found = goal([*good_rows(), strong], GENERATE)
     assert (found["state"], found["worst"]) == ("missed", pytest.approx(170 / 110))
-
-
-def test_cases_that_a_goal_does_not_cover():
     few = decoded("16 x 1k", "e4m3", 100.0, 0.5, goals.LARGE - 1)
     assert goal([*good_rows(), few], SHARE)["state"] == "met"
     short = [row("latent", "128 heads, 1 x 4k", name, us=10.0) for name in ("e4m3", goals.STOCK)]

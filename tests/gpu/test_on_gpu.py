@@ -4,6 +4,7 @@ Without a GPU, `make test-all` runs most of these tests on tiny shapes in Triton
 that the tests themselves are tested.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,15 +17,15 @@ from transformers import CompileConfig
 from benchmarks.gpu.attention import attend, make_plan_step, make_query
 from benchmarks.gpu.cached import CacheSteps
 from benchmarks.gpu.latent import Layers
-from benchmarks.gpu.pools import check, pages_for, poison_memory, relative_error
+from benchmarks.gpu.pools import check, map_stored, pages_for, poison_memory, relative_error
 from benchmarks.gpu.record import TOLERANCE
-from benchmarks.gpu.shapes import BF16, E3M4, E4M3, KINDS, TINY, Case, Heads
+from benchmarks.gpu.shapes import BF16, E3M4, E4M3, KINDS, TINY, Case, Heads, Kind
 from benchmarks.gpu.stage import Stage
 from hf_fp8kv import FP8PagedCache, calibrate, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.bench.contenders import AttentionLayer, make_config
 from hf_fp8kv.cache.paged_tensor import pages_of
-from hf_fp8kv.ops import Pages, reference
+from hf_fp8kv.ops import reference
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers.tiny_models import tiny
 
@@ -120,28 +121,22 @@ def test_tokens_of_the_reference(name, keywords, form):
         assert counters["stats"]["unique_graphs"] == 1, "a reset cache was compiled again"
 
 
-def test_beams_change_places_between_compiled_steps():
+@pytest.mark.parametrize("more", [{"max_new_tokens": 5}, {"num_beams": 3}], ids=str)
+def test_beams_and_crops_between_compiled_steps(more):
+    """Beams change places. The same compiled step continues after a crop."""
     model, inputs = make_model("gqa")
-    more = {"num_beams": 3}
-    expected = answer(model, inputs, cache_for(model, inputs, False, backend="reference"), **more)
-    got = answer(model, inputs, cache_for(model, inputs, True), **more, **compiling())
-    assert torch.equal(got, expected)
-
-
-def test_crop_between_compiled_steps():
-    """The same compiled step continues after a crop."""
-    model, inputs = make_model("gqa")
-    cache = cache_for(model, inputs, True)
-    options = {"max_new_tokens": 5, **compiling()}
-    first = answer(model, inputs, cache, **options)
-    cache.crop(-3)
-    longer = {"input_ids": first, "attention_mask": torch.ones_like(first)}
-    longer["attention_mask"][:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-    again = answer(model, longer, cache, **options)
-    other = cache_for(model, inputs, False, backend="reference")
-    assert torch.equal(answer(model, inputs, other, max_new_tokens=5), first)
-    other.crop(-3)
-    assert torch.equal(answer(model, longer, other, max_new_tokens=5), again)
+    found = []
+    for backend, options in (("triton", compiling()), ("reference", {})):
+        cache = cache_for(model, inputs, backend == "triton", backend=backend)
+        options = {**options, **more}
+        found.append(answer(model, inputs, cache, **options))
+        if "num_beams" not in more:
+            cache.crop(-3)
+            longer = {"input_ids": found[-1], "attention_mask": torch.ones_like(found[-1])}
+            longer["attention_mask"][:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
+            found.append(answer(model, longer, cache, **options))
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))
 
 
 def test_forks_go_their_own_ways():
@@ -341,6 +336,18 @@ def test_a_replayed_graph_follows_the_lengths(keywords):
     assert int(cache.get_seq_length()) == int(twin.get_seq_length()) == start + count
 
 
+def prepare(kind: Kind, case: Case) -> tuple[Callable[[], object], Callable[[], Any], Any]:
+    """Return functions that make a plan, attend to scattered pages, and compute its error."""
+    pages, query = pages_for(STAGE, kind, case, 1, 16)[0], make_query(STAGE, case)
+    make, plan, ends = make_plan_step(STAGE, case, "triton")
+    make()
+    return (
+        make,
+        functools.partial(attend, query, pages, ends, case, plan, "triton"),
+        lambda found: check(found, query, pages, case),
+    )
+
+
 @pytest.mark.parametrize("combine", ["kernel", "last"])
 @pytest.mark.parametrize("kind", [E4M3, STATIC, E3M4, BF16], ids=lambda kind: kind.name)
 def test_many_repeats_give_the_same_bits(kind, combine):
@@ -350,19 +357,14 @@ def test_many_repeats_give_the_same_bits(kind, combine):
     lengths = (9000, 33, 4097) if ON_GPU else (300, 33)
     case = Case(lengths, HEADS, label="repeats")
     with tuning.override(combine=combine), torch.no_grad():
-        pages = pages_for(STAGE, kind, case, 1, 16)[0]
-        query = make_query(STAGE, case)
-        before, plan, ends = make_plan_step(STAGE, case, "triton")
-        before()
+        plan, attend_again, error = prepare(kind, case)
         with poison_memory():
-            first = attend(query, pages, ends, case, plan, "triton")
-        assert check(first, query, pages, case) < TOLERANCE
+            first = attend_again()
+        assert error(first) < TOLERANCE
         for number in range(200 if ON_GPU else 2):
-            before()
-            found = attend(query, pages, ends, case, plan, "triton")
-            again = attend(query, pages, ends, case, plan, "triton")
-            assert torch.equal(found, first), f"repeat {number}"
-            assert torch.equal(again, first), f"repeat {number}, the same plan once more"
+            plan()
+            for reused in (False, True):
+                assert torch.equal(attend_again(), first), f"repeat {number}, plan {reused=}"
 
 
 FEW, MANY = Heads(16, 1, 512, 64), Heads(128, 1, 512, 64)
@@ -410,14 +412,10 @@ PAIRS = [
 )  # fmt: skip
 def test_attention_over_scattered_pages(kind, case):
     """Attention by a plan, in poisoned memory, agrees with the reference."""
-    case = shrink(case)
-    pages = pages_for(STAGE, kind, case, 1, 16)[0]
-    query = make_query(STAGE, case)
-    before, plan, ends = make_plan_step(STAGE, case, "triton")
-    before()
+    _, attend_again, error = prepare(kind, shrink(case))
     with torch.no_grad(), poison_memory():
-        found = attend(query, pages, ends, case, plan, "triton")
-    assert check(found, query, pages, case) < TOLERANCE
+        found = attend_again()
+    assert error(found) < TOLERANCE
 
 
 @pytest.mark.parametrize("preallocated", [True, False], ids=["preallocated", "growing"])
@@ -476,58 +474,35 @@ def test_attention_as_generate_launches_it(kind, case, preallocated):
     assert check(found, steps.query, pages_of(steps.key), case) < TOLERANCE
 
 
-def test_addresses_past_two_gigabytes():
-    """Pages at the far end of a pool of more than 2 ** 31 bytes, read and written."""
+def test_gather_past_two_gigabytes():
+    """A dense copy of pages at the far end of a pool of more than 2 ** 31 bytes."""
     many = 2**31 // (HEADS.kv * 64 * HEADS.dim) + 200 if ON_GPU else 40
-    length = 300
-    case = Case((length,), HEADS, label="far")
-    near = pages_for(STAGE, E4M3, case, 1, 16)[0]
-    count = near.table.shape[1]
-    key, value = (
-        torch.randn(1, HEADS.kv, 10, HEADS.dim, dtype=torch.bfloat16, device=DEVICE)
-        for _ in range(2)
-    )
+    near = pages_for(STAGE, E4M3, Case((300,), HEADS), 1, 16)[0]
 
-    def at_the_end(tensor: torch.Tensor | None) -> torch.Tensor:
-        assert tensor is not None
+    def at_the_end(tensor: torch.Tensor) -> torch.Tensor:
         pool = torch.empty((many, *tensor.shape[1:]), dtype=tensor.dtype, device=DEVICE)
-        pool[-count:] = tensor
+        pool[-len(tensor) :] = tensor
         return pool
 
-    k, v = (side._replace(codes=at_the_end(side.codes)) for side in (near.k, near.v))
-    far = Pages(k, v, at_the_end(near.token_scales), near.table + (many - count))
-    if ON_GPU:
-        assert far.k.codes.numel() > 2**31
-    query = make_query(STAGE, case)
-    ends = torch.tensor([length], dtype=torch.int32, device=DEVICE)
-    for stored in (near, far):
-        ops.write(stored, key, value, ends, "triton")
-    found = [attend(query, stored, ends, case, None, "triton") for stored in (near, far)]
-    assert torch.equal(*found)
-    assert check(found[1], query, far, case) < TOLERANCE
+    far = map_stored(near, at_the_end)
+    far = far._replace(table=near.table + (many - len(near.k.codes)))
+    ends = torch.tensor([300], dtype=torch.int32, device=DEVICE)
     for side in ("k", "v"):
-        dense = [
-            ops.gather(stored, ends, side, 0, length, torch.float32, False, "triton")
-            for stored in (near, far)
-        ]
-        assert torch.equal(*dense)
-        expected = reference.gather(far, ends, side, 0, length, torch.float32, False)
-        assert torch.equal(dense[1], expected)
+        given = (ends, side, 0, 300, torch.float32, False)
+        found = ops.gather(far, *given, "triton")
+        assert torch.equal(found, ops.gather(near, *given, "triton"))
+        assert torch.equal(found, reference.gather(far, *given))
 
 
 @only_gpu
 @pytest.mark.parametrize("tokens", [1, 600])
 def test_no_dense_copy_is_made(tokens):
-    case = Case((60_000,), HEADS, tokens=tokens, label="memory")
-    pages = pages_for(STAGE, E4M3, case, 1, 16)[0]
-    query = make_query(STAGE, case)
-    before, plan, ends = make_plan_step(STAGE, case, "triton")
-    before()
-    attend(query, pages, ends, case, plan, "triton")
+    _, attend_again, _ = prepare(E4M3, Case((60_000,), HEADS, tokens=tokens, label="memory"))
+    attend_again()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
-    out = attend(query, pages, ends, case, plan, "triton")
+    out = attend_again()
     grown = torch.cuda.max_memory_allocated() - held
     # A split sequence needs memory for partial sums. K and V in bf16 take 246 MB.
     assert grown < out.numel() * out.element_size() + (2**23 if tokens == 1 else 2**27)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,13 +94,21 @@ def case(name: str = "llama") -> tuple[Any, dict[str, Any], list[list[int]]]:
     return model, keywords, one_by_one(model, texts(), **keywords)
 
 
+@contextlib.contextmanager
+def enabled(model: Any, **keywords: Any) -> Iterator[None]:
+    serving.enable(model, **keywords)
+    try:
+        yield
+    finally:
+        serving.disable(model)
+
+
 @pytest.fixture
 def served() -> Iterator[tuple[Any, list[list[int]]]]:
     """The model with FP8 pages and static scales, and its answers to `texts()`."""
     model, keywords, wanted = case()
-    serving.enable(model, **keywords)
-    yield model, wanted
-    serving.disable(model)
+    with enabled(model, **keywords):
+        yield model, wanted
 
 
 # -- the same tokens -------------------------------------------------------------------------------
@@ -112,12 +121,24 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("chunk", [4096, 16 * LONGER], ids=["whole", "chunks"])
+# Whole prompts, prompts in parts beside requests that decode, and steps that are prepared while
+# another step runs.
+FORMS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunks": {"max_batch_tokens": 16 * LONGER},
+    "async": {"use_async_batching": True},
+    "async chunks": {"max_batch_tokens": 100, "use_async_batching": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_generate(name: str, kind: str, chunk: int) -> None:
+def test_tokens_of_generate(name: str, kind: str, form: str) -> None:
     """Prefill, decoding and both at once; full attention, rings, softcap, sinks; float32."""
-    if not ON_GPU and name != "llama" and (kind != "static" or chunk == 4096):
+    if "async" in form and (kind != "static" or not ON_GPU):
+        pytest.skip("a GPU prepares steps, of any kind in the same way")
+    if not ON_GPU and name != "llama" and (kind != "static" or form == "whole"):
         pytest.skip("the interpreter takes minutes; test_serving.py has them on the CPU")
     model = MODELS[name]()
     keywords = {**TRITON, **KINDS[kind]}
@@ -127,11 +148,8 @@ def test_tokens_of_generate(name: str, kind: str, chunk: int) -> None:
         wanted = one_by_one(model, texts(), **keywords)
     if kind == "static" and ON_GPU:
         assert wanted != one_by_one(model, texts(), dtype="auto"), "FP8 does not show"
-    serving.enable(model, **keywords)
-    try:
-        assert run(model, texts(), max_batch_tokens=chunk) == wanted
-    finally:
-        serving.disable(model)
+    with enabled(model, **keywords):
+        assert run(model, texts(), **FORMS[form]) == wanted
 
 
 @pytest.mark.parametrize("center", [False, True], ids=["", "centered"])
@@ -140,9 +158,8 @@ def test_bfloat16_differs_only_where_two_tokens_are_as_good(center: bool) -> Non
     model = random_llama(torch.bfloat16)
     keywords = {"scales": head_scales(model, center=center), **TRITON}
     prompts = texts(few=not ON_GPU)
-    serving.enable(model, **keywords)
-    found = run(model, prompts)
-    serving.disable(model)
+    with enabled(model, **keywords):
+        found = run(model, prompts)
     model.set_attn_implementation("fp8_paged")
     for prompt, new in zip(prompts, found, strict=True):
         cache = FP8PagedCache(model.config, prefill="stored", **keywords)
@@ -191,50 +208,34 @@ def answers(manager: Any, count: int) -> dict[str, list[int]]:
 # -- engines on a GPU ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def counted_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Count how often a graph is captured and replayed."""
-    seen = {"captured": 0, "replayed": 0}
-
-    class Counted(torch.cuda.CUDAGraph):
-        def capture_begin(self, *args: Any, **more: Any) -> None:
-            seen["captured"] += 1
-            super().capture_begin(*args, **more)
-
-        def replay(self) -> None:
-            seen["replayed"] += 1
-            super().replay()
-
-    with monkeypatch.context() as changed:
-        changed.setattr(torch.cuda, "CUDAGraph", Counted)
-        yield seen
+def counted(kind: Any, name: str) -> Any:
+    """Return a context in which a mock counts the calls of a method, and makes them."""
+    method = getattr(kind, name)
+    return mock.patch.object(kind, name, autospec=True, side_effect=method)
 
 
 @only_gpu
 @newer
 @pytest.mark.parametrize("together", [{}, {"use_async_batching": True}], ids=["", "async"])
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-def test_graphs_of_decoding_steps(
-    kind: str, together: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_of_decoding_steps(kind: str, together: dict[str, bool]) -> None:
     """Captured for 1, 2, 4 and 5 requests, and replayed while requests begin and end."""
     model, keywords, wanted = case()
     if kind == "dynamic":
         keywords = TRITON
         wanted = one_by_one(model, texts(), **keywords)
-    serving.enable(model, **keywords)
-    try:
-        with counted_graphs(monkeypatch) as seen:
-            for chunk in (4096, 100):
-                before = dict(seen)
-                found = run(model, texts(), max_batch_tokens=chunk, use_cuda_graph=True, **together)
-                assert found == wanted, chunk
-                assert seen["captured"] > before["captured"]
-                assert seen["replayed"] - before["replayed"] > serving_tools.NEW / 2
-                # A few sizes, for each of two sets of inputs: not one for each step.
-                assert seen["captured"] - before["captured"] <= 8
-    finally:
-        serving.disable(model)
+    graph = torch.cuda.CUDAGraph
+    for chunk in (4096, 100):
+        options = {"max_batch_tokens": chunk, "use_cuda_graph": True, **together}
+        with (
+            enabled(model, **keywords),
+            counted(graph, "capture_begin") as captured,
+            counted(graph, "replay") as replayed,
+        ):
+            assert run(model, texts(), **options) == wanted, chunk
+        # A few sizes, for each of two sets of inputs: not one for each step.
+        assert 0 < captured.call_count <= 8
+        assert replayed.call_count > serving_tools.NEW / 2
 
 
 @only_gpu
@@ -269,19 +270,6 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [found[i] for i in ids] == wanted
 
 
-@only_gpu
-@pytest.mark.parametrize("name", MODELS)
-def test_steps_that_are_prepared_while_another_runs(name: str) -> None:
-    model, keywords, wanted = case(name)
-    serving.enable(model, **keywords)
-    try:
-        for chunk in (4096, 100):  # whole prompts, and beside requests that decode
-            found = run(model, texts(), max_batch_tokens=chunk, use_async_batching=True)
-            assert found == wanted, chunk
-    finally:
-        serving.disable(model)
-
-
 @pytest.mark.parametrize("kind", ["static", "e5m2"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_requests_go_to_the_cpu_and_come_back(
@@ -292,29 +280,25 @@ def test_requests_go_to_the_cpu_and_come_back(
             pytest.skip("the interpreter takes minutes")
         monkeypatch.setattr(serving_tools, "NEW", 10)
         monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
-    gone: list[int] = []
+    gone: list[set[str]] = []
     kept: Any = offloading_manager.OffloadingManager
     stock = kept._offload_to_cpu
-
-    def counted(self: Any, *victims: Any) -> Any:
-        went = stock(self, *victims)
-        gone.append(len(went))
-        return went
-
-    monkeypatch.setattr(kept, "_offload_to_cpu", counted)
+    monkeypatch.setattr(
+        kept, "_offload_to_cpu", lambda *args: gone.append(stock(*args)) or gone[-1]
+    )
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
     prompts = [text[:30] for text in texts() if len(text) > 12]
     wanted = one_by_one(model, prompts, **TRITON, **keywords)
-    serving.enable(model, **TRITON, **keywords)
-    # Of 8 tokens: all prompts at a time, but not what comes of them.
+    # Pages of 8 tokens have room for all prompts together, but not for the answers.
     pages = sum(-(-len(text) // 8) for text in prompts) + 3
-    found = run(
-        model, prompts, page_size=8, pages=pages, max_batch_tokens=256, cpu_offload_space=0.01,
-        allow_block_sharing=False,
-    )  # fmt: skip
+    with enabled(model, **TRITON, **keywords):
+        found = run(
+            model, prompts, page_size=8, pages=pages, max_batch_tokens=256, cpu_offload_space=0.01,
+            allow_block_sharing=False,
+        )  # fmt: skip
     assert found == wanted
-    assert sum(gone) > 0
+    assert any(gone)
 
 
 class _Unpinned:
@@ -327,18 +311,15 @@ class _Unpinned:
         return torch.empty(*shape, **more)
 
 
-@pytest.mark.parametrize("form", ["config", "level"])
+@pytest.mark.parametrize("form", ["config", pytest.param("level", marks=only_gpu)])
 def test_a_compiled_model(served: Any, form: str) -> None:
     model, wanted = served
-    if form == "level":
-        if not ON_GPU:
-            pytest.skip("requires a C++ compiler")
-        assert run(model, texts(), default_compile_level=1) == wanted
-        return
     backend = {"mode": "default"} if ON_GPU else {"backend": "eager", "mode": None}
-    config = CompileConfig(fullgraph=False, dynamic=True, **backend)
+    options = {"varlen_compile_config": CompileConfig(fullgraph=False, dynamic=True, **backend)}
+    if form == "level":
+        options = {"default_compile_level": 1}
     few = slice(None) if ON_GPU else slice(2)
-    assert run(model, texts()[few], varlen_compile_config=config) == wanted[few]
+    assert run(model, texts()[few], **options) == wanted[few]
 
 
 @only_gpu

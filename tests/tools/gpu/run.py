@@ -118,15 +118,8 @@ def run(command: list[str], log: Path, seconds: float) -> int:
 def run_tests(name: str, arguments: list[str], out: Path, seconds: float) -> int:
     """Return pytest's exit code, and 0 if no test was selected."""
     say(f"== tests: {name}")
-    options = [
-        "-q",
-        "-rfE",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.tools.gpu.unfinished",
-    ]
+    options = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider"]
+    options += ["-p", "tests.tools.gpu.unfinished"]
     if importlib.util.find_spec("xdist"):
         # Compiling on the CPU takes most of the time.
         most = 14 if name == "kernels" else 8

@@ -49,7 +49,7 @@ def test_the_exit_code_and_the_last_line(monkeypatch, capsys, tmp_path, failing,
     assert last["goals"]
 
 
-def test_failures_and_unfinished_tests_are_named(tmp_path):
+def test_the_log_names_failures_unfinished_tests_and_a_timeout(tmp_path):
     ended = tmp_path / "test_ended.py"
     ended.write_text(
         "def test_bad(): assert 1 == 2\n"
@@ -61,9 +61,6 @@ def test_failures_and_unfinished_tests_are_named(tmp_path):
     log = (tmp_path / "log").read_text()
     assert "failed: test_ended.py::test_bad" in log
     assert "not finished: 2 of test_ended.py" in log
-
-
-def test_a_part_ends_at_its_time_limit(tmp_path):
     assert run.run(["-c", "import time; time.sleep(600)"], tmp_path / "log", 0.5) == 124
     assert "ended after" in (tmp_path / "log").read_text()
 
