@@ -25,36 +25,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import (
-    AttentionInterface,
-    DynamicCache,
-    EncoderDecoderCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_fp8kv import Fp8KVError, FP8PagedCache, check_model
+from hf_fp8kv.attention.latent import passes_latents
+from hf_fp8kv.cache.paged_tensor import PagedKV
+from hf_fp8kv.utils.environment import hardware
 from tests.helpers.tiny_models import NEW_TOKENS, Inputs, build, type_names
 
 NAME = "fp8_paged"
 FP8 = "fp8_e4m3"
 TYPE_SECONDS = 60
-# The same sums in another order: fp32 logits, as a share of their standard deviation.
+# A different order of summation: fp32 logits, as a share of their standard deviation.
 TOLERANCE = 1e-3
+SIDES = ("own", "own_fp8", "paged", "paged_fp8")
 
 CacheMaker = Callable[[str], Any]
 
 
-class TooSlow(Exception):
-    """A type took longer than its limit."""
+class TooSlow(BaseException):
+    """A type took longer than its limit. No handler of a failing type catches it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """Tokens `[B, NEW_TOKENS]` and the logits that chose them, `[B, NEW_TOKENS, vocabulary]`."""
 
     tokens: torch.Tensor
@@ -68,9 +66,9 @@ class Outcome:
     Attributes:
         status: "equal", "close" (equal tokens, but logits farther apart than rounding explains),
             "differs", "refused" or "error".
-        gap: the largest difference of a logit, as a share of the logits' standard deviation.
-        agreement: share of equal tokens.
-        note: what was raised, or the first token that differs.
+        gap: Largest difference of a logit, as a share of the logits' standard deviation.
+        agreement: Share of equal tokens.
+        note: The exception that was raised, or the first token that differs.
     """
 
     status: str
@@ -78,14 +76,10 @@ class Outcome:
     agreement: float | None = None
     note: str = ""
 
-    def status_or_note(self) -> str:
-        """The status, or what was raised instead of one."""
-        return self.note if self.status in ("error", "refused") and self.note else self.status
-
 
 @dataclasses.dataclass
 class Row:
-    """One type: `baseline` is "" where it runs under `DynamicCache`, else why it does not."""
+    """One type. `baseline` is the reason why it does not run under `DynamicCache`, or ""."""
 
     name: str
     baseline: str = ""
@@ -100,48 +94,44 @@ class Row:
 
     @property
     def runs(self) -> bool:
-        """True if the type generates with a `DynamicCache` here."""
         return not self.baseline
 
+    @property
+    def accepts(self) -> bool:
+        return self.runs and bool(self.path) and not self.path.startswith(("refused", "not"))
+
     def failures(self) -> list[str]:
-        """What a user would find broken; empty for a type that is served or clearly refused."""
-        if not self.runs:
-            return []
+        """Return the broken outcomes. A type that is clearly refused has none."""
         found = []
-        for label in ("own", "own_fp8", "paged", "paged_fp8"):
+        for label in SIDES if self.runs else ():
+            good = {"equal"} | ({"refused"} if label.startswith("paged") else set())
+            good |= {"close", "differs"} if label.endswith("fp8") else set()
             outcome: Outcome | None = getattr(self, label)
-            allowed = ("refused",) if label.startswith("paged") else ()
-            good = ("equal",) if not label.endswith("fp8") else ("equal", "close", "differs")
-            if outcome is None or outcome.status not in good + allowed:
+            if outcome is None or outcome.status not in good:
                 found.append(f"{self.name}, {label}: {outcome}")
         return found
 
 
 def answer(model: PreTrainedModel, inputs: Inputs, cache: Any = None) -> Answer:
-    """Greedy generation with the cache, or with the one that `generate` makes itself."""
-    chosen = {} if cache is None else {"past_key_values": cache}
+    """Generate greedily with the cache, or with the cache that `generate` makes itself."""
+    given = {name: value.clone() for name, value in inputs.items()}
+    if cache is not None:
+        given["past_key_values"] = cache
     with torch.inference_mode():
         out = model.generate(
-            **{name: value.clone() for name, value in inputs.items()},
-            **chosen,
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            num_beams=1,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+            **given, max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1, pad_token_id=0,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
     steps = [step.float() for step in out["logits"]]
     return Answer(out["sequences"][:, -len(steps) :].clone(), torch.stack(steps, dim=1))
 
 
 def compare(want: Answer, got: Answer) -> Outcome:
-    """Tokens exactly, and logits up to the order of summation, as far as the tokens are equal."""
+    """Compare all tokens, and the logits before the first different token of each row."""
     if want.tokens.shape != got.tokens.shape:
         note = f"{got.tokens.shape[1]} tokens instead of {want.tokens.shape[1]}"
         return Outcome("differs", agreement=0.0, note=note)
     same = (want.tokens == got.tokens).long()
-    # from the first other token on, a row is another text
     shared = torch.cumprod(torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1), 1).bool()
     finite = want.logits.isfinite() & got.logits.isfinite() & shared[..., None]
     spread = want.logits[want.logits.isfinite()].std().clamp_min(1e-12)
@@ -156,35 +146,36 @@ def compare(want: Answer, got: Answer) -> Outcome:
 
 
 def cache_makers(model: PreTrainedModel, bare: bool) -> dict[str, CacheMaker]:
-    """The ways to hand over an `FP8PagedCache`.
+    """Return the ways to pass an `FP8PagedCache`.
 
-    An encoder-decoder gets one for its own tokens and one for the encoder's; where it takes a
-    `DynamicCache` that is not in such a pair (`bare`), also that.
+    An encoder-decoder gets a pair, for its own tokens and for the encoder's. It also gets a single
+    cache if it accepts a `DynamicCache` outside such a pair (`bare`).
     """
-    from hf_fp8kv import FP8PagedCache
+
+    def make(dtype: str, *config: Any) -> FP8PagedCache:
+        pages = {"page_size": 8} if dtype == "auto" else {}  # several pages if every token counts
+        return FP8PagedCache(*config, dtype=dtype, **pages)
 
     makers: dict[str, CacheMaker] = {}
-    # these make the encoder's part anew, of the same class but without its options
+    # These make a new cache for the encoder, of the same class but without its options.
     remakes = model.config.model_type in ("t5gemma", "t5gemma2")
     if bare:
-        makers["alone"] = lambda dtype: FP8PagedCache(model.config, **_form(dtype))
+        makers["alone"] = lambda dtype: make(dtype, model.config)
     if model.config.is_encoder_decoder:
-        # as transformers makes it for models with a window: the encoder's keys have none
+        # As transformers makes it for models with a window: the encoder's keys have none.
         makers["pair"] = lambda dtype: EncoderDecoderCache(
-            FP8PagedCache(model.config, **_form(dtype)),
-            DynamicCache() if remakes else FP8PagedCache(**_form(dtype)),
+            make(dtype, model.config), DynamicCache() if remakes else make(dtype)
         )
     return makers
 
 
-def _form(dtype: str) -> dict[str, Any]:
-    """Several pages where every token counts, and the defaults for 8 bits."""
-    return {"dtype": dtype, "page_size": 8} if dtype == "auto" else {"dtype": dtype}
-
-
 def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
-    """The answer with transformers' own cache; raises if the type does not keep one."""
-    cache: Any = DynamicCache(config=decoder_config(model))
+    """Return the answer with transformers' own cache.
+
+    Raises:
+        ValueError: The type keeps no keys and values.
+    """
+    cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, DynamicCache())
     found = answer(model, inputs, cache)
@@ -194,87 +185,55 @@ def baseline(model: PreTrainedModel, inputs: Inputs) -> Answer:
 
 
 def takes_bare(model: PreTrainedModel, inputs: Inputs, want: Answer) -> bool:
-    """True if a `DynamicCache` by itself gives the same answer, which encoder-decoders may not."""
+    """Return whether a single `DynamicCache` gives the same answer as a pair."""
     if not model.config.is_encoder_decoder:
         return True
-    try:
-        got = answer(model, inputs, DynamicCache(config=decoder_config(model)))
-    except TooSlow:
-        raise
-    except Exception:  # any: then only the pair is tried
-        return False
-    return compare(want, got).status == "equal"
-
-
-def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The part of the configuration that describes the text decoder."""
-    return model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    return attempt(lambda: compare(want, answer(model, inputs, cache))).status == "equal"
 
 
 def compared(
     want: Answer, model: PreTrainedModel, inputs: Inputs, dtype: str, makers: dict[str, CacheMaker]
 ) -> Outcome:
-    """The worst outcome over all ways to hand over the cache."""
+    """Return the worst outcome over all ways to pass the cache."""
     outcomes = []
     for label, make in makers.items():
         outcome = attempt(lambda make=make: compare(want, answer(model, inputs, make(dtype))))
-        note = f"{label}: {outcome.note}" if label and outcome.note else outcome.note
+        note = outcome.note and f"{label}: {outcome.note}"
         outcomes.append(dataclasses.replace(outcome, note=note))
     order = ("error", "refused", "differs", "close", "equal")
     return min(outcomes, key=lambda outcome: order.index(outcome.status))
 
 
 def attempt(run: Callable[[], Outcome]) -> Outcome:
-    """The outcome of a run; an error of ours is a refusal, any other one is an error."""
-    from hf_fp8kv import Fp8KVError
-
+    """Return the outcome of a run. An error of this package is a refusal."""
     try:
         return run()
-    except TooSlow:
-        raise
-    except Fp8KVError as error:
-        return Outcome("refused", note=short(error))
     except Exception as error:  # a type may fail in any way: it is reported, not hidden
-        return Outcome("error", note=short(error))
+        return Outcome("refused" if isinstance(error, Fp8KVError) else "error", note=short(error))
 
 
 def short(error: BaseException) -> str:
-    """An error on one line, without what is the same in all of them."""
-    text = " ".join(str(error).split())
-    for pattern, replacement in _SHORTER:
-        text = re.sub(pattern, replacement, text)
+    """Return an error on one line, without phrases that many errors share."""
+    text = re.sub(
+        r"\(note: typos in the generate.*|Class validation error for validator '\w+': "
+        r"|You can install it with.*|\| ",
+        "", " ".join(str(error).split()),
+    )  # fmt: skip
     return f"{type(error).__name__}: {text}"[:150]
 
 
-_SHORTER = (
-    (r"\(note: typos in the generate.*", ""),
-    (r"Class validation error for validator '\w+': ", ""),
-    (r"You can install it with.*", ""),
-    (r"\| ", ""),
-)
-
-
 class Watch:
-    """Counts what reaches the attention "fp8_paged" in decoding steps: pages or dense tensors."""
+    """Counts the pages and dense tensors that reach "fp8_paged" in decoding steps."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        from hf_fp8kv.attention.latent import passes_latents
-        from hf_fp8kv.cache.paged_tensor import PagedKV
-
         inner = ALL_ATTENTION_FUNCTIONS[NAME]
 
-        def counting(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
+        def counting(module, query, key, value, *args, **kwargs):
             if query.shape[2] == 1:
                 sparse = any(kwargs.get(name) is not None for name in ("indices", "block_indices"))
                 paged = isinstance(key, PagedKV) and isinstance(value, PagedKV)
@@ -290,14 +249,14 @@ class Watch:
             AttentionInterface.register(NAME, inner)
 
     def path(self) -> str:
-        """ "fused", "fused, latent", "dense", or several; if it was never called, "own"."""
+        """Return "fused", "fused, latent", "dense" or several, or "own" without any call."""
         return ", ".join(sorted(self.seen, reverse=True)) or "own"
 
 
 def under_fp8_paged(
     row: Row, want: Answer, model: PreTrainedModel, inputs: Inputs, makers: dict[str, CacheMaker]
 ) -> None:
-    """Fills in what happens with `attn_implementation="fp8_paged"`."""
+    """Set the fields of `attn_implementation="fp8_paged"`."""
     watch = Watch()
     model.set_attn_implementation(NAME)
     if decoder_attention(model) == NAME:
@@ -307,7 +266,7 @@ def under_fp8_paged(
         row.path = watch.path()
         return
 
-    # transformers keeps the old attention here, with a warning; from_pretrained would not
+    # transformers keeps the old attention here, with a warning. from_pretrained would not.
     def forced() -> Outcome:
         model, inputs = build(row.name, attn_implementation=NAME)
         bare = not model.config.is_encoder_decoder
@@ -315,55 +274,43 @@ def under_fp8_paged(
             return compared(want, model, inputs, "auto", cache_makers(model, bare))
 
     row.paged = attempt(forced)
-    row.path = "refused"
+    row.path = f"not switched; from_pretrained: {watch.path()}"
     if row.paged.status == "error":
-        row.paged = dataclasses.replace(row.paged, status="refused")
-    else:
-        row.path = f"not switched; from_pretrained: {watch.path()}"
+        row.paged, row.path = dataclasses.replace(row.paged, status="refused"), "refused"
     row.paged_fp8 = Outcome("refused")
 
 
 def decoder_attention(model: PreTrainedModel) -> str:
-    """The attention that the text decoder says it uses."""
-    return str(decoder_config(model)._attn_implementation)
-
-
-def support(model: PreTrainedModel) -> str:
-    """What `hf_fp8kv.check_model` says in one word, or how it failed."""
-    from hf_fp8kv import check_model
-
-    return attempt(lambda: Outcome(check_model(model).path)).status_or_note()
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 def check_type(name: str, *, only_baseline: bool = False) -> Row:
-    """Everything about one type. Raises nothing but TooSlow and KeyboardInterrupt."""
+    """Return the row of a type. Raises nothing except TooSlow and KeyboardInterrupt."""
     row, start = Row(name), time.perf_counter()
     try:
         model, inputs = build(name)
-        if getattr(decoder_config(model), "attn_logit_softcapping", None):
+        if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):
             # sdpa, which older versions choose here, leaves the cap out
             model.set_attn_implementation("eager")
         row.attention = decoder_attention(model)
         want = baseline(model, inputs)
-    except TooSlow:
-        raise
-    except Exception as error:  # any: what cannot run here is listed with its reason
+    except Exception as error:  # any: a type that cannot run here is listed with its reason
         row.baseline = short(error)
-        row.seconds = time.perf_counter() - start
-        return row
-    if not only_baseline:
-        makers = cache_makers(model, takes_bare(model, inputs, want))
-        row.own = compared(want, model, inputs, "auto", makers)
-        row.own_fp8 = compared(want, model, inputs, FP8, makers)
-        under_fp8_paged(row, want, model, inputs, makers)
-        row.report = support(model)
+    else:
+        if not only_baseline:
+            makers = cache_makers(model, takes_bare(model, inputs, want))
+            row.own = compared(want, model, inputs, "auto", makers)
+            row.own_fp8 = compared(want, model, inputs, FP8, makers)
+            under_fp8_paged(row, want, model, inputs, makers)
+            report = attempt(lambda: Outcome(check_model(model).path))
+            row.report = report.note or report.status
     row.seconds = time.perf_counter() - start
     return row
 
 
 @contextlib.contextmanager
 def limit(seconds: int) -> Iterator[None]:
-    """Raises TooSlow inside when the time is over (where the system has alarms)."""
+    """Raise TooSlow inside when the time is over, if the system has alarms."""
 
     def ring(signum: int, frame: Any) -> None:
         raise TooSlow(f"took more than {seconds} s")
@@ -381,7 +328,7 @@ def limit(seconds: int) -> Iterator[None]:
 
 
 def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
-    """One row per type, in order; a type that hangs is cut off."""
+    """Yield a row per type, in order. A type that hangs is cut off."""
     for name in names:
         try:
             with limit(TYPE_SECONDS):
@@ -391,12 +338,15 @@ def sweep(names: list[str], *, only_baseline: bool = False) -> Iterator[Row]:
 
 
 def counts(rows: list[Row]) -> dict[str, int]:
-    """The numbers at the top of the table."""
+    """Return the numbers at the top of the table."""
     ran = [row for row in rows if row.runs]
-    accepts = [row for row in ran if row.path and not row.path.startswith(("refused", "not"))]
+    accepts = [row for row in ran if row.accepts]
 
     def equal(outcomes: list[Outcome | None]) -> int:
         return sum(outcome is not None and outcome.status == "equal" for outcome in outcomes)
+
+    def answered(outcomes: list[Outcome | None]) -> int:
+        return sum(outcome is not None and outcome.agreement is not None for outcome in outcomes)
 
     return {
         "types": len(rows),
@@ -406,65 +356,55 @@ def counts(rows: list[Row]) -> dict[str, int]:
         'equal under "fp8_paged"': equal([row.paged for row in accepts]),
         "of these fused": sum("fused" in row.path for row in accepts),
         'refuse "fp8_paged"': len(ran) - len(accepts),
-        "run in FP8 under their own attention": sum(
-            row.own_fp8 is not None and row.own_fp8.agreement is not None for row in ran
-        ),
-        'run in FP8 under "fp8_paged"': sum(
-            row.paged_fp8 is not None and row.paged_fp8.agreement is not None for row in accepts
-        ),
+        "run in FP8 under their own attention": answered([row.own_fp8 for row in ran]),
+        'run in FP8 under "fp8_paged"': answered([row.paged_fp8 for row in accepts]),
     }
 
 
 def markdown(rows: list[Row], command: str) -> str:
-    """The page: counts, the table of what runs, and the list of what does not."""
+    """Return the page: counts, the table of types that run, and the list of the other types."""
     seconds = sum(row.seconds for row in rows)
-    lines = [
-        "# Model types",
-        "",
-        "Generated by `" + command + "`; do not edit.",
-        "",
-        f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}; "
-        f"{_processor()}, {torch.get_num_threads()} thread(s), {seconds:.0f} s.",
-        "",
-        "Tiny random models in fp32, two rows with padding, eight tokens chosen greedily. "
-        '"Equal" means: with `dtype="auto"` and pages of 8 slots the same tokens as with '
-        f"`DynamicCache`, and logits within {TOLERANCE:g} of their standard deviation.",
-        'The columns "FP8" give the share of tokens that agree when K and V are stored in E4M3 '
-        "with dynamic scales; with random weights the choices are close calls, and the share says "
-        "little about quality.",
-        "",
-        *(f"* {label}: **{number}**" for label, number in counts(rows).items()),
-        "",
-        '| type | own attention | equal | FP8 | "fp8_paged" | equal | FP8 | note |',
-        "|---|---|---|---|---|---|---|---|",
-        *(_line(row) for row in rows if row.runs),
-        "",
-        "fused: attention reads the pages. fused, latent: the pages hold latents (MLA), which "
-        "attention reads as keys and values as they are. dense: K and V are expanded first. "
-        "refused: the model does not use transformers' attention registry, so use its own "
-        "attention, which reads the same pages. "
-        "not switched: `set_attn_implementation` leaves such a model as it is, and "
-        '`from_pretrained(..., attn_implementation="fp8_paged")` was tried instead.',
-        "",
-        "## Not run under DynamicCache here",
-        "",
-        "| type | reason |",
-        "|---|---|",
-        *(f"| {row.name} | {row.baseline} |" for row in rows if not row.runs),
-        "",
-    ]
-    return "\n".join(lines)
+    numbers = "\n".join(f"* {label}: **{number}**" for label, number in counts(rows).items())
+    return f"""# Model types
+
+Generated by `{command}`; do not edit.
+
+transformers {transformers.__version__}, torch {torch.__version__}, \
+Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}; \
+{hardware()["cpu"]}, {torch.get_num_threads()} thread(s), {seconds:.0f} s.
+
+Tiny random models in fp32, two rows with padding, eight tokens chosen greedily. \
+"Equal" means: with `dtype="auto"` and pages of 8 slots the same tokens as with \
+`DynamicCache`, and logits within {TOLERANCE:g} of their standard deviation.
+The columns "FP8" give the share of tokens that agree when K and V are stored in E4M3 \
+with dynamic scales; with random weights the choices are close calls, and the share says \
+little about quality.
+
+{numbers}
+
+| type | own attention | equal | FP8 | "fp8_paged" | equal | FP8 | note |
+|---|---|---|---|---|---|---|---|
+{"".join(_line(row) + chr(10) for row in rows if row.runs)}
+fused: attention reads the pages. fused, latent: the pages hold latents (MLA), which \
+attention reads as keys and values as they are. dense: K and V are expanded first. \
+refused: the model does not use transformers' attention registry, so use its own \
+attention, which reads the same pages. \
+not switched: `set_attn_implementation` leaves such a model as it is, and \
+`from_pretrained(..., attn_implementation="fp8_paged")` was tried instead.
+
+## Not run under DynamicCache here
+
+| type | reason |
+|---|---|
+{"".join(_line(row) + chr(10) for row in rows if not row.runs)}"""
 
 
 def _line(row: Row) -> str:
-    own, own_fp8 = row.own or Outcome(""), row.own_fp8 or Outcome("")
-    paged, paged_fp8 = row.paged or Outcome(""), row.paged_fp8 or Outcome("")
-    notes = list(dict.fromkeys(o.note for o in (own, own_fp8, paged, paged_fp8) if o.note))
-    if own_fp8.status == "differs" and own_fp8.note in notes:
-        notes.remove(own_fp8.note)
-    if paged_fp8.status == "differs" and paged_fp8.note in notes:
-        notes.remove(paged_fp8.note)
+    if not row.runs:
+        return f"| {row.name} | {row.baseline} |"
+    own, own_fp8, paged, paged_fp8 = outcomes = [getattr(row, x) or Outcome("") for x in SIDES]
+    hidden = {"", *(x.note for x in (own_fp8, paged_fp8) if x.status == "differs")}
+    notes = dict.fromkeys(x.note for x in outcomes if x.note not in hidden)
     cells = [row.name, row.attention, own.status, _share(own_fp8)]
     cells += [row.path, paged.status, _share(paged_fp8), "; ".join(notes)]
     return "| " + " | ".join(cells) + " |"
@@ -474,38 +414,29 @@ def _share(outcome: Outcome) -> str:
     return outcome.status if outcome.agreement is None else f"{outcome.agreement:.2f}"
 
 
-def _processor() -> str:
-    """The processor's name, where the system tells."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 if a type that runs under DynamicCache is neither equal nor refused."""
+    """Return 1 if a type that runs under DynamicCache is neither equal nor refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.tools.sweep", description="Sweep model types."
+        "python -m tests.tools.sweep", description="Sweep model types."
     )
-    parser.add_argument("--types", help="comma-separated names; all if not given")
+    parser.add_argument("--types", help="comma-separated names; default: all")
     parser.add_argument("--out", type=Path, help="write the table as Markdown")
     parser.add_argument("--json", type=Path, help="write the rows as JSON")
     parser.add_argument("--baseline", action="store_true", help="only what runs under DynamicCache")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
-    quiet()
+    # The configurations are odd, and no network is needed.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    names = options.types.split(",") if options.types else type_names()
     rows = []
-    for row in sweep(
-        options.types.split(",") if options.types else type_names(), only_baseline=options.baseline
-    ):
+    for row in sweep(names, only_baseline=options.baseline):
         rows.append(row)
-        line = _line(row) if row.runs else f"| {row.name} | {row.baseline} |"
-        sys.stdout.write(f"{row.seconds:6.2f} s  {line}\n")
-        sys.stdout.flush()
+        print(f"{row.seconds:6.2f} s  {_line(row)}", flush=True)
     for label, number in counts(rows).items():
-        sys.stdout.write(f"{number:5d}  {label}\n")
+        print(f"{number:5d}  {label}")
     command = " ".join(["python -m tests.tools.sweep", *(arguments or sys.argv[1:])])
     if options.out:
         options.out.write_text(markdown(rows, command), encoding="utf-8")
@@ -514,15 +445,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.json.write_text(text + "\n", encoding="utf-8")
     failures = [] if options.baseline else [text for row in rows for text in row.failures()]
     for failure in failures:
-        sys.stdout.write(f"FAILED {failure}\n")
-    return 1 if failures else 0
-
-
-def quiet() -> None:
-    """No warnings about odd configurations, and no network."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
+        print("FAILED", failure)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

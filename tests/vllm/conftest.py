@@ -18,7 +18,7 @@ LENGTHS = (3, 7, 17, 63, 64, 65, 130, 300)
 NEW_TOKENS = 12
 LAYERS, HEADS, DIM = 2, 2, 32
 
-_SIZES = {
+SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": DIM, "vocab_size": 256,
     "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -45,7 +45,7 @@ def models(tmp_path_factory):
         if name not in made:
             from transformers import AutoConfig, AutoModelForCausalLM
 
-            config = AutoConfig.for_model(name, **_SIZES, **_MODELS[name])
+            config = AutoConfig.for_model(name, **SIZES, **_MODELS[name])
             torch.manual_seed(1)
             model = AutoModelForCausalLM.from_config(config).float().eval()
             with torch.no_grad():
@@ -133,6 +133,16 @@ def serve():
         llm.llm_engine.engine_core.shutdown()
     running.clear()
     gc.collect()
+
+
+def store_options(dtype, folder, layers=LAYERS):
+    """Return options of FP8PagedCache that store as `dtype`, and the folder of static scales."""
+    options = {} if dtype == "hf_fp8kv_static" else {"dtype": "fp8_e3m4"}
+    if not dtype.endswith("static"):
+        return options, None
+    scales = make_scales("head", centered=True, layers=layers)
+    scales.save_pretrained(folder)
+    return options | {"scales": scales}, folder
 
 
 def generate(llm, prompts, tokens=NEW_TOKENS):

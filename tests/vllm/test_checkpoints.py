@@ -25,51 +25,38 @@ class TestLoader:
     @pytest.mark.parametrize("format", ["compressed-tensors", "modelopt", "autofp8", "quark"])
     def test_per_tensor(self, models, serve, tmp_path, format):
         rounded = format != "compressed-tensors"  # the loader holds these in the model's dtype
-        _, folder = models("llama")
-        scales = make_scales("tensor")
-        copy = tmp_path / "copy"
-        scales.save_pretrained(copy, format=format, checkpoint=folder)
-        for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8", dtype="bfloat16"))):
+        scales, copy = make_scales("tensor"), str(tmp_path / "copy")
+        scales.save_pretrained(copy, format=format, checkpoint=models("llama")[1])
+        for index, (k, v) in enumerate(loaded_scales(serve(copy, "fp8", dtype="bfloat16"))):
             ours = [x.bfloat16().float() if rounded else x for x in scales.layers[index].static]
             assert [k.item(), v.item()] == [x.item() for x in ours]
 
-    def test_shards(self, models, serve, tmp_path):
-        """The weights in several files, whose index names ours, too."""
-        model, _ = models("llama")
-        scales = make_scales("tensor")
-        model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
-        assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
-        copy = tmp_path / "copy"
-        scales.save_pretrained(copy, format="compressed-tensors", checkpoint=tmp_path / "shards")
-        for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8"))):
-            assert [k.item(), v.item()] == [x.item() for x in scales.layers[index].static]
-
     @pytest.mark.parametrize("format", ["tgi", "hf_fp8kv"])
     def test_scales_that_it_does_not_take(self, models, serve, tmp_path, format):
-        """Without a quantisation config it would stop at scales among the weights."""
-        _, folder = models("llama")
-        copy = tmp_path / "copy"
-        make_scales("tensor").save_pretrained(copy, format=format, checkpoint=folder)
-        assert all(k == v == 1 for k, v in loaded_scales(serve(str(copy), "fp8")))
+        """Without a quantization config it would stop at scales among the weights."""
+        copy = str(tmp_path / "copy")
+        make_scales("tensor").save_pretrained(copy, format=format, checkpoint=models("llama")[1])
+        assert all(k == v == 1 for k, v in loaded_scales(serve(copy, "fp8")))
 
-    def test_a_model_that_scales_were_added_to(self, models, serve, tmp_path):
-        _, folder = models("llama")
-        copy = shutil.copytree(folder, tmp_path / "copy")
-        scales = make_scales("head")
-        scales.save_pretrained(copy, format="compressed-tensors", overwrite=True)
-        for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8"))):
-            assert torch.equal(k, scales.layers[index].k[:, 0])
-            assert torch.equal(v, scales.layers[index].v[:, 0])
-
-    def test_per_head(self, models, serve, tmp_path):
-        _, folder = models("llama")
-        scales = make_scales("head")
-        copy = tmp_path / "copy"
-        scales.save_pretrained(copy, format="compressed-tensors", checkpoint=folder)
-        for index, (k, v) in enumerate(loaded_scales(serve(str(copy), "fp8"))):
-            assert k.shape == v.shape == (HEADS,)
-            assert torch.equal(k, scales.layers[index].k[:, 0])
-            assert torch.equal(v, scales.layers[index].v[:, 0])
+    @pytest.mark.parametrize(
+        ("granularity", "given"),
+        [("tensor", "shards"), ("head", "its own folder"), ("head", "a checkpoint")],
+    )
+    def test_checkpoints(self, models, serve, tmp_path, granularity, given):
+        """The index of several files names the scales. Scales may join an existing checkpoint."""
+        model, folder = models("llama")
+        scales, copy, options = make_scales(granularity), tmp_path / "copy", {"checkpoint": folder}
+        if given == "shards":
+            options["checkpoint"] = tmp_path / "shards"
+            model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+            assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+        elif given == "its own folder":
+            copy, options = shutil.copytree(folder, copy), {"overwrite": True}
+        scales.save_pretrained(copy, format="compressed-tensors", **options)
+        for index, loaded in enumerate(loaded_scales(serve(str(copy), "fp8"))):
+            for found, scale in zip(loaded, scales.layers[index].static, strict=True):
+                assert torch.equal(found.flatten(), scale.flatten())
+                assert granularity == "tensor" or found.shape == (HEADS,)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])

@@ -6,31 +6,23 @@ With our dtypes, and with vLLM's: there our package must not be noticed.
 import pytest
 import torch
 
-from .conftest import DIM, HEADS, LAYERS, generate, generate_here, make_scales
+from .conftest import SIZES, generate, generate_here, store_options
 
-_SIZES = {
-    "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 256,
-    "num_key_value_heads": HEADS, "head_dim": DIM, "max_position_embeddings": 1024,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_BERT = {
-    name: size for name, size in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")
-}
 _KINDS = {
     # Layers see the tokens of their own chunk of 64, but for every second one.
-    "llama4_text": _SIZES | {
+    "llama4_text": SIZES | {
         "num_hidden_layers": 4, "intermediate_size_mlp": 128, "num_local_experts": 2,
         "attention_chunk_size": 64, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 5,
         "attn_temperature_tuning": False, "use_qk_norm": False,
     },
     # The last two layers read the pages of those before.
-    "gemma3n_text": _SIZES | {
+    "gemma3n_text": SIZES | {
         "num_hidden_layers": 6, "num_kv_shared_layers": 2, "sliding_window": 40,
         "layer_types": ["sliding_attention", "full_attention"] * 3, "laurel_rank": 8,
         "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16,
         "activation_sparsity_pattern": None,
     },
-    "bert": _BERT | {"num_hidden_layers": LAYERS},
+    "bert": {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "head_dim")},
 }  # fmt: skip
 
 
@@ -64,10 +56,7 @@ def test_layers_that_share_pages(prompts, serve, tmp_path, dtype):
     """They read with the scales that were written with; scales of their own there are none."""
     model = make_model("gemma3n_text", tmp_path / "model")
     model.set_attn_implementation("fp8_paged")
-    options, path = {"dtype": "fp8_e3m4"}, None
-    if dtype == "hf_fp8kv_static":
-        options, path = {"scales": make_scales("head", centered=True, layers=4)}, tmp_path
-        options["scales"].save_pretrained(path)
+    options, path = store_options(dtype, tmp_path, layers=4)
     tokens, _ = generate(serve(str(tmp_path / "model"), dtype, path), prompts)
     assert tokens == generate_here(model, prompts, **options)
 

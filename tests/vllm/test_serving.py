@@ -7,7 +7,8 @@ from hf_fp8kv import FP8PagedCache, LayerPlan, SidePlan, calibrate
 from hf_fp8kv.scales import KVScales
 from hf_fp8kv.vllm.dtypes import DTYPES
 
-from .conftest import DIM, HEADS, LAYERS, generate, generate_here, make_scales
+from . import conftest
+from .conftest import generate, generate_here, make_scales, store_options
 
 DYNAMIC = {
     "hf_fp8kv": {},
@@ -55,11 +56,7 @@ def test_each_scale_counts(models, prompts):
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt_oss"])
 def test_other_models(models, prompts, serve, tmp_path, name, dtype):
     model, folder = models(name)
-    options, path = {"dtype": "fp8_e3m4"}, None
-    if dtype == "hf_fp8kv_static":
-        scales = make_scales("head", centered=True)
-        scales.save_pretrained(tmp_path)
-        options, path = {"scales": scales}, tmp_path
+    options, path = store_options(dtype, tmp_path)
     tokens, _ = generate(serve(folder, dtype, path), prompts)
     assert tokens == generate_here(model, prompts, **options)
 
@@ -67,13 +64,9 @@ def test_other_models(models, prompts, serve, tmp_path, name, dtype):
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_e3m4_static"])
 def test_layers_that_vllm_keeps_in_the_models_dtype(models, prompts, serve, tmp_path, dtype):
     model, folder = models("llama")
-    options, path = {"dtype": "fp8_e3m4", "skip_layers": [0]}, None
-    if dtype.endswith("static"):
-        options["scales"] = make_scales("head", centered=True)
-        options["scales"].save_pretrained(tmp_path)
-        path = tmp_path
+    options, path = store_options(dtype, tmp_path)
     llm = serve(folder, dtype, path, kv_cache_dtype_skip_layers=["0"])
-    assert generate(llm, prompts)[0] == generate_here(model, prompts, **options)
+    assert generate(llm, prompts)[0] == generate_here(model, prompts, skip_layers=[0], **options)
 
 
 def test_prefixes_of_earlier_requests_are_read(models, prompts, serve):
@@ -119,25 +112,21 @@ def test_transformers_models_in_vllm(models, prompts, serve):
 
 @pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static", "auto"])
 def test_number_of_blocks(models, serve, tmp_path, dtype):
-    _, folder = models("llama")
+    (_, folder), dim = models("llama"), conftest.DIM
     make_scales("tensor").save_pretrained(tmp_path)
     scales = tmp_path if dtype == "hf_fp8kv_static" else None
     llm = serve(folder, dtype, scales, kv_cache_memory_bytes=32 << 20)
-    slot = DTYPES[dtype].slot_bytes(DIM, DIM) if dtype != "auto" else 2 * DIM * 4
-    blocks = (32 << 20) / (LAYERS * HEADS * 32 * slot)
+    slot = DTYPES[dtype].slot_bytes(dim, dim) if dtype != "auto" else 2 * dim * 4
+    blocks = (32 << 20) / (conftest.LAYERS * conftest.HEADS * 32 * slot)
     reported = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     assert reported == pytest.approx(blocks, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, kind):
-    """Not only the tokens: each code and scale in vLLM's pool, token by token."""
+@pytest.mark.parametrize("dtype", ["hf_fp8kv_e3m4", "hf_fp8kv_static"])
+def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, dtype):
+    """Compares each code and scale in vLLM's pool, token by token."""
     model, folder = models("llama")
-    options, dtype, path = {"dtype": "fp8_e3m4"}, "hf_fp8kv_e3m4", None
-    if kind == "static":
-        scales = make_scales("head", centered=True)
-        scales.save_pretrained(tmp_path)
-        options, dtype, path = {"scales": scales}, "hf_fp8kv_static", tmp_path
+    options, path = store_options(dtype, tmp_path)
     llm = serve(folder, dtype, path, enable_prefix_caching=False)
     prompt = prompts[-1]
     generate(llm, [prompt], tokens=1)
@@ -147,20 +136,14 @@ def test_stored_bytes_are_those_of_the_cache(models, prompts, serve, tmp_path, k
     with torch.no_grad():
         model(torch.tensor([prompt]), past_key_values=cache)
     for index, layer in enumerate(cache.layers):
-        pages, _ = layers[f"model.layers.{index}.self_attn.attn"].impl.bound._pages(
-            layers[f"model.layers.{index}.self_attn.attn"].kv_cache
-        )
+        attention = layers[f"model.layers.{index}.self_attn.attn"]
+        pages, _ = attention.impl.bound._pages(attention.kv_cache)
         pool = layer.pool
-        for count, start in enumerate(range(0, len(prompt), 32)):
+        stored = [(pages.k.codes, pool.k), (pages.v.codes.mT, pool.v.mT)]
+        if path is None:
+            stored.append((pages.token_scales, pool.token_scales))
+        for block, start in enumerate(range(0, len(prompt), 32)):
             size = min(32, len(prompt) - start)
-            # Block 0 is vLLM's own; the first request gets the others in order.
-            ours, theirs = count, count + 1
-            assert torch.equal(pages.k.codes[theirs, :, :size], pool.k[ours, :, :size]), (
-                index,
-                start,
-            )
-            assert torch.equal(pages.v.codes[theirs, :, :, :size], pool.v[ours, :, :, :size])
-            if kind == "dynamic":
-                assert torch.equal(
-                    pages.token_scales[theirs, :, :size], pool.token_scales[ours, :, :size]
-                )
+            for theirs, ours in stored:
+                # Block 0 is vLLM's own. The first request gets the next blocks in order.
+                assert torch.equal(theirs[block + 1, :, :size], ours[block, :, :size])

@@ -33,16 +33,36 @@ def make_pool(dtype, *, gap=0):
     return memory, memory.view(dtype.torch_dtype).as_strided(shape, strides)
 
 
+class Layer:
+    """A layer's pool and storage, and attention to its pages."""
+
+    def __init__(self, kind, backend, *, gap=0, reach=0, softcap=0.0, sinks=None):
+        dtype = DTYPES[NAMES[kind]]
+        self.backend, self.storage = backend, make_storage(dtype, centered=kind == "static")
+        plan = self.storage.plan
+        self.memory, view = make_pool(dtype, gap=gap)
+        self.pages = view_pages(view, DIM, plan, dynamic=dtype.dynamic, backend=backend)
+        self.layout = PageLayout(HEADS, DIM, SLOTS, plan, torch.float32, dtype.dynamic)
+        self.spec = AttentionSpec(DIM**-0.5, True, reach, softcap, sinks)
+
+    def attend(self, query, key, value, work):
+        out, spec = torch.full((1, *query.shape), torch.nan), self.spec
+        attend_layer(
+            *(x.transpose(0, 1)[None] for x in (query, key, value)), work, self.pages,
+            self.storage, self.layout, self.backend, window=None, scaling=spec.scaling,
+            reach=spec.window, softcap=spec.softcap, sinks=spec.sinks, out=out,
+        )  # fmt: skip
+        return out[0]
+
+
 def make_storage(dtype, *, centered):
     generator = torch.Generator().manual_seed(4)
     k = SidePlan(dtype.format, centered=centered)
     scales = [None, None]
     if not dtype.dynamic:
+        random = [torch.rand((HEADS, 1), generator=generator) for _ in range(2)]
         scales = [
-            (low + 0.01 * torch.rand((HEADS, 1), generator=generator))
-            .expand(HEADS, DIM)
-            .contiguous()
-            for low in (0.01, 0.03)
+            (low + 0.01 * x).repeat(1, DIM) for low, x in zip((0.01, 0.03), random, strict=True)
         ]
     center = torch.randn((HEADS, DIM), generator=generator) if centered else None
     return LayerStorage(LayerPlan(k, SidePlan(dtype.format)), *scales, center)
@@ -84,8 +104,9 @@ class Requests:
         return query, starts, run(query, *(torch.cat(x) for x in zip(*new, strict=True)), work)
 
 
-def expected(requests, request, query, storage, spec):
+def expected(requests, request, query, layer):
     """Return the attention of a request's queries to its K and V as they are stored."""
+    storage, spec = layer.storage, layer.spec
     sides = [
         (requests.keys[request], storage.plan.k, storage.k, storage.center),
         (requests.values[request], storage.plan.v, storage.v, None),
@@ -137,31 +158,13 @@ def test_steps(request, backend, gap, kind, attention):
         if not gap:
             pytest.skip("slow; pages are known by their addresses, with gaps or without")
         request.getfixturevalue("interpreted")
-    dtype = DTYPES[NAMES[kind]]
-    storage = make_storage(dtype, centered=kind == "static")
-    memory, view = make_pool(dtype, gap=gap)
-    pages = view_pages(view, DIM, storage.plan, dynamic=dtype.dynamic, backend=backend)
-    layout = PageLayout(HEADS, DIM, SLOTS, storage.plan, torch.float32, dtype.dynamic)
-    options = ATTENTIONS[attention]
-    spec = AttentionSpec(
-        DIM**-0.5, True, options.get("reach", 0), options.get("softcap", 0.0), options.get("sinks")
-    )
-
-    def run(query, key, value, work):
-        out = torch.full((1, *query.shape), torch.nan)
-        attend_layer(
-            query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-            work, pages, storage, layout, backend, window=None, scaling=spec.scaling,
-            reach=spec.window, softcap=spec.softcap, sinks=spec.sinks, out=out,
-        )  # fmt: skip
-        return out[0]
-
-    requests = Requests(seed=6)
+    layer = Layer(kind, backend, gap=gap, **ATTENTIONS[attention])
+    memory, requests = layer.memory, Requests(seed=6)
     for counts in STEPS[: 3 if backend == "triton" else None]:
-        query, starts, out = requests.step(counts, run)
+        query, starts, out = requests.step(counts, layer.attend)
         for number, (start, stop) in enumerate(itertools.pairwise(starts)):
             if start < stop:
-                want = expected(requests, number, query[start:stop], storage, spec)
+                want = expected(requests, number, query[start:stop], layer)
                 torch.testing.assert_close(out[start:stop], want, rtol=2e-4, atol=2e-4)
     assert (memory[:, memory.shape[1] - gap :] == 0xFF).all()
     used = requests.table[:, : -(-max(map(len, requests.keys)) // SLOTS)].unique()
@@ -177,23 +180,9 @@ def test_a_captured_decode_step(kind):
 
     The second of the first step has no slot: its block table is that of a request which waits.
     """
-    dtype = DTYPES[NAMES[kind]]
-    storage = make_storage(dtype, centered=kind == "static")
-    memory, view = make_pool(dtype)
-    pages = view_pages(view, DIM, storage.plan, dynamic=dtype.dynamic, backend="triton")
-    layout = PageLayout(HEADS, DIM, SLOTS, storage.plan, torch.float32, dtype.dynamic)
-    spec = AttentionSpec(DIM**-0.5, True, 0, 0.0, None)
-
-    def attend(query, key, value, work):
-        out = torch.full((1, *query.shape), torch.nan)
-        attend_layer(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)), work, pages, storage, layout,
-            "triton", window=None, scaling=spec.scaling, out=out,
-        )  # fmt: skip
-        return out[0]
-
-    requests = Requests(seed=8)
-    requests.step((17, 16, 31, 5, 9), attend)
+    layer, requests = Layer(kind, "triton"), Requests(seed=8)
+    memory = layer.memory
+    requests.step((17, 16, 31, 5, 9), layer.attend)
     buffers = DecodeStep(
         torch.empty(3, dtype=torch.int32), torch.empty((3, 8), dtype=torch.int32),
         torch.empty(3, dtype=torch.int64), SLOTS,
@@ -214,14 +203,14 @@ def test_a_captured_decode_step(kind):
                 requests.keys[row] = torch.cat([requests.keys[row], new[1][place : place + 1]])
                 requests.values[row] = torch.cat([requests.values[row], new[2][place : place + 1]])
         replay = DecodeStep(buffers.lengths, buffers.table, buffers.slots, SLOTS)
-        out = attend(*new, replay.work)
+        out = layer.attend(*new, replay.work)
         for place, row in enumerate(rows):
             if place == missing:
                 pages_of_row = requests.table[row].long()
                 assert torch.equal(memory[pages_of_row], before[pages_of_row])
                 assert not out[place].any()
                 continue
-            want = expected(requests, row, new[0][place : place + 1], storage, spec)
+            want = expected(requests, row, new[0][place : place + 1], layer)
             torch.testing.assert_close(out[place : place + 1], want, rtol=2e-4, atol=2e-4)
 
 
@@ -234,11 +223,9 @@ def test_steps_that_a_graph_can_hold(starts, decoding):
 
 
 def test_tokens_without_a_slot_are_not_stored():
-    dtype = DTYPES["hf_fp8kv_e3m4"]
     lengths, table = torch.tensor([2], dtype=torch.int32), torch.tensor([[3]], dtype=torch.int32)
     slots = torch.tensor([3 * SLOTS, -1])
     work = plan_step(np.array([0, 2], np.int32), lengths, table, slots, SLOTS, 2)
     assert work.written.tolist() == [0]
     assert work.table.tolist() == [[3]]
     assert work.ends.tolist() == [1]
-    assert dtype.dynamic
