@@ -38,7 +38,11 @@ FILES = {
     "tests": ("tests/**/*.py", "benchmarks/**/*.py", "examples/*.py"),
 }
 # The most matches of each pattern, in the order of `PATTERNS`. They only fall.
-ALLOWED = {"package": (), "docs": (), "tests": ()}
+ALLOWED = {
+    "package": (110, 25, 148, 80, 140, 1274, 39, 6, 39, 158, 27, 15, 41, 50, 41, 14, 35),
+    "docs": (27, 9, 47, 36, 0, 738, 34, 6, 17, 42, 13, 2, 28, 22, 15, 7, 22),
+    "tests": (50, 15, 36, 44, 7, 335, 10, 3, 21, 46, 7, 3, 25, 22, 14, 3, 10),
+}  # fmt: skip
 
 
 def prose_of(path: Path) -> str:
