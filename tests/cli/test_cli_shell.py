@@ -63,6 +63,7 @@ COMMAND = [sys.executable, "-m", "hf_fp8kv.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
+@pytest.mark.full
 def test_completion_of_a_process_of_its_own():
     asked = {"COMP_WORDS": "hf-fp8kv bench sp", "COMP_CWORD": "2"}
     environment = {**ENVIRONMENT, "_HF_FP8KV_COMPLETE": "complete_bash", **asked}

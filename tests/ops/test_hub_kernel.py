@@ -52,6 +52,7 @@ def test_it_imports_torch_and_triton_and_itself_alone(folder):
         assert {path.relative_to(built) for path in built.rglob("*.py")} == sources
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     version("triton").startswith("3.9."),
     reason="in the interpreter of Triton 3.9 a comparison of scalars is no mask of a block",
