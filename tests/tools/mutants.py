@@ -26,7 +26,8 @@ NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".*_cache", "build", "dist
 ALLOWED = 3
 # Exit codes of pytest: all passed, some failed.
 PASSED, FAILED = 0, 1
-TIMEOUT = 600.0
+TIMEOUT = 1800.0
+PARALLEL = ["-n", "2", "--dist", "worksteal"]
 
 
 class Mutant(NamedTuple):
@@ -381,8 +382,8 @@ def judge(tree: Path, mutant: Mutant) -> str:
     """Return what noticed the mutant: "named tests", "fast tier", "full tier", or "" if nothing."""
     stages = {
         "named tests": mutant.tests.split(),
-        "fast tier": [],
-        "full tier": ["-m", "", "--hypothesis-profile=full"],
+        "fast tier": PARALLEL,
+        "full tier": [*PARALLEL, "-m", "", "--hypothesis-profile=full"],
     }
     apply(tree, mutant)
     try:
@@ -399,7 +400,7 @@ def judge(tree: Path, mutant: Mutant) -> str:
 
 def check_unmutated(tree: Path, mutants: list[Mutant]) -> None:
     files = sorted({name for mutant in mutants for name in mutant.tests.split()})
-    code, tail = run_tests(tree, *files)
+    code, tail = run_tests(tree, *PARALLEL, *files)
     if code != PASSED:
         raise SystemExit(f"the tests fail without a mutation: pytest ended with {code}:\n{tail}")
 
