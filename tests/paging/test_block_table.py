@@ -527,6 +527,23 @@ def written(tokens: int, batch: int = 1, page_size: int = 4) -> BlockTable:
     return table
 
 
+@pytest.mark.parametrize(
+    ("token", "first"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (12, 3), (99, 3)]
+)
+def test_every_page_that_holds_a_token_is_kept(token, first):
+    """Before the token, or from it on: then nothing is left below what was released."""
+    table, cut = written(12, batch=2), written(12, batch=2)
+    table.release(token)
+    assert (table.first, table.count, table.allocator.held) == (first, 3, 2 * (3 - first))
+    cut.truncate(token)
+    count = min(-(-token // 4), 3)
+    assert (cut.first, cut.count, cut.allocator.held) == (0, count, 2 * count)
+    table.truncate(3)
+    assert (table.first, table.allocator.held) == (first, 0 if first else 2)
+    table.check()
+    cut.check()
+
+
 OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "truncate": lambda table: table.truncate(2),
