@@ -89,6 +89,17 @@ def test_auto_stores_sixteen_bits_as_they_are(dtype: torch.dtype, room: int | No
         assert_same(stored.dense()[:, :, :21], expected)
 
 
+@pytest.mark.parametrize("room", [None, 40])
+def test_centers_follow_their_sequences(room: int | None) -> None:
+    cache = FP8PagedCache(config(), dtype="fp8_e3m4", center_keys=True, max_cache_len=room)
+    k = torch.randn(2, HEADS, 21, DIM) + torch.tensor([40.0, -40.0])[:, None, None, None]
+    cache.update(k, k, 0)
+    read = cache.layers[0].keys.dense()[:, :, :21].clone()
+    assert (read - k)[..., -1].abs().max() < 0.1  # a channel that RoPE turns slowly
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_same(cache.layers[0].keys.dense()[:, :, :21], read[[1, 0]])
+
+
 @pytest.mark.parametrize("preallocated", [False, True])
 def test_rows(preallocated: bool) -> None:
     cache = FP8PagedCache(config(), max_cache_len=40 if preallocated else None, **EXACT)

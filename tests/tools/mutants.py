@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "select: centers stay in place", "cache/dynamic_layer.py",
         "            self.k_center = self.k_center[sequences.to(self.k_center.device)]",
-        "            pass", "tests/cache/test_centers.py",
+        "            pass", "tests/cache/test_cache.py",
     ),
     Mutant(
         "save: centers are lost", "cache/serialization.py",
