@@ -358,7 +358,7 @@ SPLITS = [
 ]
 
 
-# Without poison an output that nobody writes may be the memory of the same output before.
+# Without poison an output that no program writes may be the memory of an earlier equal output.
 @pytest.mark.usefixtures("poisoned_outputs")
 @pytest.mark.parametrize(("processors", "combine", "rotated", "swapped"), SPLITS)
 def test_any_split_gives_the_same_answer(processors, combine, rotated, swapped):
