@@ -8,17 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fp8kv import FP8PagedCache
+from hf_fp8kv.bench.contenders import AttentionLayer
 from tests.helpers.tiny_models import tiny
-
-
-class AttentionLayer(torch.nn.Module):
-    """A stand-in for a layer of a model: the attributes that attention functions read."""
-
-    is_causal = True
-
-    def __init__(self, groups: int, layer: int = 0) -> None:
-        super().__init__()
-        self.layer_idx, self.num_key_value_groups = layer, groups
 
 
 def attend(query: torch.Tensor, key: Any, value: Any, scaling: float) -> torch.Tensor:
