@@ -6,21 +6,18 @@ rational or float64 arithmetic, and the table of formats is typed in again.
 
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-import hypothesis.strategies as st
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import example, given
 
 from hf_fp8kv.errors import ConfigError
-from hf_fp8kv.formats import FORMATS, MIN_SCALE, Format, parse_dtype
+from hf_fp8kv.formats import FORMATS, MIN_SCALE, parse_dtype
 from hf_fp8kv.formats.codec import code_table, decode, dynamic_scale, encode, search_scale
 
 Floats = npt.NDArray[np.float64]
@@ -99,12 +96,6 @@ def expected_codes(numbers: Floats, spec: Spec, negative: npt.NDArray[np.bool_])
     code = np.where(negative & ((code > 0) | spec.has_negative_zero), code | 0x80, code)
     of_nan = np.where(negative, spec.negative_nan, spec.positive_nan)
     return torch.from_numpy(np.where(np.isnan(numbers), of_nan, code).astype(np.uint8))
-
-
-def exact_code(number: Fraction, spec: Spec) -> int:
-    """The same for one positive number, the slow way: the distance to every code."""
-    codes = [c for c in finite_codes(spec) if c < 0x80]
-    return min(codes, key=lambda c: (abs(exact_value(c, spec) - number), c % 2))
 
 
 def assert_codes(x: torch.Tensor, got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -234,20 +225,6 @@ def test_every_code_decodes_to_its_definition(fmt, device):
         torch.testing.assert_close(got.cpu(), theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@formats
-def test_what_a_code_stands_for_gets_that_code_back(fmt, device):
-    spec = SPECS[fmt.name]
-    codes = ALL_CODES.to(device)
-    again = encode(decode(codes, fmt), fmt)
-    for code, found in enumerate(again.tolist()):
-        if code in spec.nan:
-            assert found in spec.nan, f"{code:#04x}"
-        elif code in spec.inf:
-            assert found == fmt.max_code | code & 0x80, "infinity is the largest number"
-        else:
-            assert found == code
-
-
 # What a number becomes.
 
 
@@ -257,47 +234,6 @@ def test_a_number_becomes_the_nearest_code_ties_to_even(fmt, kind, device):
     spec = SPECS[fmt.name]
     x = inputs(kind, spec)
     assert_codes(x, encode(x.to(device), fmt), expected(kind, spec))
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_the_search_sends_every_tie_to_the_even_code(name):
-    spec = SPECS[name]
-    values = [exact_value(c, spec) for c in finite_codes(spec) if c < 0x80]
-    ties = [(low + high) / 2 for low, high in itertools.pairwise(values)]
-    even = [code + code % 2 for code in range(len(ties))]
-    assert [exact_code(tie, spec) for tie in ties] == even
-    exact = np.array([float(t) for t in ties])
-    assert expected_codes(exact, spec, np.zeros(len(ties), bool)).tolist() == even
-
-
-KNOWN = {
-    # Format, number, code; from the table of the OCP specification and by hand.
-    "e4m3-tie-to-16": ("fp8_e4m3", 17.0, 0x58),
-    "e4m3-carry-into-the-exponent": ("fp8_e4m3", 127.2, 0x70),
-    "e4m3-tie-past-max": ("fp8_e4m3", 464.0, 0x7E),
-    "e4m3-infinity": ("fp8_e4m3", INF, 0x7E),
-    "e4m3-over-half-a-step": ("fp8_e4m3", 2.0**-10 * (1 + 2.0**-23), 0x01),
-    "e4m3-negative-zero": ("fp8_e4m3", -0.0, 0x80),
-    "fnuz-one": ("fp8_e4m3fnuz", 1.0, 0x40),
-    "fnuz-has-no-negative-zero": ("fp8_e4m3fnuz", -0.0, 0x00),
-    "e5m2-one": ("fp8_e5m2", 1.0, 0x3C),
-    "e5m2-infinity-saturates": ("fp8_e5m2", INF, 0x7B),
-    "e3m4-one": ("fp8_e3m4", 1.0, 0x30),
-    "e3m4-infinity": ("fp8_e3m4", -INF, 0xFF),
-    "e3m4-tie": ("fp8_e3m4", 16.5, 0x70),
-    "e2m5-one": ("fp8_e2m5", 1.0, 0x20),
-    "e2m5-largest-subnormal-rounds-up": ("fp8_e2m5", 63 * 2.0**-6, 0x20),
-    "e2m5-just-under-max": ("fp8_e2m5", 7.8, 0x7E),
-    "int8-minus-one": ("int8", -1.0, 0x81),
-    "int8-tie-up": ("int8", -65.5, 0xC2),
-    "int8-past-max": ("int8", -128.0, 0xFF),
-    "int8-rounds-to-the-only-zero": ("int8", -0.5, 0x00),
-}
-
-
-@pytest.mark.parametrize(("name", "number", "code"), KNOWN.values(), ids=KNOWN)
-def test_known_codes(name, number, code):
-    assert encode(torch.tensor([number]), FORMATS[name]).tolist() == [code]
 
 
 def test_shapes_and_strides_do_not_matter():
@@ -314,41 +250,6 @@ def test_shapes_and_strides_do_not_matter():
 
 
 # Dynamic scales.
-
-
-def exact_scale(amax: float, fmt: Format) -> float:
-    """The smallest bfloat16 that is not below the float32 quotient, in float64."""
-    quotient = max(float(np.float32(amax) / np.float32(fmt.max)), MIN_SCALE)
-    fraction, exponent = math.frexp(quotient)
-    return math.ldexp(math.ceil(math.ldexp(fraction, 8)), exponent - 8)
-
-
-FLOAT32_MAX = 3.4028234663852886e38
-vectors = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1)
-format_names = st.sampled_from(list(FORMATS))
-
-
-@given(vector=vectors, name=format_names)
-@example(vector=[448.0], name="fp8_e4m3")
-@example(vector=[math.nextafter(448.0, 449.0)], name="fp8_e4m3")
-@example(vector=[FLOAT32_MAX, 1.0], name="fp8_e3m4")
-@example(vector=[FLOAT32_MAX], name="fp8_e5m2")
-@example(vector=[2.0**-91], name="fp8_e4m3")
-def test_the_largest_number_gets_the_largest_code_and_never_saturates(vector, name):
-    fmt = FORMATS[name]
-    x = torch.tensor(vector)
-    scale = dynamic_scale(x, fmt)
-    amax = x.abs().max().item()
-    assert scale.dtype == torch.bfloat16
-    assert scale.item() == exact_scale(amax, fmt)
-    scaled = x * scale.float().reciprocal()
-    assert scaled.isfinite().all()
-    # Within the rounding of the quotient, the reciprocal and the product: three of 2^-24.
-    assert scaled.abs().max().item() <= fmt.max * (1 + 2.0**-22)
-    if amax / fmt.max >= MIN_SCALE:
-        # A scale rounded up costs less than 2^-7: less than half of the last step, one of int8's.
-        lost = 1 if name == "int8" else 0
-        assert (encode(scaled, fmt) & 0x7F).max().item() >= fmt.max_code - lost
 
 
 @formats
@@ -376,19 +277,27 @@ def test_a_vector_with_nan_or_infinity_gets_the_scale_nan_and_reads_back_as_nan(
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_scales_are_per_vector_and_of_every_16_bit_number(fmt, dtype):
-    # One vector for each positive finite pattern: the number, and half of it with the other sign.
+    # One vector for each positive finite pattern: half of the number, and its negative.
     if dtype == torch.float32:
         x = float32_grid()
     else:
         x = from_bits(EVERY_16_BIT_PATTERN, dtype)
-    x = x[x.isfinite() & (x >= 0)][:, None] * torch.tensor([1.0, -0.5], dtype=dtype)
+    largest = x[x.isfinite() & (x >= 0)]
+    x = largest[:, None] * torch.tensor([0.5, -1.0], dtype=dtype)
     scale = dynamic_scale(x, fmt)
     assert scale.shape == x.shape[:-1]
     # numpy divides and rounds as IEEE says; upwards, then, is adding one to the upper half.
-    quotient = x[:, 0].float().numpy() / np.float32(fmt.max)
+    quotient = largest.float().numpy() / np.float32(fmt.max)
     bits = np.maximum(quotient, np.float32(MIN_SCALE)).view(np.uint32)
     expected = (bits >> 16) + (bits & 0xFFFF > 0)
     assert np.array_equal(scale.view(torch.int16).numpy().view(np.uint16), expected)
+    # A number never saturates: the quotient, the reciprocal and the product round by 2^-24 each.
+    scaled = x[:, 1].float() * scale.float().reciprocal()
+    assert scaled.abs().max() <= fmt.max * (1 + 2.0**-22)
+    # A scale rounded up costs less than 2^-7: less than half of the last step, one of int8's.
+    lost = 1 if fmt.name == "int8" else 0
+    codes = encode(scaled[torch.from_numpy(quotient >= MIN_SCALE)], fmt) & 0x7F
+    assert codes.min() >= fmt.max_code - lost
 
 
 # What was written before.
@@ -422,19 +331,6 @@ def test_codes_numbers_and_scales_are_those_of_earlier_versions(name):
 
 
 # Scales from one format to another.
-
-
-def test_the_same_bits_in_fnuz_are_worth_half():
-    e4m3, fnuz = FORMATS["fp8_e4m3"], FORMATS["fp8_e4m3fnuz"]
-    finite = [c for c in finite_codes(SPECS["fp8_e4m3"]) if c != 0x80]
-    codes = torch.tensor(finite, dtype=torch.uint8)
-    assert fnuz.scale_from_e4m3 == 2.0
-    assert torch.equal(decode(codes, e4m3), decode(codes, fnuz) * fnuz.scale_from_e4m3)
-    # A number encoded with the doubled scale keeps its bits.
-    x = torch.randn(1000) * 40
-    same = encode(x / fnuz.scale_from_e4m3, fnuz)
-    in_range = (encode(x, e4m3) & 0x7F) > 0
-    assert torch.equal(encode(x, e4m3)[in_range], same[in_range])
 
 
 FACTORS = {

@@ -42,16 +42,12 @@ def pages(name: str, tokens: int, dim: int, center: Tensor | None = None) -> Pag
 
 
 def written(
-    key: Tensor, name: str, backend: str, center: Tensor | None = None, step: int = 0
+    key: Tensor, name: str, backend: str, center: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The codes of K, its scales, and V's where V is K, after a write of `key` `[1, H, T, D]`."""
     tokens = key.shape[2]
     stored = pages(name, tokens, key.shape[3], center)
-    for begin in range(0, tokens, step or tokens):
-        part = key[:, :, begin : begin + (step or tokens)]
-        ops.write(
-            stored, part, part, torch.tensor([begin + part.shape[2]], dtype=torch.int32), backend
-        )
+    ops.write(stored, key, key, torch.tensor([tokens], dtype=torch.int32), backend)
 
     def in_order(pool: Tensor | None) -> Tensor:
         assert pool is not None
@@ -156,16 +152,6 @@ def test_sums_of_the_largest_errors_are_exact(name, dim, backend):
     error = (decode(encode(worst, fmt), fmt) - worst).abs() * codec.error_unit(fmt)
     assert ((error >= 500) & (error <= 512)).sum() == 4 * (dim - 1)
     check(shaped(torch.cat([worst, worst * 1.001, torch.randn(8, dim)])), name, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_one_by_one_or_all_at_once(backend):
-    key = shaped(torch.cat([ordinary(80), ties(80), special(80)]))
-    once = written(key, "fp8_e4m3", backend)
-    for step in (1, 7):
-        again = written(key, "fp8_e4m3", backend, step=step)
-        same(again[0], once[0], "fp8_e4m3")
-        same_scales(again[1], once[1])
 
 
 def test_a_scale_does_not_depend_on_its_neighbours():

@@ -23,6 +23,7 @@ from unittest.mock import patch
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compiler
@@ -46,19 +47,14 @@ def _compile(src: Any, **_: Any) -> SimpleNamespace:
     def run(*launch: Any) -> None:
         *grid, stream, function, metadata, _data, enter, _exit = launch[:9]
         hooked.append(enter is not None)
-        started.append((*grid, stream, function, metadata, _addresses(launch[9:])))
+        started.append(
+            (*grid, stream, function, metadata, map_tensors(launch[9:], torch.Tensor.data_ptr))
+        )
 
     return SimpleNamespace(
         run=run, function=f"{src.fn.__name__} {next(_numbers)}", packed_metadata="metadata",
         launch_metadata=lambda *_: None,
     )  # fmt: skip
-
-
-def _addresses(x: Any) -> Any:
-    """Return arguments as the launcher reads them: a tensor is its address."""
-    if isinstance(x, torch.Tensor):
-        return x.data_ptr()
-    return tuple(map(_addresses, x)) if isinstance(x, tuple) else x
 
 
 def pretend() -> None:
@@ -95,18 +91,13 @@ class Made(TorchDispatchMode):
 
 def map_tensors(args: Any, change: Callable[[torch.Tensor], Any], at: int = -1) -> Any:
     """Return arguments with the tensor number `at` changed; -1: all of them."""
-    left = [at]
-
-    def visit(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            left[0] -= 1
-            return change(x) if at < 0 or left[0] == -1 else x
-        if isinstance(x, tuple):
-            parts = [visit(element) for element in x]
-            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-        return x
-
-    return visit(args)
+    leaves, spec = tree_flatten(args)
+    numbers = itertools.count()
+    changed = [
+        change(x) if isinstance(x, torch.Tensor) and (next(numbers) == at or at < 0) else x
+        for x in leaves
+    ]
+    return tree_unflatten(changed, spec)
 
 
 def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -119,8 +110,6 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
         return x
 
     def named(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(map(named, x))
         if isinstance(x, int) and not isinstance(x, bool):
             for i, tensor in enumerate(made.tensors):
                 if 0 <= x - tensor.data_ptr() < tensor.nbytes:
@@ -134,7 +123,7 @@ def call(operation: Any, args: tuple[Any, ...]) -> list[Any]:
         result = operation(*args)
     sizes = [(x.shape, x.dtype) for x in made.tensors]
     returned = None if result is None else (named(result.data_ptr()), result.shape)
-    return [*map(named, started), sizes, returned]
+    return [*tree_map(named, started), sizes, returned]
 
 
 def compare(operation: Any, args: tuple[Any, ...], what: str) -> bool:
@@ -282,20 +271,14 @@ def check(operation: Any, first: Any, second: Any, what: str, around: Any = null
     compare(operation, first, f"after {what}")
 
 
-def large(x: Any) -> set[int]:
-    """Return the numbers of launches that may be addresses."""
-    if isinstance(x, tuple | list):
-        return set().union(*map(large, x))
-    return {x} if isinstance(x, int) and x > 1 << 32 else set()
-
-
 def check_addresses(operation: Any, args: Any) -> None:
     """Raise AssertionError unless a plan keeps its room, and a copy of a call has its own."""
     found, results = [], []
     for again in (args, args, deepcopy(args), pickle.loads(pickle.dumps(args))):
         started.clear()
         results.append(operation(*again))
-        found.append(large(started) - {results[-1].data_ptr()})
+        addresses = {x for x in tree_leaves(started) if isinstance(x, int) and x > 1 << 32}
+        found.append(addresses - {results[-1].data_ptr()})
     assert found[0] == found[1], "each call by a plan has the same room: a CUDA graph needs it"
     assert all(x.isdisjoint(y) for x, y in itertools.combinations(found[1:], 2))
 

@@ -1,14 +1,12 @@
 """Plans: one for all layers of a step, made when the step's tokens are stored, never an old one.
 
-The stand-in's attention raises for a plan that was made for other lengths than it is given. How
-good the plans are that the kernel makes is judged by a model of a GPU. test_kernels_attention.py
-tests that the kernel makes these.
+The stand-in's attention raises for a plan that was made for other lengths than it is given.
+test_kernels_attention.py tests the plans that the kernel makes.
 """
 
 import copy
 import inspect
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from transformers.masking_utils import create_chunked_causal_mask
 from hf_fp8kv import FP8PagedCache, ops
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from tests.helpers.assertions import assert_same
-from tests.helpers.gpu_model import H200, best_time, bound, cut, least_time, run_parts, time_of
 from tests.helpers.standin import Made, triton_standin
 from tests.helpers.tiny_models import tiny
 
@@ -204,46 +201,3 @@ def test_layers_that_part_ways_lose_no_token(device: torch.device) -> None:
     check(update(0, 1), 1)
     check(lambda cache: cache.layers[1].reset(), 0)
     check(update(1, 130), 1)
-
-
-# -- how well plans fill a GPU ---------------------------------------------------------------------
-
-
-def test_the_model_of_a_gpu_gives_what_can_be_worked_out():
-    fixed, size = H200.start + H200.end, 10**7
-    alone = size / (H200.rates[0] * H200.clock)
-    assert run_parts([size]) == pytest.approx(fixed + alone)
-    # One on each processor do not disturb each other; two share theirs.
-    assert run_parts([size] * 132) == pytest.approx(fixed + alone)
-    pair = H200.rates[0] / H200.rates[1] * 2 * alone
-    assert run_parts([size] * 133) == pytest.approx(fixed + pair)
-    # All places: the memory is the limit. One more has a processor for itself.
-    full = 792 * size / H200.bandwidth
-    assert run_parts([size] * 792) == pytest.approx(fixed + full)
-    assert run_parts([size] * 793) == pytest.approx(2 * fixed + full + alone, rel=1e-4)
-
-
-def some_batches(heads: int) -> Iterator[list[int]]:
-    generator = random.Random(heads)
-    for batch in (1, 3, 8, 25, 33, 50, 64, 100, 256):
-        most = 128 if batch <= 8 else 32
-        if batch * heads <= 2100:
-            yield from ([n * 1024] * batch for n in (1, 4, 32, 128) if n <= most)
-            yield [generator.randrange(1024, most * 1024) for _ in range(batch)]
-            yield [most * 1024, *[1024] * (batch - 1)]
-
-
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
-def test_plans_take_hardly_longer_than_the_best(heads):
-    """95 % of what the memory gives, or of the best of 20 other plans where none reaches that."""
-    for lengths in some_batches(heads):
-        even = len(set(lengths)) == 1
-        took = time_of(cut(lengths, heads, H200.places), lengths, heads)
-        shares = [bound(lengths, heads) / took, least_time(lengths, heads) / took]
-        enough = 0.95 if took > 30 else 0.88
-        if max(shares) < enough:
-            shares.append(best_time(lengths, heads) / took)
-        assert max(shares) >= enough, (len(lengths), lengths[:3], took, shares)
-        # From 0.5 GB on what every plan takes at its beginning and end is of no weight.
-        if even and bound(lengths, heads) > 120:
-            assert shares[0] >= 0.95, (len(lengths), lengths[0], took, shares)
