@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
-from hf_fp8kv import FP8PagedCache
+from hf_fp8kv import ConfigError, FP8PagedCache
 from hf_fp8kv.cache.paged_tensor import densify
 from tests.data.caches.make import CASES, continue_cache, make_cache
 
@@ -60,3 +61,12 @@ def test_a_golden_file_loads_and_continues(name: str, tmp_path: Path) -> None:
 def test_every_golden_file_is_tested() -> None:
     names = {path.name for path in FOLDER.glob("*.safetensors")}
     assert names == {f"{name}{part}.safetensors" for name in CASES for part in ("", ".continued")}
+
+
+def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    golden, later = FOLDER / f"{next(iter(CASES))}.safetensors", tmp_path / "later.safetensors"
+    with safe_open(golden, framework="pt") as file:
+        header = {**file.metadata(), "version": "3"}
+    save_file(read_file(golden)[1], later, metadata=header)
+    with pytest.raises(ConfigError, match="version '3'"):
+        FP8PagedCache.load(later)
