@@ -73,28 +73,6 @@ def _splits_heads(model: Any) -> bool:
     )
 
 
-def check_plan(model: PreTrainedModel, tp_size: int) -> None:
-    """Raise ConfigError unless an engine can serve a model over `tp_size` processes.
-
-    The model is whole, and needs no weights: it may be on the device "meta".
-    """
-    name, plan = type(model).__name__, model.tp_plan or {}
-    if not plan:
-        raise ConfigError(
-            f"expected a model with a plan for tensor parallelism, got {name}, for which "
-            "transformers has none; serve it in one process"
-        )
-    if _splits_heads(model):
-        check_divides(model.config.get_text_config(decoder=True), tp_size, "one process")
-    elif any(path.rpartition(".")[2] in ("k_proj", "v_proj") for path in plan):
-        # transformers' engine does not look at the style of these.
-        raise ConfigError(
-            f"expected a plan for tensor parallelism that leaves each process its own KV heads, "
-            f"got that of {name}, which gathers all of them, and transformers' engine takes them "
-            "for split; serve it in one process"
-        )
-
-
 def kv_heads(config: Any, layer: int) -> int | None:
     """Return the KV heads of a layer of the whole model; None: the config does not say."""
     return _heads(config, layer, "num_key_value_heads") or query_heads(config, layer)
@@ -114,13 +92,8 @@ def _heads(config: Any, layer: int, field: str) -> int | None:
     return heads if isinstance(heads, int) else None
 
 
-def check_divides(
-    config: Any, tp_size: int, otherwise: str = "one process with device_map='auto'"
-) -> None:
-    """Raise ConfigError unless the KV heads of every layer can be split over `tp_size`.
-
-    `otherwise`: what the error offers beside other numbers.
-    """
+def check_divides(config: Any, tp_size: int) -> None:
+    """Raise ConfigError unless the KV heads of every layer can be split over `tp_size`."""
     layers = config_field(config, "num_hidden_layers")
     counts = {kv_heads(config, index) for index in range(layers if isinstance(layers, int) else 1)}
     for heads in sorted(count for count in counts if count):
@@ -129,7 +102,8 @@ def check_divides(
             raise ConfigError(
                 f"tp_size: expected a number of processes that divides the {heads} KV heads of "
                 f"the model ({getattr(config, 'model_type', type(config).__name__)}), got "
-                f"{tp_size}; use {' or '.join(fit)}, or {otherwise}"
+                f"{tp_size}; use {' or '.join(fit)}, or one process with "
+                "device_map='auto'"
             )
 
 

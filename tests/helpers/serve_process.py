@@ -205,13 +205,10 @@ class HostedServer(Endpoint):
 class Server(Endpoint):
     """`hf-fp8kv serve` on a free port, in a separate process. Its log is read while it runs."""
 
-    def __init__(
-        self, model: str, *options: str, environment: dict[str, str] | None = None,
-        program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
-    ):  # fmt: skip
+    def __init__(self, model: str, *options: str, environment: dict[str, str] | None = None):
         self.model = model
         self.process = subprocess.Popen(
-            [sys.executable, *program, "serve", model, *SERVE_OPTIONS, *options],
+            [sys.executable, "-m", "hf_fp8kv.cli", "serve", model, *SERVE_OPTIONS, *options],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
         )  # fmt: skip
@@ -262,11 +259,10 @@ class Server(Endpoint):
 
 @contextlib.contextmanager
 def serving(
-    model: str, *options: str, environment: dict[str, str] | None = None,
-    program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
-) -> Iterator[Server]:  # fmt: skip
+    model: str, *options: str, environment: dict[str, str] | None = None
+) -> Iterator[Server]:
     """Run a server inside, in a separate process."""
-    server = Server(model, *options, environment=environment, program=program)
+    server = Server(model, *options, environment=environment)
     try:
         yield server
     finally:

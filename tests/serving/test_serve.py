@@ -698,6 +698,12 @@ def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
         assert (code, says in " ".join(err.split())) == (1, True), err
 
 
+def test_processes_of_torchrun_are_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run("serve", str(tmp_path), "--port", "0")
+    assert (code, "expected a single process" in " ".join(err.split())) == (1, True), err
+
+
 # -- how it ends -----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ from .generation import Generation
 from .grammars import Grammars, why_unavailable
 from .latencies import Latencies
 from .logits import LogprobRecorder, score_prompts, wants_prompt
-from .ranks import join_ranks
 from .requests import RequestTracker
 from .sampling import isolate_rows, per_request_sampling
 from .scheduling import share_steps
@@ -101,14 +100,7 @@ class Engine(Generation):
         share_steps(processor.scheduler)
         processor.cache.on_prefix = self._note_prefix
         processor.cache.takes_prefix = functools.partial(_takes_prefix, processor.scheduler)
-        join_ranks(cb, processor)
         return processor
-
-    def wait(self) -> None:
-        """Wait until the engine has ended."""
-        thread = self._cb._generation_thread
-        if thread is not None:
-            thread.join()
 
     def _note_prefix(self, request_id: str, tokens: int) -> None:
         """Note how much of a prompt was there; the engine's thread calls this."""

@@ -53,9 +53,6 @@ class Guide:
         if self.complete:
             raise GrammarError("it matches nothing but the empty text")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteGuide, (self.field,)  # to another process
-
     def __copy__(self) -> "Guide":
         other = object.__new__(type(self))
         vars(other).update(vars(self))
@@ -102,28 +99,6 @@ class Guide:
         self._accepting = bool(self._matcher.is_accepting())
         if not self._accepting and not self._allowed.any():
             raise GrammarError(_NO_TOKEN)
-
-
-class RemoteGuide(Guide):
-    """A guide that arrived from another process, which says what becomes of each token."""
-
-    def __init__(self, field: str) -> None:
-        self.field, self.failures = field, []
-        # What ended the request with its last token, if anything; and whether the text is complete.
-        self.verdict: tuple[str | None, bool] = (None, False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Guide:
-        return copy.copy(self)
-
-    @property
-    def complete(self) -> bool:
-        """Whether the text matches, and none that is longer begins with it."""
-        return self.verdict[1]
-
-    def accept(self, *tokens: int) -> None:
-        """Raise GrammarError if the other process did."""
-        if self.verdict[0] is not None:
-            raise GrammarError(self.verdict[0])
 
 
 def follow(state: Any, token: int, vocabulary: int) -> str | None:

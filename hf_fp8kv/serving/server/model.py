@@ -10,7 +10,6 @@ from transformers.cli.serving.utils import Modality
 from ... import serving
 from ...errors import ConfigError
 from .errors import APIError
-from .ranks import load_split
 
 # Tokens of unknown words, or of spaces that are dropped, stand for more than their own characters.
 _LONG_TOKEN = 128
@@ -20,8 +19,7 @@ class SingleModelManager(ModelManager):
     """A ModelManager that loads one model and its tokenizer when it is made, and no other.
 
     `pages` are keywords of `hf_fp8kv.serving.enable`, `loading` those of ModelManager; clients call
-    the model `served_name`, or what it is called here; `template` stands for its chat template. Of
-    several `processes` each loads its part.
+    the model `served_name`, or what it is called here; `template` stands for its chat template.
 
     Raises:
         ConfigError: it is not a text model that continuous batching can run, or a template that
@@ -30,9 +28,9 @@ class SingleModelManager(ModelManager):
 
     def __init__(
         self, name: str, *, pages: Mapping[str, Any], loading: Mapping[str, Any],
-        served_name: str | None = None, template: str | None = None, processes: int = 1,
+        served_name: str | None = None, template: str | None = None,
     ) -> None:  # fmt: skip
-        self._pages, self._served_name, self._processes = pages, served_name, processes
+        self._pages, self._served_name = pages, served_name
         super().__init__(force_model=name, **loading)
         (loaded,) = self.loaded_models.values()
         self.model: Any = loaded.model
@@ -101,14 +99,7 @@ class SingleModelManager(ModelManager):
         return [{"id": self.names[-1], "object": "model", "created": 0, "owned_by": ""}]
 
     def _load_model(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        if self._processes > 1:
-            name, _, revision = model_id_and_revision.partition("@")
-            model = load_split(
-                name, revision, self._processes, device=self.device, dtype=self.dtype,
-                quantization=self.quantization, trust_remote_code=self.trust_remote_code,
-            )  # fmt: skip
-        else:
-            model = super()._load_model(model_id_and_revision, *args, **kwargs)
+        model = super()._load_model(model_id_and_revision, *args, **kwargs)
         serving.enable(model, **self._pages)
         return model
 

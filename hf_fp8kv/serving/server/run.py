@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-import torch
 import uvicorn
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +22,6 @@ from .metrics import format_summary
 from .model import SingleModelManager
 from .mount import Application
 from .options import LOADING_OPTIONS, batching_config, template_arguments
-from .ranks import Ranks, check_batching
 
 logger = logging.getLogger(__name__)
 
@@ -59,32 +57,28 @@ def serve(
     address when requests are answered. `served_name` and `template`: see `SingleModelManager`;
     `max_model_tokens`: see `Engine`.
 
-    Of several processes that torchrun started each has a part of the model, and the first listens;
-    the others return when it has ended.
-
     Raises:
-        ConfigError: the model, its pages or the address are not available.
-        EngineError: the engine ended while it served, which no request can bring about: whatever
-            supervises the process has to start it again.
+        ConfigError: The model, its pages or the address are not available, or torchrun started
+            several processes.
+        EngineError: The engine ended while it served, which no request can cause. A supervisor has
+            to start the process again.
     """
-    ranks = Ranks.from_environment()
-    level = "error" if ranks.rank else str(options.get("log_level", "warning")).lower()
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ConfigError(
+            "expected a single process, got several from torchrun (WORLD_SIZE); to serve a model "
+            "on several GPUs use vLLM with the plugin of hf_fp8kv"
+        )
+    level = str(options.get("log_level", "warning")).lower()
     transformers_logging.get_logger("transformers").setLevel(transformers_logging.log_levels[level])
     # Refused before the model is loaded.
-    batching = batching_config(options, "")
-    if ranks.size > 1:
-        check_batching(batching)
+    batching_config(options, "")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_said_once(ranks))
-        bound = None if ranks.rank else stack.enter_context(contextlib.closing(listen(host, port)))
-        model = _load(
-            name, pages, options, served_name=served_name, template=template, processes=ranks.size
-        )
+        bound = stack.enter_context(contextlib.closing(listen(host, port)))
+        model = _load(name, pages, options, served_name=served_name, template=template)
         stack.callback(model.shutdown)
-        batching = batching_config(options, model.model.device.type)
         app = Application(
             model, config,
-            batching=batching if ranks.size == 1 else check_batching(batching),
+            batching=batching_config(options, model.model.device.type),
             seed=options.get("default_seed"),
             max_model_tokens=max_model_tokens,
             cors=bool(options.get("enable_cors", False)),
@@ -92,40 +86,18 @@ def serve(
             compile=bool(options.get("compile", False)),
         )  # fmt: skip
         stack.callback(app.stop)
-        if ranks.rank:
-            for number in _SIGNALS:
-                signal.signal(number, signal.SIG_IGN)  # the first process gets it, too
         app.start()  # before uvicorn: an error is one line then, and a signal ends the process
         assert app.middleware is not None
         engine = app.middleware.engine
-        failure = None
-        if bound is None:
-            engine.wait()
-        else:
-            server = _Server(app, lambda: on_ready(_address(bound)))
-            server.run(sockets=[bound])
-            app.stop()
-            failure = server.failure
-        failure = engine.why_dead() or failure
+        server = _Server(app, lambda: on_ready(_address(bound)))
+        server.run(sockets=[bound])
+        app.stop()
+        failure = engine.why_dead() or server.failure
         if failure is not None:
             raise EngineError(
                 f"the engine ended: {failure}; start the server again, and if it ends again "
                 "report what its log says"
             )
-        if ranks.size > 1:
-            torch.distributed.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _said_once(ranks: Ranks) -> Iterator[None]:
-    """Let the first process explain an error that all have, and end the others, inside."""
-    try:
-        yield
-    except ConfigError:
-        if ranks.rank:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(_END_SECONDS)
-        raise
 
 
 def _load(
