@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from hf_fp8kv.scales import KVScales, LayerScales
 from hf_fp8kv.scales.report import CalibrationReport
+from tests.helpers import server_rules
 from tests.scales.test_export import random_scales
 
 OLD = """---
@@ -55,6 +56,8 @@ def test_a_server_that_cannot_take_the_scales_is_left_out(model, tmp_path):
     card = written(model, tmp_path / "copy", None, heads, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
+    with pytest.raises(server_rules.Refused, match="only 8-bit floats per tensor"):
+        server_rules.sglang(tmp_path / "copy")
 
 
 def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
