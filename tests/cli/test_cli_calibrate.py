@@ -164,17 +164,14 @@ def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibratio
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
 
 
-def test_a_folder_with_weights_takes_no_config(run, calibration, model, tmp_path):
+def test_places_that_take_no_scales_cost_no_minutes(run, calibration, model, tmp_path):
     err = run.fails("--out", model, "--format", "autofp8")
     assert "got one with it" in err or "without weights" in err
     err = run.fails("--out", model, "--format", "trtllm", "--overwrite")
     assert "TensorRT-LLM converts the weights" in err
     (tmp_path / "file").write_text("")
     assert "expected a folder" in run.fails("--out", tmp_path / "file")
-    assert calibration.calls == []
-
-
-def test_a_copy_replaces_nothing(run, calibration, model, tmp_path):
+    # A copy of the checkpoint replaces nothing.
     (tmp_path / "out" / "checkpoint").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint" / "mine").write_text("")
     assert "new or empty" in run.fails("--checkpoint", model, "--overwrite")

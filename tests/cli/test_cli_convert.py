@@ -8,7 +8,7 @@ import torch
 
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, save
 from tests.scales.test_export import FakeApi, assert_holds, kept, random_scales
-from tests.scales.test_sources import DATA
+from tests.scales.test_sources import DATA, edit_json
 
 
 @pytest.fixture
@@ -104,8 +104,7 @@ def test_missing_layers_are_for_the_lenient(run, tmp_path):
     KVScales({0: layers[0], 2: layers[2]}, model_type="llama").save_pretrained(
         tmp_path / "there", format="autofp8"
     )
-    config = json.loads((tmp_path / "there" / "config.json").read_text())
-    (tmp_path / "there" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    edit_json(tmp_path / "there" / "config.json", num_hidden_layers=3)
     arguments = ["convert", tmp_path / "there", tmp_path / "out", "--to", "tgi"]
     assert "--lenient" in run.fails(*arguments)
     warnings = run.json(*arguments, "--lenient")["warnings"]

@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +10,11 @@ import torch
 import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from hf_fp8kv.scales.report import CalibrationReport, LayerStatistics, QualityRow, SideStatistics
+from hf_fp8kv.scales.report import CalibrationReport
+from tests.cli.test_scales_table import found
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
-
-DATA = Path(__file__).parents[1] / "data" / "scales"
-
-
-def found(layers: int) -> CalibrationReport:
-    side = SideStatistics((1.5, 7.25), 0.125, 0.0625, {"fp8_e4m3": 0.02})
-    rows = (QualityRow("static fp8_e4m3", 0.0123, 0.4, 0.96, 9.5, 77),)
-    return CalibrationReport(
-        "tiny", "fp8_e4m3", "head", 1.0, 3, 500, 77, 1.5, "2026-11-21T10:00:00", {}, {},
-        "0" * 64, "centers: none helped",
-        {i: LayerStatistics(side, side, False, None) for i in range(layers)}, rows,
-    )  # fmt: skip
+from tests.scales.test_sources import DATA, edit_json
 
 
 @pytest.fixture
@@ -36,7 +24,7 @@ def measured(monkeypatch) -> list[dict[str, object]]:
 
     def measure(model, scales, texts, **options):
         calls.append({"model": model, "scales": scales, "texts": texts, **options})
-        return found(len(scales.layers))
+        return found(len(scales.layers), heads=2)
 
     monkeypatch.setattr(hf_fp8kv.calibration, "measure", measure, raising=False)
     return calls
@@ -111,10 +99,7 @@ def test_how_a_saved_cache_is_stored(run, tmp_path):
     assert "5 tokens" in out
     for index, plan in enumerate(PLANS[:2]):
         (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index} ")]
-        assert row.split("│")[2:4] == [
-            f" {side}".ljust(len(cell))
-            for side, cell in zip(plan, row.split("│")[2:4], strict=True)
-        ]
+        assert [cell.strip() for cell in row.split("│")[2:4]] == [str(side) for side in plan]
     said = run.json("inspect", path)
     assert said["plans"] == {str(plan): 1 for plan in PLANS[:2]}
     assert said["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
@@ -131,8 +116,7 @@ def test_warnings_of_the_reader_and_odd_scales_are_shown(run, tmp_path):
     layer = LayerScales(torch.tensor(1.0), torch.tensor(1.0))
     scales = KVScales({0: layer, 2: layer}, model_type="llama")
     scales.save_pretrained(tmp_path, format="autofp8")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    edit_json(tmp_path / "config.json", num_hidden_layers=3)
     out, err = run("inspect", tmp_path)
     assert "warning: " in err
     assert "layers without scales: 1" in err
@@ -153,13 +137,13 @@ def test_a_measurement_is_shown(run, tmp_path, model, measured):
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
     assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}
-    for part in ("7.25", "12.5 %", "6.25 %", "static fp8_e4m3", "1.23e-02", "96.00%"):
+    for part in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
         assert part in out
     said = run.json(*fixed, "--texts", text)
-    assert said["layers"]["1"]["v"]["amax"] == 7.25
+    assert said["layers"]["1"]["v"]["amax"] == 2.125
     assert said["layers"]["1"]["v"]["amax_from"] == "text"
-    assert said["layers"]["1"]["k"]["saturated"] == 0.125
-    assert CalibrationReport.from_dict(said["report"], "it") == found(2)
+    assert said["layers"]["1"]["k"]["saturated"] == 0.00003
+    assert CalibrationReport.from_dict(said["report"], "it") == found(2, heads=2)
     run(*fixed, "--texts", "pydoc")  # the documentation of Python
     assert len(texts := measured[-1]["texts"]) > 50
     assert all(isinstance(text, str) for text in texts)
@@ -184,10 +168,10 @@ def test_a_picture_needs_matplotlib_before_anything_is_done(run, monkeypatch, me
     assert measured == []
 
 
-def test_a_report_next_to_the_scales_is_shown(run, tmp_path, monkeypatch):
-    scales = replace(random_scales("head"), report=found(3))
-    module = sys.modules["hf_fp8kv.scales.kv_scales"]
-    monkeypatch.setattr(module, "resolve", lambda *_, **__: scales)
+def test_a_report_next_to_the_scales_is_shown(run, tmp_path):
+    scales = random_scales("head")
+    report = found(3, heads=2, scales_digest=scales.digest)
+    replace(scales, report=report).save_pretrained(tmp_path)
     out, _ = run("inspect", tmp_path)
     assert "12.5 %" in out
-    assert "centers: none helped" in out
+    assert "No center was kept." in out

@@ -1,6 +1,6 @@
 """Writing scales: every format is written and read back, alone and in a copy of a checkpoint."""
 
-import hashlib
+import itertools
 import json
 import logging
 import shutil
@@ -20,7 +20,7 @@ from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales, save
 from tests.helpers import server_rules
 from tests.helpers.server_rules import Refused
 from tests.scales.test_scales import assert_same
-from tests.scales.test_sources import numbers, refused, sides
+from tests.scales.test_sources import numbers, refused, sides, spoiled_config
 
 ROW_FORMATS = ("tgi", "compressed-tensors", "autofp8", "modelopt", "quark", "trtllm")
 PATCHED = tuple(f for f in CHECKPOINT_FORMATS if f != "trtllm")
@@ -267,11 +267,10 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch, format, 
 
 def fail_at(monkeypatch, at: int, failure: BaseException) -> None:
     """Let the write of the file with this number fail."""
-    left = [at]
+    calls = itertools.count()
 
     def sync(fd: int) -> None:
-        left[0] -= 1
-        if left[0] < 0:
+        if next(calls) >= at:
             raise failure
 
     monkeypatch.setattr("os.fsync", sync)
@@ -294,17 +293,11 @@ def shards(model, tmp_path_factory) -> Path:
     return folder
 
 
-def weights_of(folder: Path) -> dict[str, str]:
-    """The hash of every tensor that is not a scale, by the index."""
-    index = folder / "model.safetensors.index.json"
-    files = ["model.safetensors"]
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    tensors = {}
-    for file in files:
-        tensors |= load_file(folder / file)
+def weights_of(folder: Path) -> dict[str, bytes]:
+    """Every tensor that is not a scale, as servers read it."""
+    _, tensors = server_rules.checkpoint(folder)
     return {
-        name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: tensor.view(torch.uint8).numpy().tobytes()
         for name, tensor in tensors.items()
         if not name.endswith("_scale")
     }
@@ -411,16 +404,6 @@ def test_linked_weights_are_the_same_file(tmp_path, model, format):
     assert numbers(KVScales.from_pretrained(copy), "v")
 
 
-def set_config(**entries: object):
-    """Changes the config of a checkpoint."""
-
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text()) | entries
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return change
-
-
 BAD_SOURCES = {
     "no-config": (lambda f: (f / "config.json").unlink(), "config.json, got none"),
     "config-cut-off": (lambda f: (f / "config.json").write_text("{"), "expected a JSON file"),
@@ -440,20 +423,20 @@ BAD_SOURCES = {
         ),
         "expected a checkpoint without KV scales",
     ),
-    "another-model": (set_config(model_type="qwen2"), "expected a 'llama' model"),
-    "more-layers": (set_config(num_hidden_layers=9), "missing 3, 4"),
+    "another-model": (spoiled_config(model_type="qwen2"), "expected a 'llama' model"),
+    "more-layers": (spoiled_config(num_hidden_layers=9), "missing 3, 4"),
     "other-layers": (
         lambda f: save_file({"model.norm.weight": torch.ones(1)}, f / "model.safetensors"),
         "expected one attention module in layer 0, got none",
     ),
-    "another-cache-declared": (set_config(kv_cache_dtype="int8"), "'int8'"),
+    "another-cache-declared": (spoiled_config(kv_cache_dtype="int8"), "'int8'"),
     "fnuz-declared": (
-        set_config(kv_cache_dtype="fp8_e4m3fnuz"),
+        spoiled_config(kv_cache_dtype="fp8_e4m3fnuz"),
         "expected to read back what was written",
     ),
-    "a-cache-of-latents": (set_config(kv_lora_rank=512), "they cache the latent"),
+    "a-cache-of-latents": (spoiled_config(kv_lora_rank=512), "they cache the latent"),
     "weights-of-another-tool": (
-        set_config(quantization_config={"quant_method": "gptq", "bits": 4}),
+        spoiled_config(quantization_config={"quant_method": "gptq", "bits": 4}),
         "the quant_method 'fp8', got 'gptq'",
     ),
 }
@@ -480,8 +463,8 @@ def test_scales_are_added_to_a_model(tmp_path, request, source, format):
     assert weights_of(folder) == weights_of(source)
     after = content(folder)
     weights = {name for name in before if name.endswith((".safetensors", ".index.json"))}
-    kept = {*before} - weights - {"config.json"}
-    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    others = {*before} - weights - {"config.json"}
+    assert {name: after[name] for name in others} == {name: before[name] for name in others}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder"]
     if format != "quark":  # whose package transformers asks for
         assert_loads_the_same(source, folder)
@@ -551,7 +534,7 @@ OTHERS = [
     "weights", [*QUANTIZED.values(), *OTHERS], ids=lambda weights: weights["quant_method"]
 )
 def test_scales_for_tgi_are_read_beside_quantized_weights(tmp_path, folder, weights):
-    set_config(quantization_config=weights)(folder)
+    spoiled_config(quantization_config=weights)(folder)
     copy = patched(folder, tmp_path / "copy", "tgi")
     other, scales = random_scales("tensor", 1), random_scales("tensor")
     for written in (other, scales):  # the second time there are scales to replace
