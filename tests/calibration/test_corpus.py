@@ -246,7 +246,7 @@ def test_a_text_file_keeps_all_of_its_words(tmp_path_factory, text, max_length, 
 
 
 def traced(*arguments, **options) -> tuple[Corpus, int]:
-    """Read, and return the peak of the memory in bytes, too."""
+    """Read a corpus, and return the peak memory in bytes with it."""
     tracemalloc.start()
     try:
         return read(*arguments, **options), tracemalloc.get_traced_memory()[1]

@@ -23,7 +23,7 @@ class Command:
         return out, err
 
     def json(self, *arguments: object, **more: str) -> Any:
-        """Run a command that must succeed, and return what it writes with `--json`."""
+        """Run a command that must succeed with `--json`, and return its output."""
         return json.loads(self(*arguments, "--json", **more)[0])
 
     def fails(self, *arguments: object, code: int = 1) -> str:

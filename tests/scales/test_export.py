@@ -57,7 +57,7 @@ KINDS = ["tensor", "head", "channel", "row", "centered-tensor", "centered-head",
 
 
 def kept(scales: KVScales, format: str) -> KVScales:
-    """What a format keeps of scales: the documented reduction."""
+    """Return the scales that a format keeps: the documented reduction."""
     if format == "hf_fp8kv":
         return scales
     return KVScales({index: reduced(layer, format) for index, layer in scales.layers.items()})
@@ -80,7 +80,7 @@ def roomy_k(layer: LayerScales) -> torch.Tensor:
 
 
 def assert_holds(folder: Path, scales: KVScales, format: str) -> None:
-    """The folder holds what the format keeps of the scales, also for its servers."""
+    """The folder holds the scales that the format keeps, and its servers read the same."""
     read, wanted = KVScales.from_pretrained(folder), kept(scales, format)
     assert read.format == format
     assert_same(read, wanted)
@@ -756,7 +756,7 @@ def test_an_interrupted_copy_leaves_nothing(tmp_path, model, monkeypatch, at, fa
 
 
 def test_no_half_folder_is_there_at_any_write(tmp_path, model, monkeypatch):
-    """A process that is killed leaves nothing else: no cleanup is needed for it."""
+    """A killed process cleans nothing up, so each write must find the old state."""
     copy, alone = tmp_path / "copy", tmp_path / "alone"
     random_scales("tensor").save_pretrained(alone, format="autofp8")
     before, writes = content(alone), []

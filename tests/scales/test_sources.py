@@ -37,7 +37,7 @@ def numbers(scales: KVScales, side: str) -> list[float]:
 
 
 def sides(scales: KVScales) -> list[list[float]]:
-    """The scales of K, layer by layer, and those of V."""
+    """Return the scales of K and the scales of V, layer by layer."""
     return [numbers(scales, side) for side in "kv"]
 
 
@@ -48,7 +48,7 @@ def rounded(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> li
 
 @contextmanager
 def refused(message: str, path: Path | str = "") -> Iterator[pytest.ExceptionInfo[ScaleError]]:
-    """Expect a ScaleError: what was expected and found instead, where, and what to do."""
+    """Expect a ScaleError that names the path and a remedy, next to the expected and the found."""
     with pytest.raises(ScaleError, match=message) as error:
         yield error
     text = str(error.value)
@@ -70,7 +70,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 def set_scales(folder: Path, layers: Iterable[int], scale: float | None) -> None:
-    """Sets K's and V's scale of these layers; None deletes."""
+    """Set the scales of K and V of these layers. None deletes them."""
     names = [ATTENTION.format(i) + f"{s}_scale" for i in layers for s in "kv"]
     edit_tensors(folder, {n: None if scale is None else torch.tensor(scale) for n in names})
 
@@ -181,7 +181,7 @@ FOREIGN = [
     "model.layers.0.self_attn.k_proj.weight_scale",
     "model.layers.0.self_attn.k_proj.input_scale",
     "model.layers.0.self_attn.k_proj.v_scale",
-    # The scales of the projections are second to those of the attention.
+    # The scales of the attention come before the scales of the projections.
     "model.layers.0.self_attn.k_proj.k_scale",
     "model.layers.0.self_attn.v_proj.v_scale",
     # The config has three layers: a draft head follows them.
