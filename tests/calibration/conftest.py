@@ -1,4 +1,4 @@
-"""A real model that is small enough for every run of the tests."""
+"""A tiny model with biased keys, and a real one that is small enough for every run."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.tiny_models import tiny
+
 LAYERS = 6
+
+
+@pytest.fixture(scope="session")
+def biased() -> Any:
+    """A tiny model with a large bias of K."""
+    return tiny("qwen2", key_bias=30.0)[0]
 
 
 @pytest.fixture(scope="session")

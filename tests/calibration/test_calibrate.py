@@ -65,18 +65,8 @@ def llama():
 
 
 @pytest.fixture(scope="module")
-def biased():
-    return tiny("qwen2", key_bias=30.0)[0]
-
-
-@pytest.fixture(scope="module")
 def of_llama(llama):
     return calibrate(llama, texts(), **QUIET)
-
-
-@pytest.fixture(scope="module")
-def plain(llama):
-    return calibrate(llama, texts(), center=False, **QUIET)
 
 
 # -- the scales ------------------------------------------------------------------------------------
@@ -107,12 +97,6 @@ def test_scales_cover_what_was_seen_and_little_more(llama, granularity, dtype, m
             assert (reach >= 1 - 1e-5).all(), (index, side, reach)
             if side == "v" or granularity != "channel":
                 assert (reach <= most + 1e-5).all(), (index, side, reach)
-
-
-def test_k_and_v_and_the_heads_have_scales_of_their_own(of_llama):
-    layer = of_llama.layers[1]
-    values = [*layer.k.flatten().tolist(), *layer.v.flatten().tolist()]
-    assert len(set(values)) == 4
 
 
 @pytest.mark.parametrize("name", ["llama", "biased"])
@@ -230,23 +214,17 @@ def test_killed_at_random_points_and_the_same_scales(tmp_path):
     assert len({tuple(left) for left in result["left"]}) >= 3
 
 
-class Stopped(Exception):
-    """An interruption."""
-
-
 def interrupt(model, calls: int, state: Path) -> None:
     """A calibration of which the model raises at that call."""
-    left = calls
+    number = itertools.count(1)
 
     def called(*_):
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise Stopped
+        if next(number) == calls:
+            raise KeyboardInterrupt
 
     hook = model.register_forward_pre_hook(called)
     try:
-        with pytest.raises(Stopped):
+        with pytest.raises(KeyboardInterrupt):
             calibrate(model, texts(8), state=state, **FEW)
     finally:
         hook.remove()
@@ -256,29 +234,24 @@ def test_what_was_done_is_not_done_again(biased, tmp_path, monkeypatch):
     # Every step takes three seconds, and is saved.
     monkeypatch.setattr(time, "monotonic", itertools.count(0, 3).__next__)
     state = tmp_path / "state"
-    calls = 0
-
-    def count(*_):
-        nonlocal calls
-        calls += 1
-
-    hook = biased.register_forward_pre_hook(count)
+    calls: list[int] = []
+    hook = biased.register_forward_pre_hook(lambda *_: calls.append(1))
     expected = calibrate(biased, texts(8), **FEW)
-    whole, calls = calls, 0
+    whole = len(calls)
+    calls.clear()
     interrupt(biased, 12, state)
     assert state.is_file()
-    before, calls = calls, 0
     found = calibrate(biased, texts(8), state=state, **FEW)
     assert found.digest == expected.digest
     assert found.report.quality == expected.report.quality
     # The interrupted call itself is made again.
-    assert before + calls == whole + 1
+    assert len(calls) == whole + 1
     # The file stays, so that scales that could not be saved are made again at once.
     assert state.exists()
-    calls = 0
+    calls.clear()
     assert calibrate(biased, texts(8), state=state, **FEW).digest == expected.digest
     hook.remove()
-    assert calls == 0
+    assert not calls
 
 
 def test_the_state_of_another_calibration_is_refused(biased, llama, tmp_path):
@@ -359,8 +332,9 @@ def test_it_lies_beside_the_scales_and_is_read_with_them(of_llama, tmp_path, cap
     assert "left out" in caplog.text
 
 
-def test_measure_sees_scales_that_are_wrong(llama, plain, tmp_path, caplog):
-    other, options = texts(5, seed=9), {"max_length": 24, "progress": False}
+def test_measure_sees_scales_that_are_wrong(llama, of_llama, tmp_path, caplog):
+    plain, other = of_llama, texts(5, seed=9)
+    options = {"max_length": 24, "progress": False}
     plain.save_pretrained(tmp_path)
     good = measure(llama, tmp_path, other, **options)
     assert good.scales_digest == plain.digest

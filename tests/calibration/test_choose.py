@@ -613,26 +613,6 @@ def test_a_number_of_k_weighs_what_an_error_of_it_alone_costs(numbers):
     torch.testing.assert_close(alike["weighted_sum"], k.sum(0).double())
 
 
-def test_the_weighted_mean_costs_less_than_the_plain_one():
-    """A quarter of the tokens, which get all of the attention, have another mean."""
-    k = torch.randn(64, HEADS, DIM)
-    k[::4] += torch.tensor([40.0, -30.0, 50.0, 0.0])
-    k[::4, :, 3] += 20.0
-    q = torch.zeros(HEADS * GROUP, 8, DIM)
-    q[..., 3] = 1.0
-    q += 0.1 * torch.randn_like(q)
-    queries = Queries.from_states(q, k, torch.arange(56, 64), 1.0, None)
-    ranges = measure_range(k, k, None, None)
-    options = CalibrationOptions("head", E4M3, 1.0, True)
-    costs = []
-    for sample in (None, ranges | weigh_keys(k, queries)):
-        trials = make_trials(ranges, Partners(), options, sample)
-        found = {name: measure_costs(trial, k, queries, E4M3) for name, trial in trials.items()}
-        choice = pick_scales(trials, found, E4M3)
-        costs.append(measure_key_cost(choice.centered, k, queries, E4M3).item())
-    assert costs[1] < 0.5 * costs[0]
-
-
 def test_a_sample_is_weighed_by_the_queries_of_the_model(llama):
     job, windows = job_of(llama, center=True), windows_of(24, 24, 24)
     batches = stages.sample_near(windows)

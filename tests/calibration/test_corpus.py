@@ -139,12 +139,8 @@ def test_other_iterables():
 
 
 def test_the_default_device_is_not_used():
-    before = torch.get_default_device()
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         found = read(["a b", [A, B]])
-    finally:
-        torch.set_default_device(before)
     assert {w.device.type for w in found.windows} == {"cpu"}
 
 
@@ -249,6 +245,15 @@ def test_a_text_file_keeps_all_of_its_words(tmp_path_factory, text, max_length, 
     assert all(len(piece.split()) <= max_length for piece in found if len(piece) > 32)
 
 
+def traced(*arguments, **options) -> tuple[Corpus, int]:
+    """Read a corpus, and return the peak memory in bytes with it."""
+    tracemalloc.start()
+    try:
+        return read(*arguments, **options), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize("text", [b"x" * 8, b"a b c d\n"])
 def test_a_huge_file_is_streamed(tmp_path, text):
     os.mkfifo(path := tmp_path / "x.txt")
@@ -263,12 +268,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
     read(["a b"])
     writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    tracemalloc.start()
-    try:
-        found = read(path, words(letters=True), max_tokens=1000, max_length=128)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    found, peak = traced(path, words(letters=True), max_tokens=1000, max_length=128)
     writer.join(60)
     assert taken < 1 << 20, "more of the file was read than is needed, and what a pipe holds"
     assert peak < 16 << 20
@@ -278,12 +278,7 @@ def test_a_huge_file_is_streamed(tmp_path, text):
 
 def test_blank_lines_take_no_memory(tmp_path):
     (path := tmp_path / "x.txt").write_text("\n" * 200_000 + "a b")
-    tracemalloc.start()
-    try:
-        found = read(path)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    found, peak = traced(path)
     assert (ids(found), found.texts) == ([[A, B]], 1)
     assert peak < 4 << 20
 

@@ -43,11 +43,6 @@ def model_with_outliers() -> Any:
 
 
 @pytest.fixture(scope="module")
-def biased() -> Any:
-    return tiny("qwen2", key_bias=30.0)[0]
-
-
-@pytest.fixture(scope="module")
 def state(tmp_path_factory: Any) -> Path:
     return tmp_path_factory.mktemp("state") / "state"
 

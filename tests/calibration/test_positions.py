@@ -7,12 +7,10 @@ from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, calibrate
 from hf_fp8kv.calibration import measure
 from hf_fp8kv.calibration.divergence import compare_caches
 from hf_fp8kv.calibration.positions import Beyond, find_reach, find_trained, turns_keys
-from tests.calibration.test_calibrate import YARN
+from tests.calibration.test_calibrate import QUIET, YARN
 from tests.helpers.tiny_models import VOCAB, tiny
 
 pytestmark = pytest.mark.text
-
-QUIET = {"max_length": 24, "held_out": 60, "progress": False}
 
 
 def texts() -> list[torch.Tensor]:

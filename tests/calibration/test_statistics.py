@@ -209,10 +209,6 @@ def test_the_digest_is_of_every_number_and_shape():
 # -- what was done before --------------------------------------------------------------------------
 
 
-class Stopped(Exception):
-    """An interruption."""
-
-
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only the test moves."""
@@ -233,13 +229,13 @@ def test_a_fold_goes_on_after_what_was_saved(tmp_path, clock, stop):
         did.append(item)
         clock.seconds += 1.0
         if stop is not None and item == 10 * stop:
-            raise Stopped
+            raise KeyboardInterrupt
         before = parts.get("items", torch.zeros(0, dtype=torch.int64))
         return {"items": torch.cat([before, torch.tensor([item])])}
 
     first = State(path, "one")
     first.fold("before", (None,), lambda parts, item: {"x": torch.ones(1)})
-    with pytest.raises(Stopped):
+    with pytest.raises(KeyboardInterrupt):
         first.fold("text", items, step)
     saved = stop // 3 * 3
     assert did == items[: stop + 1]

@@ -11,7 +11,6 @@ from hf_fp8kv.cli import values
 from hf_fp8kv.cli.side_by_side import Run, compare_tokens
 from hf_fp8kv.utils.environment import version
 from tests.helpers import command_line
-from tests.scales.test_export import random_scales
 
 pytestmark = pytest.mark.text
 
@@ -23,10 +22,8 @@ def ask(run, model):
     """Return a function that runs `generate --json` with the tiny model."""
 
     def _ask(*arguments: str, stdin: str = "", model: str = model) -> dict:
-        fixed = ("--model", model, "--json", "--max-new-tokens", "12", "--backend", "torch")
-        code, out, err = run("generate", *arguments, *fixed, stdin=stdin)
-        assert code == 0, err
-        return json.loads(out)
+        fixed = ("--model", model, "--max-new-tokens", "12", "--backend", "torch")
+        return run.json("generate", *arguments, *fixed, stdin=stdin)
 
     return _ask
 
@@ -87,9 +84,7 @@ def test_sampling_repeats_with_its_seed(ask):
 
 
 def test_chat_uses_the_template(ask, run, model, tmp_path):
-    code, _, err = run("generate", "--model", model, "--chat")
-    assert code == 1
-    assert "expected a chat template" in err
+    assert "expected a chat template" in run.fails("generate", "--model", model, "--chat")
     (path := Path(model) / "chat_template.jinja").write_text(TEMPLATE)
     try:
         assert ask("capital", "--chat")["runs"][0]["cached_tokens"] == 3 + 12 - 1
@@ -101,8 +96,7 @@ def test_chat_uses_the_template(ask, run, model, tmp_path):
 def test_the_table_fits_the_terminal(run, model, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     fixed = ("--model", model, "--backend", "torch", "--max-new-tokens", "9")
-    code, out, _ = run("generate", "the capital", *fixed, "--memory", "500 MB")
-    assert code == 0
+    out, _ = run("generate", "the capital", *fixed, "--memory", "500 MB")
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "200":
         pages = "pages of 64, K fp8_e3m4 centered, V fp8_e3m4"
@@ -143,120 +137,80 @@ def test_sizes_are_read(text, size):
 
 
 # HERE is a folder with scales, OUT a folder that does not exist.
-INSPECT, CONVERT = "inspect HERE ", "convert HERE "
+GENERATE, INSPECT, CONVERT = "generate --model MODEL ", "inspect HERE ", "convert HERE "
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("code", "line", "message"),
     [
-        ("generate --kv-cache-dtype int4", "--kv-cache-dtype"),
-        ("generate --key-dtype fp16", "--key-dtype"),
-        ("generate --memory much", "--memory"),
-        ("generate --memory -1GB", "--memory"),
-        ("generate --max-new-tokens 0", "--max-new-tokens"),
-        ("generate --temperature -1", "--temperature"),
-        ("generate --no-such-option", "--no-such-option"),
-        (INSPECT + "--model x", "--texts"),
-        (INSPECT + "--dtype fp8_e5m2", "--texts"),
-        (INSPECT + "--max-tokens 9", "--max-tokens"),
-        (INSPECT + "--texts x --dtype int4", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
-        (INSPECT + "--texts x --dtype auto", "--dtype"),
-        (INSPECT + "--plot /no/such/folder/x.png", "expected a file in a folder that exists"),
-        (INSPECT + "--plot scales.pdf", ".png"),
-        (CONVERT + "OUT", "--to"),
-        (CONVERT + "OUT --to gguf", "vllm-json, tgi, compressed-tensors, autofp8"),
-        (CONVERT + "--to tgi", "--push-to-hub"),
-        (CONVERT + "OUT --to tgi --push-to-hub org/name", "--push-to-hub"),
-        (CONVERT + "OUT/kv_cache_scales.json --to vllm-json", "expected a folder"),
-        (CONVERT + "OUT --to tgi --weights move", "copy, link"),
-        (CONVERT + "OUT --to tgi --weights link", "--checkpoint"),
-        (CONVERT + "--push-to-hub org/name --to tgi --checkpoint x", "--checkpoint"),
-        (CONVERT + "OUT --to vllm-json --tp-size 0", "--tp-size"),
+        (2, "generate --kv-cache-dtype int4", "--kv-cache-dtype"),
+        (2, "generate --key-dtype fp16", "--key-dtype"),
+        (2, "generate --memory much", "--memory"),
+        (2, "generate --memory -1GB", "--memory"),
+        (2, "generate --max-new-tokens 0", "--max-new-tokens"),
+        (2, "generate --temperature -1", "--temperature"),
+        (2, "generate --no-such-option", "--no-such-option"),
+        (2, INSPECT + "--model x", "--texts"),
+        (2, INSPECT + "--dtype fp8_e5m2", "--texts"),
+        (2, INSPECT + "--max-tokens 9", "--max-tokens"),
+        (2, INSPECT + "--texts x --dtype int4", "fp8_e5m2, fp8_e3m4, fp8_e2m5, int8"),
+        (2, INSPECT + "--texts x --dtype auto", "--dtype"),
+        (2, INSPECT + "--plot /no/such/folder/x.png", "expected a file in a folder that exists"),
+        (2, INSPECT + "--plot scales.pdf", ".png"),
+        (2, CONVERT + "OUT", "--to"),
+        (2, CONVERT + "OUT --to gguf", "vllm-json, tgi, compressed-tensors, autofp8"),
+        (2, CONVERT + "--to tgi", "--push-to-hub"),
+        (2, CONVERT + "OUT --to tgi --push-to-hub org/name", "--push-to-hub"),
+        (2, CONVERT + "OUT/kv_cache_scales.json --to vllm-json", "expected a folder"),
+        (2, CONVERT + "OUT --to tgi --weights move", "copy, link"),
+        (2, CONVERT + "OUT --to tgi --weights link", "--checkpoint"),
+        (2, CONVERT + "--push-to-hub org/name --to tgi --checkpoint x", "--checkpoint"),
+        (2, CONVERT + "OUT --to vllm-json --tp-size 0", "--tp-size"),
+        (1, "inspect /no/such/folder", "/no/such/folder"),
+        (1, INSPECT + "--texts /no/such/file.txt", "/no/such/file.txt"),
+        (1, "convert /no/such/folder OUT --to tgi", "/no/such/folder"),
+        (1, "convert /no/such/file.json OUT --to tgi", "/no/such/file.json"),
+        (1, "convert scales.pt OUT --to tgi", "scales.pt"),
+        (1, GENERATE + "--scales 0", "scale"),
+        (1, GENERATE + "--scales nan", "scale"),
+        (1, GENERATE + "--scales /no/such/file.json", "/no/such/file.json"),
+        (1, GENERATE + "--backend abacus", "abacus"),
+        (1, GENERATE + "--page-size 48", "page_size"),
+        (1, GENERATE + "--attn no_such_attention", "no_such_attention"),
+        (1, GENERATE + "--device no_such_device", "no_such_device"),
+        (1, GENERATE + "EMPTY", "at least one token"),
+        (1, "generate --model /no/such/folder", "/no/such/folder"),
     ],
 )
-def test_a_wrong_command_line_exits_with_2(run, tmp_path, line, message):
-    random_scales("tensor").save_pretrained(tmp_path / "own")
-    places = {"HERE": str(tmp_path / "own"), "OUT": str(tmp_path / "out")}
-    given = [re.sub("HERE|OUT", lambda m: places[m[0]], part) for part in line.split()]
-    code, out, err = run(*given)
-    assert (code, out) == (2, "")
+def test_a_wrong_line_exits_with_2_and_an_error_of_ours_with_1(
+    run, own, model, tmp_path, code, line, message
+):
+    places = {"HERE": str(own), "OUT": str(tmp_path / "out"), "MODEL": model, "EMPTY": ""}
+    given = [re.sub("|".join(places), lambda m: places[m[0]], part) for part in line.split()]
+    err = run.fails(*given, code=code)
+    if code == 1:
+        before, error, err = err.partition("hf-fp8kv: error: ")
+        assert error
+        assert line.startswith("generate") or not before
     assert message in err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "named"),
-    [
-        ("inspect /no/such/folder", "/no/such/folder"),
-        (INSPECT + "--texts /no/such/file.txt", "/no/such/file.txt"),
-        ("convert /no/such/folder OUT --to tgi", "/no/such/folder"),
-        ("convert /no/such/file.json OUT --to tgi", "/no/such/file.json"),
-        ("convert scales.pt OUT --to tgi", "scales.pt"),
-    ],
-)
-def test_a_missing_file_is_named(run, tmp_path, line, named):
-    random_scales("tensor").save_pretrained(tmp_path / "own")
-    places = {"HERE": str(tmp_path / "own"), "OUT": str(tmp_path / "out")}
-    code, out, err = run(*[places.get(part, part) for part in line.split()])
-    assert (code, out) == (1, "")
-    assert err.startswith("hf-fp8kv: error: ")
-    assert named in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--scales", "0"], "scale"),
-        (["--scales", "nan"], "scale"),
-        (["--scales", "/no/such/file.json"], "/no/such/file.json"),
-        (["--backend", "abacus"], "abacus"),
-        (["--page-size", "48"], "page_size"),
-        (["--attn", "no_such_attention"], "no_such_attention"),
-        (["--device", "no_such_device"], "no_such_device"),
-        (["--model", "/no/such/folder"], "/no/such/folder"),
-        ([""], "at least one token"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_an_error_of_ours_is_one_message_and_exits_with_1(run, model, arguments, message):
-    chosen = arguments if "--model" in arguments else [*arguments, "--model", model]
-    code, out, err = run("generate", *chosen)
-    assert code == 1
-    assert not out
-    last = err[err.index("hf-fp8kv: error: ") :]
-    assert message in last
-    assert "Traceback" not in err
 
 
 # -- the other commands ----------------------------------------------------------------------------
 
 
 def test_help_names_the_commands(run):
-    code, out, _ = run("--help")
-    assert code == 0
+    out, _ = run("--help")
     for name in ("generate", "calibrate", "inspect", "convert", "check", "bench"):
         assert name in out
+    assert run("--version")[0].strip() == version("hf-fp8kv")
 
 
-def test_version(run):
-    code, out, _ = run("--version")
-    assert code == 0
-    assert out.strip() == version("hf-fp8kv")
-
-
-def test_check_shows_versions_and_backends(run):
-    code, out, _ = run("check", "--json")
-    found = json.loads(out)
-    assert code == 0
+def test_check_shows_versions_and_backends(run, model):
+    found = run.json("check")
     # A build for GPUs has its CUDA in `torch.__version__` alone.
     assert torch.__version__.startswith(found["versions"]["torch"])
     assert found["backends"]["torch"] == "available"
-    assert run("check")[0] == 0
-
-
-def test_check_reports_on_a_model(run, model):
-    code, out, _ = run("check", "--json", "--model", model)
-    assert code == 0
-    assert "fused" in json.dumps(json.loads(out)["model"])
-    assert "fused" in run("check", "--model", model)[1]
+    assert found["versions"]["torch"] in run("check")[0]
+    assert "fused" in json.dumps(run.json("check", "--model", model)["model"])
+    assert "fused" in run("check", "--model", model)[0]

@@ -1,6 +1,5 @@
 """`hf-fp8kv calibrate`: what it asks for, writes and refuses; a stand-in calibrates."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import hf_fp8kv.calibration
 from hf_fp8kv.errors import ConfigError, ScaleError
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales
-from tests.helpers import command_line
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
 
@@ -49,25 +47,26 @@ def text(tmp_path) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys, model, text, tmp_path):
-    """Calls `calibrate` with a tiny model, a text, and the folder `out`."""
-    monkeypatch.setenv("COLUMNS", "200")
-    call = command_line.runner(monkeypatch, capsys)
+def run(run, model, text, tmp_path):
+    """The command line, which calls `calibrate` with a tiny model, a text, and the folder `out`."""
+    call = run.call
 
-    def _run(*arguments: str) -> tuple[int, str, str]:
+    def calibrate(*arguments: str, **more: str) -> tuple[int, str, str]:
+        if "inspect" in arguments:
+            return call(*arguments, **more)
         usual = {
             "--model": model, "--texts": str(text), "--out": str(tmp_path / "out"),
             "--device": "cpu",
         }  # fmt: skip
         left = [part for pair in usual.items() if pair[0] not in arguments for part in pair]
-        return call("calibrate", *left, *arguments)
+        return call("calibrate", *left, *arguments, **more)
 
-    return _run
+    run.call = calibrate
+    return run
 
 
 def test_scales_are_written_where_it_says(run, calibration, text, tmp_path):
-    code, out, err = run()
-    assert code == 0, err
+    out, _ = run()
     (call,) = calibration.calls
     assert call.pop("model").config.num_hidden_layers == 2
     assert call.pop("tokenizer").vocab_size > 2
@@ -84,8 +83,7 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
         "max_length": 32, "batch_size": 3, "text_column": "body", "held_out": 0,
     }  # fmt: skip
     given = [p for k, v in options.items() for p in (f"--{k.replace('_', '-')}", str(v))]
-    code, _, err = run(*given, "--no-center", "--chat-template", "--model-dtype", "float16")
-    assert code == 0, err
+    run(*given, "--no-center", "--chat-template", "--model-dtype", "float16")
     (call,) = calibration.calls
     assert call["model"].dtype == torch.float16
     assert {name: call[name] for name in options} == options
@@ -94,9 +92,7 @@ def test_every_option_reaches_the_library(run, calibration, tmp_path):
 
 @pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
 def test_every_format(run, calibration, tmp_path, format):
-    code, out, err = run("--format", format, "--json")
-    assert code == 0, err
-    said = json.loads(out)
+    said = run.json("--format", format)
     assert said["num_layers"] == 2
     assert sorted(map(Path, said["files"])) == sorted((tmp_path / "out").iterdir())
     assert bool(said["warnings"]) == (format not in ("hf_fp8kv", "compressed-tensors"))
@@ -118,14 +114,13 @@ def test_every_format(run, calibration, tmp_path, format):
     ids=["own", "one-number", "per-head", "said"],
 )
 def test_scales_are_made_for_what_the_format_holds(run, calibration, format, more, expected):
-    assert run("--format", format, *more)[0] == 0
+    run("--format", format, *more)
     call = calibration.calls[0]
     assert {n: call[n] for n in ("granularity", "center") if n in call} == expected
 
 
 def test_a_copy_of_the_checkpoint(run, calibration, model, tmp_path):
-    code, out, err = run("--checkpoint", model, "--format", "compressed-tensors")
-    assert code == 0, err
+    out, _ = run("--checkpoint", model, "--format", "compressed-tensors")
     own, copy = tmp_path / "out", tmp_path / "out" / "checkpoint"
     assert KVScales.from_pretrained(own).format == "hf_fp8kv"
     assert KVScales.from_pretrained(copy).format == "compressed-tensors"
@@ -138,13 +133,12 @@ def test_a_copy_of_a_checkpoint_that_has_scales(run, calibration, model, tmp_pat
     random_scales("tensor", layers=2).save_pretrained(
         old, format="compressed-tensors", checkpoint=model
     )
-    options = ("--checkpoint", str(old), "--format", "compressed-tensors")
-    code, out, err = run(*options)
-    assert (code, out, calibration.calls) == (1, "", [])
+    options = ("--checkpoint", old, "--format", "compressed-tensors")
+    err = run.fails(*options)
+    assert calibration.calls == []
     assert "k_scale" in err
     assert "--overwrite" in err
-    code, _, err = run(*options, "--overwrite")
-    assert code == 0, err
+    run(*options, "--overwrite")
     own = KVScales.from_pretrained(tmp_path / "out").layers
     copied = KVScales.from_pretrained(tmp_path / "out" / "checkpoint").layers
     assert all(torch.equal(own[i].k, copied[i].k) for i in own)
@@ -153,55 +147,43 @@ def test_a_copy_of_a_checkpoint_that_has_scales(run, calibration, model, tmp_pat
 def test_scales_that_are_there_are_kept_and_no_minutes_are_spent(run, calibration, tmp_path):
     other = random_scales("tensor")
     other.save_pretrained(tmp_path / "out")
-    code, out, err = run()
-    assert (code, out, calibration.calls) == (1, "", [])
+    err = run.fails()
+    assert calibration.calls == []
     assert "kv_scales.safetensors" in err
     assert "--overwrite" in err
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].k == other.layers[0].k
     for file in ("kv_cache_scales.json", "kv_calibration.json"):
         (tmp_path / file).mkdir()
         (tmp_path / file / file).write_text("{}")
-        code, _, err = run("--out", str(tmp_path / file))
-        assert (code, calibration.calls, file in err) == (1, [], True)
+        assert file in run.fails("--out", tmp_path / file)
     # Its own file is read first: next to it, scales in another format would be lost.
-    assert run("--format", "vllm-json")[0] == 1
-    code, _, err = run("--format", "vllm-json", "--overwrite")
-    assert (code, calibration.calls) == (1, [])
-    assert "read before all others" in err
-    assert run("--overwrite")[0] == 0
+    run.fails("--format", "vllm-json")
+    assert "read before all others" in run.fails("--format", "vllm-json", "--overwrite")
+    assert calibration.calls == []
+    run("--overwrite")
     assert KVScales.from_pretrained(tmp_path / "out").layers[0].granularity == "head"
 
 
-def test_a_folder_with_weights_takes_no_config(run, calibration, model, tmp_path):
-    code, _, err = run("--out", model, "--format", "autofp8")
-    assert (code, calibration.calls) == (1, [])
+def test_places_that_take_no_scales_cost_no_minutes(run, calibration, model, tmp_path):
+    err = run.fails("--out", model, "--format", "autofp8")
     assert "got one with it" in err or "without weights" in err
-    code, _, err = run("--out", model, "--format", "trtllm", "--overwrite")
-    assert (code, calibration.calls) == (1, [])
+    err = run.fails("--out", model, "--format", "trtllm", "--overwrite")
     assert "TensorRT-LLM converts the weights" in err
     (tmp_path / "file").write_text("")
-    code, _, err = run("--out", str(tmp_path / "file"))
-    assert code == 1
-    assert "expected a folder" in err
-
-
-def test_a_copy_replaces_nothing(run, calibration, model, tmp_path):
+    assert "expected a folder" in run.fails("--out", tmp_path / "file")
+    # A copy of the checkpoint replaces nothing.
     (tmp_path / "out" / "checkpoint").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint" / "mine").write_text("")
-    code, _, err = run("--checkpoint", model, "--overwrite")
-    assert (code, calibration.calls) == (1, [])
-    assert "new or empty" in err
+    assert "new or empty" in run.fails("--checkpoint", model, "--overwrite")
+    assert calibration.calls == []
 
 
 def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
     calibration.fails = KeyboardInterrupt()
-    code, out, err = run()
-    assert (code, out) == (130, "")
+    err = run.fails(code=130)
     assert err.splitlines()[-1] == "hf-fp8kv: interrupted: run the same command again to resume"
-    assert "Traceback" not in err
     calibration.fails = None
-    code, _, err = run()
-    assert code == 0, err
+    _, err = run()
     assert f"{tmp_path / 'out' / '.calibration-state'}: resuming" in err
     assert calibration.calls[0]["state"] == calibration.calls[1]["state"]
 
@@ -216,8 +198,7 @@ def test_an_interruption_is_gone_on_with(run, calibration, tmp_path):
 )
 def test_an_error_is_one_message(run, calibration, tmp_path, error, says):
     calibration.fails = error
-    code, out, err = run()
-    assert (code, out) == (1, "")
+    err = run.fails()
     last = err[err.index("hf-fp8kv: error: ") :]
     assert says in last
     assert str(error) in last
@@ -227,19 +208,17 @@ def test_an_error_is_one_message(run, calibration, tmp_path, error, says):
 
 def test_a_plan_is_passed_on_and_saved(run, calibration, tmp_path):
     calibration.scales = planned_scales(2)
-    code, out, _ = run("--plan", "measured", "--granularity", "token", "--json")
-    assert code == 0
+    said = run.json("--plan", "measured", "--granularity", "token")
     (call,) = calibration.calls
     assert (call["plan"], call["granularity"]) == ("measured", "token")
-    assert json.loads(out)["plan"] == {str(plan): 1 for plan in PLANS[:2]}
+    assert said["plan"] == {str(plan): 1 for plan in PLANS[:2]}
     assert KVScales.from_pretrained(tmp_path / "out").plan == dict(enumerate(PLANS[:2]))
 
 
 def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     layers = random_scales("tensor").layers
     calibration.scales = KVScales({0: layers[0], 2: layers[2]}, model_type="llama")
-    code, out, err = run("--format", "vllm-json")
-    assert (code, out) == (1, "")
+    err = run.fails("--format", "vllm-json")
     assert "a file with gaps" in err
     assert f"the scales are in {tmp_path / 'out'}" in err
     assert set(KVScales.from_pretrained(tmp_path / "out").layers) == {0, 2}
@@ -263,35 +242,28 @@ def test_scales_that_the_format_refuses_are_kept(run, calibration, tmp_path):
     ],
 )
 def test_a_wrong_command_line_exits_with_2(run, calibration, tmp_path, model, arguments, message):
-    code, out, err = run(*[a.replace("MODEL", model) for a in arguments])
-    assert (code, out, calibration.calls) == (2, "", [])
-    assert message in err
+    assert message in run.fails(*[a.replace("MODEL", model) for a in arguments], code=2)
+    assert calibration.calls == []
     assert not (tmp_path / "out").exists()
 
 
 def test_texts_that_are_not_there(run, calibration):
-    code, _, err = run("--texts", "/no/such/file")
-    assert (code, calibration.calls) == (1, [])
-    assert "pydoc" in err
-    code, _, err = run("--texts", "pydoc")
-    assert code == 0, err
+    assert "pydoc" in run.fails("--texts", "/no/such/file")
+    assert calibration.calls == []
+    run("--texts", "pydoc")
     assert len(calibration.calls[0]["texts"]) > 50
 
 
-def test_for_real(run, tmp_path, model, text, monkeypatch, capsys):
+def test_for_real(run, tmp_path, model, text):
     options = ["--max-length", "64", "--max-tokens", "160", "--held-out", "40"]
-    code, out, err = run(*options, "--granularity", "tensor")
-    assert code == 0, err
+    out, _ = run(*options, "--granularity", "tensor")
     for part in ("unquantised", "static fp8_e4m3", "dynamic fp8_e4m3", "kv_scales.safetensors"):
         assert part in out
     scales = KVScales.from_pretrained(tmp_path / "out")
     assert {layer.granularity for layer in scales.layers.values()} == {"tensor"}
     assert not (tmp_path / "out" / ".calibration-state").exists()
-    call = command_line.runner(monkeypatch, capsys)
-    fixed = ("inspect", str(tmp_path / "out"), "--model", model, "--texts", str(text))
-    code, out, err = call(*fixed, "--max-tokens", "100", "--device", "cpu", "--json")
-    assert code == 0, err
-    said = json.loads(out)
+    fixed = ("inspect", tmp_path / "out", "--model", model, "--texts", text)
+    said = run.json(*fixed, "--max-tokens", "100", "--device", "cpu")
     for index, layer in scales.layers.items():
         side = said["layers"][str(index)]["v"]
         assert side["amax_from"] == "text"

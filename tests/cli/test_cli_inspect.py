@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +10,11 @@ import torch
 import hf_fp8kv.calibration
 from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.scales import CHECKPOINT_FORMATS, KVScales, LayerScales
-from hf_fp8kv.scales.report import CalibrationReport, LayerStatistics, QualityRow, SideStatistics
+from hf_fp8kv.scales.report import CalibrationReport
+from tests.cli.test_scales_table import found
 from tests.helpers.planned import PLANS, planned_scales
 from tests.scales.test_export import random_scales
-
-DATA = Path(__file__).parents[1] / "data" / "scales"
-
-
-def found(layers: int) -> CalibrationReport:
-    side = SideStatistics((1.5, 7.25), 0.125, 0.0625, {"fp8_e4m3": 0.02})
-    rows = (QualityRow("static fp8_e4m3", 0.0123, 0.4, 0.96, 9.5, 77),)
-    return CalibrationReport(
-        "tiny", "fp8_e4m3", "head", 1.0, 3, 500, 77, 1.5, "2026-11-21T10:00:00", {}, {},
-        "0" * 64, "centers: none helped",
-        {i: LayerStatistics(side, side, False, None) for i in range(layers)}, rows,
-    )  # fmt: skip
+from tests.scales.test_sources import DATA, edit_json
 
 
 @pytest.fixture
@@ -36,7 +24,7 @@ def measured(monkeypatch) -> list[dict[str, object]]:
 
     def measure(model, scales, texts, **options):
         calls.append({"model": model, "scales": scales, "texts": texts, **options})
-        return found(len(scales.layers))
+        return found(len(scales.layers), heads=2)
 
     monkeypatch.setattr(hf_fp8kv.calibration, "measure", measure, raising=False)
     return calls
@@ -46,8 +34,8 @@ def measured(monkeypatch) -> list[dict[str, object]]:
 def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
     scales = random_scales("tensor")
     scales.save_pretrained(tmp_path, format=format)
-    code, out, err = run("inspect", str(tmp_path))
-    assert (code, err) == (0, "")
+    out, err = run("inspect", tmp_path)
+    assert err == ""
     assert f"{format}, llama, 3 layers, per tensor, K not centered" in out
     assert str(tmp_path) in out
     for index, layer in KVScales.from_pretrained(tmp_path).layers.items():
@@ -61,9 +49,9 @@ def test_every_format_is_a_table_with_a_row_a_layer(run, tmp_path, format):
 def test_json_has_all_of_it(run, tmp_path, kind):
     scales = random_scales(kind)
     scales.save_pretrained(tmp_path)
-    code, out, err = run("inspect", str(tmp_path), "--json")
-    assert (code, err) == (0, "")
+    out, err = run("inspect", tmp_path, "--json")
     said = json.loads(out)
+    assert err == ""
     assert said["format"] == "hf_fp8kv"
     assert said["model_type"] == "llama"
     assert said["num_layers"] == 3
@@ -86,15 +74,15 @@ def test_json_has_all_of_it(run, tmp_path, kind):
 def test_a_plan_is_shown(run, tmp_path, is_dynamic):
     scales = planned_scales(is_dynamic=is_dynamic)
     scales.save_pretrained(tmp_path)
-    code, out, err = run("inspect", str(tmp_path))
-    assert (code, err) == (0, "")
+    out, err = run("inspect", tmp_path)
+    assert err == ""
     assert "per token" in out if is_dynamic else "per head" in out
     for index, plan in enumerate(PLANS):
         assert f"1 x {plan}" in out
         (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index:5} ")]
         assert f"│ {plan.k} " in row
         assert f"│ {plan.v} " in row
-    said = json.loads(run("inspect", str(tmp_path), "--json")[1])
+    said = run.json("inspect", tmp_path)
     assert said["plan"] == {str(plan): 1 for plan in PLANS}
     assert said["layers"]["1"]["plan"] == ["fp8_e4m3", "fp8_e2m5 rotated"]
     assert (said["layers"]["1"]["k"] is None) is is_dynamic
@@ -104,69 +92,59 @@ def test_how_a_saved_cache_is_stored(run, tmp_path):
     cache = FP8PagedCache(scales=planned_scales(2, 4, 8))
     for index in range(2):
         cache.update(torch.ones(1, 4, 5, 8), torch.ones(1, 4, 5, 8), index)
-    path = str(cache.save(tmp_path / "prompt.safetensors"))
-    code, out, err = run("inspect", path)
-    assert (code, err) == (0, "")
+    path = cache.save(tmp_path / "prompt.safetensors")
+    out, err = run("inspect", path)
+    assert err == ""
     assert f"FP8PagedCache(2 layers: 1 x {PLANS[0]}; 1 x {PLANS[1]})" in out
     assert "5 tokens" in out
     for index, plan in enumerate(PLANS[:2]):
         (row,) = [line for line in out.splitlines() if line.startswith(f"│ {index} ")]
-        assert row.split("│")[2:4] == [
-            f" {side}".ljust(len(cell))
-            for side, cell in zip(plan, row.split("│")[2:4], strict=True)
-        ]
-    said = json.loads(run("inspect", path, "--json")[1])
+        assert [cell.strip() for cell in row.split("│")[2:4]] == [str(side) for side in plan]
+    said = run.json("inspect", path)
     assert said["plans"] == {str(plan): 1 for plan in PLANS[:2]}
     assert said["layers"]["0"] == ["fp8_e2m5 rotated centered", "int8 rotated"]
     assert said["tokens"] == 5
-    assert run("inspect", path, "--texts", "pydoc")[0] == 2
+    run.fails("inspect", path, "--texts", "pydoc", code=2)
 
 
 def test_warnings_of_the_reader_and_odd_scales_are_shown(run, tmp_path):
     path = next((DATA / "vllm-two-ranks").glob("*.json"))
-    code, out, err = run("inspect", str(path))
-    assert code == 0
+    out, err = run("inspect", path)
     assert err.startswith("warning: ")
     assert "its 2 ranks differ" in err
     assert "K and V have the same scale" in out
     layer = LayerScales(torch.tensor(1.0), torch.tensor(1.0))
     scales = KVScales({0: layer, 2: layer}, model_type="llama")
     scales.save_pretrained(tmp_path, format="autofp8")
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    code, out, err = run("inspect", str(tmp_path))
-    assert code == 0
+    edit_json(tmp_path / "config.json", num_hidden_layers=3)
+    out, err = run("inspect", tmp_path)
     assert "warning: " in err
     assert "layers without scales: 1" in err
     assert "no scales for layer 1" in out
     assert "exactly 1.0" in out
-    assert len(json.loads(run("inspect", str(tmp_path), "--json")[1])["remarks"]) == 2
+    assert len(run.json("inspect", tmp_path)["remarks"]) == 2
 
 
 def test_a_measurement_is_shown(run, tmp_path, model, measured):
     scales = random_scales("head", layers=2)
     scales.save_pretrained(tmp_path)
     (text := tmp_path / "text.txt").write_text("the capital of London")
-    fixed = ["inspect", str(tmp_path), "--model", model, "--texts", str(text), "--device", "cpu",
-             "--model-dtype", "bfloat16"]  # fmt: skip
-    code, out, err = run(*fixed, "--max-tokens", "99", "--dtype", "fp8")
-    assert code == 0, err
+    fixed = ["inspect", tmp_path, "--model", model, "--device", "cpu", "--model-dtype", "bfloat16"]
+    out, _ = run(*fixed, "--texts", text, "--max-tokens", "99", "--dtype", "fp8")
     (call,) = measured
     assert (read := call.pop("model")).config.num_hidden_layers == 2
     assert read.dtype == torch.bfloat16
     assert call.pop("tokenizer").vocab_size > 2
     assert call.pop("scales").layers.keys() == {0, 1}
     assert call == {"texts": text, "max_tokens": 99, "dtype": "fp8_e4m3"}
-    for part in ("7.25", "12.5 %", "6.25 %", "static fp8_e4m3", "1.23e-02", "96.00%"):
+    for part in ("11.1", "12.5 %", "0.003 %", "static fp8_e4m3", "3.00e-03", "96.25%"):
         assert part in out
-    code, out, _ = run(*fixed, "--json")
-    said = json.loads(out)
-    assert said["layers"]["1"]["v"]["amax"] == 7.25
+    said = run.json(*fixed, "--texts", text)
+    assert said["layers"]["1"]["v"]["amax"] == 2.125
     assert said["layers"]["1"]["v"]["amax_from"] == "text"
-    assert said["layers"]["1"]["k"]["saturated"] == 0.125
-    assert CalibrationReport.from_dict(said["report"], "it") == found(2)
-    fixed[fixed.index(str(text))] = "pydoc"  # the documentation of Python
-    assert run(*fixed)[0] == 0
+    assert said["layers"]["1"]["k"]["saturated"] == 0.00003
+    assert CalibrationReport.from_dict(said["report"], "it") == found(2, heads=2)
+    run(*fixed, "--texts", "pydoc")  # the documentation of Python
     assert len(texts := measured[-1]["texts"]) > 50
     assert all(isinstance(text, str) for text in texts)
 
@@ -175,28 +153,25 @@ def test_a_picture(run, tmp_path):
     pytest.importorskip("matplotlib")
     random_scales("head").save_pretrained(tmp_path)
     path = tmp_path / "scales.png"
-    code, out, err = run("inspect", str(tmp_path), "--plot", str(path))
-    assert code == 0, err
+    out, _ = run("inspect", tmp_path, "--plot", path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert "per head" in out
 
 
-def test_a_picture_needs_matplotlib_before_anything_is_done(run, tmp_path, monkeypatch, measured):
+def test_a_picture_needs_matplotlib_before_anything_is_done(run, monkeypatch, measured):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else real(name)
     )
-    path = tmp_path / "scales.png"
-    code, out, err = run("inspect", "/no/such/scales", "--plot", str(path), "--texts", "pydoc")
-    assert (code, out, measured) == (2, "", [])
-    assert "pip install 'hf-fp8kv[plot]'" in err
+    arguments = ("inspect", "/no/such/scales", "--plot", "scales.png", "--texts", "pydoc")
+    assert "pip install 'hf-fp8kv[plot]'" in run.fails(*arguments, code=2)
+    assert measured == []
 
 
-def test_a_report_next_to_the_scales_is_shown(run, tmp_path, monkeypatch):
-    scales = replace(random_scales("head"), report=found(3))
-    module = sys.modules["hf_fp8kv.scales.kv_scales"]
-    monkeypatch.setattr(module, "resolve", lambda *_, **__: scales)
-    code, out, err = run("inspect", str(tmp_path))
-    assert code == 0, err
+def test_a_report_next_to_the_scales_is_shown(run, tmp_path):
+    scales = random_scales("head")
+    report = found(3, heads=2, scales_digest=scales.digest)
+    replace(scales, report=report).save_pretrained(tmp_path)
+    out, _ = run("inspect", tmp_path)
     assert "12.5 %" in out
-    assert "centers: none helped" in out
+    assert "No center was kept." in out

@@ -10,7 +10,8 @@ import torch
 from huggingface_hub import ModelCard
 
 from hf_fp8kv.scales import KVScales, LayerScales
-from hf_fp8kv.scales.report import CalibrationReport
+from tests.cli.test_scales_table import found
+from tests.helpers import server_rules
 from tests.scales.test_export import random_scales
 
 OLD = """---
@@ -55,6 +56,8 @@ def test_a_server_that_cannot_take_the_scales_is_left_out(model, tmp_path):
     card = written(model, tmp_path / "copy", None, heads, format="compressed-tensors")
     assert "vllm serve" in card
     assert "sglang" not in card
+    with pytest.raises(server_rules.Refused, match="only 8-bit floats per tensor"):
+        server_rules.sglang(tmp_path / "copy")
 
 
 def test_a_card_is_extended_and_its_section_replaced(model, tmp_path):
@@ -105,28 +108,13 @@ def test_what_was_measured_is_in_the_card_of_these_scales_alone(model, tmp_path)
     layers = {i: LayerScales(torch.full((2, 1), 0.5), torch.tensor(0.25)) for i in range(3)}
     layers[1] = LayerScales(torch.tensor([[0.5], [0.75]]), torch.tensor(0.25))
     scales = KVScales(layers, model_type="llama")
-    side = {"amax": [1.0], "saturated": 0.0, "underflow": 0.0, "error": {}}
-    row = {"cache": "static fp8_e4m3", "kl": 0.00123, "kl_max": 1.0, "top1": 0.975,
-           "perplexity": 9.0, "tokens": 2048}  # fmt: skip
-    report = CalibrationReport.from_dict(
-        {
-            "model": "m", "dtype": "fp8_e4m3", "granularity": "head", "margin": 1.0, "texts": 7,
-            "tokens": 4096, "held_out_tokens": 2048, "seconds": 1.0, "date": "2026-11-23",
-            "versions": {"torch": "2.13.0"}, "hardware": {}, "scales_digest": scales.digest,
-            "centers": "no centers",
-            "layers": {"0": {"k": side, "v": side, "centered": False, "center_gain": None}},
-            "quality": [row, row | {"cache": "unquantised"}], "far_quality": [],
-            "max_position": None,
-        },
-        "report",
-    )  # fmt: skip
-    scales = replace(scales, report=report)
+    scales = replace(scales, report=found(scales_digest=scales.digest))
     exact = written(model, tmp_path / "exact", None, scales)
-    assert "calibrated on 4096 tokens of 7 texts" in exact
-    assert "static fp8_e4m3: 1.23e-03 nats, same top token 97.5%" in exact
+    assert "calibrated on 5000 tokens of 2 texts" in exact
+    assert "static fp8_e4m3: 3.00e-03 nats, same top token 96.2%" in exact
     assert "unquantised:" not in exact
     reduced = written(model, tmp_path / "reduced", None, scales, format="autofp8")
-    assert "calibrated on 4096 tokens" in reduced
+    assert "calibrated on 5000 tokens" in reduced
     assert "nats" not in reduced
     assert "the largest scale of each layer is written" in reduced
     assert json.loads((tmp_path / "reduced" / "config.json").read_text())["quantization_config"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -129,22 +130,21 @@ def test_a_damaged_fingerprint_is_refused(made: KVScales, tmp_path: Path, writte
         KVScales.from_file(path)
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Change what the metadata of a file of scales says."""
-    from safetensors import safe_open
-
+def read_header(path: Path) -> dict[str, Any]:
+    """The metadata of a file of scales."""
     with safe_open(path, "pt") as file:
-        about = json.loads(file.metadata()["hf_fp8kv"])
-    save_file(load_file(path), path, {"hf_fp8kv": json.dumps(change(about))})
+        return json.loads(file.metadata()["hf_fp8kv"])
 
 
-def enable_training(model: Any, scales: Any) -> None:
-    enable(model, training="stored", scales=scales)
+def rewrite(path: Path, change: Callable[[dict], dict], tensors: dict | None = None) -> None:
+    """Change the metadata of a file of scales, and its tensors if they are given."""
+    tensors = load_file(path) if tensors is None else tensors
+    save_file(tensors, path, {"hf_fp8kv": json.dumps(change(read_header(path)))})
 
 
 CHECKS: dict[str, Callable[[Any, Any], Any]] = {
     "enable": lambda model, scales: enable(model, scales=scales),
-    "training": enable_training,
+    "training": lambda model, scales: enable(model, training="stored", scales=scales),
     "serving": lambda model, scales: serving.enable(model, scales=scales, probe=False),
     "measure": lambda model, scales: measure(model, scales, TEXTS, progress=False),
 }

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from hf_fp8kv.errors import ScaleError
 from hf_fp8kv.formats import LayerPlan
 from hf_fp8kv.scales import SCALE_FORMATS, KVScales, LayerScales
 from hf_fp8kv.scales.formats.hf_fp8kv import OWN_FILE
 from tests.helpers.planned import PLANS, planned_scales
+from tests.scales.test_fingerprint import read_header, rewrite
 from tests.scales.test_scales import assert_same
 
 ONE = torch.tensor(1.0)
@@ -37,17 +36,12 @@ def test_a_plan_is_kept_in_our_own_file(tmp_path: Path, is_dynamic: bool) -> Non
     assert "1 x K int8 rotated, V fp8_e3m4" in repr(scales)
 
 
-def read_header(folder: Path) -> dict[str, object]:
-    with safe_open(folder / OWN_FILE, "pt") as file:
-        return json.loads(file.metadata()["hf_fp8kv"])
-
-
 def test_readers_of_before_refuse_a_plan_and_read_what_has_none(tmp_path: Path) -> None:
     """They ask for version 1, and know nothing of plans."""
     planned_scales().save_pretrained(tmp_path / "planned")
     KVScales({0: LayerScales(ONE, 2 * ONE)}).save_pretrained(tmp_path / "plain")
-    assert read_header(tmp_path / "planned")["version"] == 2
-    header = read_header(tmp_path / "plain")
+    assert read_header(tmp_path / "planned" / OWN_FILE)["version"] == 2
+    header = read_header(tmp_path / "plain" / OWN_FILE)
     assert header["version"] == 1
     assert header.keys() == {"version", "dtype", "layers", "model_type", "origin", "read_as"}
     assert KVScales.from_pretrained(tmp_path / "plain").plan is None
@@ -70,8 +64,7 @@ def test_readers_of_before_refuse_a_plan_and_read_what_has_none(tmp_path: Path) 
 def test_damaged_plans_are_refused(tmp_path: Path, change: dict, message: str) -> None:
     planned_scales().save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
-    header = read_header(tmp_path) | change
-    save_file(load_file(path), path, {"hf_fp8kv": json.dumps(header)})
+    rewrite(path, lambda header: header | change)
     with pytest.raises(ScaleError, match=message):
         KVScales.from_file(path)
 
@@ -79,7 +72,7 @@ def test_damaged_plans_are_refused(tmp_path: Path, change: dict, message: str) -
 def test_dynamic_files_with_a_missing_center_are_refused(tmp_path: Path) -> None:
     planned_scales(is_dynamic=True).save_pretrained(tmp_path)
     path = tmp_path / OWN_FILE
-    save_file({}, path, {"hf_fp8kv": json.dumps(read_header(tmp_path))})
+    rewrite(path, dict, {})
     with pytest.raises(ScaleError, match="expected centers as the plan says"):
         KVScales.from_file(path)
 
