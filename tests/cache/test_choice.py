@@ -15,7 +15,7 @@ from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import causal_config, tiny
 
-pytestmark = pytest.mark.text
+pytestmark = [pytest.mark.text, pytest.mark.usefixtures("no_gradients")]
 
 SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
 HEADS, GROUPS, TOKENS, DIM = 2, 3, 300, 64
@@ -180,7 +180,6 @@ def test_values_may_have_another_size() -> None:
     assert plan.v.rotated
 
 
-@torch.no_grad()
 def test_layers_with_a_window_keep_their_last_tokens() -> None:
     """Layers with a window and without, with other RoPE, and logits with their own scale."""
     model, _ = tiny("gemma3_text", attn_implementation="fp8_paged", sliding_window=20)
@@ -198,7 +197,6 @@ def test_layers_with_a_window_keep_their_last_tokens() -> None:
 
 @pytest.mark.parametrize("is_empty", [False, True])
 @pytest.mark.parametrize("way", ["file", "pickle"])
-@torch.no_grad()
 def test_a_cache_that_was_saved_chooses_as_before(way: str, is_empty: bool, tmp_path: Path) -> None:
     """A loaded cache has no config, but it still compares plans at other positions."""
     model, _ = tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0)
@@ -217,7 +215,6 @@ def test_a_cache_that_was_saved_chooses_as_before(way: str, is_empty: bool, tmp_
         assert_same(layer.keys.dense(), other.keys.dense())
 
 
-@torch.no_grad()
 def run(tokens: int = 40, attention: str = "fp8_paged", **keywords: Any) -> FP8PagedCache:
     model, _ = tiny("gqa", attn_implementation=attention)
     cache = FP8PagedCache(model.config, page_size=8, **keywords)
@@ -245,15 +242,13 @@ def test_the_longest_sequence_of_a_padded_batch_decides(name: str) -> None:
     mask[1, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     alone, batch = FP8PagedCache(model.config), FP8PagedCache(model.config)
-    with torch.no_grad():
-        model(ids[1:, 4:], past_key_values=alone)
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
+    model(ids[1:, 4:], past_key_values=alone)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
     assert batch.plan == alone.plan
     assert any(plan != SAFE for plan in alone.plan.values())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31])
-@torch.no_grad()
 def test_padding_is_not_measured(tokens: int) -> None:
     """The first chunk of a prompt may be padding only."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")

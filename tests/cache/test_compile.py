@@ -5,7 +5,6 @@ tensors, and the addresses that it writes to.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +27,9 @@ STATIC = {"scales": 0.05, "center_keys": True}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,
+    pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConfig:
@@ -148,7 +140,6 @@ def test_overrun_raises_and_changes_nothing(how: str) -> None:
     assert [layer.host_length() for layer in cache.paged_layers] == [20, 20]
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.full)])
 def test_no_copy_of_the_pool_in_compiled_code(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +180,6 @@ def test_only_operations_that_read_values_stay_out_of_cuda_graphs() -> None:
 
 
 # Grid: layers with and without a window, static scales, and layers that share keys.
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [
