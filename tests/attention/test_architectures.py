@@ -18,51 +18,21 @@ from tests.tools.sweep import answer, baseline, check_type, compare, counts, swe
 pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
 
 # What attention gets under "fp8_paged" in a decoding step.
-PATHS = {
-    "llama": "fused",
-    "qwen2": "fused",
-    "qwen3": "fused",
-    "mistral": "fused",
-    "mixtral": "fused",
-    "phi3": "fused",
-    "gpt2": "fused",
-    "gpt_neox": "fused",
-    "opt": "fused",
-    "cohere2": "fused",
-    "gemma2": "fused",
-    "gemma3_text": "fused",
-    "gemma3n_text": "fused",
-    "gemma4_text": "fused, dense",
-    "gpt_oss": "fused",
-    "llama4_text": "fused",
-    "qwen3_next": "fused",
-    "lfm2": "fused",
-    "jamba": "fused",
-    "diffllama": "dense",
-    "doge": "fused",
-    "deepseek_v3": "fused, latent",
-    "glm_moe_dsa": "fused, latent",
-    "deepseek_v4": "dense",
-    "inkling2_text": "dense",
-    "zamba2": "dense",
-    "bert": "fused",
-    "bart": "fused",
-    "git": "own",
-    "bigbird_pegasus": "fused",
-    "bloom": "not switched; from_pretrained: own",
-    "rembert": "not switched; from_pretrained: own",
-    "falcon": "refused",
-    "gptj": "refused",
-    "seq2seq/bart": "fused",
-    "seq2seq/t5": "fused",
-    "seq2seq/whisper": "fused, dense",
-    "seq2seq/t5gemma": "fused, dense",
-    "seq2seq/nllb-moe": "fused",
-    "seq2seq/moonshine": "fused",
-    "vision/llava": "fused",
-    "vision/gemma3": "fused",
-    "vision/qwen2_vl": "fused",
-}
+TYPES = {
+    "fused": (
+        "llama", "qwen2", "qwen3", "mistral", "mixtral", "phi3", "gpt2", "gpt_neox", "opt",
+        "cohere2", "gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "qwen3_next",
+        "lfm2", "jamba", "doge", "bert", "bart", "bigbird_pegasus", "seq2seq/bart", "seq2seq/t5",
+        "seq2seq/nllb-moe", "seq2seq/moonshine", "vision/llava", "vision/gemma3", "vision/qwen2_vl",
+    ),
+    "fused, dense": ("gemma4_text", "seq2seq/whisper", "seq2seq/t5gemma"),
+    "dense": ("diffllama", "deepseek_v4", "inkling2_text", "zamba2"),
+    "fused, latent": ("deepseek_v3", "glm_moe_dsa"),
+    "own": ("git",),
+    "not switched; from_pretrained: own": ("bloom", "rembert"),
+    "refused": ("falcon", "gptj"),
+}  # fmt: skip
+PATHS = {name: path for path, names in TYPES.items() for name in names}
 REFUSED = ("refused", "not switched")
 # Grid: one type of each kind. Grouped and multi-head attention, window, softcap, sinks, shared K
 # and V, chunks, latents (MLA), latents with an indexer, linear layers, an encoder-decoder with
