@@ -50,15 +50,6 @@ def in_tiers(names: Iterable[str]) -> list[Any]:
     return [name if name in KINDS else pytest.param(name, marks=full) for name in names]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Models this small only lose by sharing their work out."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("name", in_tiers(type_names()))
 def test_a_type_answers_as_with_dynamic_cache(name):
     row = check_type(name)
@@ -94,21 +85,20 @@ def test_a_prompt_that_is_read_from_pages(name):
     assert compare(want, answer(model, inputs, cache)).status == "equal"
 
 
-class _Forgetful(DynamicCache):
-    """In a decoding step, the keys and values of the token before are zero."""
-
-    def update(self, key_states: Any, value_states: Any, layer_idx: int, *rest: Any, **kw: Any):
-        key, value = super().update(key_states, value_states, layer_idx, *rest, **kw)
-        if key_states.shape[2] == 1:
-            key, value = key.clone(), value.clone()
-            key[:, :, -2], value[:, :, -2] = 0, 0
-        return key, value
-
-
 @pytest.mark.parametrize("name", in_tiers(x for x in PATHS if x in type_names("causal")))
 def test_one_lost_token_is_noticed(name):
     model, inputs = build(name)
-    wrong = answer(model, inputs, _Forgetful(config=model.config))
+
+    class Forgetful(DynamicCache):
+        """In a decoding step, the keys and values of the token before are zero."""
+
+        def update(self, key_states: Any, *rest: Any, **kw: Any):
+            both = super().update(key_states, *rest, **kw)
+            if key_states.shape[2] == 1:
+                both = [x.index_fill(2, torch.tensor(x.shape[2] - 2), 0) for x in both]
+            return both
+
+    wrong = answer(model, inputs, Forgetful(config=model.config))
     assert compare(baseline(model, inputs), wrong).status != "equal"
 
 
@@ -132,12 +122,6 @@ def test_heads_in_the_wrong_order_are_noticed(name, attention):
     model.set_attn_implementation(attention)
     wrong = answer(model, inputs, Confused(model.config, dtype="auto"))
     assert compare(want, wrong).status != "equal"
-
-
-def test_a_model_is_the_same_for_the_same_seed():
-    first, second = build("gpt_oss")[0], build("gpt_oss")[0]
-    pairs = zip(first.parameters(), second.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.full

@@ -244,10 +244,6 @@ def hooked(base: nn.Linear, change: Any = lambda x: 0.5 * x) -> nn.Module:
     return base
 
 
-def curved(base: nn.Linear) -> nn.Module:
-    return hooked(base, torch.tanh)
-
-
 def replace_all(model: Any, change: Any) -> None:
     torch.manual_seed(0)
     for module in attentions(model):
@@ -269,7 +265,7 @@ def check_answer(model: Any, inputs: Any, *, path: str = "fused, latent") -> Non
     ("change", "path"),
     [
         (rounded, "fused, latent"), (Adapted, "fused, latent"), (hooked, "fused, latent"),
-        (biased, "dense"), (curved, "dense"),
+        (biased, "dense"), (lambda base: hooked(base, torch.tanh), "dense"),
     ],
 )  # fmt: skip
 def test_projections_of_other_kinds(change: Any, path: str) -> None:
@@ -532,14 +528,6 @@ def test_the_error_is_that_of_fp32(lengths: tuple[int, int], dtype: str, backend
 # -- compiled ------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize(
     ("name", "prompt", "change"),
     [
@@ -548,10 +536,11 @@ def _fresh_compiler() -> Iterator[None]:
         pytest.param("deepseek_v32", "eager", None, marks=pytest.mark.full),
     ],
 )  # fmt: skip
-@pytest.mark.usefixtures("_fresh_compiler")
 @torch.no_grad()
 def test_compiled(name: str, prompt: str, change: Any) -> None:
     """The prompt runs eagerly, is compiled after `enable`, or is compiled before anything else."""
+    torch._dynamo.reset()
+    counters.clear()
     layers = {"num_hidden_layers": 1} if name == "deepseek_v3" else {}
     model, inputs = build(name, attn_implementation="fp8_paged", **layers)
     if change is not None:

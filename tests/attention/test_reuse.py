@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,16 +342,11 @@ def test_copies_of_an_enabled_model_reuse_text_themselves() -> None:
         assert cache.memory_footprint()["reused"] == inputs["input_ids"][:, 1:].numel()
 
 
-@pytest.fixture
-def writer(tmp_path: Any) -> Iterator[Any]:
+def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:
     folder = save_chat_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     model = enable(AutoModelForCausalLM.from_pretrained(folder).eval(), **STORED)
-    yield pipeline("text-generation", model=model, tokenizer=tokenizer)
-    disable(model)
-
-
-def test_a_chat_in_a_pipeline(writer: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    writer: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
     calls: list[int] = []
     writer.model.register_forward_pre_hook(
         lambda _model, _args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True

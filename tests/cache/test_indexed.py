@@ -1,5 +1,6 @@
 """Layers of sparse attention: K and V in pages, with an indexer that follows every operation."""
 
+import functools
 import pickle
 
 import pytest
@@ -19,7 +20,7 @@ pytestmark = [
 # Each query attends to 8 tokens of a prompt of 21.
 TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 FORMS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
-MODELS = {}
+make = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
 
 
 @pytest.fixture
@@ -28,9 +29,7 @@ def model(request):
     name = getattr(request, "param", TYPES[0])
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
-    if name not in MODELS:
-        MODELS[name] = build(name, attn_implementation="fp8_paged")[0]
-    return MODELS[name]
+    return make(name)
 
 
 @pytest.fixture(params=FORMS)
@@ -153,7 +152,7 @@ def test_layers_by_name_stay_as_they_are(model, ids):
 
 @pytest.mark.skipif("mistral_large4" not in type_names(), reason="a newer transformers has it")
 def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
-    model = build("mistral_large4", attn_implementation="fp8_paged")[0]
+    model = make("mistral_large4")
     cache = read(model, ids, **form)
     kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
     assert [kind == "DummyLayer" for kind in kinds] == [False, False, False, True, False]

@@ -238,6 +238,11 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     one.reset()
     feed([one], 50, 1)
     check(one)
+    one.reset()
+    for _ in range(2):
+        one.update(x, x, 0)
+    with pytest.raises(ConfigError, match="to all layers before the next"):
+        one.update(x, x, 2)
 
 
 def test_a_reset_in_the_middle_of_a_long_call_leaves_forks_alone() -> None:
@@ -267,15 +272,6 @@ def test_a_first_call_without_memory_is_forgotten() -> None:
         assert_same_layers(one, fresh)
         check(one)
     assert at > 1
-
-
-def test_a_second_call_of_one_layer_is_reported() -> None:
-    one = cache()
-    x = torch.ones(BATCH, 2, 30, 4)
-    one.update(x, x, 0)
-    one.update(x, x, 0)
-    with pytest.raises(ConfigError, match="to all layers before the next"):
-        one.update(x, x, 2)
 
 
 # Grid: a pairwise cover.
