@@ -45,8 +45,6 @@ GREEDY = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "suppress_
 LEAST_MARGIN = 1e-5
 SLOW = (pytest.param(name, marks=pytest.mark.full) for name in ("mha", "softcap", "sinks"))
 MODELS = ("gqa", "sliding", "sliding_and_full", "latent", *SLOW)
-# Pages of 40 tokens in files.
-FILES = 5
 # Damages a file; the second path is a folder with files of another model.
 Damage = Callable[[Path, Path], Any]
 
@@ -465,7 +463,7 @@ def test_bad_files(damages: list[Damage], tmp_path: Path, caplog: pytest.LogCapt
         assert reader.answer(ids) == 8, number
         assert not path.is_symlink()
         assert [*reader.store.read([path.stem], _take_any)], "stored again"
-    assert reader.store.usage().files == FILES
+    assert reader.store.usage().files == 5
 
 
 @pytest.mark.parametrize("is_empty", [True, False])
