@@ -28,21 +28,17 @@ pytestmark = [
 ]
 
 
-def chunks() -> Any:
-    return stock.chunked_causal_mask_function(4, torch.tensor([0, 3]))
-
-
-def blocks() -> Any:
-    ids = torch.zeros(2, ROOM, dtype=torch.int)
-    return stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(ids))
-
-
 PATTERNS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "causal": (lambda: stock.causal_mask_function, 0),
     "window": (lambda: stock.sliding_window_causal_mask_function(7), 7),
     "window of one": (lambda: stock.sliding_window_causal_mask_function(1), 1),
-    "chunks": (chunks, None),
-    "blocks": (blocks, None),
+    "chunks": (lambda: stock.chunked_causal_mask_function(4, torch.tensor([0, 3])), None),
+    "blocks": (
+        lambda: stock.or_masks(
+            stock.causal_mask_function, stock.blockwise_overlay(torch.zeros(2, ROOM).int())
+        ),
+        None,
+    ),
     "both ways": (lambda: stock.bidirectional_mask_function, None),
     "a window both ways": (lambda: stock.sliding_window_bidirectional_mask_function(4), None),
     "before the query": (lambda: lambda b, h, q, k: k <= q - 1, None),

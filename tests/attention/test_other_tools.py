@@ -176,12 +176,14 @@ def test_functions_are_wrapped_if_kvpress_was_imported_first(
 
 
 @pytest.mark.parametrize("implementation", ["fp8_paged", "sdpa"])
-def test_a_write_into_the_keys_of_attention_says_what_to_do(implementation: str) -> None:
+def test_a_write_into_stored_keys_says_what_to_do(implementation: str) -> None:
     """Presses that mask tokens of single heads write into the keys."""
     cache = FP8PagedCache(tiny("gqa", attn_implementation=implementation)[0].config)
     k = torch.randn(1, 2, 9, 16)
     cache.update(k, k, 0)
     keys, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
+    with pytest.raises(ConfigError, match="write into a copy"):
+        cache.layers[0].keys.mul_(2)
     with pytest.raises(ConfigError, match="write into a copy"):
         keys[torch.tensor([0]), torch.tensor([0]), torch.tensor([3])] = k[:, 0, 0]
 

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -286,13 +286,22 @@ def interrupt(chat: Chat, ids: torch.Tensor, call: int, layer: int) -> None:
     handle.remove()
 
 
-@pytest.mark.parametrize("name", ["gqa", "sliding_and_full"])
+# Grid: before the first layer and between two, of a prompt and a step, in both kinds of models.
+# Then layers of transformers after, before and next to one of this package, and three steps.
 @pytest.mark.parametrize(
-    ("call", "layer", "known"), [(1, 1, 0), (4, 0, 22), (4, 1, 0)], ids=["prompt", "step", "layers"]
-)
-def test_an_interrupted_chat(name: str, call: int, layer: int, known: int) -> None:
+    ("name", "keywords", "call", "layer", "known"),
+    [
+        *((name, {}, *case) for name in ("gqa", "sliding_and_full")
+          for case in ((1, 1, 0), (4, 0, 22), (4, 1, 0))),
+        ("hybrid", {}, 4, 1, 0), ("gqa", {"skip_layers": [0]}, 3, 1, 0),
+        ("gqa", {"skip_layers": [0]}, 5, 1, 0), ("gqa", {"skip_layers": [1]}, 4, 1, 0),
+    ],
+)  # fmt: skip
+def test_an_interrupted_chat(
+    name: str, keywords: dict[str, Any], call: int, layer: int, known: int
+) -> None:
     """An answer is interrupted between two layers or before the first, and asked for again."""
-    chat = Chat(name)
+    chat = Chat(name, **keywords)
     ids = chat.words(21)
     said, _ = chat.answer(ids)
     interrupt(chat, ids, call, layer)
@@ -301,27 +310,6 @@ def test_an_interrupted_chat(name: str, call: int, layer: int, known: int) -> No
     assert computed == 32 - known
     _, computed = chat.answer(edited[:, :32])
     assert computed == 1 or name in ENDS_WITH_STATE
-
-
-# Grid: layers of transformers after, before and next to one of this package, and three steps.
-@pytest.mark.parametrize(
-    ("name", "keywords", "call"),
-    [
-        ("hybrid", {}, 4), ("gqa", {"skip_layers": [0]}, 3), ("gqa", {"skip_layers": [0]}, 5),
-        ("gqa", {"skip_layers": [1]}, 4),
-    ],
-)  # fmt: skip
-def test_an_interrupted_chat_with_layers_of_transformers(
-    name: str, keywords: dict[str, Any], call: int
-) -> None:
-    """The first of the two layers has stored the last token, and the second has not."""
-    chat = Chat(name, **keywords)
-    ids = chat.words(21)
-    said, _ = chat.answer(ids)
-    interrupt(chat, ids, call, layer=1)
-    more = torch.cat([said, chat.words(5)], 1)
-    _, computed = chat.answer(more)
-    assert computed == more.shape[1]
 
 
 def test_rejected_drafts_are_not_part_of_the_text() -> None:
@@ -354,16 +342,11 @@ def test_copies_of_an_enabled_model_reuse_text_themselves() -> None:
         assert cache.memory_footprint()["reused"] == inputs["input_ids"][:, 1:].numel()
 
 
-@pytest.fixture
-def writer(tmp_path: Any) -> Iterator[Any]:
+def test_a_chat_in_a_pipeline(tmp_path: Path) -> None:
     folder = save_chat_model(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     model = enable(AutoModelForCausalLM.from_pretrained(folder).eval(), **STORED)
-    yield pipeline("text-generation", model=model, tokenizer=tokenizer)
-    disable(model)
-
-
-def test_a_chat_in_a_pipeline(writer: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    writer: Any = pipeline("text-generation", model=model, tokenizer=tokenizer)
     calls: list[int] = []
     writer.model.register_forward_pre_hook(
         lambda _model, _args, kwargs: calls.append(kwargs["input_ids"].shape[1]), with_kwargs=True

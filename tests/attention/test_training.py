@@ -214,15 +214,12 @@ def test_packed_texts() -> None:
 def test_layers_that_share_keys_and_layers_of_other_kinds(name: str) -> None:
     """A layer that reads the keys of an earlier layer rounds them with that layer's scales."""
     model, inputs = tiny(name, attn_implementation="fp8_paged")
-    layers = {layer.index: layer for layer in FP8PagedCache(model.config).paged_layers}
-    model(**inputs, past_key_values=(cache := FP8PagedCache(model.config, dtype="auto")))
     scales = KVScales(
         {
-            index: LayerScales(torch.tensor(0.004 / (index + 1)), torch.tensor(0.002 * (index + 1)))
-            for index in layers
+            i: LayerScales(torch.tensor(0.004 / (i + 1)), torch.tensor(0.002 * (i + 1)))
+            for i in (layer.index for layer in FP8PagedCache(model.config).paged_layers)
         }
     )
-    assert {layer.pool.heads for layer in cache.paged_layers if layer.get_seq_length()}
     unrounded = model(**inputs, use_cache=False).logits
     enable(model, training="stored", scales=scales)
     found = model(**inputs, use_cache=False).logits
@@ -232,21 +229,11 @@ def test_layers_that_share_keys_and_layers_of_other_kinds(name: str) -> None:
     assert_near(*(log_probs(logits, mask) for logits in (found, expected, unrounded)))
 
 
-def test_copies_round_too() -> None:
-    model, _ = tiny("gqa", attn_implementation="fp8_paged")
-    unrounded = teach(model)
-    enable(model, training="stored", scales=static_scales(center=True))
-    expected = teach(model)
-    assert not torch.equal(expected, unrounded)
-    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    disable(model)
-    for twin in twins:
-        assert torch.equal(teach(twin), expected)
-        assert torch.equal(teach(disable(twin)), unrounded)
-
-
 def test_rounding_is_suspended_and_ends() -> None:
-    """Calibration and the probe of serving see unrounded numbers, and each `enable` replaces it."""
+    """Calibration and the probe of serving see unrounded numbers, and each `enable` replaces it.
+
+    Copies of the model round independently.
+    """
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
     stock, _ = tiny("gqa", attn_implementation="sdpa")
     unrounded = teach(stock)
@@ -265,6 +252,12 @@ def test_rounding_is_suspended_and_ends() -> None:
         enable(model, training="stored", dtype="fp8_e5m2")
         enable(model, **keywords)
         assert torch.equal(teach(model), unrounded)
+    enable(model, training="stored", scales=static_scales(center=True))
+    rounded = teach(model)
+    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in (disable(model), *twins):
+        assert torch.equal(teach(each), unrounded if each is model else rounded)
+        assert torch.equal(teach(disable(each)), unrounded)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from hf_fp8kv import FP8PagedCache
-from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.paging import page_pool
 from tests.cache.public import attend
+from tests.cache.test_offloading import DIM, HEADS, LAYERS, PAGE, assert_holds, config, feed
 from tests.helpers.assertions import assert_same
 from tests.helpers.counting import BytesWritten
 from tests.helpers.standin import triton_standin
-from tests.helpers.tiny_models import causal_config
 
 pytestmark = pytest.mark.text
 
-PAGE, HEADS, DIM, BATCH, LAYERS = 8, 2, 16, 2, 2
+BATCH = 2
 
 
 @pytest.fixture(autouse=True)
@@ -35,32 +34,19 @@ def _blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def pair(name: str = "llama", **options: Any) -> list[FP8PagedCache]:
     """Return a cache with blocks, and the same cache without."""
     return [
-        FP8PagedCache(causal_config(name), page_size=PAGE, backend=backend, **options)
+        FP8PagedCache(config(name), page_size=PAGE, backend=backend, **options)
         for backend in ("triton", "reference")
     ]
-
-
-def feed(caches: list[FP8PagedCache], tokens: int, seed: int) -> None:
-    """Give all caches the same tokens, and compare the keys and values for attention."""
-    for index in range(LAYERS):
-        generator = torch.Generator().manual_seed(100 * seed + index)
-        k, v = torch.randn(2, BATCH, HEADS, tokens, DIM, generator=generator)
-        found = [[densify(x) for x in cache.update(k, 3 * v, index)] for cache in caches]
-        for x, y in zip(*found, strict=True):
-            assert_same(x, y)
-
-
-def assert_same_content(one: FP8PagedCache, other: FP8PagedCache) -> None:
-    assert one.get_seq_length() == other.get_seq_length()
-    for layer, plain in zip(one.layers, other.layers, strict=True):
-        assert_same(densify(layer.keys), densify(plain.keys))
-        assert_same(densify(layer.values), densify(plain.values))
 
 
 def test_growth_and_forks_copy_no_full_page(tmp_path):
     """A pool in one tensor is copied when it grows; blocks are not. The files are the same."""
     caches = pair(dtype="fp8_e4m3", scales=0.02, prefill="stored")
     feed(caches, 50 * PAGE, 0)
+    found, expected = (cache.memory_footprint() for cache in caches)
+    for name in ("pages", "scales", "used", "tokens"):
+        assert found[name] == expected[name], name
+    assert found["tables"] > expected["tables"], "addresses of the blocks"
     written = []
     for cache in caches:
         with BytesWritten() as counted:
@@ -72,7 +58,7 @@ def test_growth_and_forks_copy_no_full_page(tmp_path):
         written.append(counted.total)
     held = caches[0].memory_footprint()["used"]
     assert written[0] < held < written[1]
-    assert_same_content(*caches)
+    assert_holds(caches)
     files = [cache.save(tmp_path / str(i)).read_bytes() for i, cache in enumerate(caches)]
     assert abs(len(files[0]) - len(files[1])) < 32, "only the name of the backend differs"
     for cache in caches:
@@ -95,15 +81,6 @@ def test_handles_keep_what_they_show():
         gc.enable()
 
 
-def test_bytes_are_accounted_for():
-    caches = pair()
-    feed(caches, 41, 0)
-    found, expected = (cache.memory_footprint() for cache in caches)
-    for name in ("pages", "scales", "used", "tokens"):
-        assert found[name] == expected[name], name
-    assert found["tables"] > expected["tables"], "addresses of the blocks"
-
-
 def test_compiled_attention_reads_blocks():
     caches = pair(prefill="stored")
     feed(caches, 30, 0)
@@ -118,5 +95,6 @@ def test_compiled_attention_reads_blocks():
         ]
         assert_same(*found)
         for cache in caches:
-            cache.update(k, v, 1)
+            for index in range(1, LAYERS):
+                cache.update(k, v, index)
     torch._dynamo.reset()

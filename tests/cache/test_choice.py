@@ -15,7 +15,7 @@ from tests.cache.public import attend
 from tests.helpers.assertions import assert_same
 from tests.helpers.tiny_models import causal_config, tiny
 
-pytestmark = pytest.mark.text
+pytestmark = [pytest.mark.text, pytest.mark.usefixtures("no_gradients")]
 
 SAFE = LayerPlan.parse("fp8_e3m4 centered", "fp8_e3m4")
 HEADS, GROUPS, TOKENS, DIM = 2, 3, 300, 64
@@ -180,7 +180,6 @@ def test_values_may_have_another_size() -> None:
     assert plan.v.rotated
 
 
-@torch.no_grad()
 def test_layers_with_a_window_keep_their_last_tokens() -> None:
     """Layers with a window and without, with other RoPE, and logits with their own scale."""
     model, _ = tiny("gemma3_text", attn_implementation="fp8_paged", sliding_window=20)
@@ -198,7 +197,6 @@ def test_layers_with_a_window_keep_their_last_tokens() -> None:
 
 @pytest.mark.parametrize("is_empty", [False, True])
 @pytest.mark.parametrize("way", ["file", "pickle"])
-@torch.no_grad()
 def test_a_cache_that_was_saved_chooses_as_before(way: str, is_empty: bool, tmp_path: Path) -> None:
     """A loaded cache has no config, but it still compares plans at other positions."""
     model, _ = tiny("qwen2", attn_implementation="fp8_paged", key_bias=10.0)
@@ -217,7 +215,6 @@ def test_a_cache_that_was_saved_chooses_as_before(way: str, is_empty: bool, tmp_
         assert_same(layer.keys.dense(), other.keys.dense())
 
 
-@torch.no_grad()
 def run(tokens: int = 40, attention: str = "fp8_paged", **keywords: Any) -> FP8PagedCache:
     model, _ = tiny("gqa", attn_implementation=attention)
     cache = FP8PagedCache(model.config, page_size=8, **keywords)
@@ -227,13 +224,18 @@ def run(tokens: int = 40, attention: str = "fp8_paged", **keywords: Any) -> FP8P
     return cache
 
 
-def test_the_first_call_chooses_and_keeps() -> None:
+def test_the_first_call_chooses_until_a_reset() -> None:
     # One layer has a center, the other one does not.
     cache = run(tokens=80)
     chosen = cache.plan
     assert {plan.k.centered for plan in chosen.values()} == {False, True}
     assert SAFE not in chosen.values()
     assert cache.fork().plan == chosen
+    cache.reset()
+    k = torch.randn(1, 2, 3, 16)
+    for index in range(len(cache.layers)):
+        cache.update(k, k, index)
+    assert set(cache.plan.values()) == {SAFE}
 
 
 @pytest.mark.parametrize("name", ["gqa", "gemma3_text"])
@@ -245,15 +247,13 @@ def test_the_longest_sequence_of_a_padded_batch_decides(name: str) -> None:
     mask[1, :4] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     alone, batch = FP8PagedCache(model.config), FP8PagedCache(model.config)
-    with torch.no_grad():
-        model(ids[1:, 4:], past_key_values=alone)
-        model(ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
+    model(ids[1:, 4:], past_key_values=alone)
+    model(ids, attention_mask=mask, position_ids=positions, past_key_values=batch)
     assert batch.plan == alone.plan
     assert any(plan != SAFE for plan in alone.plan.values())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 31])
-@torch.no_grad()
 def test_padding_is_not_measured(tokens: int) -> None:
     """The first chunk of a prompt may be padding only."""
     model, _ = tiny("gqa", attn_implementation="fp8_paged")
@@ -315,15 +315,6 @@ def test_an_explicit_plan() -> None:
     assert again.plan == run().plan
 
 
-def test_a_reset_chooses_again() -> None:
-    cache = run()
-    cache.reset()
-    k = torch.randn(1, 2, 3, 16)
-    for index in range(len(cache.layers)):
-        cache.update(k, k, index)
-    assert set(cache.plan.values()) == {SAFE}
-
-
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -352,12 +343,10 @@ def test_contradictions_are_refused(keywords: dict[str, Any], message: str) -> N
         FP8PagedCache(causal_config("llama"), **keywords)
 
 
-@pytest.mark.parametrize("text", ["", "int9", "int8 turned", "auto rotated", None])
-def test_a_plan_that_cannot_be_read(text: Any) -> None:
-    with pytest.raises(ConfigError, match=r"; write it as in|expected one of|; choose an 8-bit"):
-        SidePlan.parse(text)
-
-
-def test_a_mark_that_is_not_a_flag() -> None:
+def test_a_plan_that_cannot_be_read() -> None:
+    unreadable: list[Any] = ["", "int9", "int8 turned", "auto rotated", None]
+    for text in unreadable:
+        with pytest.raises(ConfigError, match=r"; write it|expected one of|; choose an 8-bit"):
+            SidePlan.parse(text)
     with pytest.raises(ConfigError, match="rotated: expected True or False, got 'rotated'"):
         SidePlan("int8", "rotated")

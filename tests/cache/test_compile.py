@@ -5,7 +5,6 @@ tensors, and the addresses that it writes to.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,16 +27,9 @@ STATIC = {"scales": 0.05, "center_keys": True}
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 pytestmark = [
     pytest.mark.text,
+    pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConfig:
@@ -45,10 +37,6 @@ def compiled(backend: Any = "aot_eager", mode: str | None = None) -> CompileConf
     config = CompileConfig(fullgraph=True, dynamic=False, backend=backend, mode=mode)
     config._compile_all_devices = True
     return config
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 # Grid: the fast tier has one model; a graph of layers with a window is in the last test.
@@ -76,11 +64,13 @@ def test_one_graph(name: str, attention: str, keywords: dict[str, Any]) -> None:
     first = cache()
     options = {**GREEDY, "compile_config": compiled()}
     assert_same(model.generate(**inputs, past_key_values=first, **options), expected)
-    assert graphs() == 1, "a step was compiled again"
+    assert counters["stats"]["unique_graphs"] == 1, "a step was compiled again"
     assert_same(model.generate(**inputs, past_key_values=cache(), **options), expected)
     first.reset()
     assert_same(model.generate(**inputs, past_key_values=first, **options), expected)
-    assert graphs() == 1, "a second cache, or a reset one, was compiled again"
+    assert counters["stats"]["unique_graphs"] == 1, (
+        "a second cache, or a reset one, was compiled again"
+    )
     assert not counters["graph_break"]
 
 
@@ -97,7 +87,7 @@ def test_twenty_steps_in_the_mode_that_generate_chooses(backend: str) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         got = model.generate(**inputs, past_key_values=cache, compile_config=config, **GREEDY)
     assert_same(got, expected)
-    assert graphs() == 1
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
 
 
@@ -148,7 +138,6 @@ def test_overrun_raises_and_changes_nothing(how: str) -> None:
     assert [layer.host_length() for layer in cache.paged_layers] == [20, 20]
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("backend", ["auto", pytest.param("triton", marks=pytest.mark.full)])
 def test_no_copy_of_the_pool_in_compiled_code(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -189,7 +178,6 @@ def test_only_operations_that_read_values_stay_out_of_cuda_graphs() -> None:
 
 
 # Grid: layers with and without a window, static scales, and layers that share keys.
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "keywords"),
     [

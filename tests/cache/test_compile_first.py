@@ -15,7 +15,10 @@ from tests.helpers.tiny_models import tiny
 from tests.tools.compile_first import agree, cases, logits
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.mark.parametrize(
@@ -40,22 +43,18 @@ def test_compile_first(name: str, chosen: list[str]) -> None:
 
 # The fast tier compiles the attention to a growing cache in test_blocks.py.
 @pytest.mark.full
-@torch.no_grad()
 def test_a_growing_cache_is_compiled_around() -> None:
-    torch._dynamo.reset()
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     caches = [FP8PagedCache(model.config, page_size=16) for _ in range(2)]
     compiled = torch.compile(model, backend="eager")
     agree(logits(compiled, caches[0], inputs), logits(model, caches[1], inputs))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [({}, "max_cache_len"), ({"max_cache_len": 40, "max_pages": 99}, "early_initialization")],
 )
 def test_what_cannot_be_one_graph_says_what_to_do(keywords: dict[str, int], message: str) -> None:
-    torch._dynamo.reset()
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(Unsupported, match=message):
@@ -73,10 +72,8 @@ class Holder(torch.nn.Module):
         return self.model(ids, past_key_values=self.cache).logits
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("room", [None, 40])
 def test_export_with_a_cache(room: int | None) -> None:
-    torch._dynamo.reset()
     model, inputs = tiny("gqa", attn_implementation="fp8_paged", num_hidden_layers=1)
     cache = FP8PagedCache(model.config, max_cache_len=room)
     ids = inputs["input_ids"]

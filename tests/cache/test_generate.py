@@ -36,6 +36,10 @@ def dense_attention(name: str) -> str:
     return "eager" if name in ("sinks", "softcap") else "sdpa"
 
 
+def model_of(name: str, attention: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    return shared_tiny(name, dense_attention(name) if attention == "own" else attention)
+
+
 def new_cache(model: Any, **keywords: Any) -> FP8PagedCache:
     return FP8PagedCache(model.config, **{"page_size": 8, **keywords})
 
@@ -82,11 +86,8 @@ def of_every_model(axis: str, values: tuple[str, str], names: Any = MODELS) -> p
 class TestAuto:
     """dtype="auto" stores exact values: any difference is a lost or misplaced token."""
 
-    def model(self, name: str, attention: str) -> tuple[Any, Any]:
-        return shared_tiny(name, dense_attention(name) if attention == "own" else attention)
-
     def test_greedy_and_beams(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = self.model(name, attention)
+        model, inputs = model_of(name, attention)
         for keywords in (
             {},
             {"num_beams": 3, "num_return_sequences": 2},
@@ -97,7 +98,7 @@ class TestAuto:
             assert_same(said, stock_answer(name, **keywords), keywords)
 
     def test_rollback(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = self.model(name, attention)
+        model, inputs = model_of(name, attention)
         row = unpadded(inputs)
         expected = stock_answer(name, row=True)
         draft, _ = tiny(name, attn_implementation=dense_attention(name))
@@ -117,7 +118,7 @@ class TestAuto:
             assert cache.get_seq_length() >= expected.shape[1] - 1
 
     def test_preallocated_form(self, name: str, prefill: str, attention: str) -> None:
-        model, inputs = self.model(name, attention)
+        model, inputs = model_of(name, attention)
         cache = new_cache(model, dtype="auto", prefill=prefill, max_cache_len=41)
         for _ in range(2):
             said = generate(model, inputs, cache, disable_compile=True)
@@ -136,8 +137,7 @@ class TestStored:
     """With prefill="stored" every call reads the same bytes, whatever the chunks are."""
 
     def test_one_prompt_one_answer(self, name: str, dtype: str, attention: str) -> None:
-        chosen = dense_attention(name) if attention == "own" else attention
-        model, inputs = shared_tiny(name, chosen)
+        model, inputs = model_of(name, attention)
 
         def cache() -> FP8PagedCache:
             return new_cache(model, dtype=dtype, prefill="stored")
@@ -206,15 +206,10 @@ def test_encoder_decoder(name: str, bare: bool) -> None:
         assert_same(got, expected, attention)
         eight = EncoderDecoderCache(new_cache(model), new_cache(model))
         assert model.generate(**inputs, past_key_values=eight, **options).shape == expected.shape
-
-
-def test_encoder_decoder_rolls_back() -> None:
-    model, inputs = tiny("cross_attention")
-    row = {name: tensor[1:] for name, tensor in inputs.items()}
-    cache = EncoderDecoderCache(new_cache(model, dtype="auto"), new_cache(model, dtype="auto"))
-    expected = model.generate(**row, **GREEDY)
-    got = model.generate(**row, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY)
-    assert_same(got, expected)
+        if name == "cross_attention":
+            pair = EncoderDecoderCache(*(new_cache(model, dtype="auto") for _ in "ab"))
+            row = {"past_key_values": pair, "prompt_lookup_num_tokens": 3, **unpadded(inputs)}
+            assert_same(model.generate(**row, **options), expected[1:], "rolled back")
 
 
 @pytest.mark.parametrize("name", [pytest.param("gqa", marks=pytest.mark.full), "sliding"])

@@ -1,5 +1,6 @@
 """Layers of sparse attention: K and V in pages, with an indexer that follows every operation."""
 
+import functools
 import pickle
 
 import pytest
@@ -10,12 +11,16 @@ from hf_fp8kv import FP8PagedCache
 from hf_fp8kv.errors import ConfigError, OutOfPagesError
 from tests.helpers.tiny_models import build, type_names
 
-pytestmark = [pytest.mark.text, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.text,
+    pytest.mark.usefixtures("no_gradients"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 # Each query attends to 8 tokens of a prompt of 21.
 TYPES = ["deepseek_v32", "glm5_next", "qwen4_exp_text"]
 FORMS = {"growing": {}, "preallocated": {"max_cache_len": 32}}
-MODELS = {}
+make = functools.cache(lambda name: build(name, attn_implementation="fp8_paged")[0])
 
 
 @pytest.fixture
@@ -24,9 +29,7 @@ def model(request):
     name = getattr(request, "param", TYPES[0])
     if name not in type_names():
         pytest.skip(f"this version of transformers has no {name}")
-    if name not in MODELS:
-        MODELS[name] = build(name, attn_implementation="fp8_paged")[0]
-    return MODELS[name]
+    return make(name)
 
 
 @pytest.fixture(params=FORMS)
@@ -42,19 +45,17 @@ def ids():
 def read(model, ids, **form):
     """Return a cache that has read a prompt in two calls."""
     cache = FP8PagedCache(model.config, dtype="auto", page_size=8, **form)
-    with torch.no_grad():
-        model(ids[:, :12], past_key_values=cache)
-        model(ids[:, 12:], past_key_values=cache)
+    model(ids[:, :12], past_key_values=cache)
+    model(ids[:, 12:], past_key_values=cache)
     return cache
 
 
 def check_continues(model, cache, ids):
     """Assert that the cache holds `ids`: three more tokens give the logits of one full call."""
     more = torch.randint(4, 90, (len(ids), 3), generator=torch.Generator().manual_seed(6))
-    with torch.no_grad():
-        want = model(torch.cat([ids, more], 1), use_cache=False).logits[:, -3:]
-        got = [model(more[:, :1], past_key_values=cache).logits]
-        got.append(model(more[:, 1:], past_key_values=cache).logits)
+    want = model(torch.cat([ids, more], 1), use_cache=False).logits[:, -3:]
+    got = [model(more[:, :1], past_key_values=cache).logits]
+    got.append(model(more[:, 1:], past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(got, 1), want, atol=1e-4, rtol=1e-4)
 
 
@@ -81,8 +82,7 @@ def test_crop_and_reset(model, form, ids, tokens):
     if tokens < ids.shape[1]:
         check_continues(model, cache, ids[:, :-tokens])
         cache.reset()
-    with torch.no_grad():
-        model(ids[:, 3:14], past_key_values=cache)
+    model(ids[:, 3:14], past_key_values=cache)
     check_continues(model, cache, ids[:, 3:14])
 
 
@@ -107,18 +107,16 @@ def test_fork_pickle_and_file(model, form, ids, tmp_path):
     if not any(cache.is_linear):  # those have no file format
         cache.save(tmp_path / "cache")
         copies.append(FP8PagedCache.load(tmp_path / "cache"))
-    with torch.no_grad():  # the copies must not change
-        model(ids[:, :4], past_key_values=cache)
+    # The copies must not change.
+    model(ids[:, :4], past_key_values=cache)
     for copy in copies:
         check_continues(model, copy, ids)
     empty = FP8PagedCache(model.config, dtype="auto", **form).fork()
-    with torch.no_grad():
-        model(ids, past_key_values=empty)
+    model(ids, past_key_values=empty)
     check_continues(model, empty, ids)
 
 
-def test_a_step_that_does_not_fit_is_undone(ids):
-    model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
+def test_a_step_that_does_not_fit_is_undone(model, ids):
     cache = read(model, ids, max_pages=8)
     update, failing = cache.paged_layers[1].update, True
 
@@ -128,15 +126,14 @@ def test_a_step_that_does_not_fit_is_undone(ids):
         return update(*args)
 
     cache.paged_layers[1].update = fail
-    with torch.no_grad(), pytest.raises(OutOfPagesError):
+    with pytest.raises(OutOfPagesError):
         model(ids[:, :2], past_key_values=cache)
     failing = False
     assert cache.paged_layers[0].indexer_keys.shape[1] == ids.shape[1]
     check_continues(model, cache, ids)
 
 
-def test_a_choice_of_tokens_is_refused(ids):
-    model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
+def test_a_choice_of_tokens_is_refused(model, ids):
     cache = read(model, ids)
     layer = cache.paged_layers[0]
     key, value = layer.keys.dense(), layer.values.dense()
@@ -146,18 +143,16 @@ def test_a_choice_of_tokens_is_refused(ids):
     check_continues(model, cache, ids)
 
 
-def test_layers_by_name_stay_as_they_are(ids):
-    model = build("deepseek_v32", attn_implementation="fp8_paged")[0]
+def test_layers_by_name_stay_as_they_are(model, ids):
     cache = FP8PagedCache(model.config, dtype="auto", skip_layers=model.config.layer_types[:1])
     assert all(type(layer) is DynamicIndexedLayer for layer in cache.layers)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    model(ids, past_key_values=cache)
     check_continues(model, cache, ids)
 
 
 @pytest.mark.skipif("mistral_large4" not in type_names(), reason="a newer transformers has it")
 def test_a_layer_that_shares_keys_has_an_indexer_only(form, ids):
-    model = build("mistral_large4", attn_implementation="fp8_paged")[0]
+    model = make("mistral_large4")
     cache = read(model, ids, **form)
     kinds = [type(layer).__name__.removeprefix("FP8Paged") for layer in cache.layers]
     assert [kind == "DummyLayer" for kind in kinds] == [False, False, False, True, False]

@@ -7,7 +7,7 @@ import copy
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from tests.helpers.counting import LengthsWritten
 from tests.helpers.tiny_models import causal_config
 
 LAYERS, BATCH, WINDOW, ROOM = 4, 3, 8, 60
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("no_gradients", "fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
 # The layers that each of a sequence of steps calls.
 ORDERS = {
     "in order": [[0, 1, 2, 3]] * 4,
@@ -40,14 +43,6 @@ ORDERS = {
 for seed in range(3):
     chance = random.Random(seed)
     ORDERS[f"random {seed}"] = [chance.choices(range(LAYERS), k=4) for _ in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def config(name: str = "llama") -> Any:
@@ -216,7 +211,6 @@ def count_lengths(found: list[Counter[str]]) -> Callable[..., Any]:
     return aot_autograd(fw_compiler=look)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_a_compiled_step_advances_once(name: str) -> None:
     cache, _ = pair(name)
@@ -233,7 +227,6 @@ def test_a_compiled_step_advances_once(name: str) -> None:
     "name",
     ["backwards", "an early exit", pytest.param("one of them twice", marks=pytest.mark.full)],
 )
-@torch.no_grad()
 def test_any_order_in_compiled_steps(name: str) -> None:
     """One graph for each order, and at most two more if a layer is left out."""
     order = ORDERS[name]
@@ -272,7 +265,6 @@ def test_any_order_in_compiled_steps(name: str) -> None:
         assert counters["stats"]["unique_graphs"] == 1
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_compiled_first_call_and_graph_breaks(breaks: bool) -> None:
     """A graph break in a step leaves the other layers to the following regions."""

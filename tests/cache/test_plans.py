@@ -153,15 +153,11 @@ def test_other_storage_options_are_refused_with_a_plan(keywords: dict, message: 
         FP8PagedCache(config(), scales=planned_scales(), **keywords)
 
 
-def test_a_plan_of_fewer_layers_is_refused() -> None:
+@pytest.mark.parametrize("size", [{}, {"max_cache_len": 64}], ids=str)
+def test_a_plan_of_other_layers_is_refused(size: dict[str, int]) -> None:
     with pytest.raises(ScaleError, match=r"none for layer 2.*skip_layers"):
-        FP8PagedCache(config(), scales=planned_scales(2))
-    assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2]).plan
-
-
-@pytest.mark.parametrize("preallocated", [False, True])
-def test_a_plan_of_more_layers_is_refused(preallocated: bool) -> None:
-    size = {"max_cache_len": 64} if preallocated else {}
+        FP8PagedCache(config(), scales=planned_scales(2), **size)
+    assert FP8PagedCache(config(), scales=planned_scales(2), skip_layers=[2], **size).plan
     with pytest.raises(ScaleError, match=r"3 layers.*layers \[3, 4\], too; use the scales"):
         FP8PagedCache(config(), scales=planned_scales(5), **size)
     # Without a plan, scales may name more layers: checkpoints have layers for drafts.

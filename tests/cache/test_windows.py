@@ -40,18 +40,12 @@ plans = pytest.mark.parametrize(
 )  # fmt: skip
 
 
-def config() -> Any:
+def config(window: int = WINDOW) -> Any:
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3TextConfig(
-        num_hidden_layers=LAYERS, layer_types=types, sliding_window=WINDOW, head_dim=4,
+        num_hidden_layers=LAYERS, layer_types=types, sliding_window=window, head_dim=4,
         num_key_value_heads=2, num_attention_heads=2, hidden_size=8,
     )  # fmt: skip
-
-
-def narrow(window: int) -> Any:
-    one = config()
-    one.sliding_window = window
-    return one
 
 
 def cache(**keywords: Any) -> FP8PagedCache:
@@ -90,28 +84,21 @@ def assert_same_layers(
 
 
 @plans
-def test_a_growing_window_is_that_of_transformers(plan: str, prefill: str) -> None:
-    ours, stock = cache(prefill=prefill), DynamicCache(config=config())
-    for seed, tokens in enumerate(PLANS[plan]):
-        found, expected = feed([ours, stock], tokens, seed)
-        for shown, whole in zip(found, expected, strict=True):
-            assert_same(shown, whole, f"call {seed}")
-        assert ours.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0)
-        check(ours)
-
-
-@plans
-def test_a_ring_holds_the_window(plan: str, prefill: str, tmp_path: Path) -> None:
+def test_a_window_is_that_of_transformers(plan: str, prefill: str, tmp_path: Path) -> None:
+    """In a growing cache and in a ring."""
     ring, growing = cache(prefill=prefill, max_cache_len=ROOM), cache(prefill=prefill)
-    length = 0
+    stock, length = DynamicCache(config=config()), 0
     for seed, tokens in enumerate(PLANS[plan]):
-        found, expected = feed([ring, growing], tokens, seed)
+        found = feed([ring, growing, stock], tokens, seed)
         length += tokens
-        for shown, wanted in zip(found, expected, strict=True):
+        for of_ring, shown, wanted in zip(*found, strict=True):
+            assert_same(shown, wanted, f"call {seed}")
             first = length - wanted.shape[2]
-            assert_same(shown[:, :, first:length], wanted, f"call {seed}")
+            assert_same(of_ring[:, :, first:length], wanted, f"call {seed}")
+        assert growing.get_mask_sizes(3, 0) == stock.get_mask_sizes(3, 0)
+        check(growing)
         check(ring)
-        for one in (ring, growing):
+        for one in (ring, growing, stock):
             one.reorder_cache(torch.tensor([1, 0] if seed % 2 else [1, 1]))
         assert_same_layers(ring, growing)
     ring.save(tmp_path / "ring.safetensors")
@@ -251,6 +238,11 @@ def test_a_long_call_that_stops_at_a_layer_is_reported() -> None:
     one.reset()
     feed([one], 50, 1)
     check(one)
+    one.reset()
+    for _ in range(2):
+        one.update(x, x, 0)
+    with pytest.raises(ConfigError, match="to all layers before the next"):
+        one.update(x, x, 2)
 
 
 def test_a_reset_in_the_middle_of_a_long_call_leaves_forks_alone() -> None:
@@ -282,15 +274,6 @@ def test_a_first_call_without_memory_is_forgotten() -> None:
     assert at > 1
 
 
-def test_a_second_call_of_one_layer_is_reported() -> None:
-    one = cache()
-    x = torch.ones(BATCH, 2, 30, 4)
-    one.update(x, x, 0)
-    one.update(x, x, 0)
-    with pytest.raises(ConfigError, match="to all layers before the next"):
-        one.update(x, x, 2)
-
-
 # Grid: a pairwise cover.
 @pytest.mark.parametrize(
     ("window", "room", "prefill"),
@@ -298,8 +281,8 @@ def test_a_second_call_of_one_layer_is_reported() -> None:
 )
 def test_windows_of_about_a_page(window: int, room: int | None, prefill: str) -> None:
     keywords: dict[str, Any] = {**EXACT, "prefill": prefill}
-    one = FP8PagedCache(narrow(window), max_cache_len=room, **keywords)
-    whole = FP8PagedCache(narrow(ROOM), **keywords)
+    one = FP8PagedCache(config(window), max_cache_len=room, **keywords)
+    whole = FP8PagedCache(config(ROOM), **keywords)
     length = 0
     for seed, tokens in enumerate((16, 1, 7, 24, 8, 1, 3, 9)):
         found, expected = feed([one, whole], tokens, seed)
