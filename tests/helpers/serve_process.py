@@ -5,13 +5,14 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
@@ -98,11 +99,27 @@ def generate_answer(folder: str, question: str, tokens: int) -> str:
     return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def events(text: str) -> list[Any]:
+    """Return the parsed events of a streamed answer, without its end."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
 class Endpoint:
-    """A server that listens on this machine: requests, and its metrics."""
+    """A server that listens on this machine: requests, and its metrics. A `with` stops it."""
 
     model: str
     port: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> object:
+        raise NotImplementedError
 
     @property
     def url(self) -> str:
@@ -129,6 +146,21 @@ class Endpoint:
             connection.request("GET" if data is None else "POST", path, data, sent)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), dict(answer.getheaders())
+
+    def answer(self, path: str, **body: object) -> dict[str, Any]:
+        """Return the answer to a request that must succeed."""
+        status, text, _ = self.ask(path, body)
+        assert status == 200, text
+        return json.loads(text)
+
+    @contextlib.contextmanager
+    def leaving(self, path: str, **body: object) -> Iterator[None]:
+        """Send a request, and close the connection at the end without reading the answer."""
+        sent = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+            connection.sendall(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
+            yield
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of /metrics by name."""
@@ -260,26 +292,4 @@ class Server(Endpoint):
             self.process.stdout.close()
 
 
-@contextlib.contextmanager
-def serving(
-    model: str, *options: str, environment: dict[str, str] | None = None,
-    program: tuple[str, ...] = ("-m", "hf_fp8kv.cli"),
-) -> Iterator[Server]:  # fmt: skip
-    """Run a server inside, in a separate process."""
-    server = Server(model, *options, environment=environment, program=program)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def hosting(
-    model: str, *options: str, environment: dict[str, str] | None = None
-) -> Iterator[HostedServer]:
-    """Run a server inside, in a thread."""
-    server = HostedServer(model, *options, environment=environment)
-    try:
-        yield server
-    finally:
-        server.stop()
+serving, hosting = Server, HostedServer

@@ -4,10 +4,7 @@ With pages of the model's dtype, float32, these are the answers of transformers'
 its own cache.
 """
 
-import contextlib
-import json
 import random
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -90,20 +87,13 @@ def server(folder):
 
 def complete(server: Endpoint, number: int, kind: str) -> str:
     sent = {"prompt": PROMPTS[number], "max_tokens": NEW, **ASKED[kind](number)}
-    status, text, _ = server.ask(COMPLETIONS, sent)
-    assert status == 200, text
-    return json.loads(text)["choices"][0]["text"]
+    return server.answer(COMPLETIONS, **sent)["choices"][0]["text"]
 
 
 def leave(server: Endpoint, number: int) -> None:
     """Request a long answer to the beginning of a prompt, and do not wait for the answer."""
     sent = {"prompt": PROMPTS[number][:60], "max_tokens": 200, "stream": number % 2 == 0}
-    content = json.dumps(sent | ASKED["seeds"](number)).encode()
-    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(content), content)
-        )
+    with server.leaving(COMPLETIONS, **sent | ASKED["seeds"](number)):
         time.sleep(number % 8 * 0.05)
 
 
