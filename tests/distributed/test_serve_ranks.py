@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from hf_fp8kv import ConfigError
 from hf_fp8kv.modeling.tensor_parallel import check_plan
 from tests.distributed import cases
 from tests.helpers import command_line
-from tests.helpers.serve_process import Server, generate_answer, save_chat_model, serving
+from tests.helpers.serve_process import Server, generate_answer, save_chat_model, serving, text_in
 from tests.helpers.tiny_models import tiny
 
 pytestmark = [pytest.mark.text, pytest.mark.full]
@@ -121,26 +120,15 @@ def body(question: str, **fields: object) -> dict:
     return {"messages": [{"role": "user", "content": question}], "max_tokens": 24, **fields}
 
 
-def text_of(server: Server, path: str, sent: dict) -> str:
-    """Return the text of an answer, streamed or not."""
-    status, text, _ = server.ask(path, sent)
-    assert status == 200, text
-    assert '"error"' not in text
-    if not sent.get("stream"):
-        choice = json.loads(text)["choices"][0]
-        return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
-
-
 def leave_early(server: Server) -> None:
     """Ask for a long answer, and go away once the engine has it."""
-    sent = json.dumps(body("a long story", max_tokens=250, stream=True)).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
+    with server.leaving(CHAT, **body("a long story", max_tokens=250, stream=True)):
         server.wait_until(requests_active=1)
     server.wait_until(**{'requests_total{status="499"}': 1, "requests_active": 0})
+
+
+def text_of(server: Server, path: str, sent: dict) -> str:
+    return text_in(server.answer(path, **sent))
 
 
 def answers(server: Server) -> dict[str, object]:
@@ -170,9 +158,7 @@ def answers(server: Server) -> dict[str, object]:
         found["other logits"] = other.result()
     scored = {"prompt": "a prompt that is scored", "echo": True, "logprobs": 2, "max_tokens": 4}
     for number in range(2):  # the second time its beginning is in the pages
-        status, text, _ = server.ask(COMPLETIONS, scored)
-        assert status == 200, text
-        found[f"scored {number}"] = json.loads(text)["choices"][0]["logprobs"]
+        found[f"scored {number}"] = server.answer(COMPLETIONS, **scored)["choices"][0]["logprobs"]
     for name, one in bad.items():
         status, text, _ = one.result()
         found[name] = status, json.loads(text)["error"]["message"]

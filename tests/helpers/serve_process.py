@@ -18,7 +18,14 @@ from unittest import mock
 import torch
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+)
 
 from hf_fp8kv import FP8PagedCache, cli
 
@@ -106,6 +113,33 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
+def text_in(answer: Any) -> str:
+    """Return the text of an answer of any endpoint, or of the events of a streamed answer."""
+    if isinstance(answer, list):
+        return "".join(map(text_in, answer))
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
+    choice = answer["choices"][0]
+    said = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or said.get("content") or ""
+
+
+def ids(text: str) -> list[int]:
+    """Return the tokens of a text, for a model of `save_chat_model`."""
+    return [ord(letter) - 32 for letter in text]
+
+
+def generate(model: Any, prompt: str, count: int, *processors: LogitsProcessor) -> str:
+    """Return the greedy answer of `generate()` with transformers' own cache."""
+    inputs = torch.tensor([ids(prompt)])
+    with torch.inference_mode():
+        found = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
+            logits_processor=LogitsProcessorList(processors),
+        )  # fmt: skip
+    return "".join(chr(token + 32) for token in found[0, inputs.shape[1] :].tolist())
+
+
 class Endpoint:
     """A server that listens on this machine: requests, and its metrics. A `with` stops it."""
 
@@ -147,11 +181,11 @@ class Endpoint:
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), dict(answer.getheaders())
 
-    def answer(self, path: str, **body: object) -> dict[str, Any]:
-        """Return the answer to a request that must succeed."""
+    def answer(self, path: str, **body: object) -> Any:
+        """Return the answer to a request that must succeed, or the events of a stream."""
         status, text, _ = self.ask(path, body)
         assert status == 200, text
-        return json.loads(text)
+        return events(text) if body.get("stream") else json.loads(text)
 
     @contextlib.contextmanager
     def leaving(self, path: str, **body: object) -> Iterator[None]:

@@ -13,12 +13,19 @@ from tokenizers.decoders import DecodeStream
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
 )
 
-from tests.helpers.serve_process import CONTEXT, PAGE, Endpoint, events, hosting, save_chat_model
+from tests.helpers.serve_process import (
+    CONTEXT,
+    PAGE,
+    Endpoint,
+    generate,
+    hosting,
+    ids,
+    save_chat_model,
+)
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -26,10 +33,10 @@ pytestmark = pytest.mark.text
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers.cli.serving.utils import ReasoningText  # noqa: E402
 
-from hf_fp8kv.serving.server import answers, logits  # noqa: E402
+from hf_fp8kv.serving.server import logits  # noqa: E402
 from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder  # noqa: E402
-from hf_fp8kv.serving.server.fan_out import answer_all, split_body  # noqa: E402
-from hf_fp8kv.serving.server.middleware import _Shared  # noqa: E402
+from hf_fp8kv.serving.server.fan_out import answer_all  # noqa: E402
+from hf_fp8kv.serving.server.grammars import Grammars  # noqa: E402
 from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
 from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
 
@@ -61,22 +68,13 @@ def server(folder, tmp_path_factory):
         yield server
 
 
-def ids(text: str) -> list[int]:
-    return [ord(letter) - 32 for letter in text]
-
-
-def text_of(tokens: list[int]) -> str:
-    return "".join(chr(token + 32) for token in tokens)
-
-
 def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[dict]:
     """Return the choices of an answer. Join the parts of a streamed answer."""
+    answer = server.answer(path, **body)
     if not body.get("stream"):
-        return server.answer(path, **body)["choices"]
-    status, text, _ = server.ask(path, body)
-    assert status == 200, text
+        return answer["choices"]
     found: dict[int, dict] = {}
-    for event in events(text):
+    for event in answer:
         for choice in event["choices"]:
             one = found.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": []})
             delta = choice.get("delta", {})
@@ -85,16 +83,6 @@ def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[d
             one["logprobs"].append(choice.get("logprobs"))
             one["finish_reason"] = choice.get("finish_reason")
     return [found[index] for index in sorted(found)]
-
-
-def generate(model, prompt: str, count: int, *processors: object) -> str:
-    inputs = torch.tensor([ids(prompt)])
-    with torch.inference_mode():
-        found = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
-            logits_processor=LogitsProcessorList(processors),
-        )  # fmt: skip
-    return text_of(found[0, inputs.shape[1] :].tolist())
 
 
 @torch.inference_mode()
@@ -208,12 +196,6 @@ def test_scores_of_a_request_that_is_computed_again_are_its_own():
     assert logits._find_spans(requests) == []
 
 
-def test_texts_of_tokens_within_a_text(folder):
-    texts = answers.TokenTexts(AutoTokenizer.from_pretrained(folder))
-    assert [texts(token) for token in ids("a b")] == ["a", " ", "b"]
-    assert texts.decode(ids("a b")) == "a b"
-
-
 # -- several answers -------------------------------------------------------------------------------
 
 
@@ -227,7 +209,8 @@ def test_several_answers_are_those_of_the_next_seeds(server, path, stream):
         found = choices(server, path, **asked, **more)
         return [one.get("message", {}).get("content") or one["text"] for one in found]
 
-    several = texts(n=3, seed=2**63 - 2)
+    more = {"best_of": 3} if path == COMPLETIONS else {}
+    several = texts(n=3, seed=2**63 - 2, **more)
     alone = [texts(seed=seed)[0] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
     assert several == alone
     assert len(set(several)) == 3
@@ -248,8 +231,7 @@ def test_a_prompt_of_several_answers_counts_once_and_is_computed_once(server):
 
 def test_other_answers_do_not_wait_for_the_end_of_the_first(server):
     asked = {"prompt": PROMPT, "max_tokens": 120, "n": 2, "stream": True}
-    _, text, _ = server.ask(COMPLETIONS, asked)
-    order = [event["choices"][0] for event in events(text)]
+    order = [event["choices"][0] for event in server.answer(COMPLETIONS, **asked)]
     ends = [one["index"] for one in order if one.get("finish_reason")]
     begins = next(place for place, one in enumerate(order) if one["index"] == 1)
     assert sorted(ends) == [0, 1]
@@ -279,7 +261,7 @@ def test_a_stream_of_several_answers_has_usage_if_that_is_asked_for(server, path
     asked = {"messages": QUESTION} if path == CHAT else {"prompt": "abc"}
     asked |= {"max_tokens": 2, "n": 2, "stream": True}
     plain, (*parts, last) = (
-        events(server.ask(path, asked | more)[1])
+        server.answer(path, **asked, **more)
         for more in ({}, {"stream_options": {"include_usage": True}})
     )
     assert all(event["choices"] for event in plain)
@@ -321,35 +303,17 @@ def test_answers_of_one_request_leave_room_for_others(count):
         seen.add(prompt)
 
 
-def test_what_answers_share_is_made_once():
-    class Grammars:
-        made = 0
-
-        async def compile(self, body):
-            self.made += 1
-            await asyncio.sleep(0)
-            return Guide([])
-
-    class Guide(list):
-        pass
-
-    async def take() -> list:
-        grammars = Grammars()
-        engine = SimpleNamespace(
-            model=SimpleNamespace(generation_config=None), fixed_steps=None, vocabulary=95
-        )
-        body = {"logit_bias": {"3": 1}, "repetition_penalty": 1.5}
-        shared = _Shared(body, grammars, engine, None)
-        found = await asyncio.gather(*(shared.take() for _ in range(3)))
-        assert grammars.made == 1
-        return found
-
-    taken = asyncio.run(take())
-    for index, (guide, rules) in enumerate(taken):
-        assert guide == []
-        guide.append(index)
-        assert rules == logits.TokenRules(repetition_penalty=1.5, logit_bias={3: 1.0})
-    assert len({id(rules) for _, rules in taken}) == 3
+def test_what_answers_share_is_made_once(server, monkeypatch):
+    made, compile_grammar = [], Grammars.compile
+    monkeypatch.setattr(
+        Grammars, "compile", lambda self, body: made.append(body) or compile_grammar(self, body)
+    )
+    asked = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1.2, "repetition_penalty": 1.5}
+    asked |= {"structured_outputs": {"regex": "[a-f]{3,10}[g-z]{5}"}}
+    several = [one["text"] for one in choices(server, **asked, n=3, seed=4)]
+    assert len(made) == 1
+    assert several == [choices(server, **asked, seed=seed)[0]["text"] for seed in (4, 5, 6)]
+    assert len(set(several)) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -364,39 +328,20 @@ def test_what_is_wrong_with_one_of_several_is_the_error_of_all(server, stream):
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
-def test_each_choice_has_a_body_of_its_own():
-    body = {"prompt": ["a", [1, 2]], "n": 2, "seed": -1, "best_of": 2, "max_tokens": 3}
-    found = split_body(COMPLETIONS, body)
-    assert [(one["prompt"], one["seed"]) for one in found] == [
-        ("a", -1), ("a", 0), ([1, 2], -1), ([1, 2], 0),
-    ]  # fmt: skip
-    assert not any({"n", "best_of"} & one.keys() for one in found)
-    assert split_body(CHAT, {"messages": QUESTION}) == [{"messages": QUESTION}]
-
-
 # -- rules of logits -------------------------------------------------------------------------------
-
-
-class Bias(LogitsProcessor):
-    def __init__(self, values: dict[int, float]) -> None:
-        self.values = values
-
-    def __call__(self, input_ids, scores):
-        for token, value in self.values.items():
-            scores[0, token] += value
-        return scores
 
 
 def test_penalties_and_biases_are_those_of_generate(server, model):
     plain = generate(model, PROMPT, 40)
     bias = dict.fromkeys(ids(plain[:2]), -3.0) | {7: 2.5}
+    biases = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
         (
             {"presence_penalty": 0.8, "frequency_penalty": 0.6},
             [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
         ),
-        ({"logit_bias": {str(t): value for t, value in bias.items()}}, [Bias(bias)]),
+        ({"logit_bias": {str(token): value for token, value in bias.items()}}, [biases]),
     ]
     for fields, processors in cases:
         expected = generate(model, PROMPT, 40, *processors)
@@ -701,7 +646,7 @@ def test_a_cut_answer_is_parsed_up_to_its_end():
 
         def decode(self, tokens, skip_special_tokens):
             assert skip_special_tokens
-            return text_of(tokens)
+            return "".join(chr(token + 32) for token in tokens)
 
     request = SimpleNamespace(tool_call=None, cut_text="said", prompt_tokens=[4, 5], body={})
     processor = RequestProcessor(Tokenizer(), request)

@@ -15,6 +15,7 @@ from tests.helpers.serve_process import (
     add_overflow,
     hosting,
     save_chat_model,
+    text_in,
 )  # fmt: skip
 
 pytestmark = pytest.mark.text
@@ -129,7 +130,7 @@ def server(tmp_path_factory):
 
 def complete(server: Endpoint, prompt: str, **fields: object) -> str:
     sent = {"prompt": prompt, "max_tokens": 12} | fields
-    return server.answer(COMPLETIONS, **sent)["choices"][0]["text"]
+    return text_in(server.answer(COMPLETIONS, **sent))
 
 
 def test_requests_without_a_seed_do_not_take_that_of_others(server):
@@ -148,11 +149,13 @@ def test_latencies_of_each_request_and_token_are_counted(server, stream):
         found = server.wait_until(requests_active=0)
         return [found[f"{name}_seconds_count{label}"] for name in names]
 
-    before = counts()
+    text, before = complete(server, "count"), counts()
     with ThreadPoolExecutor(6) as pool:
         sent = {"prompt": "count", "max_tokens": 9, "stream": stream}
         list(pool.map(lambda _: server.ask(COMPLETIONS, sent), range(6)))
     assert [b - a for a, b in zip(before, counts(), strict=True)] == [6, 6, 6 * 8, 6]
+    assert "finish_reason" in server.ask(COMPLETIONS, {**sent, "stop": text[3]})[1]
+    assert counts()[-1] == before[-1] + 7
 
 
 def test_latencies_are_those_of_their_names(monkeypatch):
