@@ -51,7 +51,7 @@ def save_models(folder: Path) -> None:
         scales("head", model).save_pretrained(folder / name)
         save_tokenizer(folder / name)
         (folder / name / "ranks").mkdir()
-        for ranks in (1, 2, 3):
+        for ranks in (1, 2):
             write_json(folder / name / "ranks" / f"{ranks}.json", ranks)
 
 
@@ -270,11 +270,6 @@ def uneven(model: Any, ranks: Ranks, work: Path) -> Any:
     ]
 
 
-def three_ranks(model: Any, ranks: Ranks, work: Path) -> Any:
-    path = Path(model.config._name_or_path) / "ranks" / "3.json"
-    return failed(lambda: FP8PagedCache(model.config, scales=path, **ranks))
-
-
 def calibrated(model: Any, ranks: Ranks, work: Path) -> Any:
     return failed(lambda: calibrate(model, [[5, 6, 7, 8] * 8], progress=False))
 
@@ -326,6 +321,5 @@ CASES: dict[str, tuple[str, Case]] = {
     "scales of all heads, no tp_size": ("8q-4kv", refused()),
     "tp_size, heads not split": ("gathered", refused(tp_rank=0, tp_size=2)),
     "uneven heads": ("one-head", uneven),
-    "three ranks in the file": ("8q-4kv", three_ranks),
     "calibrate": ("8q-4kv", calibrated),
 }

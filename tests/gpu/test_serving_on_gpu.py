@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from transformers import CompileConfig
-from transformers.generation.continuous_batching import offloading_manager
 
 from hf_fp8kv import ConfigError, FP8PagedCache, ops, serving
 from hf_fp8kv.formats import LayerPlan
@@ -25,7 +24,19 @@ from hf_fp8kv.serving.layout import LayerPages, PageLayout
 from hf_fp8kv.serving.step import EngineStep, LayerKind
 from tests.gpu.common import DEVICE, MARKS, ON_GPU, only_gpu, random_llama, waiting_is_an_error
 from tests.helpers import serving_tools
-from tests.helpers.serving_tools import batched, batching, forked, greedy, head_scales, one_by_one
+from tests.helpers.serving_tools import (
+    answer_to,
+    answers_to,
+    batched,
+    batching,
+    forked,
+    greedy,
+    head_scales,
+    managing,
+    note_offloads,
+    one_by_one,
+    running,
+)
 from tests.helpers.tiny_models import tiny
 
 if ops.available_backends()["triton"] is not None:
@@ -174,13 +185,8 @@ def test_bfloat16_differs_only_where_two_tokens_are_as_good(center: bool) -> Non
 
 def test_prefixes_are_found(served: Any) -> None:
     model, wanted = served
-    with model.continuous_batching_context_manager(
-        generation_config=greedy(), continuous_batching_config=batching(pages=PAGES)
-    ) as manager:
-        found = []
-        for text in texts()[-2:]:
-            manager.add_request(text, max_new_tokens=serving_tools.NEW)
-            found += list(answers(manager, 1).values())
+    with managing(model, pages=PAGES) as manager:
+        found = [answer_to(manager, text) for text in texts()[-2:]]
         used = serving.usage(manager)
     assert found == wanted[-2:]
     assert used is not None
@@ -192,17 +198,6 @@ def test_forks(served: Any) -> None:
     prompts = serving_tools.prompts()[: 4 if ON_GPU else 2]
     wanted = one_by_one(model, prompts, scales=head_scales(model), **TRITON)
     assert forked(model, prompts, 3) == [tokens for tokens in wanted for _ in range(3)]
-
-
-def answers(manager: Any, count: int) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    while len(found) < count:
-        out = manager.get_result(timeout=60)
-        assert out is not None
-        assert out.error is None, out.error
-        if out.is_finished():
-            found[out.request_id] = list(out.generated_tokens)
-    return found
 
 
 # -- engines on a GPU ------------------------------------------------------------------------------
@@ -260,14 +255,9 @@ def test_rows_of_no_request(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     manager.continuous_batching_config.max_blocks_per_request = 4 * LONGER
     manager.warmup()
     manager.batch_processor.model_runner.pad_inputs = True
-    manager.start()
-    try:
+    with running(manager):
         # 3 and 5 requests make rows for 4 and 8.
-        ids = manager.add_requests(texts(), max_new_tokens=serving_tools.NEW)
-        found = answers(manager, len(ids))
-    finally:
-        manager.stop(block=True)
-    assert [found[i] for i in ids] == wanted
+        assert answers_to(manager, texts()) == wanted
 
 
 @pytest.mark.parametrize("kind", ["static", "e5m2"])
@@ -279,13 +269,7 @@ def test_requests_go_to_the_cpu_and_come_back(
         if name == "gemma2":
             pytest.skip("the interpreter takes minutes")
         monkeypatch.setattr(serving_tools, "NEW", 10)
-        monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
-    gone: list[set[str]] = []
-    kept: Any = offloading_manager.OffloadingManager
-    stock = kept._offload_to_cpu
-    monkeypatch.setattr(
-        kept, "_offload_to_cpu", lambda *args: gone.append(stock(*args)) or gone[-1]
-    )
+    gone = note_offloads(monkeypatch)
     model = MODELS[name]()
     keywords = {"scales": head_scales(model)} if kind == "static" else {"dtype": "fp8_e5m2"}
     prompts = [text[:30] for text in texts() if len(text) > 12]
@@ -299,16 +283,6 @@ def test_requests_go_to_the_cpu_and_come_back(
         )  # fmt: skip
     assert found == wanted
     assert any(gone)
-
-
-class _Unpinned:
-    """torch without pinned memory, for a machine without an accelerator."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        return torch.empty(*shape, **more)
 
 
 @pytest.mark.parametrize("form", ["config", pytest.param("level", marks=only_gpu)])

@@ -5,19 +5,27 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+)
 
 from hf_fp8kv import FP8PagedCache, cli
 
@@ -98,11 +106,54 @@ def generate_answer(folder: str, question: str, tokens: int) -> str:
     return tokenizer.decode(found[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def events(text: str) -> list[Any]:
+    """Return the parsed events of a streamed answer, without its end."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def text_in(answer: Any) -> str:
+    """Return the text of an answer of any endpoint, or of the events of a streamed answer."""
+    if isinstance(answer, list):
+        return "".join(map(text_in, answer))
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
+    choice = answer["choices"][0]
+    said = choice.get("message") or choice.get("delta") or {}
+    return choice.get("text") or said.get("content") or ""
+
+
+def ids(text: str) -> list[int]:
+    """Return the tokens of a text, for a model of `save_chat_model`."""
+    return [ord(letter) - 32 for letter in text]
+
+
+def generate(model: Any, prompt: str, count: int, *processors: LogitsProcessor) -> str:
+    """Return the greedy answer of `generate()` with transformers' own cache."""
+    inputs = torch.tensor([ids(prompt)])
+    with torch.inference_mode():
+        found = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
+            logits_processor=LogitsProcessorList(processors),
+        )  # fmt: skip
+    return "".join(chr(token + 32) for token in found[0, inputs.shape[1] :].tolist())
+
+
 class Endpoint:
-    """A server that listens on this machine: requests, and its metrics."""
+    """A server that listens on this machine: requests, and its metrics. A `with` stops it."""
 
     model: str
     port: int
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> object:
+        raise NotImplementedError
 
     @property
     def url(self) -> str:
@@ -129,6 +180,21 @@ class Endpoint:
             connection.request("GET" if data is None else "POST", path, data, sent)
             answer = connection.getresponse()
             return answer.status, answer.read().decode(), dict(answer.getheaders())
+
+    def answer(self, path: str, **body: object) -> Any:
+        """Return the answer to a request that must succeed, or the events of a stream."""
+        status, text, _ = self.ask(path, body)
+        assert status == 200, text
+        return events(text) if body.get("stream") else json.loads(text)
+
+    @contextlib.contextmanager
+    def leaving(self, path: str, **body: object) -> Iterator[None]:
+        """Send a request, and close the connection at the end without reading the answer."""
+        sent = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", self.port)) as connection:
+            connection.sendall(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
+            yield
 
     def metrics(self) -> dict[str, float]:
         """Return the numbers of /metrics by name."""
@@ -257,25 +323,4 @@ class Server(Endpoint):
             self.process.stdout.close()
 
 
-@contextlib.contextmanager
-def serving(
-    model: str, *options: str, environment: dict[str, str] | None = None
-) -> Iterator[Server]:
-    """Run a server inside, in a separate process."""
-    server = Server(model, *options, environment=environment)
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-@contextlib.contextmanager
-def hosting(
-    model: str, *options: str, environment: dict[str, str] | None = None
-) -> Iterator[HostedServer]:
-    """Run a server inside, in a thread."""
-    server = HostedServer(model, *options, environment=environment)
-    try:
-        yield server
-    finally:
-        server.stop()
+serving, hosting = Server, HostedServer

@@ -1,9 +1,11 @@
 """Tools for tests of continuous batching: prompts, scales, and two ways to generate."""
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     ContinuousBatchingConfig,
@@ -11,8 +13,9 @@ from transformers import (
     LogitsProcessor,
     PreTrainedModel,
 )
+from transformers.generation.continuous_batching import offloading_manager
 
-from hf_fp8kv import FP8PagedCache, KVScales
+from hf_fp8kv import FP8PagedCache, KVScales, serving
 from hf_fp8kv.scales import LayerScales
 from tests.helpers.margins import wide_margins
 
@@ -107,6 +110,14 @@ def one_by_one(model: PreTrainedModel, texts: Sequence[list[int]], **cache: Any)
     return found
 
 
+def enable(model: PreTrainedModel, texts: Sequence[list[int]], **keywords: Any) -> list[list[int]]:
+    """Enable serving with FP8 pages, and return the tokens of generate() with the same pages."""
+    model.set_attn_implementation("fp8_paged")
+    wanted = one_by_one(model, texts, **keywords)
+    serving.enable(model, **keywords)
+    return wanted
+
+
 def batched(
     model: PreTrainedModel, texts: Sequence[list[int]], *, generation: Any = None, **more: Any
 ) -> list[list[int]]:
@@ -120,20 +131,77 @@ def batched(
     return [list(out.generated_tokens) for out in found.values()]
 
 
+def managing(model: PreTrainedModel, generation: Any = None, **config: Any) -> Any:
+    """Return a context with a running manager of the model."""
+    return model.continuous_batching_context_manager(
+        generation_config=generation or greedy(), continuous_batching_config=batching(**config)
+    )
+
+
+@contextlib.contextmanager
+def running(manager: Any) -> Iterator[None]:
+    manager.start()
+    try:
+        yield
+    finally:
+        manager.stop(block=True)
+
+
+def results(manager: Any, count: int) -> dict[str, list[int]]:
+    """Wait until `count` requests are finished, and return their tokens by request."""
+    found: dict[str, list[int]] = {}
+    while len(found) < count:
+        out = manager.get_result(timeout=60)
+        assert out is not None
+        assert out.error is None, out.error
+        if out.is_finished():
+            found[out.request_id] = list(out.generated_tokens)
+    return found
+
+
+def answer_to(manager: Any, text: list[int], new: int | None = None) -> list[int]:
+    """Return the tokens of a new request of a manager that has no other request."""
+    name = manager.add_request(text, max_new_tokens=new or NEW)
+    return results(manager, 1)[name]
+
+
+def answers_to(manager: Any, texts: Sequence[list[int]]) -> list[list[int]]:
+    """Return the tokens of new requests, in their order."""
+    names = manager.add_requests(list(texts), max_new_tokens=NEW)
+    found = results(manager, len(names))
+    return [found[name] for name in names]
+
+
 def forked(model: PreTrainedModel, texts: Sequence[list[int]], times: int) -> list[list[int]]:
     """Return `times` answers to each prompt. Requests fork after the prefill.
 
     generate_batch of transformers 5.17 returns only the first answer.
     """
-    with model.continuous_batching_context_manager(
-        generation_config=greedy(num_return_sequences=times), continuous_batching_config=batching()
-    ) as manager:
+    with managing(model, greedy(num_return_sequences=times)) as manager:
         requests = manager.add_requests(list(texts), max_new_tokens=NEW)
-        found: dict[str, list[int]] = {}
-        while len(found) < times * len(texts):
-            out = manager.get_result(timeout=60)
-            assert out is not None
-            assert out.error is None, out.error
-            found[out.request_id] = list(out.generated_tokens)
+        found = results(manager, times * len(texts))
     names = [[r, *(f"{r}__child#{i}" for i in range(times - 1))] for r in requests]
     return [found[name] for of_one in names for name in of_one]
+
+
+class _Unpinned:
+    """torch without pinned memory, for a machine without an accelerator."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+        return torch.empty(*shape, **more)
+
+
+def note_offloads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets the requests of each offload. Need no accelerator to offload."""
+    gone: list[Any] = []
+    kind: Any = offloading_manager.OffloadingManager
+    stock = kind._offload_to_cpu
+    monkeypatch.setattr(
+        kind, "_offload_to_cpu", lambda *args: gone.append(stock(*args)) or gone[-1]
+    )
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
+    return gone

@@ -113,7 +113,6 @@ SIZES: Options = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
-    "forced_bos_token_id": None,
     "forced_eos_token_id": None,
     "decoder_start_token_id": 1,
     "tie_word_embeddings": False,
@@ -152,7 +151,6 @@ ENCODER_SIZES: Options = {
     "depthwise_separable_out_channel": 64,
     "nemo_conv_channels": 64,
     "projection_dim": 64,
-    "model_patch_size": 14,
     "num_mel_bins": 16,
 }
 
@@ -301,22 +299,17 @@ CAUSAL_EXTRAS["qwen4_exp"] = CAUSAL_EXTRAS["qwen4_exp_text"]
 # Types of text that transformers lists among those that take images, too.
 TEXT_AMONG_IMAGES = ("glm5_next", "mistral4", "mistral_large4")
 SEQ2SEQ_EXTRAS: dict[str, Options] = {
-    "bart": {},
+    **{name: {} for name in DECODERS},
     "bigbird_pegasus": {"attention_type": "original_full"},
     "blenderbot": {"encoder_no_repeat_ngram_size": 0},
-    "blenderbot-small": {},
     "fsmt": {"langs": ["en", "de"], "src_vocab_size": VOCAB, "tgt_vocab_size": VOCAB},
     "led": {"attention_window": 4},
     "longt5": {"local_radius": 4},
     "m2m_100": {},
     "marian": {"decoder_vocab_size": VOCAB},
-    "mbart": {},
     "mt5": {},
-    "mvp": {},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64},
-    "pegasus": {},
     "pegasus_x": {"num_global_tokens": 2, "block_size": 4},
-    "plbart": {},
     "prophetnet": {"num_hidden_layers": None},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "t5": {},
@@ -499,7 +492,7 @@ def causal_config(name: str, **config: Any) -> PreTrainedConfig:
     return _make(type(base), {**_encoder_options(base, text), **outer, **options})
 
 
-_MAY_BE_NONE = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "q_lora_rank")
+_MAY_BE_NONE = ("eos_token_id", "forced_eos_token_id", "q_lora_rank")
 
 
 def _layer_types(name: str, text: PreTrainedConfig) -> Options:

@@ -4,25 +4,16 @@ With pages of the model's dtype, float32, these are the answers of transformers'
 its own cache.
 """
 
-import contextlib
-import json
 import random
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import (
-    AutoTokenizer,
-    LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import LlamaForCausalLM, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from tests.helpers.margins import wide_margins
-from tests.helpers.serve_process import Endpoint, hosting, save_chat_model
+from tests.helpers.serve_process import Endpoint, generate, hosting, save_chat_model, text_in
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -90,47 +81,33 @@ def server(folder):
 
 def complete(server: Endpoint, number: int, kind: str) -> str:
     sent = {"prompt": PROMPTS[number], "max_tokens": NEW, **ASKED[kind](number)}
-    status, text, _ = server.ask(COMPLETIONS, sent)
-    assert status == 200, text
-    return json.loads(text)["choices"][0]["text"]
+    return text_in(server.answer(COMPLETIONS, **sent))
 
 
 def leave(server: Endpoint, number: int) -> None:
     """Request a long answer to the beginning of a prompt, and do not wait for the answer."""
     sent = {"prompt": PROMPTS[number][:60], "max_tokens": 200, "stream": number % 2 == 0}
-    content = json.dumps(sent | ASKED["seeds"](number)).encode()
-    with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(content), content)
-        )
+    with server.leaving(COMPLETIONS, **sent | ASKED["seeds"](number)):
         time.sleep(number % 8 * 0.05)
 
 
 def generated(folder: str, kind: str, count: int) -> list[str]:
     """Return the answers of `generate()` with transformers' own cache."""
     model = LlamaForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []
     for number, prompt in enumerate(PROMPTS[:count]):
-        inputs = tokenizer(prompt, return_tensors="pt")
-        length = inputs["input_ids"].shape[1]
         changes = {
             "greedy": [],
             "penalties": [
                 RepetitionPenaltyLogitsProcessor(PENALTIES["repetition_penalty"]),
                 OpenAIPenalties(
-                    length, PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
+                    len(prompt), PENALTIES["presence_penalty"], PENALTIES["frequency_penalty"]
                 ),
             ],
             "seeds": [Sampled(number // 2)],
         }[kind]  # fmt: skip
-        with torch.inference_mode():
-            whole = model.generate(
-                **inputs, max_new_tokens=NEW, do_sample=False,
-                logits_processor=LogitsProcessorList([*changes, *wide_margins(1e-4)]),
-            )  # fmt: skip
-        texts.append(tokenizer.decode(whole[0, length:], skip_special_tokens=True))
+        text = generate(model, prompt, NEW, *changes, *wide_margins(1e-4))
+        texts.append(text.replace("?", ""))  # the tokenizer's special token
     return texts
 
 

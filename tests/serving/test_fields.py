@@ -13,12 +13,19 @@ from tokenizers.decoders import DecodeStream
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
-    LogitsProcessor,
-    LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
 )
 
-from tests.helpers.serve_process import CONTEXT, PAGE, Endpoint, hosting, save_chat_model
+from tests.helpers.serve_process import (
+    CONTEXT,
+    PAGE,
+    Endpoint,
+    generate,
+    hosting,
+    ids,
+    save_chat_model,
+)
 from tests.helpers.serving_tools import OpenAIPenalties
 
 pytestmark = pytest.mark.text
@@ -26,10 +33,10 @@ pytestmark = pytest.mark.text
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from transformers.cli.serving.utils import ReasoningText  # noqa: E402
 
-from hf_fp8kv.serving.server import answers, logits  # noqa: E402
+from hf_fp8kv.serving.server import logits  # noqa: E402
 from hf_fp8kv.serving.server.answer_text import AnswerStream, StopFinder  # noqa: E402
-from hf_fp8kv.serving.server.fan_out import answer_all, split_body  # noqa: E402
-from hf_fp8kv.serving.server.middleware import _Shared  # noqa: E402
+from hf_fp8kv.serving.server.fan_out import answer_all  # noqa: E402
+from hf_fp8kv.serving.server.grammars import Grammars  # noqa: E402
 from hf_fp8kv.serving.server.processor import RequestProcessor  # noqa: E402
 from hf_fp8kv.serving.server.tool_calls import ForcedCall  # noqa: E402
 
@@ -61,31 +68,14 @@ def server(folder, tmp_path_factory):
         yield server
 
 
-def ids(text: str) -> list[int]:
-    return [ord(letter) - 32 for letter in text]
-
-
-def text_of(tokens: list[int]) -> str:
-    return "".join(chr(token + 32) for token in tokens)
-
-
-def ask(server: Endpoint, path: str, **body: object) -> dict:
-    status, text, _ = server.ask(path, body)
-    assert status == 200, text
-    return json.loads(text)
-
-
 def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[dict]:
     """Return the choices of an answer. Join the parts of a streamed answer."""
+    answer = server.answer(path, **body)
     if not body.get("stream"):
-        return ask(server, path, **body)["choices"]
-    status, text, _ = server.ask(path, body)
-    assert status == 200, text
+        return answer["choices"]
     found: dict[int, dict] = {}
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert lines.pop() == "[DONE]"
-    for line in lines:
-        for choice in json.loads(line)["choices"]:
+    for event in answer:
+        for choice in event["choices"]:
             one = found.setdefault(choice["index"], {"text": "", "calls": [], "logprobs": []})
             delta = choice.get("delta", {})
             one["text"] += choice.get("text") or delta.get("content") or ""
@@ -93,16 +83,6 @@ def choices(server: Endpoint, path: str = COMPLETIONS, **body: object) -> list[d
             one["logprobs"].append(choice.get("logprobs"))
             one["finish_reason"] = choice.get("finish_reason")
     return [found[index] for index in sorted(found)]
-
-
-def generate(model, prompt: str, count: int, *processors: object) -> str:
-    inputs = torch.tensor([ids(prompt)])
-    with torch.inference_mode():
-        found = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False,
-            logits_processor=LogitsProcessorList(processors),
-        )  # fmt: skip
-    return text_of(found[0, inputs.shape[1] :].tolist())
 
 
 @torch.inference_mode()
@@ -144,7 +124,7 @@ def test_log_probabilities_of_prompt_and_answer_are_the_models(server, model, st
 
 def test_log_probabilities_of_a_chat_and_of_its_prompt(server, model):
     asked = {"messages": QUESTION, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
-    answer = ask(server, CHAT, **asked, prompt_logprobs=1)
+    answer = server.answer(CHAT, **asked, prompt_logprobs=1)
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(one["token"] for one in content) == answer["choices"][0]["message"]["content"]
     tokens = ids("why" + answer["choices"][0]["message"]["content"])
@@ -176,7 +156,7 @@ def test_a_suffix_of_nothing_is_no_part_of_a_stream(server):
 
 def test_a_prompt_alone_is_scored(server, model):
     asked = {"prompt": [ids("first"), ids("second one")], "max_tokens": 0, "echo": True}
-    found = ask(server, COMPLETIONS, **asked, logprobs=1)
+    found = server.answer(COMPLETIONS, **asked, logprobs=1)
     assert found["usage"]["completion_tokens"] == 0
     assert [one["text"] for one in found["choices"]] == ["first", "second one"]
     assert {one["finish_reason"] for one in found["choices"]} == {"length"}
@@ -216,12 +196,6 @@ def test_scores_of_a_request_that_is_computed_again_are_its_own():
     assert logits._find_spans(requests) == []
 
 
-def test_texts_of_tokens_within_a_text(folder):
-    texts = answers.TokenTexts(AutoTokenizer.from_pretrained(folder))
-    assert [texts(token) for token in ids("a b")] == ["a", " ", "b"]
-    assert texts.decode(ids("a b")) == "a b"
-
-
 # -- several answers -------------------------------------------------------------------------------
 
 
@@ -235,7 +209,8 @@ def test_several_answers_are_those_of_the_next_seeds(server, path, stream):
         found = choices(server, path, **asked, **more)
         return [one.get("message", {}).get("content") or one["text"] for one in found]
 
-    several = texts(n=3, seed=2**63 - 2)
+    more = {"best_of": 3} if path == COMPLETIONS else {}
+    several = texts(n=3, seed=2**63 - 2, **more)
     alone = [texts(seed=seed)[0] for seed in (2**63 - 2, 2**63 - 1, -(2**63))]
     assert several == alone
     assert len(set(several)) == 3
@@ -243,22 +218,20 @@ def test_several_answers_are_those_of_the_next_seeds(server, path, stream):
 
 def test_a_prompt_of_several_answers_counts_once_and_is_computed_once(server):
     prompt = "z" * (3 * PAGE + 1)
-    found = ask(server, COMPLETIONS, prompt=[prompt, "ab"], n=3, max_tokens=4)
+    found = server.answer(COMPLETIONS, prompt=[prompt, "ab"], n=3, max_tokens=4)
     assert found["usage"]["prompt_tokens"] == len(prompt) + 2
     assert found["usage"]["completion_tokens"] == 24
     assert found["usage"]["total_tokens"] == len(prompt) + 2 + 24
     assert [one["index"] for one in found["choices"]] == list(range(6))
     before = server.metrics()
-    ask(server, COMPLETIONS, prompt="y" + prompt, n=3, max_tokens=4)
+    server.answer(COMPLETIONS, prompt="y" + prompt, n=3, max_tokens=4)
     after = server.metrics()
     assert after["prefix_hits_total"] - before["prefix_hits_total"] == 2
 
 
 def test_other_answers_do_not_wait_for_the_end_of_the_first(server):
     asked = {"prompt": PROMPT, "max_tokens": 120, "n": 2, "stream": True}
-    _, text, _ = server.ask(COMPLETIONS, asked)
-    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    order = [event["choices"][0] for event in events]
+    order = [event["choices"][0] for event in server.answer(COMPLETIONS, **asked)]
     ends = [one["index"] for one in order if one.get("finish_reason")]
     begins = next(place for place, one in enumerate(order) if one["index"] == 1)
     assert sorted(ends) == [0, 1]
@@ -287,16 +260,15 @@ def test_prompts_that_fit_one_by_one_are_answered_together(server):
 def test_a_stream_of_several_answers_has_usage_if_that_is_asked_for(server, path):
     asked = {"messages": QUESTION} if path == CHAT else {"prompt": "abc"}
     asked |= {"max_tokens": 2, "n": 2, "stream": True}
-    events = [
-        [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    plain, (*parts, last) = (
+        server.answer(path, **asked, **more)
         for more in ({}, {"stream_options": {"include_usage": True}})
-        for _, text, _ in [server.ask(path, asked | more)]
-    ]
-    assert all(event["choices"] for event in events[0])
-    assert [len({event["id"] for event in one}) for one in events] == [1, 1]
-    assert not any("usage" in event for event in events[0] + events[1][:-1])
-    assert events[1][-1]["choices"] == []
-    assert events[1][-1]["usage"]["completion_tokens"] == 4
+    )
+    assert all(event["choices"] for event in plain)
+    assert [len({event["id"] for event in one}) for one in (plain, [*parts, last])] == [1, 1]
+    assert not any("usage" in event for event in plain + parts)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -331,35 +303,17 @@ def test_answers_of_one_request_leave_room_for_others(count):
         seen.add(prompt)
 
 
-def test_what_answers_share_is_made_once():
-    class Grammars:
-        made = 0
-
-        async def compile(self, body):
-            self.made += 1
-            await asyncio.sleep(0)
-            return Guide([])
-
-    class Guide(list):
-        pass
-
-    async def take() -> list:
-        grammars = Grammars()
-        engine = SimpleNamespace(
-            model=SimpleNamespace(generation_config=None), fixed_steps=None, vocabulary=95
-        )
-        body = {"logit_bias": {"3": 1}, "repetition_penalty": 1.5}
-        shared = _Shared(body, grammars, engine, None)
-        found = await asyncio.gather(*(shared.take() for _ in range(3)))
-        assert grammars.made == 1
-        return found
-
-    taken = asyncio.run(take())
-    for index, (guide, rules) in enumerate(taken):
-        assert guide == []
-        guide.append(index)
-        assert rules == logits.TokenRules(repetition_penalty=1.5, logit_bias={3: 1.0})
-    assert len({id(rules) for _, rules in taken}) == 3
+def test_what_answers_share_is_made_once(server, monkeypatch):
+    made, compile_grammar = [], Grammars.compile
+    monkeypatch.setattr(
+        Grammars, "compile", lambda self, body: made.append(body) or compile_grammar(self, body)
+    )
+    asked = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1.2, "repetition_penalty": 1.5}
+    asked |= {"structured_outputs": {"regex": "[a-f]{3,10}[g-z]{5}"}}
+    several = [one["text"] for one in choices(server, **asked, n=3, seed=4)]
+    assert len(made) == 1
+    assert several == [choices(server, **asked, seed=seed)[0]["text"] for seed in (4, 5, 6)]
+    assert len(set(several)) == 3
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -374,53 +328,29 @@ def test_what_is_wrong_with_one_of_several_is_the_error_of_all(server, stream):
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
-def test_each_choice_has_a_body_of_its_own():
-    body = {"prompt": ["a", [1, 2]], "n": 2, "seed": -1, "best_of": 2, "max_tokens": 3}
-    found = split_body(COMPLETIONS, body)
-    assert [(one["prompt"], one["seed"]) for one in found] == [
-        ("a", -1), ("a", 0), ([1, 2], -1), ([1, 2], 0),
-    ]  # fmt: skip
-    assert not any({"n", "best_of"} & one.keys() for one in found)
-    assert split_body(CHAT, {"messages": QUESTION}) == [{"messages": QUESTION}]
-
-
 # -- rules of logits -------------------------------------------------------------------------------
-
-
-class Bias(LogitsProcessor):
-    def __init__(self, values: dict[int, float]) -> None:
-        self.values = values
-
-    def __call__(self, input_ids, scores):
-        for token, value in self.values.items():
-            scores[0, token] += value
-        return scores
 
 
 def test_penalties_and_biases_are_those_of_generate(server, model):
     plain = generate(model, PROMPT, 40)
     bias = dict.fromkeys(ids(plain[:2]), -3.0) | {7: 2.5}
+    biases = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     cases = [
         ({"repetition_penalty": 1.4}, [RepetitionPenaltyLogitsProcessor(1.4)]),
         (
             {"presence_penalty": 0.8, "frequency_penalty": 0.6},
             [OpenAIPenalties(len(PROMPT), 0.8, 0.6)],
         ),
-        ({"logit_bias": {str(t): value for t, value in bias.items()}}, [Bias(bias)]),
+        ({"logit_bias": {str(token): value for token, value in bias.items()}}, [biases]),
     ]
     for fields, processors in cases:
         expected = generate(model, PROMPT, 40, *processors)
         assert expected != plain
-        for path in (COMPLETIONS, RESPONSES):
-            given = {"prompt": PROMPT, "max_tokens": 40} if path == COMPLETIONS else {}
-            given = given or {"input": PROMPT, "max_output_tokens": 40}
-            found = ask(server, path, **given, **fields)
-            text = (
-                found["choices"][0]["text"]
-                if path == COMPLETIONS
-                else found["output"][0]["content"][0]["text"]
-            )
-            assert text == expected.replace("?", ""), fields  # the tokenizer's special token
+        (completion,) = choices(server, prompt=PROMPT, max_tokens=40, **fields)
+        response = server.answer(RESPONSES, input=PROMPT, max_output_tokens=40, **fields)
+        for found in (completion, response["output"][0]["content"][0]):
+            # "?" is the tokenizer's special token.
+            assert found["text"] == expected.replace("?", ""), fields
 
 
 def test_tokens_and_words_that_must_not_come(server, model):
@@ -458,14 +388,6 @@ def test_words_that_leave_no_token_are_the_fault_of_the_request(server, stream):
     error = json.loads(text.removeprefix("data: ").split("\n\n")[0])["error"]
     assert error["param"] == "structured_outputs.choice"
     assert "bad_words" in error["message"]
-
-
-def test_min_p_keeps_what_is_nearly_as_likely_as_the_best(server):
-    asked = {"prompt": PROMPT, "max_tokens": 20, "temperature": 2.0}
-    greedy = choices(server, prompt=PROMPT, max_tokens=20)[0]["text"]
-    found = {choices(server, **asked, min_p=1.0, seed=n)[0]["text"] for n in range(3)}
-    assert found == {greedy}
-    assert len({choices(server, **asked, min_p=0.01, seed=n)[0]["text"] for n in range(3)}) > 1
 
 
 # -- forced tools, and stops where answers have a form ---------------------------------------------
@@ -538,12 +460,6 @@ def test_parameters_that_are_no_schema_are_refused(server):
             assert status == 400, text
 
 
-@pytest.mark.parametrize("kind", [[], {}, 3, None])
-def test_an_item_of_no_kind_is_refused(server, kind):
-    status, text, _ = server.ask(RESPONSES, {"input": [{"type": kind, "text": "x"}]})
-    assert (status, json.loads(text)["error"]["param"]) == (400, "input[0].type")
-
-
 @pytest.mark.parametrize("calls", [None, []])
 def test_a_message_that_calls_nothing_keeps_its_content(server, calls):
     """As `model_dump()` writes an answer of OpenAI's client."""
@@ -552,15 +468,15 @@ def test_a_message_that_calls_nothing_keeps_its_content(server, calls):
     (found,) = choices(server, CHAT, messages=[said | {"tool_calls": calls}], max_tokens=8)
     assert found == plain
     asked = {"messages": [said | {"tool_calls": calls}]}
-    assert ask(server, "/tokenize", **asked)["tokens"] == ids(PROMPT)
+    assert server.answer("/tokenize", **asked)["tokens"] == ids(PROMPT)
 
 
 def test_a_response_calls_its_tool(server):
     tools = [{"type": "function", **one} for one in (WEATHER, CLOCK)]
     choice = {"type": "function", "name": "weather"}
     asked = {"input": "why", "tools": tools, "tool_choice": choice, "max_output_tokens": 60}
-    found = ask(server, RESPONSES, **asked)
-    calls = [item for item in found["output"] if item["type"] == "function_call"]
+    calls = server.answer(RESPONSES, **asked)["output"]
+    calls = [item for item in calls if item["type"] == "function_call"]
     assert [call["name"] for call in calls] == ["weather"]
     assert json.loads(calls[0]["arguments"])["day"] in ("today", "tomorrow")
 
@@ -730,7 +646,7 @@ def test_a_cut_answer_is_parsed_up_to_its_end():
 
         def decode(self, tokens, skip_special_tokens):
             assert skip_special_tokens
-            return text_of(tokens)
+            return "".join(chr(token + 32) for token in tokens)
 
     request = SimpleNamespace(tool_call=None, cut_text="said", prompt_tokens=[4, 5], body={})
     processor = RequestProcessor(Tokenizer(), request)

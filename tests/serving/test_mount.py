@@ -1,7 +1,6 @@
 """The server as an ASGI application: run by another server, or mounted in another application."""
 
 import asyncio
-import json
 import threading
 
 import pytest
@@ -10,7 +9,14 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig, LlamaForCausal
 from hf_fp8kv import serving
 from hf_fp8kv.errors import ConfigError
 from hf_fp8kv.serving.server import application
-from tests.helpers.serve_process import PAGE, PAGES, generate_answer, save_chat_model
+from tests.helpers.serve_process import (
+    PAGE,
+    PAGES,
+    events,
+    generate_answer,
+    save_chat_model,
+    text_in,
+)
 
 pytest.importorskip("fastapi", reason="needs the extra serve")
 from starlette.applications import Starlette
@@ -62,13 +68,9 @@ def test_a_mounted_application_answers_what_generate_does(make, folder, path):
         assert llm.failure is None
         answer = client.post(f"{path}{CHAT}", json=BODY)
         assert answer.status_code == 200, answer.text
-        text = generate_answer(folder, QUESTION, 12)
-        assert answer.json()["choices"][0]["message"]["content"] == text
         streamed = client.post(f"{path}{CHAT}", json={**BODY, "stream": True}).text
-        *chunks, end = [line.removeprefix("data: ") for line in streamed.splitlines() if line]
-        deltas = [json.loads(chunk)["choices"][0]["delta"] for chunk in chunks]
-        assert "".join(delta.get("content") or "" for delta in deltas) == text
-        assert end == "[DONE]"
+        expected = generate_answer(folder, QUESTION, 12)
+        assert text_in(answer.json()) == text_in(events(streamed)) == expected
         assert client.get(f"{path}/health").json()["status"] == "ok"
         assert len(client.get(f"{path}/v1/models").json()["data"]) == 1
         assert 'hf_fp8kv_requests_total{status="200"} 2.0' in client.get(f"{path}/metrics").text
@@ -142,24 +144,9 @@ def test_outputs_that_nobody_takes_are_not_kept(make):
     llm = make()
     with TestClient(llm):
         router = llm.middleware.engine._cb.output_router
-        for deliver, output in (
-            (router.deliver, GenerationOutput("gone")),
-            (router.deliver_batch, [GenerationOutput("gone")]),
-        ):
-            deliver(output)
+        router.deliver(GenerationOutput("gone"))
+        router.deliver_batch([GenerationOutput("gone")])
         assert router.output_queue.empty()
-
-
-def test_an_answer_that_a_text_stops_counts_in_the_histograms(make):
-    with TestClient(make()) as client:
-        text = client.post(CHAT, json=BODY).json()["choices"][0]["message"]["content"]
-        for stream in (False, True):
-            client.post(CHAT, json={**BODY, "stop": text[3], "stream": stream})
-        (line,) = (
-            line for line in client.get("/metrics").text.splitlines()
-            if line.startswith("hf_fp8kv_request_duration_seconds_count")
-        )  # fmt: skip
-        assert line.endswith(" 3.0")
 
 
 def test_what_is_no_model_to_serve_is_refused(folder):

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +17,8 @@ from hf_fp8kv import ConfigError, PrefixStore, enable, serving
 from hf_fp8kv.cache.prefix_file import Page, pack
 from hf_fp8kv.serving.engines import stored_blocks
 from tests.helpers.serve_process import PAGE as SERVED_PAGE
-from tests.helpers.serve_process import generate_answer, hosting, save_chat_model
-from tests.helpers.serving_tools import PAGE, batching, greedy
+from tests.helpers.serve_process import generate_answer, hosting, save_chat_model, text_in
+from tests.helpers.serving_tools import PAGE, answer_to, managing
 from tests.helpers.tiny_models import tiny
 
 OLDER = importlib.util.find_spec(f"{stock.__package__}.cache_manager") is not None
@@ -47,13 +46,9 @@ def answers(
     model, _ = tiny("gqa", seed, max_position_embeddings=512)
     store = None if folder is None else PrefixStore(folder)
     serving.enable(model, prefix_store=store, **keywords)
-    with model.continuous_batching_context_manager(
-        generation_config=greedy(), continuous_batching_config=batching(pages=pages)
-    ) as manager:
-        said = []
-        for text in texts:  # one by one, so that each can reuse the pages of the previous texts
-            name = manager.add_request(text, max_new_tokens=new)
-            said.append(manager.get_result(name, timeout=60).generated_tokens)
+    with managing(model, pages=pages) as manager:
+        # One by one, so that each can reuse the pages of the previous texts.
+        said = [answer_to(manager, text, new) for text in texts]
         used = serving.usage(manager)
     serving.disable(model)
     return said, used, None if store is None else store.usage()
@@ -97,34 +92,27 @@ def test_another_model_or_format_finds_nothing(other: dict[str, Any], tmp_path: 
     assert (found.hits, found.misses) == (0, 1)
 
 
-def test_as_many_pages_as_are_free(tmp_path: Path) -> None:
+def test_few_blocks_hold_one_text_after_another(tmp_path: Path) -> None:
+    """There are blocks for one text at a time, when texts are stored and when they are found."""
     texts = [words(9 * PAGE, seed=number) for number in range(3)]
-    expected, _, _ = answers(tmp_path, texts)
-    for _ in range(2):
+    expected, _, _ = answers(None, texts)
+    for _ in range(3):
         said, used, _ = answers(tmp_path, texts, pages=12)
         assert said == expected
         assert used.pages_used <= 12
-
-
-def test_blocks_hold_another_text_later(tmp_path: Path) -> None:
-    texts = [words(9 * PAGE, seed=number) for number in range(3)]
-    answers(tmp_path, texts, pages=12)
     for text in texts:
         assert answers(tmp_path, [text])[2].tokens_found == 8 * PAGE
 
 
 @contextmanager
-def engine(store: PrefixStore, pages: int = 64) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
+def engine(store: PrefixStore) -> Iterator[tuple[Callable[[list[int]], Any], Any]]:
     """Yield a function that generates and waits until its request is freed, and the cache."""
     model, _ = tiny("gqa", max_position_embeddings=512)
     serving.enable(model, prefix_store=store)
-    with model.continuous_batching_context_manager(
-        generation_config=greedy(), continuous_batching_config=batching(pages=pages)
-    ) as manager:
+    with managing(model) as manager:
 
         def ask(text: list[int]) -> list[int]:
-            name = manager.add_request(text, max_new_tokens=9)
-            said: list[int] = manager.get_result(name, timeout=60).generated_tokens
+            said = answer_to(manager, text, 9)
             end = time.monotonic() + 30  # the engine frees the blocks of a request after its answer
             while allocator_of(manager).block_table and time.monotonic() < end:
                 time.sleep(0.01)
@@ -281,25 +269,26 @@ def held(allocator: Any) -> int:
     return int(sectors * pool.blocks_per_sector[index] - pool.count_free_blocks(index))
 
 
-def test_moving_frequencies_are_refused(tmp_path: Path) -> None:
-    moving = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    model, _ = tiny("gqa", rope_parameters=moving)
-    with pytest.raises(ConfigError, match="dynamic"):
-        serving.enable(model, prefix_store=PrefixStore(tmp_path), probe=False)
+@pytest.mark.parametrize(
+    ("name", "config", "store", "says"),
+    [
+        ("gqa", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         PrefixStore, "dynamic"),
+        ("sliding", {}, PrefixStore, "whole text"),
+        ("gqa", {}, str, "PrefixStore"),
+    ],
+)  # fmt: skip
+def test_what_cannot_have_a_store_is_refused(
+    name: str, config: dict[str, Any], store: Callable[[Path], Any], says: str, tmp_path: Path
+) -> None:
+    model, _ = tiny(name, **config)
+    with pytest.raises(ConfigError, match=says):
+        serving.enable(model, prefix_store=store(tmp_path), probe=False)
 
 
-def test_damaged_files_are_computed_again(tmp_path: Path) -> None:
-    text = words(4 * PAGE)
-    expected, _, _ = answers(tmp_path, [text])
-    for path in tmp_path.glob("*.safetensors"):
-        path.write_bytes(path.read_bytes()[:-1])
-    said, _, found = answers(tmp_path, [text])
-    assert said == expected
-    assert found.files_refused == 1
-    assert answers(tmp_path, [text])[2].hits == 1
-
-
-LIES: tuple[Callable[[torch.Tensor], Page], ...] = (
+# Damaged files, and whole files with a wrong page. None means the page in a file that is cut.
+LIES: tuple[Callable[[torch.Tensor], Page | None], ...] = (
+    lambda _: None,
     lambda row: Page({"block": row[:-1]}, {}),
     lambda row: Page({"block": row}, {"layers": []}),
     lambda row: Page({}, {}),
@@ -312,28 +301,24 @@ LIES: tuple[Callable[[torch.Tensor], Page], ...] = (
 
 @pytest.mark.parametrize(
     "lie",
-    [*LIES[:2], *(pytest.param(lie, marks=pytest.mark.full) for lie in LIES[2:])],
-    ids=range(7),
+    [*LIES[:3], *(pytest.param(lie, marks=pytest.mark.full) for lie in LIES[3:])],
+    ids=range(len(LIES)),
 )
-def test_whole_files_that_lie(lie: Callable[[torch.Tensor], Page], tmp_path: Path) -> None:
+def test_files_that_lie_are_computed_again(
+    lie: Callable[[torch.Tensor], Page | None], tmp_path: Path
+) -> None:
     text = words(4 * PAGE)
     expected, _, _ = answers(tmp_path, [text])
     for path in tmp_path.glob("*.safetensors"):
         (page,) = PrefixStore(tmp_path).read([path.stem], lambda _: None)
         assert page is not None
-        path.write_bytes(b"".join(pack(path.stem, lie(page.tensors["block"]))))
+        other = lie(page.tensors["block"])
+        content = b"".join(pack(path.stem, other)) if other else path.read_bytes()[:-1]
+        path.write_bytes(content)
     said, _, found = answers(tmp_path, [text])
     assert said == expected
     assert found.files_refused == 1
-
-
-def test_models_with_windows_are_refused(tmp_path: Path) -> None:
-    model, _ = tiny("sliding")
-    with pytest.raises(ConfigError, match="whole text"):
-        serving.enable(model, prefix_store=PrefixStore(tmp_path), probe=False)
-    model, _ = tiny("gqa")
-    with pytest.raises(ConfigError, match="PrefixStore"):
-        serving.enable(model, prefix_store="folder", probe=False)
+    assert answers(tmp_path, [text])[2].hits == 1
 
 
 def test_two_servers_share_a_folder(tmp_path: Path) -> None:
@@ -346,9 +331,7 @@ def test_two_servers_share_a_folder(tmp_path: Path) -> None:
             stack.enter_context(hosting(model, "--prefix-store", str(folder))) for _ in range(2)
         ]
         for server in servers:
-            status, text, _ = server.ask("/v1/chat/completions", {"model": model, **body})
-            assert status == 200, text
-            texts.append(json.loads(text)["choices"][0]["message"]["content"])
+            texts.append(text_in(server.answer("/v1/chat/completions", model=model, **body)))
             found.append(server.metrics()["store_tokens_total"])
     assert texts[0] == texts[1] == generate_answer(model, question, 8)
     # "u:", the question, ";a:"

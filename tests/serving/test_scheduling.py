@@ -2,6 +2,7 @@
 
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers.generation.continuous_batching.requests import RequestStatus
@@ -9,7 +10,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from hf_fp8kv import serving
 from hf_fp8kv.serving.server.logits import LOGPROBS, PROMPT_STEP_TOKENS, Logprobs
 from hf_fp8kv.serving.server.scheduling import limit_scored, share_steps, share_tokens
-from tests.helpers.serving_tools import PAGE, batching, greedy
+from tests.helpers.serving_tools import PAGE, batching, greedy, managing
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -71,16 +72,26 @@ def test_scored_prompts_share_the_logits_of_a_step():
     assert limits == {"a": 400, "b": PROMPT_STEP_TOKENS - 400}
 
 
-def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
+def begin(texts: dict[str, list[int]], pages: int, *, shared: bool = True) -> tuple[Any, Any]:
+    """Return a model and a manager that has requests for two tokens, and has run no step."""
     model = tiny("llama", max_position_embeddings=512)[0]
     serving.enable(model)
-    manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=16))
+    manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=pages))
     manager.warmup()
+    if shared:
+        share_steps(manager.batch_processor.scheduler)
+    for name, text in texts.items():
+        manager.add_request(text, request_id=name, max_new_tokens=2, eos_token_id=-1)
+    return model, manager
+
+
+def words(tokens: int, first: int) -> list[int]:
+    return [3 + (7 * at + first) % 50 for at in range(tokens)]
+
+
+def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
+    model, manager = begin({"old": words(200, 203), "new": words(180, 183)}, 16)
     processor = manager.batch_processor
-    share_steps(processor.scheduler)
-    for name, tokens in (("old", 200), ("new", 180)):
-        ids = [3 + (7 * at + len(name) + tokens) % 50 for at in range(tokens)]
-        manager.add_request(ids, request_id=name, max_new_tokens=2, eos_token_id=-1)
     again, states = set(), {}
     for _ in range(60):
         if not processor.prepare_next_batch():
@@ -97,17 +108,9 @@ def test_too_few_pages_for_two_prompts_cost_the_newer_one_its_own():
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_newcomer_beside_a_long_prompt(shared):
     """The number of steps of 32 tokens until each prompt has its first token."""
-    model = tiny("llama", max_position_embeddings=512)[0]
-    serving.enable(model)
-    manager = model.init_continuous_batching(greedy(), batching(max_batch_tokens=32, pages=96))
-    manager.warmup()
+    texts = {"long": words(400, 4), "short": words(10, 5), "middle": words(50, 6)}
+    model, manager = begin(texts, 96, shared=shared)
     processor = manager.batch_processor
-    if shared:
-        share_steps(processor.scheduler)
-    texts = {"long": 400, "short": 10, "middle": 50}
-    for name, tokens in texts.items():
-        ids = [3 + (7 * at + len(name)) % 50 for at in range(tokens)]
-        manager.add_request(ids, request_id=name, max_new_tokens=2, eos_token_id=-1)
     done: dict[str, int] = {}
     answers = {}
     step = 0
@@ -127,12 +130,9 @@ def test_a_newcomer_beside_a_long_prompt(shared):
         assert done == {"short": 1, "middle": 4, "long": 15}
     else:
         assert min(done.values()) == done["long"] == 13
-    alone = {}
-    for name, tokens in texts.items():
-        ids = [3 + (7 * at + len(name)) % 50 for at in range(tokens)]
-        (out,) = model.generate_batch([ids], greedy(max_new_tokens=2), batching(pages=96)).values()
-        alone[name] = out.generated_tokens
-    assert answers == alone
+    for name, text in texts.items():
+        (out,) = model.generate_batch([text], greedy(max_new_tokens=2), batching(pages=96)).values()
+        assert answers[name] == out.generated_tokens
 
 
 def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
@@ -141,9 +141,7 @@ def test_newcomers_are_let_in_when_all_that_ran_are_cancelled() -> None:
     serving.enable(model)
     model.register_forward_pre_hook(lambda *_: time.sleep(0.01))
     texts = [list(range(start, start + 3 * PAGE)) for start in (2, 40)]
-    with model.continuous_batching_context_manager(
-        generation_config=greedy(), continuous_batching_config=batching(pages=9)
-    ) as manager:
+    with managing(model, pages=9) as manager:
         for text in texts:
             manager.add_request(text, max_new_tokens=6 * PAGE)
         until = time.monotonic() + 30

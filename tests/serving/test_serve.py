@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import importlib
 import json
 import os
@@ -25,11 +24,12 @@ from tests.helpers.serve_process import (
     CONTEXT,
     PAGE,
     PAGES,
-    Server,
+    events,
     generate_answer,
     hosting,
     save_chat_model,
     serving,
+    text_in,
 )  # fmt: skip
 
 pytestmark = pytest.mark.text
@@ -65,12 +65,6 @@ def server(model):
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 @pytest.fixture
 def run(monkeypatch, capsys):
     return command_line.runner(monkeypatch, capsys)
@@ -80,35 +74,23 @@ def body(**fields: object) -> dict:
     return {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, **fields}
 
 
-def text_of(client, question: str, *, stream: bool, **options: object) -> str:
+def text_of(server, question: str, **options: object) -> str:
     messages = [{"role": "user", "content": question}]
-    answer = client.chat.completions.create(
-        model=client.models.list().data[0].id, messages=messages, stream=stream, **options
-    )
-    if not stream:
-        return answer.choices[0].message.content
-    parts = [chunk.choices[0].delta.content or "" for chunk in answer]
-    assert len(parts) > 2
-    return "".join(parts)
-
-
-def events(text: str) -> list[str]:
-    """Return the events of a streamed answer."""
-    return [line.removeprefix("data: ") for line in text.splitlines() if line]
+    answer = server.answer(CHAT, **body(messages=messages, **options))
+    assert isinstance(answer, dict) or len(answer) > 2
+    return text_in(answer)
 
 
 # -- what it answers -------------------------------------------------------------------------------
 
 
-def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(
-    server, client, model
-):
+def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(server, model):
     questions = [f"question {n % 8} about {'pages ' * (n % 8)}" for n in range(16)]
     # These tokens need more pages than there are.
     assert sum(len(q) + 40 for q in questions) > 2 * PAGES * PAGE
     with ThreadPoolExecutor(16) as pool:
         ask = [
-            pool.submit(text_of, client, question, stream=n < 8, max_tokens=40)
+            pool.submit(text_of, server, question, stream=n < 8, max_tokens=40)
             for n, question in enumerate(questions)
         ]
         answers = [one.result() for one in ask]
@@ -118,23 +100,29 @@ def test_sixteen_requests_at_once_get_what_generate_answers_from_stored_pages(
     assert server.wait_until(requests_active=0)["requests_waiting"] == 0
 
 
-def test_a_request_is_sampled_as_it_asks_whatever_came_before(client):
-    greedy = text_of(client, "same", stream=False, max_tokens=24, temperature=0)
-    warm = {text_of(client, "same", stream=False, max_tokens=24, temperature=2.0) for _ in range(4)}
-    assert len(warm) > 1
-    narrow = text_of(client, "same", stream=False, max_tokens=24, temperature=2.0, top_p=1e-6)
-    assert narrow == greedy
-    assert text_of(client, "same", stream=False, max_tokens=24) == greedy
+def test_a_request_is_sampled_as_it_asks_whatever_came_before(server):
+    def texts(**fields: object) -> set[str]:
+        asked = body(messages=STORY, max_tokens=24, **fields)
+        return {text_in(server.answer(CHAT, **asked)) for _ in range(3)}
+
+    hot = {"temperature": 2.0}
+    (greedy,) = texts(temperature=0)
+    for wide in ({}, {"top_k": -1}, {"min_p": 0.01}):
+        assert len(texts(**hot, **wide)) > 1
+    for narrow in ({"top_p": 1e-6}, {"top_k": 1}, {"min_p": 1.0}):
+        assert texts(**hot, **narrow) == {greedy}
+    for cold in ({}, {"temperature": 1e-6}, {"temperature": 1e-40}):
+        assert texts(**cold) == {greedy}
 
 
-def test_an_answer_ends_before_a_text_that_stops_it(server, client):
-    whole = text_of(client, "stop here", stream=False, max_tokens=60)
+def test_an_answer_ends_before_a_text_that_stops_it(server):
+    whole = text_of(server, "stop here", max_tokens=60)
     stop = whole[20:23]
     until = whole[: whole.index(stop)]
     for stops in (stop, ["no such text", stop]):
         for stream in (False, True):
-            assert text_of(client, "stop here", stream=stream, max_tokens=60, stop=stops) == until
-    assert text_of(client, "stop here", stream=True, max_tokens=60, stop="no such text") == whole
+            assert text_of(server, "stop here", stream=stream, max_tokens=60, stop=stops) == until
+    assert text_of(server, "stop here", stream=True, max_tokens=60, stop="no such text") == whole
     server.wait_until(requests_active=0, requests_waiting=0)
 
 
@@ -142,12 +130,10 @@ def test_an_answer_ends_before_a_text_that_stops_it(server, client):
 def test_a_text_that_stops_an_answer_with_its_last_token_is_why_it_ended(server, stream):
     def reason(tokens: int) -> str:
         asked = body(messages=STORY, max_tokens=tokens, stop=stop, stream=stream)
-        text = server.ask(CHAT, asked)[1]
-        last = events(text)[-2] if stream else text
-        return json.loads(last)["choices"][0]["finish_reason"]
+        answer = server.answer(CHAT, **asked)
+        return (answer[-1] if stream else answer)["choices"][0]["finish_reason"]
 
-    answer = json.loads(server.ask(CHAT, body(messages=STORY, max_tokens=20))[1])
-    whole = answer["choices"][0]["message"]["content"]
+    whole = text_in(server.answer(CHAT, **body(messages=STORY, max_tokens=20)))
     stop = whole[-6:]
     assert whole.index(stop) == 14
     assert [reason(20), reason(19)] == ["stop", "length"]
@@ -158,33 +144,22 @@ def test_streams_end_as_those_of_openai_do(server):
     sent = {"max_tokens": 2, "stream": True}
     for path, asked in ((CHAT, body(**sent)), ("/v1/completions", {"prompt": "x", **sent})):
         for given in ({}, {"model": name}, {"model": f"{server.model}"}):
-            *chunks, end = events(server.ask(path, {**asked, **given})[1])
-            assert end == "[DONE]"
-            assert {json.loads(chunk)["model"] for chunk in chunks} == {given.get("model", name)}
+            chunks = server.answer(path, **asked, **given)
+            assert {chunk["model"] for chunk in chunks} == {given.get("model", name)}
 
 
-def test_a_response_that_was_cut_short_says_so(server, client, model):
+def test_a_response_that_was_cut_short_says_so(server, model):
     asked = {"model": model, "input": "once", "max_output_tokens": 3}
-    response = client.responses.create(**asked)
-    *_, last = client.responses.create(stream=True, **asked)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        response = client.responses.create(**asked)
+        *_, last = client.responses.create(stream=True, **asked)
     assert last.type == "response.incomplete"
     for found in (response, last.response):
         assert found.status == "incomplete"
         assert found.incomplete_details.reason == "max_output_tokens"
         assert found.model == model
+        assert found.usage.output_tokens == 3
     assert response.output_text == last.response.output_text
-
-
-def test_top_k_is_each_requests_own(server):
-    def answers(**fields: object) -> set[str]:
-        asked = body(messages=STORY, max_tokens=24, temperature=2.0, **fields)
-        found = [json.loads(server.ask(CHAT, asked)[1]) for _ in range(3)]
-        return {one["choices"][0]["message"]["content"] for one in found}
-
-    (narrow,) = answers(top_k=1)
-    assert len(answers(top_k=-1)) > 1
-    greedy = json.loads(server.ask(CHAT, body(messages=STORY, max_tokens=24, temperature=0))[1])
-    assert greedy["choices"][0]["message"]["content"] == narrow
 
 
 def test_others_are_answered_while_a_prompt_is_made(server):
@@ -199,25 +174,16 @@ def test_others_are_answered_while_a_prompt_is_made(server):
     assert seen > 0
 
 
-def test_completions_and_responses_answer_too(client, model):
-    name = client.models.list().data[0].id
-    completion = client.completions.create(model=name, prompt="once upon", max_tokens=8)
-    assert completion.usage.completion_tokens == 8
-    assert completion.choices[0].finish_reason == "length"
-    response = client.responses.create(model=model, input="once upon", max_output_tokens=8)
-    assert response.usage.output_tokens == 8
+def test_without_a_limit_an_answer_ends_where_the_model_does(server):
+    answer = server.answer(CHAT, messages=STORY)
+    assert answer["usage"]["total_tokens"] == CONTEXT
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
-def test_without_a_limit_an_answer_ends_where_the_model_does(client):
-    answer = client.chat.completions.create(model=client.models.list().data[0].id, messages=STORY)
-    assert answer.usage.total_tokens == CONTEXT
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_the_beginning_of_a_prompt_is_not_computed_twice(server, client):
+def test_the_beginning_of_a_prompt_is_not_computed_twice(server):
     before = server.metrics()
     for _ in range(2):
-        text_of(client, "the same beginning " * 4, stream=False, max_tokens=2)
+        text_of(server, "the same beginning " * 4)
     after = server.metrics()
     assert after["prefix_hits_total"] > before["prefix_hits_total"]
     assert after["prefix_tokens_total"] >= before["prefix_tokens_total"] + 4 * PAGE
@@ -229,36 +195,22 @@ def test_the_beginning_of_a_prompt_is_not_computed_twice(server, client):
     assert after["tokens_held"] <= after["pages_used"] * PAGE
 
 
-def test_usage_says_what_was_not_computed(server, client, model):
+def test_usage_says_what_was_not_computed(server):
     text = "what is cached " * 6
-    asked = [
-        (CHAT, body(messages=[{"role": "user", "content": text}])),
-        ("/v1/completions", {"prompt": text}),
-        ("/v1/responses", {"input": text}),
-    ]
-    for path, fields in asked:
-        for stream in (False, True, True):
-            sent = {**fields, "max_output_tokens" if "input" in fields else "max_tokens": 3}
-            if stream and path != "/v1/responses":
-                sent["stream_options"] = {"include_usage": True}
-            found = server.ask(path, {**sent, "stream": stream})[1]
-            if stream:
-                *_, last = (
-                    json.loads(e) for e in events(found) if '"usage":' in e.replace(": ", ":")
-                )
-            else:
-                last = json.loads(found)
-            usage = last.get("response", last)["usage"]
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    for path, asked, more in (
+        (CHAT, body(messages=[{"role": "user", "content": text}]), streamed),
+        ("/v1/completions", {"prompt": text, "max_tokens": 3}, streamed),
+        ("/v1/responses", {"input": text, "max_output_tokens": 3}, {"stream": True}),
+    ):
+        server.answer(path, **asked)  # the next requests have the same prompt
+        for sent in (asked, asked | more):
+            found = [x for x in server.ask(path, sent)[1].splitlines() if '"usage"' in x][-1]
+            found = json.loads(found.removeprefix("data: "))
+            usage = found.get("response", found)["usage"]
             details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
             total = usage.get("prompt_tokens") or usage["input_tokens"]
-            if stream:  # the previous request had the same prompt
-                assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
-
-
-def test_health_has_the_form_of_transformers(server):
-    status, text, _ = server.ask("/health")
-    assert status == 200
-    assert json.loads(text)["status"] == "ok"
+            assert details["cached_tokens"] == (total - 1) // PAGE * PAGE
 
 
 # -- what it refuses -------------------------------------------------------------------------------
@@ -366,7 +318,10 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         ("/v1/completions", "prompt", {"prompt": [[1, 2], [-1]]}),
         ("/v1/completions", "prompt", {"prompt": [1, 100_000]}),
         ("/v1/completions", "prompt", {"prompt": ["x"] * 40, "n": 30}),
-        ("/v1/responses", "input[0].type", {"input": [{"type": "junk"}]}),
+        *(
+            ("/v1/responses", "input[0].type", {"input": [{"type": kind, "text": "x"}]})
+            for kind in ("junk", [], {}, 3, None)
+        ),
         ("/v1/responses", "input[0].call_id", {"input": [{"type": "function_call", "name": "x"}]}),
         (
             "/v1/responses",
@@ -397,8 +352,7 @@ def test_what_is_refused_is_named(server, path, field, sent):
     ],
 )
 def test_what_changes_no_answer_is_taken(server, sent):
-    found = json.loads(server.ask(CHAT, body(max_tokens=8, **sent))[1])
-    plain = json.loads(server.ask(CHAT, body(max_tokens=8))[1])
+    found, plain = (server.answer(CHAT, **body(max_tokens=8, **more)) for more in (sent, {}))
     assert found["choices"] == plain["choices"]
 
 
@@ -421,9 +375,7 @@ def test_a_config_that_says_nothing_else_is_taken(server):
     given = GenerationConfig(do_sample=False, max_new_tokens=3, num_beams=1, pad_token_id=0)
     asked = body(generation_config=given.to_json_string())
     del asked["max_tokens"]
-    status, text, _ = server.ask(CHAT, asked)
-    assert status == 200, text
-    assert json.loads(text)["usage"]["completion_tokens"] == 3
+    assert server.answer(CHAT, **asked)["usage"]["completion_tokens"] == 3
 
 
 def test_a_client_whose_body_is_too_large_can_read_that(server):
@@ -544,13 +496,7 @@ def test_requests_of_one_name_are_not_mixed_up(server):
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
     gone = server.wait_until(requests_active=0).get('requests_total{status="499"}', 0)
-    content = json.dumps(body(messages=STORY, max_tokens=250, stream=stream)).encode()
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
-            % (len(content), content)
-        )
+    with server.leaving(CHAT, **body(messages=STORY, max_tokens=250, stream=stream)):
         server.wait_until(requests_active=1)
     left = server.cpu_ticks()
     found = server.wait_until(**{'requests_total{status="499"}': gone + 1, "requests_active": 0})
@@ -558,9 +504,8 @@ def test_the_pages_of_a_client_that_went_away_are_free(server, stream):
     assert found["requests_waiting"] == 0
     # All pages are free for a second request. CPU time shows that the first has ended.
     began = server.cpu_ticks()
-    status, text, _ = server.ask(CHAT, body(messages=STORY, max_tokens=250))
-    assert status == 200
-    assert json.loads(text)["usage"]["completion_tokens"] == 250
+    answer = server.answer(CHAT, **body(messages=STORY, max_tokens=250))
+    assert answer["usage"]["completion_tokens"] == 250
     assert short < (server.cpu_ticks() - began) / 2
 
 
@@ -601,14 +546,6 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_step
             assert client.models.list().data[0].object == "model"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_nobody_else_gets_in_without_a_token(run, model, monkeypatch, host):
-    monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
-    code, _, err = run("serve", model, "--host", host, "--device", "cpu")
-    assert code == 1
-    assert "HF_FP8KV_API_KEY" in err
-
-
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
@@ -618,7 +555,8 @@ def test_nobody_else_gets_in_without_a_token(run, model, monkeypatch, host):
         (["--attn-implementation", "sdpa"], 1, "expected fp8_paged"),
         (["--no-continuous-batching"], 1, "leave it out"),
         (["--chat-template-kwargs", "5"], 1, "expected a JSON object"),
-        (["--port", "{taken}"], 1, "cannot listen"),
+        (["--host", "0.0.0.0", "--device", "cpu"], 1, "HF_FP8KV_API_KEY"),
+        (["--host", "::", "--device", "cpu"], 1, "HF_FP8KV_API_KEY"),
         (["--log-level", "loud"], 1, "--log-level: expected one of"),
         (["--default-seed", str(2**70)], 1, "--default-seed: expected"),
         (["--max-body", "0"], 1, "--max-body: expected one byte"),
@@ -631,13 +569,9 @@ def test_nobody_else_gets_in_without_a_token(run, model, monkeypatch, host):
 )
 def test_a_command_line_that_cannot_be_is_explained(run, model, monkeypatch, options, code, says):
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("it serves"))
+    monkeypatch.delenv("HF_FP8KV_API_KEY", raising=False)
     before = set(threading.enumerate())
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        given = [option.replace("{taken}", port) for option in options]
-        found, _, err = run("serve", model, "--port", "0", *given)
+    found, _, err = run("serve", model, "--port", "0", *options)
     assert found == code, err
     assert says in " ".join(err.split())
     # Pools of threads of libraries end with the process.
@@ -656,11 +590,15 @@ def test_two_servers_on_one_port_are_noticed_before_a_model_is_loaded(run, model
         pass
 
 
-def test_a_template_that_renders_nothing_is_explained(run, model, tmp_path):
+def test_files_that_cannot_be_served_are_explained(run, model, tmp_path):
     (tmp_path / "template").write_text("{{ messages[0].content.nothing.more }}")
-    given = ("--chat-template", str(tmp_path / "template"))
-    code, _, err = run("serve", model, "--port", "0", "--device", "cpu", *given)
-    assert (code, "--chat-template: expected a template" in err) == (1, True), err
+    for folder, options, says in (
+        (model, ["--chat-template", str(tmp_path / "template")], "--chat-template: expected a tem"),
+        (tmp_path, [], "cannot load"),
+        (tmp_path / "none", [], "no such folder"),
+    ):
+        code, _, err = run("serve", str(folder), "--port", "0", "--device", "cpu", *options)
+        assert (code, says in " ".join(err.split())) == (1, True), err
 
 
 def test_names_lengths_and_templates_of_ones_own(model, tmp_path):
@@ -690,12 +628,6 @@ def test_names_lengths_and_templates_of_ones_own(model, tmp_path):
         ):  # fmt: skip
             status, text, _ = server.ask(path, sent)
             assert (status, bool(json.loads(text)["error"]["message"])) == (400, True), sent
-
-
-def test_a_folder_that_is_no_model_is_explained(run, tmp_path):
-    for folder, says in ((tmp_path, "cannot load"), (tmp_path / "none", "no such folder")):
-        code, _, err = run("serve", str(folder), "--port", "0", "--device", "cpu")
-        assert (code, says in " ".join(err.split())) == (1, True), err
 
 
 def test_processes_of_torchrun_are_refused(run, tmp_path, monkeypatch):
@@ -731,28 +663,13 @@ def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
     assert "the engine ended: no memory for step 20; start the server again" in str(error)
 
 
-def lines_of(server: Server, got: list[str], **options: object) -> threading.Thread:
-    """Read a streamed answer in a thread, line by line."""
-
-    def read() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
-        with contextlib.closing(connection):
-            content = json.dumps(body(messages=STORY, stream=True, **options))
-            connection.request("POST", CHAT, content, {"content-type": "application/json"})
-            got.extend(line.decode() for line in connection.getresponse() if line.strip())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize(
     "hurry", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
 def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
-    with serving(model, "--grace", "100", "--metrics-interval", "0.1") as server:
-        got: list[str] = []
-        reader = lines_of(server, got, max_tokens=270)
+    options = ("--grace", "100", "--metrics-interval", "0.1")
+    with serving(model, *options) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.ask, CHAT, body(messages=STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
         server.wait_for(
             r"INFO: +requests: \d+ active, \d+ waiting, \d+ answered; [\d.]+ tokens/s; "
@@ -768,13 +685,10 @@ def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
         assert json.loads(text)["error"]["code"] == "stopping"
         if hurry:
             server.process.send_signal(signal.SIGTERM)
-        reader.join(120)
+        *_, last = events(answer.result()[1])
         assert server.process.wait(120) == 0
         server.wait_for("Finished server process")
         assert "Traceback" not in server.log
-    *_, last, end = events("".join(got))
-    assert end == "[DONE]"
-    last = json.loads(last)
     if hurry:
         assert last["error"]["code"] == "stopping"
         assert last["error"]["type"] == "server_error"

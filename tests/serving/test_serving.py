@@ -1,7 +1,6 @@
 """FP8 pages in transformers' continuous batching: the same tokens as generate() gives."""
 
 import copy
-import functools
 import gc
 import pickle
 import threading
@@ -35,13 +34,18 @@ from tests.helpers.planned import planned_for
 from tests.helpers.serving_tools import (
     NEW,
     PAGE,
+    answer_to,
+    answers_to,
     batched,
     batching,
+    enable,
     forked,
     greedy,
     head_scales,
+    managing,
     one_by_one,
     prompts,
+    running,
 )
 from tests.helpers.tiny_models import tiny
 
@@ -198,10 +202,8 @@ class TestSameTokens:
         self, llama: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The steps of CUDA graphs, without a graph: the host reads nothing of a step."""
-        llama.set_attn_implementation("fp8_paged")
         scales = head_scales(llama, center=True) if dtype == "fp8_e4m3" else None
-        wanted = one_by_one(llama, prompts(), scales=scales, dtype=dtype)
-        serving.enable(llama, scales=scales, dtype=dtype)
+        wanted = enable(llama, prompts(), scales=scales, dtype=dtype)
         manager = llama.init_continuous_batching(greedy(), batching(max_batch_tokens=64))
         manager.continuous_batching_config.max_blocks_per_request = 8
         seen: list[int] = []
@@ -212,29 +214,15 @@ class TestSameTokens:
             return made(table, lengths, size)
 
         monkeypatch.setattr(common, "decode_work", watch)
-        manager.start()
-        try:
-            ids = manager.add_requests(prompts(), max_new_tokens=NEW)
-            found = {}
-            while len(found) < len(ids):
-                out = manager.get_result(timeout=60)
-                assert out is not None
-                assert out.error is None, out.error
-                if out.is_finished():
-                    found[out.request_id] = list(out.generated_tokens)
-        finally:
-            manager.stop(block=True)
-        assert [found[i] for i in ids] == wanted
+        with running(manager):
+            assert answers_to(manager, prompts()) == wanted
         assert len(seen) > NEW / 2  # once per step, not once per layer
         assert len(seen) < 2 * NEW
         assert max(seen) > 1
 
     def test_paged_generate(self, llama: Any) -> None:
-        scales = head_scales(llama)
-        llama.set_attn_implementation("fp8_paged")
         text = prompts()[5]
-        (wanted,) = one_by_one(llama, [text], scales=scales)
-        serving.enable(llama, scales=scales)
+        (wanted,) = enable(llama, [text], scales=head_scales(llama))
         found = llama.generate(
             torch.tensor([text]),
             cache_implementation="paged",
@@ -245,17 +233,11 @@ class TestSameTokens:
 
 class TestSharing:
     def test_prefixes_are_found_and_change_nothing(self, llama: Any) -> None:
-        scales, texts = head_scales(llama), prompts()
-        llama.set_attn_implementation("fp8_paged")
-        wanted = one_by_one(llama, texts, scales=scales)
-        serving.enable(llama, scales=scales)
-        with llama.continuous_batching_context_manager(
-            generation_config=greedy(), continuous_batching_config=batching()
-        ) as manager:
-            found = []
-            for text in texts:  # one by one, so that each can reuse the pages of the previous texts
-                manager.add_request(text, max_new_tokens=NEW)
-                found.append(finished(manager))
+        texts = prompts()
+        wanted = enable(llama, texts, scales=head_scales(llama))
+        with managing(llama) as manager:
+            # One by one, so that each can reuse the pages of the previous texts.
+            found = [answer_to(manager, text) for text in texts]
             used = serving.usage(manager)
         assert found == wanted
         assert used is not None
@@ -267,55 +249,40 @@ class TestSharing:
         assert used.tokens_held == whole * PAGE
 
     @pytest.mark.parametrize(
-        "name", ["gemma2", *(pytest.param(x, marks=FULL) for x in ("llama", "mistral"))]
+        ("name", "keywords"),
+        [
+            ("gemma2", {}),
+            ("llama", {"dtype": "fp8_e5m2"}),  # dynamic scales are copied
+            *(pytest.param(x, {}, marks=FULL) for x in ("llama", "mistral")),
+        ],
     )
-    def test_forks(self, name: str) -> None:
+    def test_forks(self, name: str, keywords: dict[str, Any]) -> None:
         model = make(name)
-        model.set_attn_implementation("fp8_paged")
-        texts, scales = prompts()[:4], head_scales(model)
-        wanted = one_by_one(model, texts, scales=scales)
-        serving.enable(model, scales=scales)
+        texts = prompts()[:4]
+        wanted = enable(model, texts, **keywords or {"scales": head_scales(model)})
         found = forked(model, texts, 3)
         assert found == [tokens for tokens in wanted for _ in range(3)]
-
-    def test_forks_with_dynamic_scales_copy_them(self, llama: Any) -> None:
-        llama.set_attn_implementation("fp8_paged")
-        texts = prompts()[:4]
-        wanted = one_by_one(llama, texts, dtype="fp8_e5m2")
-        serving.enable(llama, dtype="fp8_e5m2")
-        found = forked(llama, texts, 2)
-        assert found == [tokens for tokens in wanted for _ in range(2)]
 
     @pytest.mark.parametrize("name", ["gemma2", pytest.param("llama", marks=FULL)])
     def test_eviction(self, name: str) -> None:
         """There are pages for about two requests at a time: other requests wait, or start again."""
         model = make(name)
-        model.set_attn_implementation("fp8_paged")
-        texts, scales = prompts(), head_scales(model)
-        wanted = one_by_one(model, texts, scales=scales)
-        serving.enable(model, scales=scales)
+        texts = prompts()
+        wanted = enable(model, texts, scales=head_scales(model))
         assert batched(model, texts, pages=9, max_batch_tokens=64) == wanted
-
-
-def finished(manager: Any) -> list[int]:
-    while True:
-        out = manager.get_result(timeout=60)
-        assert out is not None
-        assert out.error is None, out.error
-        if out.is_finished():
-            return list(out.generated_tokens)
 
 
 class TestManagers:
     def test_every_way_to_a_manager(self, llama: Any) -> None:
         serving.enable(llama)
-        made = [
-            make(generation_config=greedy(), continuous_batching_config=batching())
-            for make in (llama.init_continuous_batching, functools.partial(serving.manager, llama))
-        ]
-        made.append(serving.manager(llama, greedy(), batching()))
-        assert [type(manager) for manager in made] == [FP8Manager] * 3
-        assert isinstance(made[0], ContinuousBatchingManager)
+        given = {"generation_config": greedy(), "continuous_batching_config": batching()}
+        for manager in (
+            llama.init_continuous_batching(**given),
+            serving.manager(llama, **given),
+            serving.manager(llama, greedy(), batching()),
+        ):
+            assert type(manager) is FP8Manager
+            assert isinstance(manager, ContinuousBatchingManager)
 
     def test_transformers_is_not_changed(self, llama: Any) -> None:
         serving.enable(llama)
@@ -335,12 +302,9 @@ class TestManagers:
         for after, message in ((serving.enable, "serving.manager"), (serving.disable, None)):
             after(llama)
             manager = ContinuousBatchingManager(llama, greedy(), batching())
-            manager.start()
-            try:
+            with running(manager):
                 manager.add_request([5, 6], max_new_tokens=2)
                 out = manager.get_result(timeout=60)
-            finally:
-                manager.stop(block=True)
             assert (message in out.error) if message else (out.error is None)
 
     def test_a_manager_of_a_model_that_is_not_enabled(self, llama: Any) -> None:
@@ -393,9 +357,7 @@ class TestManagers:
 
         wanted = plain()
         serving.enable(llama)
-        with llama.continuous_batching_context_manager(
-            generation_config=greedy(), continuous_batching_config=batching()
-        ) as manager:
+        with managing(llama) as manager:
             manager.add_requests(prompts(), max_new_tokens=NEW)
             for _ in range(3):
                 assert torch.equal(plain(), wanted)
@@ -407,14 +369,11 @@ class TestManagers:
         """The engine evicts the least recently used prefix from its end, and only as needed."""
         serving.enable(llama)
         texts = [[n + 3] * (6 * PAGE + 1) for n in range(6)]
-        with llama.continuous_batching_context_manager(
-            generation_config=greedy(), continuous_batching_config=batching(pages=32)
-        ) as manager:
+        with managing(llama, pages=32) as manager:
 
             def hits(text: list[int]) -> tuple[int, int]:
                 before = serving.usage(manager)
-                manager.add_request(text, max_new_tokens=2)
-                finished(manager)
+                answer_to(manager, text, 2)
                 after = serving.usage(manager)
                 return (
                     after.prefix_hits - before.prefix_hits,
@@ -445,28 +404,18 @@ class TestManagers:
         serving.disable(llama)
         assert not hasattr(llama, "_cached_continuous_batching_manager")
 
-    def test_attention_is_put_back(self, llama: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        assert llama.config._attn_implementation == "sdpa"
-        batched(llama, prompts()[:2])
-        assert llama.config._attn_implementation == "sdpa"
-
     def test_usage(self, llama: Any) -> None:
         assert serving.usage(llama) is None
         serving.enable(llama)
         assert serving.usage(llama) is None
-        with llama.continuous_batching_context_manager(
-            generation_config=greedy(), continuous_batching_config=batching()
-        ) as manager:
+        with managing(llama) as manager:
             manager.warmup()
             empty = serving.usage(llama)
             assert (empty.pages_total, empty.pages_used, empty.tokens_held) == (64, 0, 0)
             # K and V, two heads of 16 and a scale of two bytes each, in two layers
             assert empty.bytes_total == 64 * PAGE * 2 * 2 * (16 + 2) * 2
             assert empty.to_dict()["plans"] == {"K fp8_e3m4, V fp8_e3m4": 2}
-            manager.add_request(prompts()[1], max_new_tokens=NEW)
-            finished(manager)
+            answer_to(manager, prompts()[1])
         assert serving.usage(llama) is None
 
 
@@ -480,8 +429,6 @@ class TestStock:
         serving.disable(model)
         assert changed != before
         assert batched(model, prompts()) == before
-        manager = make("llama").init_continuous_batching(greedy(), batching())
-        assert type(manager) is ContinuousBatchingManager
 
     def test_disable_restores_a_kept_manager(self, llama: Any) -> None:
         texts = prompts()[:2]
@@ -517,27 +464,35 @@ class TestStock:
 
 
 class TestErrors:
-    def test_wrong_keywords_change_nothing(self, llama: Any) -> None:
-        wrong: list[tuple[type[Exception], dict[str, Any]]] = [
-            (ConfigError, {"dtype": "int4"}),
-            (ConfigError, {"center_keys": True}),
-            (BackendError, {"backend": "cuda"}),
-            (ScaleError, {"scales": 0.0}),
-            (ScaleError, {"scales": KVScales.uniform(1)}),
-            (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}),
-        ]
-        for error, keywords in wrong:
-            with pytest.raises(error):
-                serving.enable(llama, **keywords)
-        assert type(llama.init_continuous_batching(greedy(), batching())) is not FP8Manager
-
     def test_not_a_model(self) -> None:
         with pytest.raises(ConfigError, match="generate_batch"):
             serving.enable(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
-    def test_a_model_with_attention_of_its_own(self) -> None:
-        with pytest.raises(ConfigError, match="attention"):
-            serving.enable(tiny("bloom")[0])
+    @pytest.mark.parametrize(
+        ("error", "keywords", "message"),
+        [
+            (ConfigError, {"dtype": "int4"}, "int4"),
+            (ConfigError, {"center_keys": True}, "center"),
+            (BackendError, {"backend": "cuda"}, "cuda"),
+            (ScaleError, {"scales": 0.0}, "above 0"),
+            (ScaleError, {"scales": KVScales.uniform(1)}, "layer"),
+            (ScaleError, {"scales": "/nowhere/kv_cache_scales.json"}, "/nowhere"),
+            (ConfigError, {"plan": {0: BYTES, 1: LayerPlan.parse("auto", "int8")}},
+             "plan: expected 'auto' for K, or V"),
+            (ConfigError, {"plan": {0: BYTES}}, "none for layer 1.*serving has every layer"),
+            (ConfigError, {"plan": dict.fromkeys(range(3), BYTES)},
+             r"from 0 to 1, .*got \[2\], too"),
+            (ConfigError, {"plan": LayerPlan.parse("int8 centered", "int8")},
+             "plan: centered: expected scales that"),
+        ],
+    )  # fmt: skip
+    def test_wrong_keywords_change_nothing(
+        self, llama: Any, error: type[Exception], keywords: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(error, match=message):
+            serving.enable(llama, **keywords)
+        assert "init_continuous_batching" not in vars(llama)
+        assert type(llama.init_continuous_batching(greedy(), batching())) is not FP8Manager
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -549,6 +504,7 @@ class TestErrors:
             ("bamba", "linear_attention"),
             ("dots3_note_text", "expected layers"),  # of several sizes, and indexed
             ("seq2seq/t5", "encoder"),
+            ("bloom", "attention"),  # of its own
         ],
     )
     def test_models_that_would_answer_with_nonsense(self, name: str, why: str) -> None:
@@ -561,42 +517,30 @@ class TestErrors:
         assert model.config._attn_implementation == attention
         assert not model.training
 
-    def test_an_attention_that_leaves_out_the_softcap_is_no_reason(self) -> None:
-        """gemma2 runs sdpa by default up to transformers 5.20."""
-        model, _ = tiny("gemma2", query_pre_attn_scalar=1)
-        before = model.config._attn_implementation
-        serving.enable(model)
-        assert model.config._attn_implementation == before
+    @pytest.mark.parametrize(
+        ("name", "options"),
+        [
+            *((name, MODELS[name]) for name in ("llama", "gpt_oss", "gemma2")),
+            *(("gpt_oss", {"sliding_window": window}) for window in (1, 2, 3)),
+        ],
+        ids=str,
+    )
+    def test_models_that_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
+        """Rounding, sdpa without gemma2's softcap and windows shorter than the probe are no reason.
+
+        gemma2 runs sdpa by default up to transformers 5.20.
+        """
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            model = tiny(name, **options)[0].to(dtype).train()
+            before = model.config._attn_implementation
+            serving.enable(model)
+            assert model.config._attn_implementation == before
+            assert model.training
 
     def test_a_probe_can_be_left_out(self) -> None:
         model, _ = tiny("bart")
         serving.enable(model, probe=False)
         assert type(model.init_continuous_batching(greedy(), batching())) is FP8Manager
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_rounding_in_16_bits_is_no_reason(self, dtype: torch.dtype) -> None:
-        for name in ("llama", "gpt_oss", "gemma2"):
-            serving.enable(make(name).to(dtype))
-
-    def test_a_mode_of_training_is_kept(self, llama: Any) -> None:
-        llama.train()
-        serving.enable(llama)
-        assert llama.training
-
-    @pytest.mark.parametrize(
-        ("plan", "message"),
-        [
-            ({0: BYTES, 1: LayerPlan.parse("auto", "int8")}, "plan: expected 'auto' for K, or V"),
-            ({0: BYTES}, "none for layer 1.*serving has every layer"),
-            (dict.fromkeys(range(3), BYTES), r"from 0 to 1, .*got \[2\], too"),
-            (LayerPlan.parse("int8 centered", "int8"), "plan: centered: expected scales that"),
-        ],
-        ids=["sizes", "layers", "more layers", "centers"],
-    )
-    def test_plans_that_cannot_be(self, llama: Any, plan: Any, message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            serving.enable(llama, plan=plan)
-        assert "init_continuous_batching" not in vars(llama)
 
     def test_a_plan_and_what_says_the_same(self, llama: Any) -> None:
         scales = planned_for(llama)
@@ -618,6 +562,12 @@ class TestErrors:
             with pytest.raises(ConfigError, match="use_cuda_graph"):
                 llama.init_continuous_batching(greedy(), batching(use_cuda_graph=asked))
         assert llama.config._attn_implementation == "sdpa"
+        manager = llama.init_continuous_batching(greedy(), batching())
+        with pytest.raises(ConfigError):
+            llama.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
+        serving.disable(llama)  # also puts back what a manager that never ran changed
+        assert llama.config._attn_implementation == "sdpa"
+        assert not manager.is_running()
 
     def test_the_attention_without_enable(self, llama: Any) -> None:
         """transformers itself refuses the name, or our function refuses the cache."""
@@ -656,60 +606,26 @@ class TestRunning:
         llama.set_attn_implementation("sdpa")
         serving.enable(llama, scales=scales)
         first, second = (llama.init_continuous_batching(greedy(), batching()) for _ in range(2))
-        try:
-            for manager in (first, second):
-                manager.start()
-            first.add_request(texts[0], max_new_tokens=2)
-            finished(first)
-            first.stop(block=True)
+        with running(second):
+            with running(first):
+                answer_to(first, texts[0], 2)
             assert llama.config._attn_implementation == "fp8_paged"
-            ids = second.add_requests(texts, max_new_tokens=NEW)
-            found = {}
-            while len(found) < len(ids):
-                out = second.get_result(timeout=60)
-                assert out is not None
-                assert out.error is None, out.error
-                found[out.request_id] = list(out.generated_tokens)
-            assert [found[i] for i in ids] == wanted
-        finally:
-            second.stop(block=True)
+            assert answers_to(second, texts) == wanted
         assert llama.config._attn_implementation == "sdpa"
-        second.start()  # once more, after the attention was put back
-        try:
-            second.add_request(texts[1], max_new_tokens=NEW)
-            assert finished(second) == wanted[1]
-        finally:
-            second.stop(block=True)
+        with running(second):  # once more, after the attention was put back
+            assert answer_to(second, texts[1]) == wanted[1]
         assert llama.config._attn_implementation == "sdpa"
-
-    def test_disable_puts_back_what_a_manager_that_never_ran_changed(self, llama: Any) -> None:
-        llama.set_attn_implementation("sdpa")
-        serving.enable(llama)
-        manager = llama.init_continuous_batching(greedy(), batching())
-        with pytest.raises(ConfigError):
-            llama.init_continuous_batching(greedy(), batching(use_cuda_graph=True))
-        serving.disable(llama)
-        assert llama.config._attn_implementation == "sdpa"
-        assert not manager.is_running()
 
     def test_an_empty_prompt_is_nobody_elses_error(self, llama: Any) -> None:
         serving.enable(llama)
         (wanted,) = batched(llama, [[5, 6]])
         assert batched(llama, [[], [5, 6]])[1] == wanted
 
-    @pytest.mark.parametrize("window", [1, 2, 3])
-    def test_windows_shorter_than_the_probe(self, window: int) -> None:
-        serving.enable(tiny("gpt_oss", sliding_window=window)[0])
-
     def test_an_engine_of_transformers_that_runs(self) -> None:
         model = tiny("llama", attn_implementation="sdpa")[0]
         manager = model.init_continuous_batching(greedy(), batching())
-        manager.start()
-        try:
-            with pytest.raises(ConfigError, match="running"):
-                serving.enable(model)
-        finally:
-            manager.stop(block=True)
+        with running(manager), pytest.raises(ConfigError, match="running"):
+            serving.enable(model)
         serving.enable(model)
 
     def test_an_error_in_a_step(self, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from transformers import CompileConfig
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.serving import engines
-from tests.helpers.serving_tools import batched, batching, greedy, head_scales, one_by_one, prompts
+from tests.helpers.serving_tools import batched, batching, enable, greedy, head_scales, prompts
 from tests.helpers.tiny_models import tiny
 
 pytestmark = pytest.mark.text
@@ -32,10 +32,7 @@ class TestCompiled:
     def test_the_same_tokens(self, name: str) -> None:
         """Attention is not compiled, so no number of requests needs a separate compilation."""
         model = tiny(name, **({"sliding_window": 9} if name == "gpt_oss" else {}))[0]
-        scales = head_scales(model)
-        model.set_attn_implementation("fp8_paged")
-        wanted = one_by_one(model, prompts(), scales=scales)
-        serving.enable(model, scales=scales)
+        wanted = enable(model, prompts(), scales=head_scales(model))
         config = CompileConfig(fullgraph=False, **TRACED)
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found = batched(model, prompts(), max_batch_tokens=64, varlen_compile_config=config)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from transformers.generation.continuous_batching import cache as stock
-from transformers.generation.continuous_batching import continuous_api, offloading_manager
+from transformers.generation.continuous_batching import continuous_api
 
 from hf_fp8kv import ConfigError, serving
 from hf_fp8kv.formats import LayerPlan
@@ -22,8 +22,10 @@ from tests.helpers.serving_tools import (
     PAGE,
     batched,
     batching,
+    enable,
     greedy,
     head_scales,
+    note_offloads,
     one_by_one,
     prompts,
 )
@@ -46,12 +48,25 @@ def a_cache(model: Any, **config: Any) -> Any:
     return manager.batch_processor.cache
 
 
-def keywords(**more: Any) -> ServingConfig:
-    wanted: dict[str, Any] = {
-        "scales": None, "dtype": "fp8_e4m3", "key_dtype": None, "value_dtype": None,
-        "center_keys": None, "backend": "torch",
-    }  # fmt: skip
-    return ServingConfig.parse(**{**wanted, **more})
+def planned(monkeypatch: pytest.MonkeyPatch, **config: Any) -> tuple[Any, Any, Any]:
+    """Return a bfloat16 model, the cache of its manager, and the plan of the cache's memory."""
+    module: Any = engines.engine_module()
+    handler, made = module._MemoryHandler, []
+    monkeypatch.setattr(
+        module, "_MemoryHandler", lambda *a, **b: made.append(handler(*a, **b)) or made[-1]
+    )
+    model = tiny("llama")[0].to(torch.bfloat16)
+    serving.enable(model)
+    cache = a_cache(model, **config)
+    assert made[0].activation_dtype == torch.bfloat16
+    return model, cache, made[0]
+
+
+def keywords(scales: Any = None) -> ServingConfig:
+    return ServingConfig.parse(
+        scales=scales, dtype="fp8_e4m3", key_dtype=None, value_dtype=None, center_keys=None,
+        backend="torch",
+    )  # fmt: skip
 
 
 class TestChoice:
@@ -163,20 +178,8 @@ class TestBytes:
         monkeypatch.setattr(
             stock.PagedAttentionMemoryHandler, "get_available_memory", lambda self: free
         )
-        made: list[Any] = []
-        module = sys.modules["hf_fp8kv.serving.engines.layer_tensors"]
-        handler = module._MemoryHandler
-
-        def kept(*args: Any, **more: Any) -> Any:
-            made.append(handler(*args, **more))
-            return made[-1]
-
-        monkeypatch.setattr(module, "_MemoryHandler", kept)
-        model = tiny("llama")[0].to(torch.bfloat16)
-        serving.enable(model)
-        cache = a_cache(model, pages=None)
-        blocks, tokens, plan = cache.num_blocks, cache.max_batch_tokens, made[0]
-        assert plan.activation_dtype == torch.bfloat16
+        _, cache, plan = planned(monkeypatch, pages=None)
+        blocks, tokens = cache.num_blocks, cache.max_batch_tokens
         cost = [plan.compute_memory_footprint(tokens, blocks + more) for more in (0, 1)]
         # Two layers of K and V, two heads of 16, scales of two bytes; and an index of int64.
         assert cost[1] - cost[0] == PAGE * (2 * 2 * 2 * (16 + 2) + 8)
@@ -187,19 +190,8 @@ class TestBytes:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The plan has no mask and no dense copy. Each token of a step costs its own bytes."""
-        module = engines.engine_module()
-        handler, made = module._MemoryHandler, []
-
-        def kept(*args: Any, **more: Any) -> Any:
-            made.append(handler(*args, **more))
-            return made[-1]
-
-        monkeypatch.setattr(module, "_MemoryHandler", kept)
-        model = tiny("llama")[0].to(torch.bfloat16)
-        serving.enable(model)
-        cache = a_cache(model)
-        sectors, tokens, plan = cache.num_sectors, cache.max_batch_tokens, made[0]
-        assert plan.activation_dtype == torch.bfloat16
+        model, cache, plan = planned(monkeypatch)
+        sectors, tokens = cache.num_sectors, cache.max_batch_tokens
         cost = [plan.compute_memory_footprint(tokens, sectors + more) for more in (0, 1)]
         assert cost[1] - cost[0] == plan.bytes_per_sector + plan.tokens_per_sector * 8
         step = plan.compute_memory_footprint(tokens + 1, sectors) - cost[0]
@@ -230,16 +222,6 @@ class TestBytes:
             assert torch.equal(found.storage[layer].k, wanted)
 
 
-class _Unpinned:
-    """torch, for a machine that cannot pin memory because it has no accelerator."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
-        return torch.empty(*shape, **more)
-
-
 class TestOffloading:
     # Grid: each model and each format once.
     @pytest.mark.parametrize(
@@ -254,23 +236,11 @@ class TestOffloading:
         self, name: str, chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Codes and dynamic scales must have the same bytes after they return to other blocks."""
-        monkeypatch.setattr(offloading_manager, "torch", _Unpinned())
-        gone: list[int] = []
-        manager: Any = offloading_manager.OffloadingManager
-        stock_offload = manager._offload_to_cpu
-
-        def counted(self: Any, *victims: Any) -> Any:
-            went = stock_offload(self, *victims)
-            gone.append(len(went))
-            return went
-
-        monkeypatch.setattr(manager, "_offload_to_cpu", counted)
+        gone = note_offloads(monkeypatch)
         more = {"sliding_window": 24, "query_pre_attn_scalar": 1} if name == "gemma2" else {}
         model = tiny(name, **more)[0]
-        model.set_attn_implementation("fp8_paged")
         texts = [text[:40] for text in prompts() if len(text) > 16]
-        wanted = one_by_one(model, texts, **chosen)
-        serving.enable(model, **chosen)
+        wanted = enable(model, texts, **chosen)
         found = batched(
             model,
             texts,
@@ -280,7 +250,7 @@ class TestOffloading:
             cpu_offload_space=0.01,
         )
         assert found == wanted
-        assert sum(gone) > 0
+        assert any(gone)
 
     @older
     @pytest.mark.parametrize("formats", [("fp8_e4m3", "fp8_e4m3"), ("auto", "fp8_e4m3")])

@@ -73,11 +73,9 @@ class Requests:
 
     def __init__(self, seed):
         self.generator = torch.Generator().manual_seed(seed)
-        free = torch.randperm(BLOCKS - 1, generator=self.generator).add(1).tolist()
+        free = torch.randperm(BLOCKS - 1, generator=self.generator).add(1)
         self.table = torch.zeros((REQUESTS, 8), dtype=torch.int32)
-        for row in self.table:
-            for i in range(len(row) - 1):
-                row[i] = free.pop()
+        self.table[:, :-1] = free[: REQUESTS * 7].view(REQUESTS, 7)
         self.keys = [self._random(0) for _ in range(REQUESTS)]
         self.values = [self._random(0) for _ in range(REQUESTS)]
 
@@ -133,11 +131,9 @@ def expected(requests, request, query, layer):
     if spec.window:
         seen &= column > row - spec.window
     logits = logits.masked_fill(~seen, -torch.inf)
-    if spec.sinks is not None:
-        sink = spec.sinks.view(1, -1, 1, 1).expand(1, -1, new, 1)
-        weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
-    else:
-        weights = logits.softmax(-1)
+    sinks = torch.full((HEADS * GROUPS,), -torch.inf) if spec.sinks is None else spec.sinks
+    sinks = sinks.view(1, -1, 1, 1).expand(1, -1, new, 1)
+    weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
     return (weights @ v)[0].transpose(0, 1)
 
 
