@@ -504,7 +504,7 @@ class TestErrors:
             ("bamba", "linear_attention"),
             ("dots3_note_text", "expected layers"),  # of several sizes, and indexed
             ("seq2seq/t5", "encoder"),
-            ("bloom", "attention"),  # of its own
+            ("bloom", "attention"),  # without the interface of attention functions
         ],
     )
     def test_models_that_would_answer_with_nonsense(self, name: str, why: str) -> None:
@@ -526,9 +526,9 @@ class TestErrors:
         ids=str,
     )
     def test_models_that_pass_the_probe(self, name: str, options: dict[str, Any]) -> None:
-        """Rounding, sdpa without gemma2's softcap and windows shorter than the probe are no reason.
+        """Rounding, a missing softcap and windows shorter than the probe do not refuse a model.
 
-        gemma2 runs sdpa by default up to transformers 5.20.
+        gemma2 runs sdpa, which has no softcap, by default up to transformers 5.20.
         """
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             model = tiny(name, **options)[0].to(dtype).train()
