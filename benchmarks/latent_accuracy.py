@@ -132,7 +132,7 @@ def measure_latent_accuracy(
         `bytes_per_token` (of a model in bf16 with latents of 512 and positions of 64) and the
         fields of `summarize_texts`.
     """
-    run, rows = describe_run("latent"), []
+    run, rows = describe_run("latent-accuracy"), []
     calls = len(KINDS) * texts * (2 + len(IMITATED) + len(PLANS))
     report = report_percents(progress, calls * (prefill + score))
     for name, kind in KINDS.items():

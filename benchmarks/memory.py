@@ -68,7 +68,7 @@ def measure_windows(
     Raises:
         RuntimeError: The process failed.
     """
-    run, rows = describe_run("memory"), []
+    run, rows = describe_run("windows"), []
     for name in models:
         progress(name)
         task = {"model": name, "tokens": tokens, "backend": backend}

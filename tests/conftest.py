@@ -38,7 +38,8 @@ _SHARED = "PYTEST_XDIST_WORKER" in os.environ
 THREADS = int(os.environ.get("OMP_NUM_THREADS") or (1 if _SHARED else 2))
 
 # No deadline: the first example of a test may compile a kernel. CI draws the same examples in every
-# run. A test sets no number of examples itself: `make test` uses the fast profile.
+# run. A test sets no number of examples itself: `make test` uses the fast profile, which does not
+# shrink what fails, since that takes minutes. The full one does.
 _CI = bool(os.environ.get("CI"))
 for _name, _examples, _steps in (("fast", 25, 20), ("full", 150, 40)):
     hypothesis.settings.register_profile(
@@ -48,6 +49,7 @@ for _name, _examples, _steps in (("fast", 25, 20), ("full", 150, 40)):
         print_blob=_CI,
         max_examples=_examples,
         stateful_step_count=_steps,
+        phases=[phase for phase in hypothesis.Phase if _name == "full" or phase.name != "shrink"],
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hf_fp8kv import FP8PagedCache
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("benchmarks", "docs", "examples", "hf_fp8kv", "tests")
 # From the root of the repository, and from the folder of the package, as docs abbreviate them.
 PATHS = [

@@ -350,7 +350,9 @@ def test_memory_that_does_not_suffice(name: str, where: dict[str, Any]) -> None:
         except MemoryError:
             pair[1].layers[0].crop(pair[0].get_seq_length() - pair[1].get_seq_length())
         assert_holds(forks)
+        # All continue in the page that they share: it must still have two holders.
         feed(pair, 3, at)
+        feed(forks, 3, -at)
         assert_holds(pair)
         assert_holds(forks)
     assert at > 2

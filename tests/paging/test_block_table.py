@@ -510,6 +510,14 @@ def test_every_page_from_a_token_on_is_kept(token, first):
     table.check()
 
 
+def test_a_full_page_is_shared_and_a_filling_one_is_copied():
+    for length, copied in ((8, 0), (7, 2)):
+        table = written(length, batch=2)
+        fork = table.fork()
+        assert len(table.reserve(length, 9, 2)[0]) == copied
+        table.check(fork)
+
+
 OPERATIONS = {
     "reserve": lambda table: table.reserve(6, 11, 2),
     "truncate": lambda table: table.truncate(2),

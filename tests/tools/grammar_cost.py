@@ -4,6 +4,7 @@ Steps of 8 and 32 requests, of which none, one or all follow a JSON schema, with
 tiny model (95) and of the demo model (49,152). One thread; without the model itself.
 """
 
+import argparse
 import copy
 import statistics
 import tempfile
@@ -48,6 +49,7 @@ def measure(tokenizer: object, guide: grammars.Guide, rows: int, guides: int) ->
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     for name in (save_chat_model(Path(tempfile.mkdtemp())), model_path()):
         tokenizer = AutoTokenizer.from_pretrained(name)

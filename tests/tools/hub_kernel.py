@@ -7,10 +7,10 @@ and Triton. The repository is never committed. It has the source for kernel-buil
 and the builder's result for `kernels.get_local_kernel` in `build/`.
 """
 
+import argparse
 import ast
 import json
 import shutil
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -99,4 +99,6 @@ def _commit() -> str:
 
 
 if __name__ == "__main__":
-    make_kernel(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="folder that the kernel is written to")
+    make_kernel(parser.parse_args().folder)

@@ -216,6 +216,15 @@ MUTANTS = (
         "tests/paging/test_block_table.py",
     ),
     Mutant(
+        "fork: a full page is copied", TABLE, "first, last = start // self.page_size,",
+        "first, last = max(start - 1, 0) // self.page_size,", "tests/paging/test_block_table.py",
+    ),
+    Mutant(
+        "fork: a failed copy keeps its page", TABLE,
+        "        self.allocator.share(copies[0])\n        self.allocator.drop(copies[1])\n", "",
+        "tests/cache/test_offloading.py",
+    ),
+    Mutant(
         "crop: the last page is dropped", TABLE,
         "count = max(self._pages(length), self.first)",
         "count = max(length // self.page_size, self.first)", "tests/paging/test_block_table.py",
@@ -379,7 +388,10 @@ def run_tests(tree: Path, *arguments: str) -> tuple[int | None, str]:
 
 
 def judge(tree: Path, mutant: Mutant) -> str:
-    """Return what noticed the mutant: "named tests", "fast tier", "full tier", or "" if nothing."""
+    """Return what noticed the mutant: "named tests", "fast tier", "full tier", or "" if nothing.
+
+    "timeout" means that a run took `TIMEOUT` seconds, which counts as noticed by nothing.
+    """
     stages = {
         "named tests": mutant.tests.split(),
         "fast tier": PARALLEL,
@@ -389,7 +401,9 @@ def judge(tree: Path, mutant: Mutant) -> str:
     try:
         for stage, arguments in stages.items():
             code, tail = run_tests(tree, *arguments)
-            if code in (FAILED, None):
+            if code is None:
+                return "timeout"
+            if code == FAILED:
                 return stage
             if code != PASSED:
                 raise SystemExit(f"{mutant.name}: pytest ended with {code}:\n{tail}")
@@ -443,7 +457,7 @@ def main() -> None:
         with ThreadPoolExecutor(given.jobs) as pool:
             list(pool.map(run, chosen))
     fast = sum(stage in ("named tests", "fast tier") for stage in found.values())
-    alive = [name for name, stage in found.items() if not stage]
+    alive = [name for name, stage in found.items() if stage in ("", "timeout")]
     minutes = (time.monotonic() - began) / 60
     print(f"{fast} of {len(chosen)} mutants noticed by the fast tier, {len(alive)} by none, "
           f"{minutes:.1f} minutes")  # fmt: skip
