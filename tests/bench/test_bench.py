@@ -26,14 +26,17 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_speed_of_every_cache_and_its_ratios(run, model, monkeypatch, device):
+def test_speed_of_every_cache_and_its_ratios(run, model, monkeypatch, tmp_path, device):
     """With a single turn, a ratio is that of the two times. The model gives the shape."""
     small = functools.partial(speed.measure_speed, **SMALL)
     monkeypatch.setattr(speed, "measure_speed", small)
-    code, out, err = run("bench", "speed", "--model", model, "--device", device, "--json", "-")
+    path = tmp_path / "speed.json"
+    options = ("--model", model, "--device", device, "--json", str(path))
+    code, table, err = run("bench", "speed", *options)
     assert code == 0, err
     assert "decode steps at 64 tokens" in err
-    result = json.loads(out)
+    result = json.loads(path.read_text())
+    assert {row["cache"] for row in result["rows"] if row["cache"] in table} >= {*PAGED, DYNAMIC}
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
     assert result["command"].startswith("hf-fp8kv bench speed")
     assert result["hardware"]["device"] == device
@@ -96,6 +99,8 @@ def test_memory_counts_the_bytes_of_the_format(run, model, monkeypatch, tmp_path
         assert value == pytest.approx(2 * 2 * (16 if "static" in name else 18), rel=0.03)
     assert {row["model"] for row in result["capacity"]} == {model}
     assert result["settings"]["memory_gib"] == 9
+    code, out, err = run("bench", "memory", *options, "--json", "-")
+    assert json.loads(out)["rows"] == result["rows"], "JSON instead of the table"
 
 
 @pytest.mark.full
@@ -111,14 +116,16 @@ def test_a_process_grows_by_what_its_cache_holds(monkeypatch):
         memory.measure_processes(Setup((4, 2, 16), "no such backend"), 64)
 
 
-def test_quality_of_a_model(run, model, monkeypatch):
+def test_quality_of_a_model(run, model, monkeypatch, tmp_path):
     """Unquantized pages change no prediction, and fewer bits of mantissa change more."""
     monkeypatch.setitem(quality.CACHES, "auto", {"dtype": "auto"})
     assert {fmt.name for fmt in DISTINCT} <= quality.CACHES.keys()
     options = ("--model", model, "--texts", "5", "--device", "cpu")
-    code, out, err = run("bench", "quality", *options, "--json", "-")
+    path = tmp_path / "quality.json"
+    code, table, err = run("bench", "quality", *options, "--json", str(path))
     assert code == 0, err
-    result = json.loads(out)
+    result = json.loads(path.read_text())
+    assert all(row["cache"] in table for row in result["rows"])
     assert {"commit", "idle", "hardware", "versions", "date", "command"} <= result.keys()
     assert len(set(result["settings"]["texts"])) == 5
     assert result["settings"]["texts"][:4] == list(quality.TEXTS)
