@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import Gemma3TextConfig
 from transformers.cache_utils import DynamicCache
 
 from hf_fp8kv import ConfigError, FP8PagedCache
+from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.cache.paged_tensor import densify
 from tests.cache.public import OutOfMemory, tensors_in
 from tests.helpers.assertions import assert_same
@@ -109,6 +111,20 @@ def test_a_window_is_that_of_transformers(plan: str, prefill: str, tmp_path: Pat
             feed([twin, other], tokens, 99)
         check(twin)
         assert_same_layers(twin, other)
+
+
+@pytest.mark.parametrize("room", [None, ROOM])
+def test_attention_that_names_no_window_has_that_of_the_layer(room: int | None) -> None:
+    """Pages also hold some tokens that have left the window."""
+    stored, query = cache(max_cache_len=room), torch.randn(BATCH, 2, 1, 4)
+    feed([stored], 37, 0)
+    x = torch.randn(BATCH, 2, 1, 4)
+    handles = stored.update(x, -x, 0)
+    module = torch.nn.Module().eval()
+    module.is_causal = True
+    found, _ = fp8_paged_attention(module, query, *handles, None)
+    visible = [side.dense()[:, :, 38 - WINDOW - side.start : 38 - side.start] for side in handles]
+    torch.testing.assert_close(found, scaled_dot_product_attention(query, *visible).transpose(1, 2))
 
 
 def test_addresses_of_a_ring_stay() -> None:
