@@ -1,6 +1,11 @@
-"""Files that were saved before: they load, and decoding continues with the same values."""
+"""Cache files: saved ones load and continue with the same values, and changed ones are refused."""
 
+import copy
 import json
+import math
+import random
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +13,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DeepseekV32Config
 
-from hf_fp8kv import ConfigError, FP8PagedCache
+from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError
 from hf_fp8kv.cache.paged_tensor import densify
-from tests.data.caches.make import CASES, continue_cache, make_cache
+from hf_fp8kv.formats import FORMATS, SidePlan
+from hf_fp8kv.formats.codec import decode
+from hf_fp8kv.formats.rotation import rotate
+from tests.data.caches.make import CASES, continue_cache, feed, make_cache, make_config
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
 
@@ -63,10 +73,262 @@ def test_every_golden_file_is_tested() -> None:
     assert names == {f"{name}{part}.safetensors" for name in CASES for part in ("", ".continued")}
 
 
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
-    golden, later = FOLDER / f"{next(iter(CASES))}.safetensors", tmp_path / "later.safetensors"
-    with safe_open(golden, framework="pt") as file:
-        header = {**file.metadata(), "version": "3"}
-    save_file(read_file(golden)[1], later, metadata=header)
-    with pytest.raises(ConfigError, match="version '3'"):
-        FP8PagedCache.load(later)
+# -- changed files ---------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+
+
+def write(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
+    """Write a file without a digest, as the first ones of version 2 are."""
+    header = {"format": "hf_fp8kv.cache", "version": "2", "meta": json.dumps(meta), **header}
+    save_file({name: x.clone().contiguous() for name, x in tensors.items()}, path, metadata=header)
+    return path
+
+
+def set_fact(value: Any, *place: Any) -> Change:
+    """Return a change of one fact."""
+
+    def change(meta: dict[str, Any], _: object) -> None:
+        parent: Any = meta
+        for key in place[:-1]:
+            parent = parent[key]
+        parent[place[-1]] = value
+
+    return change
+
+
+def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change of one tensor."""
+    return lambda _, tensors: tensors.update({name: change(tensors[name])})
+
+
+def move_on(pages: int) -> Change:
+    """Return a change that has more pages before the window."""
+
+    def change(meta: dict[str, Any], _: object) -> None:
+        for group in meta["groups"]:
+            group["first"] += pages
+        for layer in meta["layers"]:
+            layer["length"] += pages * 8
+
+    return change
+
+
+TABLE, CENTER = "groups.0.table", "layers.0.k_center"
+CHANGES: dict[str, tuple[str, Change, str]] = {
+    "length beyond the table": ("dynamic", set_fact(1000, "layers", 0, "length"), TABLE),
+    "negative length": ("dynamic", set_fact(-5, "layers", 0, "length"), "length: .* got -5"),
+    "half a token": ("dynamic", set_fact(12.5, "layers", 0, "length"), "length: .* got 12.5"),
+    "first page of a layer without a window": ("dynamic", move_on(1), "first: .* 0 to 0, got 1"),
+    "more pages before the window than any memory holds": (
+        "sliding.continued", move_on(1 << 27), f"{TABLE}: places"
+    ),
+    "page that does not exist": (
+        "dynamic", set_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
+    ),
+    "page far away": ("dynamic", set_tensor(TABLE, lambda x: x + 300_000), f"{TABLE}: pages"),
+    "table of another dtype": ("dynamic", set_tensor(TABLE, torch.Tensor.long), TABLE),
+    "two batches": (
+        "two-groups", set_tensor("groups.1.table", lambda x: x[:1]), "numbers of sequences"
+    ),
+    "missing page": ("dynamic", set_tensor("layers.1.v", lambda x: x[:1]), r"layers\.1\.v: "),
+    "scales of another dtype": (
+        "dynamic", set_tensor("layers.0.k_scales", torch.Tensor.float), r"layers\.0\.k_scales"
+    ),
+    "center of one number": ("centered", set_tensor(CENTER, lambda x: x[0, 0, :1]), CENTER),
+    "center in 16 bits": ("centered", set_tensor(CENTER, torch.Tensor.half), CENTER),
+    "no center": ("centered", lambda _, tensors: tensors.pop(CENTER), CENTER),
+    "center without a plan": (
+        "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 2, 16)}), CENTER
+    ),
+    "plan that the options do not have": (
+        "dynamic", set_fact(["fp8_e5m2", "fp8_e4m3"], "layers", 0, "plan"), "plan: .*fp8_e5m2"
+    ),
+    "dtype of no model": ("dynamic", set_fact(["uint8"] * 2, "layers", 0, "dtypes"), "uint8"),
+    "page_size of 0": ("dynamic", set_fact(0, "options", "page_size"), "page_size: "),
+    "no room": ("preallocated", set_fact(1 << 40, "options", "max_cache_len"), "places"),
+    "other heads than the scales": (
+        "static-scales", set_tensor("scales.0.k", lambda x: x.new_ones(3, 1)), "heads"
+    ),
+    "turns": ("dynamic", set_fact(-1.0, "layers", 0, "turns", "base"), "turns"),
+    "window of transformers' layer": ("stock-layers", set_fact(0, "stock", 0, "window"), "window"),
+    "tokens of transformers' layer": ("stock-layers", set_fact(5, "stock", 0, "seen"), "seen"),
+    "another version": ("dynamic", lambda _, __: {"version": "3"}, "version.*'3'"),
+    "changed after it was saved": ("dynamic", lambda _, __: {"digest": 64 * "0"}, "digest"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
+    source, change, message = CHANGES[name]
+    meta, tensors = read_file(FOLDER / f"{source}.safetensors")
+    header = change(meta, tensors)
+    path = write(tmp_path / "x", meta, tensors, **(header if name[:2] in ("an", "ch") else {}))
+    with pytest.raises(ConfigError, match=f"{path}: expected a whole file.*{message}"):
+        FP8PagedCache.load(path)
+
+
+def test_a_file_that_exceeds_its_own_limit(tmp_path: Path) -> None:
+    meta, tensors = read_file(FOLDER / "dynamic.safetensors")
+    meta["options"]["max_pages"] = 1
+    with pytest.raises(OutOfPagesError, match="max_pages"):
+        FP8PagedCache.load(write(tmp_path / "x", meta, tensors))
+
+
+def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    """Return keys and values `[B, H, N, D]` of each layer, from the first visible token on."""
+    size, found = meta["options"]["page_size"], []
+    for i, layer in enumerate(meta["layers"]):
+        if layer["kind"] == "stock" or not layer.get("length"):
+            found.append(None)
+            continue
+        group, sides = meta["groups"][layer["group"]], []
+        start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
+        at = torch.arange(start, layer["length"])
+        pages = tensors[f"groups.{layer['group']}.table"][:, at // size - group["first"]].long()
+        for side, text, dtype in zip("kv", layer["plan"], layer["dtypes"], strict=True):
+            codes, plan = tensors[f"layers.{i}.{side}"], SidePlan.parse(text)
+            x = (codes if side == "k" else codes.transpose(2, 3))[pages, :, at % size]
+            if not plan.is_auto:
+                x = decode(x, FORMATS[plan.format])
+                if f"layers.{i}.{side}_scales" in tensors:
+                    scale = tensors[f"layers.{i}.{side}_scales"][pages, :, at % size][..., None]
+                elif f"scales.{i}.{side}" in tensors:
+                    factor = FORMATS[plan.format].scale_from_e4m3
+                    scale = tensors[f"scales.{i}.{side}"] * factor
+                else:
+                    scale = torch.tensor(meta["options"]["constant"])
+                x = x * scale.float()
+                x = rotate(x) if plan.rotated else x
+                x = x + tensors[f"layers.{i}.k_center"][:, None] if plan.centered else x
+            sides.append(x.transpose(1, 2).to(getattr(torch, dtype)))
+        found.append((start, *sides))
+    return found
+
+
+def check_values(cache: FP8PagedCache, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Assert that a cache holds the values that a file states."""
+    for layer, expected in zip(cache.layers, read_values(meta, tensors), strict=True):
+        if expected is None:
+            continue
+        for handle, want in zip((layer.keys, layer.values), expected[1:], strict=True):
+            first = expected[0] - handle.start
+            got = densify(handle)[:, :, first : first + want.shape[2]]
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+
+class Allocations(TorchDispatchMode):
+    """Count the bytes of tensors that are made, and of what Python holds at most."""
+
+    def __enter__(self) -> "Allocations":
+        tracemalloc.reset_peak()
+        self.bytes, self.before = 0, tracemalloc.get_traced_memory()[0]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.bytes += tracemalloc.get_traced_memory()[1] - self.before
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            is_new = all(x.alias_info is None for x in function._schema.returns)
+            self.bytes += result.nbytes * is_new
+        return result
+
+
+VALUES: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 3, 7, 8, 12, 14, 16, 17, 30, 100, 2**31 - 1, 2**31, 2**63,
+    2**70, 0.5, -0.5, math.nan, math.inf, "", "x", "0", "auto", "fp8_e5m2", "int8 rotated",
+    "fp8_e4m3 centered", "float16", "int64", "load", "torch", "stored", "paged", "stock",
+    "DynamicLayer", "indexer_keys", [], [0], [1, 2], {}, {"k": 1},
+]  # fmt: skip
+WAYS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x[:1], lambda x: x[1:], lambda x: x[:0], lambda x: x[None], lambda x: x.flatten(),
+    lambda x: torch.cat([x, x]), lambda x: x.mT if x.ndim > 1 else x, lambda x: x.float(),
+    lambda x: x.half(), lambda x: x.long(), lambda x: x.to(torch.uint8), lambda x: x + 1,
+    lambda x: -x, lambda x: x * 300_000, lambda x: x.flip(0) if x.ndim else x,
+    lambda x: x.flatten()[:1], lambda x: x.new_zeros(()), lambda x: x[..., :-1] if x.ndim else x,
+    lambda x: x.clone().fill_(0), lambda x: x.new_zeros((0, *x.shape[1:])),
+]  # fmt: skip
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the places of all facts, and of their parts."""
+    parts: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        parts = enumerate(value)
+    below = [found for key, part in parts for found in leaves(part, (*place, key))]
+    return [place, *below] if place else below
+
+
+def mutate(chance: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Change facts or tensors in place, at random."""
+    name, kind = chance.choice([*tensors, "none"]), chance.randrange(8)
+    if kind < 4 and name == "none":
+        tensors[name] = torch.zeros(1)
+    elif kind == 0:
+        tensors.pop(name)
+    elif kind == 1:
+        tensors[chance.choice([*tensors, "layers.0.x", "layers.9.k"])] = tensors[name]
+    elif kind < 4:
+        tensors[name] = chance.choice(WAYS)(tensors[name])
+    else:
+        place = chance.choice(leaves(meta))
+        parent = meta
+        for key in place[:-1]:
+            parent = parent[key]
+        if kind == 4:
+            del parent[place[-1]]
+        elif kind == 5 and isinstance(parent, list):
+            parent.append(copy.deepcopy(parent[place[-1]]))
+        else:
+            parent[place[-1]] = chance.choice(VALUES)
+
+
+@pytest.fixture(scope="module")
+def good_files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
+    """Files of every format: golden ones, and ones of other kinds of caches."""
+    folder = tmp_path_factory.mktemp("good")
+    made = {"offloaded": FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)}
+    for form in ({}, {"max_cache_len": 32}):
+        config = DeepseekV32Config(num_hidden_layers=2, layer_types=None)
+        made[f"indexed{len(form)}"] = FP8PagedCache(config, page_size=8, **form)
+    for name, cache in made.items():
+        feed(cache, 21, 0)
+        for layer in cache.layers if name.startswith("indexed") else ():
+            layer.update_indexer(torch.ones(2, 21, 4))
+    paths = [cache.save(folder / name) for name, cache in made.items()]
+    return [read_file(path) for path in (*FOLDER.glob("*.safetensors"), *paths)]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
+def test_changed_files(count: int, good_files: list[Any], tmp_path: Path) -> None:
+    """Each file raises ConfigError, or the cache holds what the file states."""
+    loaded = 0
+    tracemalloc.start()
+    for number in range(count):
+        chance = random.Random(number)
+        original = chance.choice(good_files)
+        meta, tensors = copy.deepcopy(original)
+        for _ in range(chance.choice((1, 1, 2))):
+            mutate(chance, meta, tensors)
+        path = write(tmp_path / "x", meta, tensors)
+        try:
+            with Allocations() as made:
+                cache = FP8PagedCache.load(path)
+        except ConfigError:
+            cache = None
+        except OutOfPagesError:
+            assert meta["options"]["max_pages"] is not None
+            cache = None
+        except Exception as error:
+            raise AssertionError(number) from error
+        assert made.bytes < 4 * path.stat().st_size + (1 << 20), number
+        if cache is not None:
+            loaded += 1
+            check_values(cache, meta, tensors)
+    tracemalloc.stop()
+    assert loaded > count // 20
