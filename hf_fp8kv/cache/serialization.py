@@ -108,7 +108,7 @@ def unpack(
     """
     budget, size, room = options.new_budget(), options.page_size, options.max_cache_len or 0
     layers, windows = facts["layers"], [group["window"] for group in facts["groups"]]
-    is_stock = [layer["kind"] == "stock" for layer in layers]
+    paged = [layer for layer in layers if layer["kind"] != "stock"]
     most = max(_PLACES, sum(tensor.nbytes for tensor in tensors.values()))
 
     def take(name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -117,21 +117,24 @@ def unpack(
         return tensor
 
     _check_same("open_ended", bool, type(facts["open_ended"]))
-    _check_same("layers of transformers", len(stock_layers), sum(is_stock))
+    _check_same("layers of transformers", len(stock_layers), len(layers) - len(paged))
     _check_same("windows", len(windows), len(set(windows)))
     batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.is_initialized}
     groups, tables = [], []
+    lengths: list[list[int]] = [[] for _ in windows]
+    for layer in paged:
+        g = _check_count("group", layer["group"], 0, len(windows) - 1)
+        lengths[g].append(_check_count("length", layer.get("length", 0), 0, room or _MOST_TOKENS))
     for g, group in enumerate(facts["groups"]):
         name, window = f"groups.{g}.table", windows[g]
         _check_same("record_past", bool, type(group["record_past"]))
         _check_count("window", 1 if window is None else window, 1)
         groups.append(LayerGroup(budget, window))
-        lengths = [layer.get("length", 0) for layer in layers if layer.get("group") == g]
-        stored = [n for n in lengths if _check_count("length", n, 0, room or _MOST_TOKENS)]
+        stored = [length for length in lengths[g] if length]
         seen = groups[g].visible_from(min(stored, default=0))
         first = _check_count("first", group["first"], 0, seen // size)
         batch, columns = len(tensors[name]), -(-max(stored, default=0) // size)
-        _check_count(f"{name}: places", batch * max(columns, room // size), 0, most)
+        most -= _check_count(f"{name}: places", batch * max(columns, room // size), 0, most)
         table = take(name, torch.int32, batch, columns - first).cpu().numpy()
         count = int(table.max(initial=-1)) + 1
         found = int(table.min(initial=0)), len(np.unique(table))
@@ -144,13 +147,12 @@ def unpack(
     pools = []
     for i, layer in enumerate(layers):
         states.append(None)
-        if is_stock[i]:
+        if layer["kind"] == "stock":
             continue
         _check_same(f"layers.{i}", ("paged", i), (layer["kind"], layer["index"]))
         length, prefix = layer.get("length", 0), f"layers.{i}."
-        g = _check_count("group", layer["group"], 0, len(groups) - 1)
-        _, batch, count = tables[g]
-        state = states[i] = LayerSnapshot(i, groups[g], length, turns=_read_turns(layer))
+        group, (_, batch, count) = groups[layer["group"]], tables[layer["group"]]
+        state = states[i] = LayerSnapshot(i, group, length, turns=_read_turns(layer))
         if "indexer" in layer:
             state.indexer = {name: tensors.pop(prefix + name) for name in layer["indexer"]}
             for name, tensor in state.indexer.items():
@@ -268,12 +270,12 @@ def save(snapshot: CacheSnapshot, path: str | os.PathLike[str]) -> Path:
     text = json.dumps(meta)
     header = {"format": CACHE_FORMAT, "version": str(VERSION), "meta": text}
     header["digest"] = _digest(text, contiguous)
-    # Prompts can be read from a cache: the file is for its owner.
-    write_all({target: lambda part: save_file(contiguous, part, metadata=header)}, mode=0o600)
+    write_all({target: lambda part: save_file(contiguous, part, metadata=header)})
     return target
 
 
 def _digest(meta: str, tensors: Tensors) -> str:
+    """Return a digest of the facts of a file and of all tensors."""
     digest = hashlib.sha256(meta.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

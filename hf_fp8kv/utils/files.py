@@ -82,27 +82,25 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
         return list(file.keys()), dict(file.metadata() or {})
 
 
-def write_all(files: Mapping[Path, bytes | Callable[[Path], object]], *, mode: int = 0o666) -> None:
+def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
     """Write every file completely, or leave all of them as they were if one cannot be written.
 
     Missing folders are made. Files and folders are synced, so that they outlast a loss of power.
+    A function instead of bytes makes the file.
 
     A process that is killed between two renames leaves the first files replaced, each complete. So
     pass the file without which the others are not read last.
-    A content may be a function that writes to an empty file. `mode` does not include the umask.
     """
     parts = {path: path.with_name(f".{path.name}.{secrets.token_hex(8)}.part") for path in files}
     try:
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(
-                parts[path], "xb", opener=lambda name, flags: os.open(name, flags, mode)
-            ) as file:
-                if callable(content):
-                    content(parts[path])
-                else:
+            if callable(content):
+                content(parts[path])
+            else:
+                with parts[path].open("xb") as file:  # not through a link
                     file.write(content)
-                file.flush()
+            with parts[path].open("rb+") as file:
                 os.fsync(file.fileno())
         for path, part in parts.items():
             part.replace(path)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV32Config
 
-from hf_fp8kv import ConfigError, FP8PagedCache, OutOfPagesError
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, OutOfPagesError
 from hf_fp8kv.cache.paged_tensor import densify
 from hf_fp8kv.formats import FORMATS, SidePlan
 from hf_fp8kv.formats.codec import decode
@@ -147,29 +148,34 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "dtype of no model": ("dynamic", set_fact(["uint8"] * 2, "layers", 0, "dtypes"), "uint8"),
     "page_size of 0": ("dynamic", set_fact(0, "options", "page_size"), "page_size: "),
     "no room": ("preallocated", set_fact(1 << 40, "options", "max_cache_len"), "places"),
-    "other heads than the scales": (
-        "static-scales", set_tensor("scales.0.k", lambda x: x.new_ones(3, 1)), "heads"
-    ),
     "turns": ("dynamic", set_fact(-1.0, "layers", 0, "turns", "base"), "turns"),
     "window of transformers' layer": ("stock-layers", set_fact(0, "stock", 0, "window"), "window"),
     "tokens of transformers' layer": ("stock-layers", set_fact(5, "stock", 0, "seen"), "seen"),
-    "another version": ("dynamic", lambda _, __: {"version": "3"}, "version.*'3'"),
-    "changed after it was saved": ("dynamic", lambda _, __: {"digest": 64 * "0"}, "digest"),
 }  # fmt: skip
+HEADERS = [
+    ({"version": "3"}, "version: expected .*'3'"),
+    ({"format": "x"}, "format and version: expected .*'x'"),
+    ({"digest": 64 * "0"}, "digest: "),
+]
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
     source, change, message = CHANGES[name]
     meta, tensors = read_file(FOLDER / f"{source}.safetensors")
-    header = change(meta, tensors)
-    path = write(tmp_path / "x", meta, tensors, **(header if name[:2] in ("an", "ch") else {}))
+    change(meta, tensors)
+    path = write(tmp_path / "x", meta, tensors)
     with pytest.raises(ConfigError, match=f"{path}: expected a whole file.*{message}"):
         FP8PagedCache.load(path)
 
 
-def test_a_file_that_exceeds_its_own_limit(tmp_path: Path) -> None:
+def test_files_that_are_not_ours(tmp_path: Path) -> None:
     meta, tensors = read_file(FOLDER / "dynamic.safetensors")
+    for header, message in HEADERS:
+        with pytest.raises(ConfigError, match=message):
+            FP8PagedCache.load(write(tmp_path / "x", meta, tensors, **header))
+    with pytest.raises(ConfigError, match="nowhere"):
+        FP8PagedCache.load(tmp_path / "nowhere")
     meta["options"]["max_pages"] = 1
     with pytest.raises(OutOfPagesError, match="max_pages"):
         FP8PagedCache.load(write(tmp_path / "x", meta, tensors))
@@ -289,46 +295,110 @@ def mutate(chance: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -
 
 
 @pytest.fixture(scope="module")
-def good_files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, Any]]:
-    """Files of every format: golden ones, and ones of other kinds of caches."""
+def good_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Files of every format: golden ones without a digest, and new ones."""
     folder = tmp_path_factory.mktemp("good")
-    made = {"offloaded": FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)}
-    for form in ({}, {"max_cache_len": 32}):
-        config = DeepseekV32Config(num_hidden_layers=2, layer_types=None)
-        made[f"indexed{len(form)}"] = FP8PagedCache(config, page_size=8, **form)
-    for name, cache in made.items():
-        feed(cache, 21, 0)
-        for layer in cache.layers if name.startswith("indexed") else ():
+    golden = sorted(FOLDER.glob("*.safetensors"))
+    made = {path.name: FP8PagedCache.load(path) for path in golden}
+    made["offloaded"] = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
+    for name, form in (("indexed", {}), ("indexed and preallocated", {"max_cache_len": 32})):
+        config = DeepseekV32Config(num_hidden_layers=2)
+        made[name] = FP8PagedCache(config, page_size=8, **form)
+    made["large"] = FP8PagedCache(dtype="fp8_e4m3", page_size=8)
+    made["large"].update(*torch.ones(2, 1, 8, 1024, 128), 0)
+    for name in ("offloaded", "indexed", "indexed and preallocated"):
+        feed(made[name], 21, 0)
+        for layer in made[name].layers if "indexed" in name else ():
             layer.update_indexer(torch.ones(2, 21, 4))
-    paths = [cache.save(folder / name) for name, cache in made.items()]
-    return [read_file(path) for path in (*FOLDER.glob("*.safetensors"), *paths)]
+    return golden + [cache.save(folder / name) for name, cache in made.items()]
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
-def test_changed_files(count: int, good_files: list[Any], tmp_path: Path) -> None:
-    """Each file raises ConfigError, or the cache holds what the file states."""
-    loaded = 0
+def test_changed_files(count: int, good_files: list[Path], tmp_path: Path) -> None:
+    """A file raises ConfigError, or the cache holds the values that the file states.
+
+    Every fourth file is one with a digest, of which a byte is changed or the end is missing. The
+    others have no digest, as hostile files might have the right one.
+    """
     tracemalloc.start()
+    path, loaded = tmp_path / "x", 0
     for number in range(count):
         chance = random.Random(number)
-        original = chance.choice(good_files)
-        meta, tensors = copy.deepcopy(original)
-        for _ in range(chance.choice((1, 1, 2))):
-            mutate(chance, meta, tensors)
-        path = write(tmp_path / "x", meta, tensors)
+        if number % 4:
+            meta, tensors = read_file(chance.choice(good_files))
+            for _ in range(chance.choice((1, 1, 2))):
+                mutate(chance, meta, tensors)
+            write(path, meta, tensors)
+        else:
+            source = chance.choice(good_files[len(good_files) // 2 :])
+            meta, tensors = read_file(source)
+            data = bytearray(source.read_bytes())
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            path.write_bytes(data[: chance.choice((None, None, chance.randrange(len(data))))])
         try:
             with Allocations() as made:
                 cache = FP8PagedCache.load(path)
+            loaded += 1
+            check_values(cache, meta, tensors)
         except ConfigError:
-            cache = None
+            pass
         except OutOfPagesError:
-            assert meta["options"]["max_pages"] is not None
-            cache = None
+            assert meta["options"]["max_pages"], number
         except Exception as error:
             raise AssertionError(number) from error
         assert made.bytes < 4 * path.stat().st_size + (1 << 20), number
-        if cache is not None:
-            loaded += 1
-            check_values(cache, meta, tensors)
     tracemalloc.stop()
-    assert loaded > count // 20
+    assert count // 20 < loaded < count // 4
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def test_a_file_outlasts_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is synced before it gets its name, and the folder afterwards."""
+    steps: list[tuple[str, int]] = []
+    sync, replace = os.fsync, os.replace
+
+    def note(what: str, inode: int) -> None:
+        steps.append((what, inode))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (note("sync", os.fstat(fd).st_ino), sync(fd)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (note("replace", os.stat(a).st_ino), replace(a, b))
+    )
+    for write_one in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
+        steps.clear()
+        target = tmp_path / write_one.__name__
+        write_one(target)
+        files = [path.stat().st_ino for path in ([target], [*target.glob("*")])[target.is_dir()]]
+        folder = target if target.is_dir() else tmp_path
+        assert sorted(steps[: len(files)]) == [("sync", inode) for inode in sorted(files)]
+        assert sorted(steps[len(files) : -1]) == [("replace", inode) for inode in sorted(files)]
+        assert steps[-1] == ("sync", folder.stat().st_ino)
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("precious")
+    folder.mkdir()
+    for name in ("kv_scales.safetensors", "cache"):
+        (folder / f".{name}.{os.getpid()}.part").symlink_to(victim)
+    KVScales.uniform(2).save_pretrained(folder)
+    make_cache("empty").save(folder / "cache")
+    assert victim.read_text() == "precious"
+    assert not any((folder / name).is_symlink() for name in ("kv_scales.safetensors", "cache"))
+
+
+def test_a_file_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_cache("empty").save(tmp_path / "cache")
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for target in (path, tmp_path / "new"):
+        with pytest.raises(OSError, match="no room"):
+            make_cache("sliding").save(target)
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == before
