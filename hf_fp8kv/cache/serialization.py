@@ -119,7 +119,7 @@ def unpack(
     _check_same("open_ended", bool, type(facts["open_ended"]))
     _check_same("layers of transformers", len(stock_layers), len(layers) - len(paged))
     _check_same("windows", len(windows), len(set(windows)))
-    batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.is_initialized}
+    batches = {len(x.keys) for x in stock_layers if "stock" in facts and x.keys is not None}
     groups, tables = [], []
     lengths: list[list[int]] = [[] for _ in windows]
     for layer in paged:
