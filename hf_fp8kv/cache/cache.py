@@ -19,6 +19,7 @@ from ..paging.layer_group import LayerGroup
 from ..paging.page_allocator import PageBudget
 from ..scales import KVScales, declared_kv_scales
 from ..scales.kv_scales import resolve
+from ..utils.files import convert_read_errors
 from ..utils.tensors import collect_tensors
 from ..utils.warn_once import warn_once
 from . import serialization
@@ -339,9 +340,11 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         Each layer goes to the device of the model's layer with the first tokens that it is given.
 
         Raises:
-            ConfigError: the file is not one of `save`'s, or is damaged.
+            ConfigError: `save` did not write the file, or the file is damaged.
+            OutOfPagesError: The pages exceed the file's `max_pages`.
         """
-        return cls._restore(serialization.load(path, device))
+        with convert_read_errors(path, "a whole file of FP8PagedCache.save", ConfigError):
+            return cls._restore(serialization.load(path, device))
 
     def __repr__(self) -> str:
         # Not `plan`: to look at a cache must not store what waits for its attention.

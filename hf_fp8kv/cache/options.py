@@ -142,10 +142,11 @@ class CacheOptions:
             k_plans=k_plans, v_plans=v_plans, scales=scales, center_keys=center_keys,
             plan=None if isinstance(by_hand, LayerPlan) else by_hand, **fields,
         )  # fmt: skip
-        options._check()
+        options.check()
         return options
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise ConfigError or BackendError unless the values are possible."""
         if self.prefill not in ("exact", "stored"):
             raise ConfigError(
                 f"prefill: expected 'exact' or 'stored', got {self.prefill!r}; leave it out, "
@@ -195,7 +196,8 @@ class CacheOptions:
     @property
     def measures(self) -> bool:
         """Whether the first call decides how a layer is stored."""
-        return len(self.k_plans) > 1 or len(self.v_plans) > 1
+        several = len(self.k_plans) > 1 or len(self.v_plans) > 1
+        return several and self.scales is None and self.plan is None
 
     @property
     def first_call_centers(self) -> bool:

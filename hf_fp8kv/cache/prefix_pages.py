@@ -229,23 +229,13 @@ def _expect(
 ) -> tuple[list[Facts], dict[str, torch.Tensor]]:
     """Return what a page says of these layers, and its tensors, `[1, ...]`, on no device.
 
-    Sizes and dtypes of K and V are what a page was `told`.
-
-    Raises:
-        Any error that bad data can make: of another kind than OSError and MemoryError.
+    The sizes and dtypes of K and V are those that a page was `told`. Bad data raise any error,
+    except OSError and MemoryError.
     """
     facts: list[Facts] = []
     tensors: dict[str, torch.Tensor] = {}
     for i, (layer, parts) in enumerate(zip(layers, told, strict=True)):
-        heads, k_dim, v_dim = parts["shape"]
-        k_dtype, v_dtype = (getattr(torch, name) for name in parts["dtypes"])
-        if not (k_dtype.is_floating_point and v_dtype.is_floating_point):
-            raise ValueError(f"keys and values of {k_dtype} and {v_dtype}")
-        key = torch.empty((1, heads, 0, k_dim), dtype=k_dtype, device="meta")
-        value = torch.empty((1, heads, 0, v_dim), dtype=v_dtype, device="meta")
-        pool = options.new_pool(layer.storage)
-        pool.allocate(key, value, 1)
-        held = serialization.name_as_in_files(pool, pool.parts()[0])
+        pool, held = serialization.make_page(parts, options, layer.storage)
         facts.append(_describe(layer, pool, held))
         tensors |= {f"{i}.{name}": tensor for name, tensor in held.items()}
     return facts, tensors
@@ -307,8 +297,6 @@ def _describe(layer: Any, pool: PagePool, tensors: dict[str, torch.Tensor]) -> F
     return {
         "index": layer.index,
         "window": layer.sliding_window,
-        "plan": [str(side) for side in layer.storage],
-        "dtypes": [str(d).removeprefix("torch.") for d in (pool.dtype, pool.v_dtype)],
-        "shape": [pool.heads, pool.k_dim, pool.v_dim],
+        **serialization.describe(pool, layer.storage),
         "tensors": list(tensors),
     }

@@ -2,49 +2,55 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from ..errors import ScaleError
+from ..errors import Fp8KVError, OutOfPagesError, ScaleError
 from .text import format_value
 
 # Suffixes of files that are not opened: reading them can run code.
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".npz", ".npy")
 # Suffixes of files that hold the weights of a model.
 WEIGHTS = (".safetensors", ".gguf", *PICKLES)
-# What the metadata of a file of `FP8PagedCache.save` says as its format.
+# The format in the metadata of a file of `FP8PagedCache.save`.
 CACHE_FORMAT = "hf_fp8kv.cache"
+_MOST_JSON = 256 << 20  # bytes
 
 
 @contextmanager
-def convert_read_errors(path: Path | str, expected: str) -> Iterator[None]:
-    """Convert the errors of the libraries that read a file to `ScaleError`."""
+def convert_read_errors(
+    path: object, expected: str, kind: type[Fp8KVError] = ScaleError
+) -> Iterator[None]:
+    """Convert every error of reading a file to `kind`, except OutOfPagesError."""
     try:
         yield
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
-        if isinstance(error, ScaleError):
+    except Exception as error:
+        if isinstance(error, OutOfPagesError) or type(error) is kind is ScaleError:
             raise
-        raise ScaleError(
+        raise kind(
             f"{path}: expected {expected}, got {type(error).__name__}: {error}; "
             "the file may be cut off, fetch or write it again"
         ) from error
 
 
 def read_json(path: Path, *, unique: bool = True) -> dict[str, object]:
-    """Return the JSON object in a file; with `unique`, duplicate keys are an error."""
+    """Return the JSON object in a file. With `unique`, duplicate keys are an error."""
 
     def make_dict(items: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(items)
         if unique and len(result) < len(items):
-            names = [name for name, _ in items]
-            double = next(name for name in names if names.count(name) > 1)
+            double = Counter(name for name, _ in items).most_common(1)[0][0]
             raise ScaleError(f"{path}: expected every key once, got {double!r} twice; delete one")
         return result
 
-    with convert_read_errors(path, "a JSON file"):
+    with convert_read_errors(path, f"a JSON file of at most {_MOST_JSON} bytes"):
+        if (size := path.stat().st_size) > _MOST_JSON:
+            raise ValueError(f"{size} bytes")
         data = json.loads(path.read_bytes().decode("utf-8-sig"), object_pairs_hook=make_dict)
     if not isinstance(data, dict):
         raise ScaleError(
@@ -76,24 +82,34 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
         return list(file.keys()), dict(file.metadata() or {})
 
 
-def write_all(files: Mapping[Path, bytes]) -> None:
+def write_all(files: Mapping[Path, bytes | Callable[[Path], object]]) -> None:
     """Write every file completely, or leave all of them as they were if one cannot be written.
 
-    Folders that are not there are made.
+    Missing folders are made. Files and folders are synced, so that they outlast a loss of power.
+    A function instead of bytes makes the file.
 
-    A process that is killed between two renames leaves the first files replaced, each complete: so
+    A process that is killed between two renames leaves the first files replaced, each complete. So
     pass the file without which the others are not read last.
     """
-    parts = {path: path.with_name(f".{path.name}.{os.getpid()}.part") for path in files}
+    parts = {path: path.with_name(f".{path.name}.{secrets.token_hex(8)}.part") for path in files}
     try:
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with parts[path].open("wb") as file:
-                file.write(content)
-                file.flush()
+            if callable(content):
+                content(parts[path])
+            else:
+                with parts[path].open("xb") as file:  # not through a link
+                    file.write(content)
+            with parts[path].open("rb+") as file:
                 os.fsync(file.fileno())
         for path, part in parts.items():
             part.replace(path)
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
+    for folder in {path.parent for path in files}:
+        with suppress(OSError):  # not on Windows, nor on every file system
+            handle = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):
+                os.fsync(handle)
+            os.close(handle)

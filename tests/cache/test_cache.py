@@ -605,22 +605,3 @@ def test_save_and_load(preallocated: bool, keywords: dict[str, Any], tmp_path: P
     assert_same(cache.layers[1].keys.dense(), twin.layers[1].keys.dense())
     assert path.stat().st_size < 60_000
     assert [p.name for p in path.parent.iterdir()] == [path.name], "no partial file is left"
-
-
-def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    cache = FP8PagedCache(config(), **EXACT)
-    feed(cache, 13)
-    path = cache.save(tmp_path / "cache.safetensors")
-    whole = path.read_bytes()
-    wrong = tmp_path / "wrong.safetensors"
-    for damage in (whole[:100], whole[: len(whole) // 2], b"", b"x" * 100, whole[:-1]):
-        wrong.write_bytes(damage)
-        with pytest.raises(ConfigError, match=r"wrong\.safetensors"):
-            FP8PagedCache.load(wrong)
-    save_file({"a": torch.zeros(1)}, wrong)
-    with pytest.raises(ConfigError, match="expected a cache saved by this library"):
-        FP8PagedCache.load(wrong)
-    with pytest.raises(ConfigError, match="nowhere"):
-        FP8PagedCache.load(tmp_path / "nowhere.safetensors")

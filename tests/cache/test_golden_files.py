@@ -1,6 +1,13 @@
-"""Files that were saved before: they load, and decoding continues with the same values."""
+"""Cache files: saved ones load and continue with the same values, and changed ones are refused."""
 
+import copy
+import hashlib
 import json
+import math
+import os
+import random
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +15,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DeepseekV32Config
 
-from hf_fp8kv import ConfigError, FP8PagedCache
+from hf_fp8kv import ConfigError, FP8PagedCache, KVScales, OutOfPagesError
 from hf_fp8kv.cache.paged_tensor import densify
-from tests.data.caches.make import CASES, continue_cache, make_cache
+from hf_fp8kv.formats import FORMATS, SidePlan
+from hf_fp8kv.formats.codec import decode
+from hf_fp8kv.formats.rotation import rotate
+from tests.data.caches.make import CASES, continue_cache, feed, make_cache, make_config
 
 FOLDER = Path(__file__).parents[1] / "data" / "caches"
 
@@ -63,10 +75,336 @@ def test_every_golden_file_is_tested() -> None:
     assert names == {f"{name}{part}.safetensors" for name in CASES for part in ("", ".continued")}
 
 
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
-    golden, later = FOLDER / f"{next(iter(CASES))}.safetensors", tmp_path / "later.safetensors"
-    with safe_open(golden, framework="pt") as file:
-        header = {**file.metadata(), "version": "3"}
-    save_file(read_file(golden)[1], later, metadata=header)
-    with pytest.raises(ConfigError, match="version '3'"):
-        FP8PagedCache.load(later)
+# -- changed files ---------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+
+
+def write(path: Path, meta: Any, tensors: dict[str, torch.Tensor], **header: str) -> Path:
+    """Write a file with the right digest, as a hostile one has, unless `header` has another."""
+    text = json.dumps(meta)
+    tensors = {name: x.clone().contiguous() for name, x in tensors.items()}
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    facts = {"format": "hf_fp8kv.cache", "version": "2", "meta": text, "digest": digest.hexdigest()}
+    save_file(tensors, path, metadata=facts | header)
+    return path
+
+
+def set_fact(value: Any, *place: Any) -> Change:
+    """Return a change of one fact."""
+
+    def change(meta: dict[str, Any], _: object) -> None:
+        parent: Any = meta
+        for key in place[:-1]:
+            parent = parent[key]
+        parent[place[-1]] = value
+
+    return change
+
+
+def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change of one tensor."""
+    return lambda _, tensors: tensors.update({name: change(tensors[name])})
+
+
+def move_on(pages: int) -> Change:
+    """Return a change that has more pages before the window."""
+
+    def change(meta: dict[str, Any], _: object) -> None:
+        for group in meta["groups"]:
+            group["first"] += pages
+        for layer in meta["layers"]:
+            layer["length"] += pages * 8
+
+    return change
+
+
+TABLE, CENTER = "groups.0.table", "layers.0.k_center"
+CHANGES: dict[str, tuple[str, Change, str]] = {
+    "length beyond the table": ("dynamic", set_fact(1000, "layers", 0, "length"), TABLE),
+    "negative length": ("dynamic", set_fact(-5, "layers", 0, "length"), "length: .* got -5"),
+    "half a token": ("dynamic", set_fact(12.5, "layers", 0, "length"), "length: .* got 12.5"),
+    "first page of a layer without a window": ("dynamic", move_on(1), "first: .* 0 to 0, got 1"),
+    "more pages before the window than any memory holds": (
+        "sliding.continued", move_on(1 << 27), f"{TABLE}: places"
+    ),
+    "page that does not exist": (
+        "dynamic", set_tensor(TABLE, lambda x: x.clamp(max=0) - 1), f"{TABLE}: pages"
+    ),
+    "page far away": ("dynamic", set_tensor(TABLE, lambda x: x + 300_000), f"{TABLE}: pages"),
+    "table of another dtype": ("dynamic", set_tensor(TABLE, torch.Tensor.long), TABLE),
+    "two batches": (
+        "two-groups", set_tensor("groups.1.table", lambda x: x[:1]), "numbers of sequences"
+    ),
+    "missing page": ("dynamic", set_tensor("layers.1.v", lambda x: x[:1]), r"layers\.1\.v: "),
+    "scales of another dtype": (
+        "dynamic", set_tensor("layers.0.k_scales", torch.Tensor.float), r"layers\.0\.k_scales"
+    ),
+    "center of one number": ("centered", set_tensor(CENTER, lambda x: x[0, 0, :1]), CENTER),
+    "center in 16 bits": ("centered", set_tensor(CENTER, torch.Tensor.half), CENTER),
+    "no center": ("centered", lambda _, tensors: tensors.pop(CENTER), CENTER),
+    "center without a plan": (
+        "dynamic", lambda _, tensors: tensors.update({CENTER: torch.ones(2, 2, 16)}), CENTER
+    ),
+    "plan that the options do not have": (
+        "dynamic", set_fact(["fp8_e5m2", "fp8_e4m3"], "layers", 0, "plan"), "plan: .*fp8_e5m2"
+    ),
+    "dtype of no model": ("dynamic", set_fact(["uint8"] * 2, "layers", 0, "dtypes"), "uint8"),
+    "page_size of 0": ("dynamic", set_fact(0, "options", "page_size"), "page_size: "),
+    "no room": ("preallocated", set_fact(1 << 40, "options", "max_cache_len"), "places"),
+    "turns": ("dynamic", set_fact(-1.0, "layers", 0, "turns", "base"), "turns"),
+    "window of transformers' layer": ("stock-layers", set_fact(0, "stock", 0, "window"), "window"),
+    "tokens of transformers' layer": ("stock-layers", set_fact(5, "stock", 0, "seen"), "seen"),
+}  # fmt: skip
+HEADERS = [
+    ({"version": "3"}, "version: expected .*'3'"),
+    ({"format": "x"}, "format and version: expected .*'x'"),
+    ({"digest": 64 * "0"}, "digest: "),
+]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
+    source, change, message = CHANGES[name]
+    meta, tensors = read_file(FOLDER / f"{source}.safetensors")
+    change(meta, tensors)
+    path = write(tmp_path / "x", meta, tensors)
+    with pytest.raises(ConfigError, match=f"{path}: expected a whole file.*{message}"):
+        FP8PagedCache.load(path)
+
+
+def test_files_that_are_not_ours(tmp_path: Path) -> None:
+    meta, tensors = read_file(FOLDER / "dynamic.safetensors")
+    for header, message in HEADERS:
+        with pytest.raises(ConfigError, match=message):
+            FP8PagedCache.load(write(tmp_path / "x", meta, tensors, **header))
+    with pytest.raises(ConfigError, match="nowhere"):
+        FP8PagedCache.load(tmp_path / "nowhere")
+    meta["options"]["max_pages"] = 1
+    with pytest.raises(OutOfPagesError, match="max_pages"):
+        FP8PagedCache.load(write(tmp_path / "x", meta, tensors))
+
+
+def read_values(meta: Any, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    """Return keys and values `[B, H, N, D]` of each layer, from the first visible token on."""
+    size, found = meta["options"]["page_size"], []
+    for i, layer in enumerate(meta["layers"]):
+        if layer["kind"] == "stock" or not layer.get("length"):
+            found.append(None)
+            continue
+        group, sides = meta["groups"][layer["group"]], []
+        start = max(layer["length"] - (group["window"] or math.inf) + 1, 0)
+        at = torch.arange(start, layer["length"])
+        pages = tensors[f"groups.{layer['group']}.table"][:, at // size - group["first"]].long()
+        for side, text, dtype in zip("kv", layer["plan"], layer["dtypes"], strict=True):
+            codes, plan = tensors[f"layers.{i}.{side}"], SidePlan.parse(text)
+            x = (codes if side == "k" else codes.transpose(2, 3))[pages, :, at % size]
+            if not plan.is_auto:
+                x = decode(x, FORMATS[plan.format])
+                if f"layers.{i}.{side}_scales" in tensors:
+                    scale = tensors[f"layers.{i}.{side}_scales"][pages, :, at % size][..., None]
+                elif f"scales.{i}.{side}" in tensors:
+                    factor = FORMATS[plan.format].scale_from_e4m3
+                    scale = tensors[f"scales.{i}.{side}"] * factor
+                else:
+                    scale = torch.tensor(meta["options"]["constant"])
+                x = x * scale.float()
+                x = rotate(x) if plan.rotated else x
+                x = x + tensors[f"layers.{i}.k_center"][:, None] if plan.centered else x
+            sides.append(x.transpose(1, 2).to(getattr(torch, dtype)))
+        found.append((start, *sides))
+    return found
+
+
+def check_values(cache: FP8PagedCache, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Assert that a cache holds the values that a file states."""
+    for layer, expected in zip(cache.layers, read_values(meta, tensors), strict=True):
+        if expected is None:
+            continue
+        for handle, want in zip((layer.keys, layer.values), expected[1:], strict=True):
+            first = expected[0] - handle.start
+            got = densify(handle)[:, :, first : first + want.shape[2]]
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+
+class Allocations(TorchDispatchMode):
+    """Count the bytes of new tensors, and the most bytes that Python holds at a time."""
+
+    def __enter__(self) -> "Allocations":
+        tracemalloc.reset_peak()
+        self.bytes, self.before = 0, tracemalloc.get_traced_memory()[0]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.bytes += tracemalloc.get_traced_memory()[1] - self.before
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.device.type == "cpu":
+            is_new = all(x.alias_info is None for x in function._schema.returns)
+            self.bytes += result.nbytes * is_new
+        return result
+
+
+VALUES: list[Any] = [
+    None, True, False, -1, 0, 1, 2, 3, 7, 8, 12, 14, 16, 17, 30, 100, 2**31 - 1, 2**31, 2**63,
+    2**70, 0.5, -0.5, math.nan, math.inf, "", "x", "0", "auto", "fp8_e5m2", "int8 rotated",
+    "fp8_e4m3 centered", "float16", "int64", "load", "torch", "stored", "paged", "stock",
+    "DynamicLayer", "indexer_keys", [], [0], [1, 2], {}, {"k": 1},
+]  # fmt: skip
+WAYS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x[:1], lambda x: x[1:], lambda x: x[:0], lambda x: x[None], lambda x: x.flatten(),
+    lambda x: torch.cat([x, x]), lambda x: x.mT if x.ndim > 1 else x, lambda x: x.float(),
+    lambda x: x.half(), lambda x: x.long(), lambda x: x.to(torch.uint8), lambda x: x + 1,
+    lambda x: -x, lambda x: x * 300_000, lambda x: x.flip(0) if x.ndim else x,
+    lambda x: x.flatten()[:1], lambda x: x.new_zeros(()), lambda x: x[..., :-1] if x.ndim else x,
+    lambda x: x.clone().fill_(0), lambda x: x.new_zeros((0, *x.shape[1:])),
+]  # fmt: skip
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the places of all facts, and of their parts."""
+    parts: Any = value.items() if isinstance(value, dict) else ()
+    if isinstance(value, list):
+        parts = enumerate(value)
+    below = [found for key, part in parts for found in leaves(part, (*place, key))]
+    return [place, *below] if place else below
+
+
+def mutate(chance: random.Random, meta: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Change facts or tensors in place, at random."""
+    name, kind = chance.choice([*tensors, "none"]), chance.randrange(8)
+    if kind < 4 and name == "none":
+        tensors[name] = torch.zeros(1)
+    elif kind == 0:
+        tensors.pop(name)
+    elif kind == 1:
+        tensors[chance.choice([*tensors, "layers.0.x", "layers.9.k"])] = tensors[name]
+    elif kind < 4:
+        tensors[name] = chance.choice(WAYS)(tensors[name])
+    else:
+        place = chance.choice(leaves(meta))
+        parent = meta
+        for key in place[:-1]:
+            parent = parent[key]
+        if kind == 4:
+            del parent[place[-1]]
+        elif kind == 5 and isinstance(parent, list):
+            parent.append(copy.deepcopy(parent[place[-1]]))
+        else:
+            parent[place[-1]] = chance.choice(VALUES)
+
+
+@pytest.fixture(scope="module")
+def good_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Files of every format: golden ones and new ones."""
+    folder = tmp_path_factory.mktemp("good")
+    golden = sorted(FOLDER.glob("*.safetensors"))
+    made = {path.name: FP8PagedCache.load(path) for path in golden}
+    made["offloaded"] = FP8PagedCache(make_config("mistral"), page_size=8, offloading=True)
+    for name, form in (("indexed", {}), ("indexed and preallocated", {"max_cache_len": 32})):
+        config = DeepseekV32Config(num_hidden_layers=2)
+        made[name] = FP8PagedCache(config, page_size=8, **form)
+    made["large"] = FP8PagedCache(dtype="fp8_e4m3", page_size=8)
+    made["large"].update(*torch.ones(2, 1, 8, 1024, 128), 0)
+    for name in ("offloaded", "indexed", "indexed and preallocated"):
+        feed(made[name], 21, 0)
+        for layer in made[name].layers if "indexed" in name else ():
+            layer.update_indexer(torch.ones(2, 21, 4))
+    return golden + [cache.save(folder / name) for name, cache in made.items()]
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.full)])
+def test_changed_files(count: int, good_files: list[Path], tmp_path: Path) -> None:
+    """A file raises ConfigError, or the cache holds the values that the file states.
+
+    In every fourth file a byte is changed, or the end is missing. The others have the right digest.
+    """
+    tracemalloc.start()
+    path, loaded = tmp_path / "x", 0
+    for number in range(count):
+        chance = random.Random(number)
+        if number % 4:
+            meta, tensors = read_file(chance.choice(good_files))
+            for _ in range(chance.choice((1, 1, 2))):
+                mutate(chance, meta, tensors)
+            write(path, meta, tensors)
+        else:
+            source = chance.choice(good_files[len(good_files) // 2 :])
+            meta, tensors = read_file(source)
+            data = bytearray(source.read_bytes())
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            path.write_bytes(data[: chance.choice((None, None, chance.randrange(len(data))))])
+        try:
+            with Allocations() as made:
+                cache = FP8PagedCache.load(path)
+            loaded += 1
+            check_values(cache, meta, tensors)
+        except ConfigError:
+            pass
+        except OutOfPagesError:
+            assert meta["options"]["max_pages"], number
+        except Exception as error:
+            raise AssertionError(number) from error
+        assert made.bytes < 4 * path.stat().st_size + (1 << 20), number
+    tracemalloc.stop()
+    assert count // 20 < loaded < count // 4
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def test_a_file_outlasts_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is synced before it gets its name, and the folder afterwards."""
+    steps: list[tuple[str, int]] = []
+    sync, replace = os.fsync, os.replace
+
+    def note(what: str, inode: int) -> None:
+        steps.append((what, inode))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: (note("sync", os.fstat(fd).st_ino), sync(fd)))
+    monkeypatch.setattr(
+        os, "replace", lambda a, b: (note("replace", os.stat(a).st_ino), replace(a, b))
+    )
+    for write_one in (make_cache("sliding").save, KVScales.uniform(2).save_pretrained):
+        steps.clear()
+        target = tmp_path / write_one.__name__
+        write_one(target)
+        files = [path.stat().st_ino for path in ([target], [*target.glob("*")])[target.is_dir()]]
+        folder = target if target.is_dir() else tmp_path
+        assert sorted(steps[: len(files)]) == [("sync", inode) for inode in sorted(files)]
+        assert sorted(steps[len(files) : -1]) == [("replace", inode) for inode in sorted(files)]
+        assert steps[-1] == ("sync", folder.stat().st_ino)
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    victim, folder = tmp_path / "victim", tmp_path / "shared"
+    victim.write_text("precious")
+    folder.mkdir()
+    for name in ("kv_scales.safetensors", "cache"):
+        (folder / f".{name}.{os.getpid()}.part").symlink_to(victim)
+    KVScales.uniform(2).save_pretrained(folder)
+    make_cache("empty").save(folder / "cache")
+    assert victim.read_text() == "precious"
+    assert not any((folder / name).is_symlink() for name in ("kv_scales.safetensors", "cache"))
+
+
+def test_a_file_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_cache("empty").save(tmp_path / "cache")
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for target in (path, tmp_path / "new"):
+        with pytest.raises(OSError, match="no room"):
+            make_cache("sliding").save(target)
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == before

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import shutil
+import time
+import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -501,6 +504,30 @@ def test_a_bad_json_is_refused(tmp_path, spoil, message):
     for read in (lambda: KVScales.from_file(path), lambda: KVScales.from_pretrained(folder)):
         with refused(message, path):
             read()
+
+
+def test_a_large_json_is_refused_unread(tmp_path):
+    path = tmp_path / "kv_cache_scales.json"
+    path.touch()
+    os.truncate(path, (256 << 20) + 1)
+    tracemalloc.start()
+    with refused("expected a JSON file of at most", path):
+        KVScales.from_file(path)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
+def test_a_duplicate_is_found_in_linear_time(tmp_path):
+    """Sixteen times the keys take less than 64 times the work."""
+    path, times = tmp_path / "kv_cache_scales.json", []
+    for count in (1_000, 16_000):
+        keys = [*range(count), count - 1]
+        path.write_text('{"x":{' + ",".join(f'"{key}":1' for key in keys) + "}}")
+        start = time.process_time()
+        with refused(f"'{count - 1}' twice", path):
+            KVScales.from_file(path)
+        times.append(time.process_time() - start)
+    assert times[1] < 64 * times[0]
 
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

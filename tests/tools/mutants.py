@@ -278,7 +278,8 @@ MUTANTS = (
     ),
     Mutant(
         "load: another version is accepted", "cache/serialization.py",
-        ' or header.get("version") != str(VERSION):', ":", "tests/cache/test_golden_files.py",
+        'form = header.get("format"), header.get("version")',
+        'form = header.get("format"), str(VERSION)', "tests/cache/test_golden_files.py",
     ),
     Mutant(
         "prefix store: the digest is not checked", "cache/prefix_file.py",
