@@ -256,21 +256,12 @@ def _fit_to_pages(spec: AttentionSpec, query: Tensor, key: PagedKV) -> Attention
         mask, bounds, _ = unpack(spec.mask, key.start, key.stop)
     else:
         mask = _cut_to_keys(spec.mask, key)
-    if mask is not None and mask.dtype == torch.bool:
-        if mask.shape[1] > 1:
-            mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
-        elif mask.shape[0] != query.shape[0]:
-            mask = mask.expand(query.shape[0], -1, -1, -1)
-    return AttentionSpec(
-        scaling=spec.scaling,
-        causal=spec.causal and not complete,
-        window=window,
-        softcap=spec.softcap,
-        sinks=_detach_sinks(spec.sinks),
-        mask=mask,
-        bias=None if bias is None else without_grad(bias),
-        bounds=bounds,
-        latent=spec.latent,
+    if mask is not None and mask.dtype == torch.bool and mask.shape[1] > 1:
+        mask = additive_mask(mask, query.dtype)  # bool masks are for all heads
+    bias = None if bias is None else without_grad(bias)
+    causal, sinks = spec.causal and not complete, _detach_sinks(spec.sinks)
+    return spec._replace(
+        causal=causal, window=window, sinks=sinks, mask=mask, bias=bias, bounds=bounds
     )
 
 
@@ -280,11 +271,14 @@ def _detach_sinks(sinks: Tensor | None) -> Tensor | None:
 
 def _cut_to_keys(mask: Tensor | None, key: PagedKV) -> Tensor | None:
     """Return a mask or bias cut to the columns of `key`; raise ConfigError if it is too narrow."""
-    if mask is None or mask.shape[-1] == key.shape[2]:
+    if mask is None:
+        return None
+    columns = mask.shape[3] if mask.ndim == 4 else 0
+    if columns == key.shape[2]:
         return mask
-    if mask.ndim == 4 and mask.shape[-1] == key.stop:
+    if columns == key.stop:
         return mask[..., key.start :]  # made over the whole text, for a layer with a window
-    if mask.ndim != 4 or mask.shape[-1] < key.shape[2] or key.start:
+    if columns < key.shape[2] or key.start:
         raise ConfigError(
             f"expected a mask [B, 1, T, {key.shape[2]}] that covers every stored token, got "
             f"{tuple(mask.shape)}; pass a mask over the cached and the new tokens"

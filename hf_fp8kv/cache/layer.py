@@ -150,11 +150,14 @@ class PagedLayerBase(CacheLayerMixin):
                 f"{shape} and {v_shape}"
             )
         # Two dtypes are right: under autocast RoPE leaves K in fp32.
-        if not key.is_floating_point() or not value.is_floating_point():
+        known = self.is_initialized
+        floating = known or (key.is_floating_point() and value.is_floating_point())
+        if not floating or key.device != value.device:
             raise ConfigError(
-                f"expected keys and values of a floating dtype, got {key.dtype} and {value.dtype}"
+                "expected keys and values of a floating dtype on one device, got "
+                f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
             )
-        if self.is_initialized:
+        if known:
             self.pool.check(key, value)
         batch = self.group.table.batch
         if batch and shape[0] != batch:
