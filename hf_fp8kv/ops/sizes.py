@@ -53,7 +53,7 @@ def check_sizes(
         fits = x.ndim == len(sizes) and all(n in of for n, of in zip(x.shape, sizes, strict=True))
         known = flags or x.is_floating_point() or (name == "bounds" and x.dtype is torch.int32)
         if not fits or not known or x.device != device:
-            expected = ", ".join(" | ".join(map(str, dict.fromkeys(of))) for of in sizes)
+            expected = ", ".join(" | ".join(map(str, of)) for of in sizes)
             _refuse(name, f"[{expected}]", device, x)
 
 
