@@ -1,5 +1,6 @@
 """Arguments of the operations: one layer's stored keys and values, and how to attend to them."""
 
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from torch import Tensor
@@ -78,7 +79,7 @@ class Pages(_PageFields):
         assert self.token_scales is not None
         return self.token_scales[..., "kv".index(side)]
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """KV heads."""
         return self.k.codes.shape[1]

@@ -8,6 +8,8 @@ from torch import Tensor
 from ..errors import ConfigError
 from .pages import AttentionSpec, Pages
 
+_INT = torch.int32
+
 
 def check_sizes(
     pages: Pages, lengths: Tensor, start: int = 0, stop: int = 0, query: Tensor | None = None,
@@ -19,22 +21,24 @@ def check_sizes(
     store. The other arguments are those of `ops.attend`.
     """
     batch, heads, k_dim, v_dim, room, device = vars(pages).get("sizes") or _measure(pages)
-    if lengths.shape != (batch,) or lengths.dtype is not torch.int32 or lengths.device != device:
+    if lengths.shape != (batch,) or lengths.dtype is not _INT:
         _refuse("lengths", f"[{batch}], int32", device, lengths)
     if not 0 <= start <= stop <= room:
         _refuse("positions", f"a span of the {room} of the block table", device, (start, stop))
     tokens = None
     if new is not None:
         key, value = new
-        tokens = key.shape[2] if key.ndim == 4 else 0
-        if not tokens or key.shape != (batch, heads, tokens, k_dim) or key.device != device:
+        shape = key.shape
+        tokens = shape[2] if len(shape) == 4 else 0
+        if not tokens or shape != (batch, heads, tokens, k_dim) or key.device != device:
             _refuse("keys", f"[{batch}, {heads}, T, {k_dim}]", device, key)
         if value.shape != (batch, heads, tokens, v_dim) or value.device != device:
             _refuse("values", f"[{batch}, {heads}, {tokens}, {v_dim}]", device, value)
     if query is None or spec is None:
         return
     dim = k_dim + v_dim if spec.latent else k_dim
-    rows, q_heads, count, got = query.shape if query.ndim == 4 else (0, 0, 0, 0)
+    shape = query.shape
+    rows, q_heads, count, got = shape if len(shape) == 4 else (0, 0, 0, 0)
     fits = rows == batch and got == dim and count == (tokens or count) and count and q_heads
     if not fits or q_heads % heads or query.device != device:
         expected = f"[{batch}, a multiple of {heads}, {tokens or 'T'}, {dim}]"
@@ -51,7 +55,7 @@ def check_sizes(
         if name in ("sinks", "bounds"):
             sizes = ((q_heads,),) if name == "sinks" else ((1, batch), (2,))
         fits = x.ndim == len(sizes) and all(n in of for n, of in zip(x.shape, sizes, strict=True))
-        known = flags or x.is_floating_point() or (name == "bounds" and x.dtype is torch.int32)
+        known = flags or x.is_floating_point() or (name == "bounds" and x.dtype is _INT)
         if not fits or not known or x.device != device:
             expected = ", ".join(" | ".join(map(str, of)) for of in sizes)
             _refuse(name, f"[{expected}]", device, x)
@@ -60,7 +64,7 @@ def check_sizes(
 def _measure(pages: Pages) -> tuple[int, int, int, int, int, torch.device]:
     """Return the sizes that all calls with these pages share, and keep them with the pages."""
     table, center, heads, k_dim = pages.table, pages.k.center, pages.heads, pages.k.head_dim
-    if table.ndim != 2 or not table.numel() or table.dtype is not torch.int32:
+    if table.ndim != 2 or not table.numel() or table.dtype is not _INT:
         _refuse("block table", "[B, M], int32", table.device, table)
     batch, columns = table.shape
     fits = center is None or center.shape == (batch, heads, k_dim)
