@@ -92,7 +92,8 @@ def unpack(mask: Tensor, start: int, stop: int) -> CompactMask:
 
 
 def _unpack(mask: Tensor, start: int, stop: int) -> CompactMask:
-    width, columns = mask.shape[3], stop - start
+    width = mask.shape[3] if mask.shape[1:3] == (1, 1) and mask.ndim == 4 else 0
+    columns = stop - start
     from_zero = width % _ALIGNED == 0
     tail = width - _TAIL - (0 if from_zero else 4)
     if tail < stop if from_zero else tail != columns + -columns % _ALIGNED:

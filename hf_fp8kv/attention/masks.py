@@ -54,10 +54,16 @@ def fp8_paged_mask(
         their scores themselves.
 
     Raises:
-        ConfigError: `attention_mask` does not cover the tokens in our cache and the new ones.
+        ConfigError: `attention_mask` does not have a row for each sequence, or does not cover the
+            tokens in our cache and the new ones.
     """
     if getattr(_engine, "runs", False):
         return None
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        raise ConfigError(
+            f"attention_mask: expected a row for each of {batch_size} sequences, got "
+            f"{tuple(attention_mask.shape)}. Pass the mask of this batch."
+        )
     answer(attention_mask, q_offset, q_length)
     kwargs["allow_is_bidirectional_skip"] = False
     config = kwargs.get("config")

@@ -142,24 +142,33 @@ class PagedLayerBase(CacheLayerMixin):
                 "expected both layer.keys and layer.values to be assigned, got "
                 f"{'keys' if 'k' in self.assigned else 'values'} alone; assign the other, too"
             )
-        # Parts of a tuple are made in a tenth of the time that those of a torch.Size take.
-        shape, v_shape = tuple(key.shape), tuple(value.shape)
-        if len(shape) != 4 or shape[:3] != v_shape[:3] or shape[2] == 0:
+        shape, v_shape = key.shape, value.shape
+        size, heads, tokens, k_dim = shape if len(shape) == 4 else (0, 0, 0, 0)
+        if not tokens or len(v_shape) != 4 or v_shape != (size, heads, tokens, v_shape[3]):
             raise ConfigError(
                 "expected keys [B, Hkv, T, Dk] and values [B, Hkv, T, Dv] with T > 0, got "
-                f"{shape} and {v_shape}"
+                f"{tuple(shape)} and {tuple(v_shape)}"
             )
         # Two dtypes are right: under autocast RoPE leaves K in fp32.
-        if not key.is_floating_point() or not value.is_floating_point():
+        known = self.is_initialized
+        floating = known or (key.is_floating_point() and value.is_floating_point())
+        if not floating or key.device != value.device:
             raise ConfigError(
-                f"expected keys and values of a floating dtype, got {key.dtype} and {value.dtype}"
+                "expected keys and values of a floating dtype on one device, got "
+                f"{key.dtype} on {key.device} and {value.dtype} on {value.device}"
             )
-        if self.is_initialized:
-            self.pool.check(key, value)
-        batch = self.group.table.batch
-        if batch and shape[0] != batch:
+        pool, got = self.pool, (heads, k_dim, v_shape[3], key.dtype, value.dtype)
+        expected = known and (pool.heads, pool.k_dim, pool.v_dim, pool.dtype, pool.v_dtype)
+        if known and got != expected:
             raise ConfigError(
-                f"expected {batch} sequences, which the cache holds, got {shape[0]}; use "
+                "expected keys and values like the first call's (heads, key size, value size, "
+                f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "
+                "FP8PagedCache for another one"
+            )
+        batch = self.group.table.batch
+        if batch and size != batch:
+            raise ConfigError(
+                f"expected {batch} sequences, which the cache holds, got {size}; use "
                 "batch_repeat_interleave or batch_select_indices, or a new cache"
             )
 

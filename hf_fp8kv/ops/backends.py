@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Protocol
 
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from ..errors import BackendError
 from ..formats import AUTO
+from ..utils.warn_once import warn_once
 from .pages import AttentionSpec, Pages
-from .triton.target import is_interpreted
+from .triton.target import is_interpreted, target_of
+
+logger = logging.getLogger(__name__)
 
 
 class Backend(Protocol):
@@ -137,36 +141,38 @@ def _why_not_triton() -> str | None:
 def choose_backend(name: str, device: torch.device) -> str:
     """Return the backend to use for pages on `device`: a key of `BACKENDS`.
 
-    `name` is "auto", or the backend that a user insists on. Raise BackendError if the name is
-    unknown, or if that backend cannot run on `device`.
+    `name` is "auto", or the backend that a user insists on. A device other than a CPU that "auto"
+    cannot give "triton" gets "torch", with a warning.
+
+    Raises:
+        BackendError: The name is unknown, or that backend cannot run on `device`.
     """
     if name == "reference":
         return name
     if name not in CHOICES:
         raise BackendError(f"backend: expected one of {', '.join(CHOICES)}, got {name!r}")
-    why = available_backends()
-    if name == AUTO:
-        best = {"cpu": "numba", "cuda": "triton"}.get(device.type, "torch")
-        known = best != "triton" or _kernels_fit(device)
-        return best if known and why[best] is None else "torch"
-    if why[name] is not None:
-        raise BackendError(f"backend {name!r} cannot run here: {why[name]}")
+    best = name if name != AUTO else "numba" if device.type == "cpu" else "triton"
+    why = available_backends()[best] or _why_not_on(best, device)
+    if why is None:
+        return best
+    if name != AUTO:
+        raise BackendError(f"backend {name!r} cannot run here: {why}; use backend='auto'")
+    if best == "triton":
+        warn_once(logger, f"backend 'torch', which is slower, is used instead of 'triton': {why}")
+    return "torch"
+
+
+def _why_not_on(name: str, device: torch.device) -> str | None:
+    """Return why a backend cannot run on this device, or None."""
     if name == "numba" and device.type != "cpu":
-        raise BackendError(
-            f"backend 'numba' expected pages on the CPU, got {device}; use backend='auto'"
-        )
-    interpreted = device.type == "cpu" and is_interpreted()
-    if name == "triton" and device.type != "cuda" and not interpreted:
-        raise BackendError(
-            f"backend 'triton' expected pages on a CUDA or ROCm device, got {device}; use "
-            "backend='auto'"
-        )
-    return name
-
-
-def _kernels_fit(device: torch.device) -> bool:
-    """Return whether kernels fit: GPUs before sm_80 have 64 KB of shared memory for a program."""
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+        return f"it expected pages on the CPU, got {device.type}"
+    if name != "triton" or (device.type == "cpu" and is_interpreted()):
+        return None
+    if device.type != "cuda":
+        return f"it expected pages on a CUDA or ROCm device, got {device.type}"
+    gpu = target_of(device)
+    expected = "it expected a GPU of sm_80 or later, gfx942 or gfx950, got "
+    return None if gpu.is_supported else expected + gpu.name
 
 
 @functools.cache

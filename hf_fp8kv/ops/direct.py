@@ -10,6 +10,7 @@ from ..errors import OutOfPagesError
 from . import reference
 from .backends import load_backend, load_triton
 from .pages import AttentionSpec, Pages
+from .sizes import check_sizes
 from .triton.target import target_of
 
 
@@ -35,6 +36,13 @@ def write(
     pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str
 ) -> None:
     """Store new tokens."""
+    check_sizes(pages, lengths, new=(key, value))
+    _write(pages, key, value, lengths, limit, backend)
+
+
+def _write(
+    pages: Pages, key: Tensor, value: Tensor, lengths: Tensor, limit: int | None, backend: str
+) -> None:
     if backend != "triton":
         check_limit(lengths, key.shape[2], limit)
         load_backend(backend).write(pages, key, value, lengths)
@@ -69,31 +77,16 @@ def attend(
     spec: AttentionSpec,
     plan: Tensor | None,
     backend: str,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return attention over stored pages."""
+    """Store `new` keys and values, if there are any, and return attention over all of them."""
+    check_sizes(pages, lengths, start, stop, query, spec, new)
     if backend == "triton":
-        return load_triton().attend(query, pages, lengths, start, stop, spec, plan)
-    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)
-
-
-def write_and_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pages: Pages,
-    lengths: Tensor,
-    start: int,
-    stop: int,
-    spec: AttentionSpec,
-    plan: Tensor | None,
-    backend: str,
-) -> Tensor:
-    """Store new tokens, and return attention over all of them."""
-    if backend == "triton":
-        if _is_interpreted(lengths):
+        if new is not None and _is_interpreted(lengths):
             # Nothing is stored for a row of no sequence, of length 0.
-            tokens = key.shape[2]
+            tokens = query.shape[2]
             _check_interpreted(pages, lengths.clamp(min=tokens), tokens, stop)
-        return load_triton().attend(query, pages, lengths, start, stop, spec, plan, (key, value))
-    write(pages, key, value, lengths, stop, backend)
-    return attend(query, pages, lengths, start, stop, spec, plan, backend)
+        return load_triton().attend(query, pages, lengths, start, stop, spec, plan, new)
+    if new is not None:
+        _write(pages, *new, lengths, stop, backend)
+    return load_backend(backend).attend(query, pages, lengths, start, stop, spec)

@@ -1,5 +1,6 @@
 """Arguments of the operations: one layer's stored keys and values, and how to attend to them."""
 
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 from torch import Tensor
@@ -78,7 +79,7 @@ class Pages(_PageFields):
         assert self.token_scales is not None
         return self.token_scales[..., "kv".index(side)]
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """KV heads."""
         return self.k.codes.shape[1]
@@ -98,12 +99,12 @@ class AttentionSpec(NamedTuple):
         window: a query at position p sees `p - window + 1` to `p`; 0: no window.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0: no softcap.
         sinks: `[Hq]`, one more logit per head that takes part in the sum and carries no value.
-        mask: `[B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or floating,
+        mask: `[1 | B, 1, 1 | T, stop - start]` uint8 or bool, nonzero means visible; or floating,
             `[1 | B, 1 | Hq, 1 | T, stop - start]`, added to the logits; or None.
         bias: the same shapes as a floating mask, added to the logits; or None.
-        bounds: `[B, 2]`, int32: of a mask that is the same for all query tokens, the position of
-            the first visible token and one past that of the last hidden one, as `mask_bounds` gives
-            them; None: a backend that needs them finds them. Wrong ones give wrong results.
+        bounds: `[1 | B, 2]`, int32: of a mask that is the same for all query tokens, the position
+            of the first visible token and one past that of the last hidden one, as `mask_bounds`
+            gives them; None: a backend that needs them finds them. Wrong ones give wrong results.
         latent: K holds latents and V the positions (RoPE) of the same tokens, of one KV head. Both
             are keys: a query is `[latent, positions]`, `[B, Hq, T, Dk + Dv]`. The values are the
             latents, and so is the result: `[B, T, Hq, Dk]`. K has no center then.

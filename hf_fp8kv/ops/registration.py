@@ -15,6 +15,7 @@ from . import direct
 from .backends import load_backend, load_triton
 from .flattening import Leaf, flatten, schema_of, unflatten, unflatten_spec
 from .pages import AttentionSpec, Pages
+from .sizes import check_sizes
 
 
 def write(
@@ -137,9 +138,8 @@ def write_and_attend(
     The others are those of `attend`. Raises what `write` does.
     """
     if direct.is_unobserved(query):
-        return direct.write_and_attend(
-            query, key, value, pages, lengths, start, stop, spec, plan, backend
-        )
+        new = key, value
+        return direct.attend(query, pages, lengths, start, stop, spec, plan, backend, new)
     op = _WRITE_AND_ATTEND if backend == "triton" else _WRITE_AND_ATTEND_BY_HOST
     return op(query, key, value, lengths, start, stop, plan, backend, *spec, *flatten(pages))
 
@@ -211,50 +211,32 @@ def run_advance(lengths: Tensor, tokens: int, limit: int) -> Tensor:
 
 
 def run_gather(
-    lengths: Tensor,
-    side: str,
-    start: int,
-    stop: int,
-    dtype: torch.dtype,
-    ragged: bool,
-    backend: str,
-    *leaves: Leaf,
-) -> Tensor:
+    lengths: Tensor, side: str, start: int, stop: int, dtype: torch.dtype, ragged: bool,
+    backend: str, *leaves: Leaf,
+) -> Tensor:  # fmt: skip
     """Gather from the pages that `leaves` are."""
     pages = unflatten(leaves)
+    check_sizes(pages, lengths, start, stop)
     return load_backend(backend).gather(pages, lengths, side, start, stop, dtype, ragged)
 
 
-def run_attend(
-    query: Tensor,
-    lengths: Tensor,
-    start: int,
-    stop: int,
-    plan: Tensor | None,
-    backend: str,
-    *leaves: Leaf,
-) -> Tensor:
-    """Attend as the spec says that `leaves` begin with, to the pages that follow it."""
-    spec, pages = unflatten_spec(leaves)
-    return direct.attend(query, pages, lengths, start, stop, spec, _forgetful(plan), backend)
+def run_attend(query: Tensor, *rest: Any) -> Tensor:
+    """Attend as the spec says that the leaves begin with, to the pages that follow it."""
+    return _attend(query, None, *rest)
 
 
-def run_write_and_attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor,
-    start: int,
-    stop: int,
-    plan: Tensor | None,
-    backend: str,
-    *leaves: Leaf,
-) -> Tensor:
+def run_write_and_attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     """Write and attend, see `run_write` and `run_attend`."""
+    return _attend(query, (key, value), *rest)
+
+
+def _attend(
+    query: Tensor, new: tuple[Tensor, Tensor] | None, lengths: Tensor, start: int, stop: int,
+    plan: Tensor | None, backend: str, *leaves: Leaf,
+) -> Tensor:  # fmt: skip
     spec, pages = unflatten_spec(leaves)
-    return direct.write_and_attend(
-        query, key, value, pages, lengths, start, stop, spec, _forgetful(plan), backend
-    )
+    span = lengths, start, stop
+    return direct.attend(query, pages, *span, spec, _forgetful(plan), backend, new)
 
 
 def _forgetful(plan: Tensor | None) -> Tensor | None:
@@ -276,39 +258,38 @@ def run_plan(
 
 
 def _gather_shape(
-    lengths: Tensor,
-    side: str,
-    start: int,
-    stop: int,
-    dtype: torch.dtype,
-    ragged: bool,
-    backend: str,
-    *leaves: Leaf,
-) -> Tensor:
+    lengths: Tensor, side: str, start: int, stop: int, dtype: torch.dtype, ragged: bool,
+    backend: str, *leaves: Leaf,
+) -> Tensor:  # fmt: skip
     pages = unflatten(leaves)
+    check_sizes(pages, lengths, start, stop)
     dim = (pages.k if side == "k" else pages.v).head_dim
     return lengths.new_empty((len(pages.table), pages.heads, stop - start, dim), dtype=dtype)
 
 
-def _attend_shape(
-    query: Tensor,
-    lengths: Tensor,
-    start: int,
-    stop: int,
-    plan: Tensor | None,
-    backend: str,
-    *leaves: Leaf,
-) -> Tensor:
+def _attend_shape(query: Tensor, *rest: Any) -> Tensor:
+    return _attended(query, None, *rest)
+
+
+def _write_and_attend_shape(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    return _attended(query, (key, value), *rest)
+
+
+def _attended(
+    query: Tensor, new: tuple[Tensor, Tensor] | None, lengths: Tensor, start: int, stop: int,
+    plan: Tensor | None, backend: str, *leaves: Leaf,
+) -> Tensor:  # fmt: skip
     spec, pages = unflatten_spec(leaves)
+    check_sizes(pages, lengths, start, stop, query, spec, new)
     batch, heads, tokens, _dim = query.shape
     dim = (pages.k if spec.latent else pages.v).head_dim
     return query.new_empty((batch, tokens, heads, dim))
 
 
-def _write_and_attend_shape(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, *rest: Any
-) -> Tensor:
-    return _attend_shape(query, lengths, *rest)
+def _check_write(
+    key: Tensor, value: Tensor, lengths: Tensor, limit: int, backend: str, *leaves: Leaf
+) -> None:
+    check_sizes(unflatten(leaves), lengths, new=(key, value))
 
 
 def _advance_shape(lengths: Tensor, tokens: int, limit: int) -> Tensor:
@@ -373,8 +354,8 @@ _PLAN_SCHEMA = (
     "(Tensor(a!) plan, Tensor lengths, SymInt tokens, int window, SymInt start, int heads, "
     "str backend) -> ()"
 )
-_WRITE = _register("write", run_write, _WRITE_SCHEMA, _nothing)
-_WRITE_BY_HOST = _register("write_by_host", run_write, _WRITE_SCHEMA, _nothing, by_host=True)
+_WRITE = _register("write", run_write, _WRITE_SCHEMA, _check_write)
+_WRITE_BY_HOST = _register("write_by_host", run_write, _WRITE_SCHEMA, _check_write, by_host=True)
 _ADVANCE_BY_HOST = _register(
     "advance_by_host", run_advance, "(Tensor lengths, SymInt tokens, int limit) -> Tensor",
     _advance_shape, by_host=True,

@@ -6,7 +6,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import ConfigError
 from ..formats import AUTO, LayerPlan, SidePlan
 from ..ops import Pages, StoredSide
 from ..ops.blocks import address_pages, put_pages, take_pages, upload
@@ -365,18 +364,6 @@ class PagePool:
         for size in self._block_sizes(pages):
             self.put(start, old.take(np.arange(start, start + size)))
             start += size
-
-    def check(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raise ConfigError unless tokens like these fit the pool; change nothing."""
-        expected = (self.heads, self.k_dim, self.v_dim, self.dtype, self.v_dtype)
-        _, heads, _, k_dim = key.shape
-        got = (heads, k_dim, value.shape[3], key.dtype, value.dtype)
-        if got != expected:
-            raise ConfigError(
-                "expected keys and values like the first call's (heads, key size, value size, "
-                f"dtypes) = {expected}, got {got}; a cache belongs to one model: make a new "
-                "FP8PagedCache for another one"
-            )
 
     def bytes_per_page(self) -> int:
         """Return the bytes of one page: K, V and dynamic scales."""

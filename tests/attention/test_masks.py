@@ -14,7 +14,9 @@ from hf_fp8kv.attention.compact import is_compact, pack, unpack
 from hf_fp8kv.attention.fp8_paged import fp8_paged_attention
 from hf_fp8kv.attention.masks import complete_mask, fp8_paged_mask
 from hf_fp8kv.attention.patterns import causal_window
+from hf_fp8kv.bench.contenders import AttentionLayer
 from hf_fp8kv.cache.paged_tensor import PagedKV
+from hf_fp8kv.ops import available_backends
 from hf_fp8kv.ops.visibility import mask_bounds
 from tests.helpers.assertions import assert_same
 from tests.helpers.grids import pairwise
@@ -282,3 +284,55 @@ def test_compact_masks_over_dense_keys(name: str) -> None:
     )
     found = continued(model, inputs, FP8PagedCache(model.config, **options), output_attentions=True)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+# What does not fit a call of 8 queries of 4 heads over 3 sequences of 72 tokens, with 2 KV heads of
+# size 16: the argument, what the error names, and the tensor.
+MISFITS: list[tuple[str, str, torch.Tensor]] = [
+    *(
+        ("query", "query", torch.zeros(shape))
+        for shape in (
+            (2, 4, 8, 16), (1, 4, 8, 16), (5, 4, 8, 16), (3, 3, 8, 16), (3, 4, 8, 8),
+            (3, 4, 8, 32), (3, 4, 0, 16),
+        )
+    ),
+    *(
+        ("attention_mask", "mask", torch.zeros(shape))
+        for shape in (
+            (2, 1, 8, 72), (3, 1, 2, 72), (3, 3, 8, 72), (3, 1, 8, 71), (3, 8, 72), (8, 72), (72,),
+        )
+    ),
+    ("attention_mask", "mask", torch.ones(2, 1, 8, 72, dtype=torch.bool)),
+    ("attention_mask", "mask", torch.ones(3, 3, 8, 72, dtype=torch.bool)),
+    ("attention_mask", "mask", torch.ones(3, 1, 8, 72, dtype=torch.int64)),
+    ("attention_mask", "mask", torch.ones(3, 1, 8, 72, dtype=torch.uint8)),
+    ("attention_mask", "mask", torch.ones(3, 72, dtype=torch.uint8)),
+    ("attention_mask", "mask", pack(torch.ones(2, 72, dtype=torch.bool), 0, 72)),
+    *(
+        ("position_bias", "bias|mask", torch.zeros(shape))
+        for shape in ((1, 2, 8, 72), (1, 4, 3, 72), (2, 4, 8, 72), (1, 4, 8, 64))
+    ),
+    ("query", "query", torch.zeros(3, 4, 8, 16, device="meta")),
+    ("attention_mask", "mask", torch.zeros(3, 1, 8, 72, device="meta")),
+    ("s_aux", "sinks", torch.zeros(4, device="meta")),
+    ("s_aux", "sinks", torch.zeros(1)),
+    ("s_aux", "sinks", torch.zeros(3)),
+]  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("room", [None, ROOM + 8])
+def test_sizes_that_do_not_fit_the_cache(backend: str, room: int | None) -> None:
+    if why := available_backends()[backend]:
+        pytest.skip(why)
+    config = tiny("gqa")[0].config
+    cache = FP8PagedCache(config, backend=backend, prefill="stored", max_cache_len=room)
+    key, value = cache.update(torch.randn(3, 2, 72, 16), torch.randn(3, 2, 72, 16), 0)
+    module = AttentionLayer(groups=2)
+    fine = {"query": torch.randn(3, 4, 8, 16), "attention_mask": torch.zeros(3, 1, 8, 72)}
+    expected, _ = fp8_paged_attention(module, key=key, value=value, **fine)
+    for name, named, x in MISFITS:
+        with pytest.raises(ConfigError, match=named):
+            fp8_paged_attention(module, key=key, value=value, **{**fine, name: x})
+    assert_same(fp8_paged_attention(module, key=key, value=value, **fine)[0], expected)

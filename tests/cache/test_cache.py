@@ -410,6 +410,8 @@ def test_tokens_of_another_model(preallocated: bool) -> None:
         "no token": (tokens(0), tokens(0), 0),
         "layer": (fine, fine, 2),
         "rank": (fine[0], fine[0], 0),
+        "V on another device": (fine, fine.to("meta"), 0),
+        "K on another device": (fine.to("meta"), fine, 0),
     }
     for what, (key, value, layer) in bad.items():
         with pytest.raises(ConfigError, match="expected"):
@@ -559,6 +561,8 @@ def test_prompts_and_masks_that_are_too_short() -> None:
         model(input_ids=ids[:, :0], past_key_values=cache)
     with pytest.raises(ConfigError, match="attention_mask"):
         model(input_ids=ids[:, :2], attention_mask=torch.tensor([[0, 1]]), past_key_values=cache)
+    with pytest.raises(ConfigError, match="a row for each of 1 sequences, got \\(2, 22\\)"):
+        model(input_ids=ids[:, :2], attention_mask=torch.ones(2, 22).long(), past_key_values=cache)
     assert_same(cache.layers[0].keys.dense(), before)
     assert cache.get_seq_length() == 20
 

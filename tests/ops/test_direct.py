@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_fp8kv import ops
+from hf_fp8kv import ConfigError, ops
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide
 from tests.helpers.assertions import assert_same
 
@@ -101,6 +102,36 @@ def test_observers_see_operations(observer: str, gradients: bool) -> None:
     row = torch.arange(16.0)
     assert_same(torch.Tensor(got)[0].flatten(), row, "attention")
     assert_same(torch.Tensor(got)[1].flatten(), 3 * row, "after a write")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_calls_compare_sizes_as_others_do() -> None:
+    """Growing sizes need one more graph. Wrong sizes are refused when the graph is made."""
+    side = StoredSide(torch.zeros(4, 1, 16, 16), None, None, "auto", 16)
+    table = torch.arange(4, dtype=torch.int32)[None]
+
+    def attend(query: torch.Tensor, stop: int, mask: torch.Tensor) -> torch.Tensor:
+        pages = Pages(side, side, None, table.to(query.device))
+        lengths = torch.full((1,), stop, dtype=torch.int32, device=query.device)
+        spec = AttentionSpec(0.25, True, mask=mask)
+        return ops.attend(query, pages, lengths, 0, stop, spec, backend="torch")
+
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for stop in (5, 9, 16, 17, 40, 64):
+        arguments = torch.randn(1, 2, 1, 16), stop, torch.zeros(1, 1, 1, stop)
+        assert_same(compiled(*arguments), attend(*arguments))
+    assert counters["stats"]["unique_graphs"] == 2
+    for named, query, stop, mask in (
+        ("query", (1, 2, 1, 8), 30, (1, 1, 1, 30)), ("query", (2, 2, 1, 16), 31, (1, 1, 1, 31)),
+        ("mask", (1, 2, 1, 16), 33, (1, 1, 1, 32)), ("mask", (1, 2, 2, 16), 34, (1, 1, 3, 34)),
+        ("positions", (1, 2, 1, 16), 65, (1, 1, 1, 65)),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=f"{named}: expected"):
+            compiled(torch.zeros(query), stop, torch.zeros(mask))
+        with pytest.raises(ConfigError, match=f"{named}: expected"):
+            attend(torch.zeros(query, device="meta"), stop, torch.zeros(mask, device="meta"))
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -9,6 +9,7 @@ faults which matter are more than fifty times larger.
 import dataclasses
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,13 +17,15 @@ import pytest
 import torch
 
 from hf_fp8kv import ops
-from hf_fp8kv.errors import OutOfPagesError
+from hf_fp8kv.errors import BackendError, Fp8KVError, OutOfPagesError
 from hf_fp8kv.formats import AUTO, FORMATS
 from hf_fp8kv.formats.codec import code_table
 from hf_fp8kv.ops import AttentionSpec, Pages, StoredSide, backends, reference
-from hf_fp8kv.ops.flattening import flatten, unflatten
+from hf_fp8kv.ops.flattening import PAGE_FIELDS, flatten, unflatten
+from hf_fp8kv.ops.triton.target import Target, assuming
 from hf_fp8kv.ops.visibility import mask_bounds
-from tests.helpers.assertions import assert_same, assert_same_pool
+from hf_fp8kv.utils import warn_once
+from tests.helpers.assertions import assert_same, assert_same_bytes, assert_same_pool
 from tests.helpers.blocks import in_blocks, in_one_tensor
 from tests.helpers.grids import pairwise
 
@@ -716,13 +719,140 @@ def test_a_sequence_of_which_nothing_is_visible(backend):
         assert errors(found, expected)[1] <= bound(case)
 
 
-def test_auto_takes_triton_where_its_kernels_fit(monkeypatch):
-    device = torch.device("cuda", 0)
+GPUS = {
+    "triton": ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"),
+    # No GPU can be assumed to be on "mps" and "xpu".
+    "torch": ("sm_70", "sm_75", "gfx906", "gfx908", "gfx90a", "gfx1100", "gfx1201", "mps", "xpu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("expected", "name"), [(backend, name) for backend, names in GPUS.items() for name in names]
+)
+def test_gpus_that_the_kernels_are_for(expected, name, monkeypatch, caplog):
+    monkeypatch.setattr(warn_once, "_WARNED", set())
     monkeypatch.setattr(backends, "available_backends", lambda: dict.fromkeys(ops.CHOICES))
-    for hip, capability, expected in (
-        (None, (7, 5), "torch"), (None, (8, 6), "triton"), ("6.4", (9, 4), "triton"),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.version, "hip", hip)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
-        assert ops.choose_backend("auto", device) == expected
-        assert ops.choose_backend("triton", device) == "triton"
+    device = torch.device(name if name in ("mps", "xpu") else "cuda")
+    with assuming(Target.parse(name if device.type == "cuda" else "sm_90")):
+        for _ in range(2):
+            assert ops.choose_backend("auto", device) == expected
+        if expected == "triton":
+            assert ops.choose_backend("triton", device) == "triton"
+        else:
+            with pytest.raises(BackendError, match=f"'triton' cannot run here.*, got {name}"):
+                ops.choose_backend("triton", device)
+    warnings = [] if expected == "triton" else [name]
+    assert [record.message.rpartition(" ")[2] for record in caplog.records] == warnings
+
+
+# What a call gets, by name, and the operations.
+Call = dict[str, Any]
+SPOILED = (
+    "query", "key", "value", "lengths", "table", "start", "stop", "mask", "bias", "sinks",
+    "k_center",
+)  # fmt: skip
+OPERATIONS: dict[str, Callable[[Call, Pages, AttentionSpec, str], Tensor | None]] = {
+    "write": lambda x, pages, _, backend: ops.write(
+        pages, x["key"], x["value"], x["lengths"], backend
+    ),
+    "attend": lambda x, pages, spec, backend: ops.attend(
+        x["query"], pages, x["lengths"], x["start"], x["stop"], spec, backend=backend
+    ),
+    "both": lambda x, pages, spec, backend: ops.write_and_attend(
+        x["query"], x["key"], x["value"], pages, x["lengths"], x["start"], x["stop"], spec,
+        backend=backend,
+    ),
+    "gather": lambda x, pages, _, backend: ops.gather(
+        pages, x["lengths"], "k", x["start"], x["stop"], torch.float32, True, backend
+    ),
+}  # fmt: skip
+
+
+def draw(rng: random.Random) -> tuple[Case, Call]:
+    """A call of which all sizes fit each other."""
+    pick, tokens, latent = rng.choice, rng.choice((1, 1, 2, 5, 33)), rng.random() < 0.2
+    heads, mask = 1 if latent else pick((1, 2)), pick(("", "padding", "bool", "float", "bias"))
+    case = Case(
+        "prompt", lengths=tuple(tokens + rng.randrange(40) for _ in range(pick((1, 2, 3)))),
+        tokens=tokens, heads=heads, q_heads=heads * pick((1, 2, 3)), k_dim=pick((8, 24)),
+        v_dim=pick((8, 16)), page_size=pick((8, 16)), key=pick([*NAMES, AUTO]), latent=latent,
+        value=pick([*NAMES, AUTO]), dynamic=pick((True, False)), window=pick((0, 0, 7)),
+        center=not latent and pick((True, False)), causal=pick((True, False)),
+        softcap=pick((0.0, 4.0)), sinks=pick((True, False)), padding=int(mask == "padding"),
+        mask=mask.removeprefix("padding"), from_zero=mask in ("padding", "bool"),
+        dtype=pick((torch.float32, torch.bfloat16)),
+    )  # fmt: skip
+    pages, query, spec = prepare(case)
+    shape = len(case.lengths), heads, tokens
+    return case, {
+        **dict(zip(PAGE_FIELDS, flatten(pages), strict=True)), **spec, "query": query,
+        "key": torch.randn(*shape, case.k_dim).to(case.dtype),
+        "value": torch.randn(*shape, case.v_dim).to(case.dtype),
+        "lengths": torch.tensor(case.lengths, dtype=torch.int32),
+        "start": case.start, "stop": case.stop,
+    }  # fmt: skip
+
+
+def spoil(rng: random.Random, x: Any) -> Any:
+    """Return a changed number, or a tensor with another dtype, size or number of axes."""
+    if isinstance(x, int):
+        return x + rng.choice((-9, -1, 1, 16, 99))
+    kind = rng.random()
+    if kind < 0.2:
+        return x[None] if kind < 0.1 else x[0]
+    if kind < 0.25:
+        return x.to(torch.float64 if x.is_floating_point() else torch.int64)
+    axis = rng.randrange(x.ndim)
+    size = x.shape[axis]
+    new = rng.choice((0, 1, 2, 3, size - 1, size + 1, 2 * size))
+    return x.index_select(axis, torch.arange(new) % size)
+
+
+def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
+    """Return the result of an operation or the kind of its error, and copies of the pages after it."""
+    pages = copy(unflatten(tuple(x[name] for name in PAGE_FIELDS)))
+    spec = AttentionSpec(**{name: x[name] for name in AttentionSpec._fields if name in x})
+    try:
+        return OPERATIONS[operation](x, pages, spec, backend), pages
+    except Fp8KVError as error:
+        return type(error), pages
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("others", "calls"),
+    [
+        (["torch", "numba"], 300),
+        pytest.param(["torch", "numba"], 5000, marks=pytest.mark.full),
+        pytest.param(["triton"], 300, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fit_each_other(others, calls):
+    """Every backend refuses what the reference refuses, and agrees with it otherwise."""
+    if missing := [why for name in others if (why := ops.available_backends()[name])]:
+        pytest.skip(missing[0])
+    rng, refused = random.Random(calls), 0
+    for number in range(calls):
+        torch.manual_seed(number)
+        case, x = draw(rng)
+        operation, name = rng.choice(list(OPERATIONS)), None
+        if rng.random() < 0.7:
+            name = rng.choice([name for name in SPOILED if x.get(name) is not None])
+            x[name] = spoil(rng, x[name])
+        with torch.set_grad_enabled(rng.random() < 0.2):
+            expected, written = outcome(operation, x, "reference")
+            refused += isinstance(expected, type)
+            assert name or not isinstance(expected, type), number
+            for backend in others:
+                found, after = outcome(operation, x, backend)
+                what = f"{number}: {operation} with another {name} by {backend}"
+                assert_same_pool(after, written, what)
+                if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+                    assert found is expected, what
+                elif operation == "gather":
+                    assert_same_bytes(found.nan_to_num(9), expected.nan_to_num(9), what)
+                else:
+                    error = (found - expected).double().norm()
+                    assert error <= 2 * bound(case, backend) * expected.double().norm(), what
+    assert 0.3 < refused / calls < 0.7

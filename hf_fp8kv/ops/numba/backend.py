@@ -53,9 +53,10 @@ _READABLE = frozenset(KINDS) if HAS_HALF else frozenset[torch.dtype]()
 
 def _plain(pages: Pages) -> Pages:
     """Return the same pages, with scales and center in memory as their shapes say."""
-    assert pages.table.dtype == torch.int32
-    k, v = _plain_side(pages.k), _plain_side(pages.v)
-    return pages._replace(k=k, v=v, table=no_gaps(pages.table))
+    k, v, rows = _plain_side(pages.k), _plain_side(pages.v), no_gaps(pages.table)
+    if k is pages.k and v is pages.v and rows is pages.table:
+        return pages
+    return pages._replace(k=k, v=v, table=rows)
 
 
 def _plain_side(side: StoredSide) -> StoredSide:

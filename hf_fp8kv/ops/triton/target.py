@@ -69,6 +69,16 @@ class Target:
         return int(self.arch) // 10 if self.is_nvidia else 0
 
     @property
+    def is_supported(self) -> bool:
+        """Return whether the kernels are for this GPU.
+
+        NVIDIA's before sm_80 have 64 KB of shared memory for a program. Matrix units of gfx90a
+        flush subnormal float16 numbers, as which int8 is multiplied. RDNA has not been compiled
+        for.
+        """
+        return int(self.arch) >= 80 if self.is_nvidia else self.arch in ("gfx942", "gfx950")
+
+    @property
     def shares(self) -> Resources:
         """What programs of one processor share: as the device says, or of a chip of this name."""
         return self.resources or RESOURCES.get(self.name, _UNKNOWN)
@@ -148,7 +158,7 @@ _compile: Callable[..., None] | None = None
 
 @functools.cache
 def _detect(device: torch.device) -> Target:
-    if device.type == "cpu":
+    if device.type == "cpu" or is_interpreted():
         return Target("cuda", 90, 4, interpreted=True)
     properties = torch.cuda.get_device_properties(device)
     processors = properties.multi_processor_count
