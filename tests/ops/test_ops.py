@@ -809,7 +809,7 @@ def spoil(rng: random.Random, x: Any) -> Any:
 
 
 def outcome(operation: str, x: Call, backend: str) -> tuple[Tensor | type | None, Pages]:
-    """Return the result of an operation or the kind of its error, and copies of the pages after it."""
+    """Return the result of an operation or the kind of its error, and the pages after it."""
     pages = copy(unflatten(tuple(x[name] for name in PAGE_FIELDS)))
     spec = AttentionSpec(**{name: x[name] for name in AttentionSpec._fields if name in x})
     try:
