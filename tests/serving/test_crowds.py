@@ -101,7 +101,8 @@ def leave(server: Endpoint, number: int) -> None:
     content = json.dumps(sent | ASKED["seeds"](number)).encode()
     with contextlib.closing(socket.create_connection(("127.0.0.1", server.port))) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(content), content)
         )
         time.sleep(number % 8 * 0.05)
