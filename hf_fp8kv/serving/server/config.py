@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
+_UNREAD = 2**17  # bytes of answers that the kernel holds for a connection
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = infos[0]
         bound = socket.socket(family, kind, protocol)
         try:
+            # Connections inherit it: megabytes of answers that a client does not read take long.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
             if os.name == "posix":
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)

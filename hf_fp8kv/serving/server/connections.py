@@ -12,8 +12,6 @@ from .errors import APIError
 _BACKLOG = 128
 # Descriptors for files that are opened while the server runs.
 _SPARE = 32
-# How often a connection is looked at, within the shortest time that it has.
-_LOOKS = 8
 
 
 def max_connections() -> int | None:
@@ -54,6 +52,7 @@ def limit_connections(
     `head_seconds`, like what comes between requests, such as the remainder of a body that was
     rejected. A client that should read may stop for `client_seconds`.
     """
+    period = min(head_seconds, client_seconds) / 8
     full = APIError(
         503,
         "too many open connections; try again later",
@@ -93,7 +92,6 @@ def limit_connections(
             if now - self._since >= limit:
                 self.transport.abort()
             else:
-                seconds = min(head_seconds, client_seconds) / _LOOKS
-                self._timer = self.loop.call_later(seconds, self._look)
+                self._timer = self.loop.call_later(period, self._look)
 
     return Connection

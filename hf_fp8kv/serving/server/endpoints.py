@@ -43,7 +43,6 @@ def convert(
     """
     if unknown := sorted(body.keys() - _FIELDS[path]):
         raise APIError(400, f"{unknown[0]:.100}: not a field of {path}; leave it out")
-    model.check_name(body.get("model"))
     if path == DETOKENIZE:
         tokens: Any = body.get("tokens")
         most, vocabulary = engine.max_tokens, engine.vocabulary

@@ -47,7 +47,7 @@ _CLIENT_GONE = 499
 _LONG = 100_000  # bytes
 # The bytes of all bodies are limited to a multiple of the largest body. The first bytes of each are
 # not counted, since a connection buffers them anyway, and short requests should always go through.
-_BODIES, _BUFFER = 32, 65_536
+_BODIES, _BUFFER = 16, 65_536
 _RETRY = {"retry-after": "5"}
 
 
@@ -73,7 +73,7 @@ class Middleware:
         self._template_names = model.template_names()
         self._grammars = engine.grammars(model.tokenizer)
         self._held = 0  # bytes of bodies, see `_BODIES`
-        # Long bodies are checked one after the other, and so are those of other paths.
+        # Long bodies take turns, separately for the paths that generate and the others.
         self._turns = {generates: asyncio.Semaphore(1) for generates in (True, False)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,7 +173,7 @@ class Middleware:
             )
 
     async def _check_in_turn(self, path: str, raw: bytes) -> tuple[dict[str, Any] | Response, str]:
-        """Call `_check`, for long bodies in a thread and one after the other."""
+        """Call `_check`, in a thread for long bodies, which are checked one after the other."""
         long, generates = len(raw) > _LONG, path in GENERATES
         if generates and not long:
             return self._check(path, raw)
@@ -211,7 +211,7 @@ class Middleware:
     async def _read(
         self, headers: dict[bytes, bytes], receive: Receive, held: contextlib.ExitStack
     ) -> bytes:
-        """Return the body of a request, whose bytes count until `held` ends."""
+        """Return the body of a request, whose bytes are counted until `held` ends."""
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise APIError(
@@ -222,31 +222,32 @@ class Middleware:
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > limit:
             raise too_large
-        content, most = bytearray(), _BODIES * limit
+        content, counted, most = bytearray(), 0, _BODIES * limit
+
+        def release() -> None:
+            self._held -= counted
+
+        held.callback(release)
         try:
             async with asyncio.timeout(seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _ClientGoneError
-                    part = message.get("body", b"")
-                    content += part
+                    content += message.get("body", b"")
                     if len(content) > limit:
                         raise too_large
-                    if len(content) > _BUFFER:
-                        self._hold(len(part))
-                        held.callback(self._hold, -len(part))
-                        if self._held > most:
-                            text = f"expected at most {most} bytes of all requests; try again later"
-                            raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
+                    release()
+                    counted = max(len(content) - _BUFFER, 0)
+                    self._held += counted
+                    if counted and self._held > most:
+                        text = f"expected at most {most} bytes of all requests; try again later"
+                        raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
                     if not message.get("more_body", False):
                         return bytes(content)
         except TimeoutError:
             text = f"expected a body within {seconds:g} s"
             raise APIError(408, text, headers={"connection": "close"}) from None
-
-    def _hold(self, size: int) -> None:
-        self._held += size
 
     # -- answers ----------------------------------------------------------------------------------
 

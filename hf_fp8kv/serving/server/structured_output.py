@@ -152,11 +152,15 @@ def _json(where: str, schema: dict[str, Any]) -> _Asked:
 
 
 def _limited(where: str, text: str, make: Callable[[Any], str], *schemas: dict[str, Any]) -> _Asked:
-    """Return a grammar. Raises APIError if compiling it would take minutes."""
+    """Return a grammar.
+
+    Raises:
+        APIError: Compiling it would take minutes, or a schema changes how it is compiled.
+    """
     if len(text) > _CHARACTERS:
         raise _wrong(where, f"at most {_CHARACTERS} characters")
-    if any("x-guidance" in schema for schema in schemas):  # llguidance would drop keywords
-        raise _wrong(where, "no x-guidance, since schemas are strict")
+    if any("x-guidance" in schema for schema in schemas):
+        raise _wrong(where, "no x-guidance, which would make keywords of the schema optional")
     values = list(_walk(list(schemas)))
     # llguidance makes a state for each remainder, also of several at once.
     numbers = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]

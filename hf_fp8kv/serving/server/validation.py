@@ -192,31 +192,18 @@ def _is_bias(value: Any) -> bool:
     )  # fmt: skip
 
 
-def _is_text(value: Any, most: int = 512) -> bool:
-    return isinstance(value, str) and len(value) <= most
-
-
-def _are_pairs(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= 16 and all(
-        len(name) <= 64 and _is_text(text) for name, text in value.items()
-    )  # fmt: skip
-
-
-_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
-
-
-def _are_stream_options(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        name in _STREAM_OPTIONS and isinstance(option, bool | None)
-        for name, option in value.items()
-    )  # fmt: skip
-
-
 _BOOL = instance(bool, "true or false")
 _COUNT = integer(1)
 # OpenAI's limits.
-_LABEL: Check = _is_text, "text of at most 512 characters"
-_PAIRS: Check = _are_pairs, "up to 16 pairs of texts, of at most 64 and 512 characters"
+_LABEL: Check = (
+    lambda x: isinstance(x, str) and len(x) <= 512, "text of at most 512 characters",
+)  # fmt: skip
+_PAIRS: Check = (
+    lambda x: isinstance(x, dict) and len(x) <= 16
+    and all(len(name) <= 64 and _LABEL[0](text) for name, text in x.items()),
+    "up to 16 pairs of texts, of at most 64 and 512 characters",
+)  # fmt: skip
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 _SAMPLING: Mapping[str, Check] = {
     "temperature": number_within(0, 2),
     "top_p": (lambda x: is_number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
@@ -262,7 +249,11 @@ _FIELDS: Mapping[str, Check] = {
     "chat_template_kwargs": (
         lambda x: isinstance(x, dict) and len(x) <= 64, "an object of up to 64 arguments",
     ),
-    "stream_options": (_are_stream_options, f"true or false for {', '.join(_STREAM_OPTIONS)}"),
+    "stream_options": (
+        lambda x: isinstance(x, dict) and x.keys() <= set(_STREAM_OPTIONS)
+        and all(isinstance(option, bool | None) for option in x.values()),
+        f"an object of {', '.join(_STREAM_OPTIONS)}, each true or false",
+    ),
     **dict.fromkeys((
         "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
     ), _LABEL),
