@@ -120,7 +120,7 @@ def serve(
         str, typer.Option(help="The most that the folder may take.")
     ] = "16GiB",
     client_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a client may leave an answer unread.")
+        float, typer.Option(min=0.1, help="Seconds that a client may neither send nor read.")
     ] = 60.0,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")

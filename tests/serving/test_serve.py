@@ -13,6 +13,7 @@ import threading
 import time
 import types
 import typing
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
@@ -64,7 +65,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with hosting(model, "--max-body", "64kB") as server:
+    with hosting(model, "--max-body", "128kB") as server:
         yield server
 
 
@@ -317,7 +318,7 @@ REFUSED = {
     "a stop in a config": (body(generation_config='{"stop_strings": ["a"]}'), 400),
     "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
     "no stream": (body(stream="yes"), 400),
-    "too large": (body(messages=[{"role": "user", "content": "x" * 70_000}]), 413),
+    "too large": (body(messages=[{"role": "user", "content": "x" * 140_000}]), 413),
 }
 
 
@@ -582,7 +583,8 @@ def test_no_answer_has_the_path_of_the_model(server, model):
     asked = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
     asked += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, body(model="no"))]
     asked += [(CHAT, body()), (CHAT, body(max_tokens=-1)), ("/load_model", {})]
-    asked += [("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})]
+    asked += [("/v1/completions", {"prompt": "x", "max_tokens": 2})]
+    asked += [("/v1/responses", {"input": "x", "max_output_tokens": 2})]
     asked += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
     for path, sent in asked:
         status, text, headers = server.ask(path, sent)
@@ -604,46 +606,49 @@ def test_detokenize_takes_what_a_request_may_hold(server):
 # -- clients that hold what they do not use --------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def limited(model):
-    """A server with little room for bodies, and little time."""
-    with hosting(model, "--max-body", "128kB", "--client-timeout", "1") as server:
-        yield server
+@contextlib.contextmanager
+def body_without_end(server) -> Iterator[socket.socket]:
+    """Send all of a body but the last kilobyte."""
+    where = ("127.0.0.1", server.port)
+    with contextlib.closing(socket.create_connection(where, timeout=60)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 128000\r\n"
+            b"content-type: application/json\r\n\r\n" + b" " * 127_000
+        )
+        yield connection
 
 
-def test_held_bodies_are_limited_in_bytes_and_short_requests_go_through(limited):
-    part = b'{"prompt": "' + b"x" * 127_000
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 128000\r\n"
-    head += b"content-type: application/json\r\n\r\n"
+def test_held_bodies_are_limited_in_bytes_and_short_requests_go_through(server):
     with contextlib.ExitStack() as stack:
-        where, held = ("127.0.0.1", limited.port), []
-        for _ in range(60):  # 8 MB, and 2 MB may be held
-            held.append(stack.enter_context(socket.create_connection(where, timeout=60)))
-            held[-1].sendall(head + part)
+        # 8 MB, and 2 MB may be held.
+        held = [stack.enter_context(body_without_end(server)) for _ in range(60)]
         refused = [one for one in held if select.select([one], [], [], 0.01)[0]]
         assert 0 < len(refused) < len(held)
         for one in refused:
             answer = one.recv(4000)
             assert answer.startswith(b"HTTP/1.1 429 ")
             assert b"retry-after" in answer
-        assert limited.ask(CHAT, body())[0] == 200
-        status, text, _ = limited.ask(CHAT, raw=b" " * 127_000)
+        assert server.ask(CHAT, body())[0] == 200
+        status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
         assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
-    limited.wait_until(requests_active=0)
-    while limited.ask(CHAT, raw=b" " * 127_000)[0] == 429:
+    while server.ask(CHAT, raw=b" " * 127_000)[0] == 429:
         time.sleep(0.02)  # the server has not seen yet that all have left
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_one_that_waits_is_not(limited):
+def test_clients_that_neither_send_nor_read_are_cut_off_and_those_that_wait_are_not(model):
     slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
-    with ThreadPoolExecutor(1) as pool, socket.socket() as connection:
-        waiting = pool.submit(limited.ask, CHAT, slow)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(60)
-        connection.connect(("127.0.0.1", limited.port))
+    with (
+        hosting(model, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
+        socket.socket() as deaf, body_without_end(server) as silent,
+    ):  # fmt: skip
+        waiting = pool.submit(server.ask, CHAT, slow)
+        assert silent.recv(4000).startswith(b"HTTP/1.1 408 ")
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.settimeout(60)
+        deaf.connect(("127.0.0.1", server.port))
         asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
         with pytest.raises(ConnectionError):
-            connection.sendall(asked)
+            deaf.sendall(asked)
         assert waiting.result()[0] == 200
 
 

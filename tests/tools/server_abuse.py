@@ -54,7 +54,7 @@ DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
 GROWTH = 24 * 2**20  # bytes that memory may grow by from the second to the last quarter
 MOST_GROWTH = 200 * 2**20  # bytes that it may grow by since the start, with hostile clients
 HEALTH = 0.5  # seconds, the 99th percentile of /health with hostile clients
-CLIENT_TIMEOUT = 10.0
+CLIENT_TIMEOUT = 5.0
 BODY = 4 * 2**20 - 1
 HOSTILE = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
 STEADY = {"prompt": "a steady question, ", "max_tokens": 24}
@@ -267,7 +267,7 @@ class Abuse:
     def do_pipeline(self, chance: random.Random) -> object:
         """Ask over and over in one connection, and read no answer."""
         asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
-        with self._connected(6 * CLIENT_TIMEOUT) as connection:
+        with self._connected(12 * CLIENT_TIMEOUT) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             try:
                 while time.monotonic() < self.until:

@@ -24,7 +24,7 @@ class ServerConfig:
     metrics_interval: float = 10.0  # seconds between lines in the log while requests run; 0: none
     head_seconds: float = 15.0  # that a client may take to send a request's headers
     body_seconds: float = 30.0  # that it may take to send the body
-    client_seconds: float = 60.0  # that it may leave an answer unread
+    client_seconds: float = 60.0  # that it may neither send nor read
     local_host: str | None = None  # where it listens, if only this machine may name it
 
     @classmethod

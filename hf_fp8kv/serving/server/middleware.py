@@ -217,7 +217,8 @@ class Middleware:
             raise APIError(
                 415, f"content-type: expected application/json, got {kind.decode('latin-1')!r}"
             )
-        limit, seconds = self.config.max_body, self.config.body_seconds
+        limit = self.config.max_body
+        seconds = min(self.config.body_seconds, self.config.client_seconds)
         too_large = APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > limit:
