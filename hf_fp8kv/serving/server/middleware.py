@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -73,8 +74,9 @@ class Middleware:
         self._template_names = model.template_names()
         self._grammars = engine.grammars(model.tokenizer)
         self._held = 0  # bytes of bodies, see `_BODIES`
-        # Long bodies take turns, separately for the paths that generate and the others.
-        self._turns = {generates: asyncio.Semaphore(1) for generates in (True, False)}
+        # Long bodies are checked one after the other: each takes many times its own memory, which
+        # the allocator keeps for each thread. The paths that do not generate have a second thread.
+        self._threads = {generates: ThreadPoolExecutor(1, "bodies") for generates in (True, False)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -172,15 +174,17 @@ class Middleware:
                 headers=_RETRY,
             )
 
-    async def _check_in_turn(self, path: str, raw: bytes) -> tuple[dict[str, Any] | Response, str]:
+    async def _check_in_turn(
+        self, path: str, raw: bytearray
+    ) -> tuple[dict[str, Any] | Response, str]:
         """Call `_check`, in a thread for long bodies, which are checked one after the other."""
         long, generates = len(raw) > _LONG, path in GENERATES
         if generates and not long:
             return self._check(path, raw)
-        async with self._turns[generates] if long else contextlib.nullcontext():
-            return await asyncio.to_thread(self._check, path, raw)
+        thread, loop = self._threads[generates] if long else None, asyncio.get_running_loop()
+        return await loop.run_in_executor(thread, self._check, path, raw)
 
-    def _check(self, path: str, raw: bytes) -> tuple[dict[str, Any] | Response, str]:
+    def _check(self, path: str, raw: bytearray) -> tuple[dict[str, Any] | Response, str]:
         """Return what to generate, or the answer of another path, and the model's name."""
         body = parse_body(raw)
         name = self.model.check_name(body.get("model"))
@@ -210,7 +214,7 @@ class Middleware:
 
     async def _read(
         self, headers: dict[bytes, bytes], receive: Receive, held: contextlib.ExitStack
-    ) -> bytes:
+    ) -> bytearray:
         """Return the body of a request, whose bytes are counted until `held` ends."""
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
@@ -245,7 +249,7 @@ class Middleware:
                         text = f"expected at most {most} bytes of all requests; try again later"
                         raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
                     if not message.get("more_body", False):
-                        return bytes(content)
+                        return content
         except TimeoutError:
             text = f"expected a body within {seconds:g} s"
             raise APIError(408, text, headers={"connection": "close"}) from None

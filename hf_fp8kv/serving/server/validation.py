@@ -84,7 +84,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body.
 
     Raises:
