@@ -119,6 +119,9 @@ def serve(
     prefix_store_size: Annotated[
         str, typer.Option(help="The most that the folder may take.")
     ] = "16GiB",
+    client_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that a client may neither send nor read.")
+    ] = 60.0,
     grace: Annotated[
         float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")
     ] = 30.0,
@@ -153,6 +156,7 @@ def serve(
         max_body=parse_memory(max_body, "--max-body"),
         max_waiting=max_waiting,
         grace=grace,
+        client_seconds=client_timeout,
         metrics_interval=metrics_interval,
     )
     name = model or str(demo_model.model_path())

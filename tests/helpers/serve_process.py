@@ -191,7 +191,7 @@ class Endpoint:
     def leaving(self, path: str, **body: object) -> Iterator[None]:
         """Send a request, and close the connection at the end without reading the answer."""
         sent = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", self.port)) as connection:
             connection.sendall(f"{head}content-length: {len(sent)}\r\n\r\n".encode() + sent)
             yield

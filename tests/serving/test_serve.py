@@ -5,11 +5,14 @@ import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import threading
 import time
 import types
+import typing
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 
@@ -51,6 +54,7 @@ _renders_tools = needed("hf_fp8kv.serving.server.model")._renders_tools
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MESSAGE = {"type": "message", "role": "user", "content": "x"}
+LETTERS = [chr(code) for code in range(0x4E00, 0x4E41)]  # 65
 STORY = [{"role": "user", "content": "tell me a long story of pages and tokens"}]
 
 
@@ -61,7 +65,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def server(model):
-    with hosting(model, "--max-body", "64kB") as server:
+    with hosting(model, "--max-body", "128kB") as server:
         yield server
 
 
@@ -266,7 +270,7 @@ REFUSED = {
     "a stop in a config": (body(generation_config='{"stop_strings": ["a"]}'), 400),
     "a template": (body(chat_template_kwargs={"chat_template": "{{ 1 }}"}), 400),
     "no stream": (body(stream="yes"), 400),
-    "too large": (body(messages=[{"role": "user", "content": "x" * 70_000}]), 413),
+    "too large": (body(messages=[{"role": "user", "content": "x" * 140_000}]), 413),
 }
 
 
@@ -306,6 +310,18 @@ def test_a_bad_request_is_refused_and_the_next_is_answered(server, sent, status)
         (CHAT, "stop_token_ids", {"stop_token_ids": [100_000]}),
         (CHAT, "repetition_penalty", {"repetition_penalty": 0}),
         (CHAT, "best_of", {"best_of": 3, "n": 2}),
+        (CHAT, "user", "x" * 513),
+        ("/v1/completions", "user", [""] * 9000),
+        (CHAT, "metadata", {"metadata": {"x": [0] * 9000}}),
+        ("/v1/responses", "metadata", {"metadata": {str(n): "x" for n in range(17)}}),
+        (CHAT, "metadata", {"metadata": {"x" * 65: ""}}),
+        (CHAT, "metadata", {"metadata": {"x": "y" * 513}}),
+        (CHAT, "stream_options", {"stream_options": {"include_usage": "yes"}}),
+        ("/v1/completions", "stream_options", {"stream_options": {"x": True}}),
+        (CHAT, "store", "yes"),
+        (CHAT, "moderation", {"moderation": {"model": "x"}}),
+        (CHAT, "chat_template_kwargs", {"chat_template_kwargs": dict.fromkeys(LETTERS, 1)}),
+        (CHAT, "generation_config", json.dumps({"transformers_version": "x" * 20_000})),
         (CHAT, "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
         (CHAT, "guided_json", {"guided_json": {}}),
         ("/v1/responses", "prompt_logprobs", {"prompt_logprobs": 1}),
@@ -348,12 +364,38 @@ def test_what_is_refused_is_named(server, path, field, sent):
         {"n": 1, "logprobs": 0, "top_logprobs": 0, "echo": False},
         {"frequency_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}, "bad_words": []},
         {"use_beam_search": False, "length_penalty": 1.0, "skip_special_tokens": True},
-        {"guided_json": None, "truncate_prompt_tokens": None, "priority": 0, "user": "me"},
+        {"guided_json": None, "truncate_prompt_tokens": None, "priority": 0, "user": "x" * 512},
+        {"metadata": {f"{n:64}": "x" * 512 for n in range(16)}, "store": False, "seed": 3},
+        {
+            "service_tier": "auto",
+            "prompt_cache_key": "x",
+            "stream_options": {"include_usage": None},
+        },
     ],
 )
 def test_what_changes_no_answer_is_taken(server, sent):
     found, plain = (server.answer(CHAT, **body(max_tokens=8, **more)) for more in (sent, {}))
     assert found["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "asked"),
+    [
+        (CHAT, openai.types.chat.completion_create_params.CompletionCreateParamsBase, body()),
+        ("/v1/completions", openai.types.CompletionCreateParams, {"prompt": "x"}),
+        ("/v1/responses", openai.types.responses.ResponseCreateParams, {"input": "x"}),
+    ],
+)
+def test_every_field_of_openai_is_checked(server, path, kind, asked):
+    kinds = typing.get_args(kind) or (kind,)
+    fields = set().union(*map(typing.get_type_hints, kinds))
+    assert {"model", "user"} < fields
+    taken = []
+    for field in sorted(fields - {"instructions"}):
+        status, text, _ = server.ask(path, {**asked, field: [[""] * 99] * 99})
+        assert status in (200, 400, 404), text
+        taken += [field] if status == 200 else []
+    assert not taken
 
 
 @pytest.mark.parametrize(
@@ -389,7 +431,9 @@ def test_connections_without_a_request_are_closed_and_more_than_fit_are_refused(
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    config = uvicorn.Config(app, http=limit_connections(3, 0.3), lifespan="off", log_level="error")
+    config = uvicorn.Config(
+        app, http=limit_connections(3, 0.3, 60), lifespan="off", log_level="error"
+    )
     server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     with socket.create_server(("127.0.0.1", 0)) as bound, contextlib.ExitStack() as stack:
@@ -470,6 +514,94 @@ def test_long_prompts_take_turns_and_short_ones_do_not_wait():
     assert order == ["long", "short", "last, long"]
 
 
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((name, 200) for name in ("localhost", "LocalHost:80", "a.localhost:1", "127.8.9.1:80")),
+        *((name, 200) for name in ("[::1]", "[::1]:8000")),
+        *((name, 421) for name in ("evil.example", "evil.example:80", "localhost.evil.example")),
+        *((name, 421) for name in ("notlocalhost", "127.0.0.1.evil.example", "10.0.0.1", "")),
+    ],
+)
+def test_a_page_whose_name_was_rebound_gets_nothing(server, host, status):
+    for path, sent in ((CHAT, body()), ("/health", None), ("/v1/models", None), ("/docs", None)):
+        found, text, _ = server.ask(path, sent, headers={"host": host})
+        assert found == status, text
+        if status == 421:
+            assert json.loads(text)["error"]["code"] == "wrong_host"
+
+
+def test_no_answer_has_the_path_of_the_model(server, model):
+    asked = [(path, None) for path in ("/health", "/metrics", "/v1/models", "/version", "/docs")]
+    asked += [("/openapi.json", None), ("/v1/models/no", None), (CHAT, body(model="no"))]
+    asked += [(CHAT, body()), (CHAT, body(max_tokens=-1)), ("/load_model", {})]
+    asked += [("/v1/completions", {"prompt": "x", "max_tokens": 2})]
+    asked += [("/v1/responses", {"input": "x", "max_output_tokens": 2})]
+    asked += [("/tokenize", {"prompt": "x"}), ("/load_model", {"model": "no"})]
+    for path, sent in asked:
+        status, text, headers = server.ask(path, sent)
+        assert status in (200, 400, 404)
+        assert model not in text + str(headers), path
+    loaded = server.ask("/load_model", {})[1].removeprefix("data:")
+    name = json.loads(server.ask("/v1/models")[1])["data"][0]["id"]
+    assert json.loads(loaded) == {"status": "ready", "model": name, "cached": True}
+
+
+def test_detokenize_takes_what_a_request_may_hold(server):
+    for count, status in ((CONTEXT, 200), (CONTEXT + 1, 400)):
+        found, text, _ = server.ask("/detokenize", {"tokens": [1] * count})
+        assert found == status, text
+
+
+# -- clients that hold what they do not use --------------------------------------------------------
+
+
+@contextlib.contextmanager
+def body_without_end(server) -> Iterator[socket.socket]:
+    """Send all of a body but the last kilobyte."""
+    where = ("127.0.0.1", server.port)
+    with contextlib.closing(socket.create_connection(where, timeout=60)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 128000\r\n"
+            b"content-type: application/json\r\n\r\n" + b" " * 127_000
+        )
+        yield connection
+
+
+def test_held_bodies_are_limited_in_bytes_and_short_requests_go_through(server):
+    with contextlib.ExitStack() as stack:
+        # 8 MB, and 2 MB may be held.
+        held = [stack.enter_context(body_without_end(server)) for _ in range(60)]
+        refused = [one for one in held if select.select([one], [], [], 0.01)[0]]
+        assert 0 < len(refused) < len(held)
+        for one in refused:
+            answer = one.recv(4000)
+            assert answer.startswith(b"HTTP/1.1 429 ")
+            assert b"retry-after" in answer
+        assert server.ask(CHAT, body())[0] == 200
+        status, text, _ = server.ask(CHAT, raw=b" " * 127_000)
+        assert (status, json.loads(text)["error"]["code"]) == (429, "too_many_bytes")
+    while server.ask(CHAT, raw=b" " * 127_000)[0] == 429:
+        time.sleep(0.02)  # the server has not seen yet that all have left
+
+
+def test_clients_that_neither_send_nor_read_are_cut_off_and_those_that_wait_are_not(model):
+    slow = body(messages=[{"role": "sloth", "content": "x"}], max_tokens=1)
+    with (
+        hosting(model, "--client-timeout", "1") as server, ThreadPoolExecutor(1) as pool,
+        socket.socket() as deaf, body_without_end(server) as silent,
+    ):  # fmt: skip
+        waiting = pool.submit(server.ask, CHAT, slow)
+        assert silent.recv(4000).startswith(b"HTTP/1.1 408 ")
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.settimeout(60)
+        deaf.connect(("127.0.0.1", server.port))
+        asked = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000
+        with pytest.raises(ConnectionError):
+            deaf.sendall(asked)
+        assert waiting.result()[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/reset", "/v1/audio/transcriptions", "/v1/systemone", "/else"])
 def test_what_is_not_for_this_model_is_not_there(server, path):
     assert server.ask(path, {})[0] == 404
@@ -542,6 +674,7 @@ def test_a_token_is_asked_for_and_a_crowd_is_told_to_come_again(model, slow_step
                 crowd += pool.map(lambda _: server.ask(CHAT, long, headers=shown), range(24))
         assert {status for status, _, _ in crowd} == {200, 429}
         assert all(h["retry-after"] for status, _, h in crowd if status == 429)
+        assert server.ask("/health", headers={"host": "any.example"})[0] == 200
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame") as client:
             assert client.models.list().data[0].object == "model"
 
@@ -666,9 +799,17 @@ def test_an_engine_that_ends_ends_the_server(model, monkeypatch):
 @pytest.mark.parametrize(
     "hurry", [False, pytest.param(True, marks=pytest.mark.full)], ids=["once", "twice"]
 )
-def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
+def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry, tmp_path):
+    # uvicorn would take this parser, which has no limit for headers, if it is there.
+    (tmp_path / "httptools.py").write_text("HttpRequestParser = None")
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     options = ("--grace", "100", "--metrics-interval", "0.1")
-    with serving(model, *options) as server, ThreadPoolExecutor(1) as pool:
+    with (
+        serving(model, *options, environment=paths) as server, ThreadPoolExecutor(1) as pool,
+    ):  # fmt: skip
+        endless = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        with contextlib.closing(endless), pytest.raises(ConnectionError):
+            endless.sendall(b"GET /health HTTP/1.1\r\nx: y\r\n" + b"x: %1000d\r\n" % 1 * 16_000)
         answer = pool.submit(server.ask, CHAT, body(messages=STORY, max_tokens=270, stream=True))
         server.wait_until(requests_active=1)
         server.wait_for(
@@ -689,6 +830,8 @@ def test_a_signal_lets_requests_finish_and_a_second_one_ends_them(model, hurry):
         assert server.process.wait(120) == 0
         server.wait_for("Finished server process")
         assert "Traceback" not in server.log
+        assert "/metrics HTTP" in server.log
+        assert "/health" not in server.log
     if hurry:
         assert last["error"]["code"] == "stopping"
         assert last["error"]["type"] == "server_error"

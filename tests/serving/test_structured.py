@@ -319,6 +319,7 @@ def form(schema: object, **more: object) -> dict[str, object]:
     return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, **more}}}
 
 
+LENIENT = {"type": "array", "uniqueItems": True, "x-guidance": {"lenient": True}}
 SCHEMA = "response_format.json_schema.schema"
 BAD = {
     "no such kind": ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -327,6 +328,8 @@ BAD = {
     "a list": (form([]), SCHEMA),
     "no type": (form({"type": "objekt"}), SCHEMA),
     "not supported": (form({"type": "array", "uniqueItems": True}), SCHEMA),
+    "not strict": (form(LENIENT), SCHEMA),
+    "not strict, of a text": (structured(json=json.dumps(LENIENT)), "structured_outputs.json"),
     "not satisfiable": (form({"type": "integer", "minimum": 5, "maximum": 4}), SCHEMA),
     "no end": (form({"$ref": "#"}), SCHEMA),
     "no such part": (form({"$ref": "#/$defs/x"}), SCHEMA),

@@ -13,6 +13,11 @@ logits overflow. It prints a table, and what is wrong at the end:
 * memory that still grows in the second half;
 * pages that cannot be had back: the last request needs all of them;
 * a traceback in the log, or another exit code than 0 after SIGTERM with requests running.
+
+With `--hostile` all clients but one do only what a server must not be hurt by: many prompts with a
+large field, pipelined requests whose answers are never read, headers without end, bodies that are
+held, and other hosts' names. It is also wrong then if the 99th percentile of /health is above
+0.5 s, or memory grows by 200 MiB.
 """
 
 import argparse
@@ -47,6 +52,20 @@ PAGES, PAGE = 96, 16
 CONTEXT = 2 * PAGES * PAGE
 DEADLINE = 180.0  # seconds, for one request among 60 clients on two cores
 GROWTH = 24 * 2**20  # bytes that memory may grow by from the second to the last quarter
+MOST_GROWTH = 200 * 2**20  # bytes that it may grow by since the start, with hostile clients
+HEALTH = 0.5  # seconds, the 99th percentile of /health with hostile clients
+CLIENT_TIMEOUT = 5.0
+BODY = 4 * 2**20 - 1
+LARGE = [
+    (path, json.dumps(body | field).encode())
+    for path, body in (
+        (COMPLETIONS, {"prompt": ["a"] * 1024}), (CHAT, {"n": 128, "messages": [{}]})
+    )
+    for field in (
+        {"user": [""] * 9 * 10**5}, {"metadata": {"x": [0] * 10**6}}, {"user": "x" * 3 * 10**6}
+    )
+]  # fmt: skip
+HOSTILE = ("do_prompts", "do_pipeline", "do_headers", "do_hold", "do_host")
 STEADY = {"prompt": "a steady question, ", "max_tokens": 24}
 WORDS = ("one", "page", "after", "another", "holds", "what", "was", "said", "before")
 SCHEMA = {
@@ -72,8 +91,10 @@ class Hang(Exception):
 class Abuse:
     """What 60 clients do with one server; `wrong` says what must not be."""
 
-    def __init__(self, server: Server, seconds: float, seed: int, *, nan: bool) -> None:
-        self.server, self.seed, self.nan = server, seed, nan
+    def __init__(
+        self, server: Server, seconds: float, seed: int, *, nan: bool, hostile: bool
+    ) -> None:
+        self.server, self.seed, self.nan, self.hostile = server, seed, nan, hostile
         self.times: dict[str, list[float]] = defaultdict(list)
         self.statuses: Counter[tuple[str, object]] = Counter()
         self.wrong: list[str] = []
@@ -84,10 +105,13 @@ class Abuse:
     def run(self, number: int) -> None:
         """Be one client until the time is over."""
         chance = random.Random(self.seed * 1000 + number)
-        actions = [getattr(self, name) for name in dir(self) if name.startswith("do_")]
+        names = [name for name in dir(self) if name.startswith("do_") and name not in HOSTILE]
+        actions = [getattr(self, name) for name in (HOSTILE if self.hostile else names)]
         while time.monotonic() < self.until:
-            # Of good requests more, so that the bad ones have somebody to hurt.
-            action = self.do_ask if chance.random() < 0.5 else chance.choice(actions)
+            # Most requests are good ones, so that the bad ones have clients to hurt.
+            good = self.do_ask if not self.hostile else self.do_steady if number == 0 else None
+            share = 0.5 if not self.hostile else 1
+            action = good if good and chance.random() < share else chance.choice(actions)
             name, began = action.__name__.removeprefix("do_"), time.monotonic()
             try:
                 status: object = action(chance)
@@ -142,6 +166,8 @@ class Abuse:
 
     def do_steady(self, chance: random.Random) -> object:
         status, answer = self.ask(COMPLETIONS, STEADY)
+        if self.hostile:
+            time.sleep(1)
         if status == 200 and answer["choices"][0]["text"] != self.steady:
             self.note(f"another answer: {answer['choices'][0]['text']!r}")
         elif status not in (200, 429):
@@ -182,12 +208,12 @@ class Abuse:
     ) -> None:
         size = len(content) if length is None else length
         connection.sendall(
-            b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (path.encode(), size, content)
         )
 
     def do_leave(self, chance: random.Random) -> object:
-        """Leave in any phase: within the body, the prompt, or the answer; with or without RST."""
+        """Leave within the body, the prompt, or the answer, with or without RST."""
         path, body = some_request(chance)
         content = json.dumps(body).encode()
         with self._connected() as connection:
@@ -214,8 +240,8 @@ class Abuse:
         bad = chance.choice((b"zz\r\nhello\r\n", b"5\r\nhel", b"-1\r\n", b"ffffffffffffffff\r\nx"))
         with self._connected(10) as connection:
             connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-                b"transfer-encoding: chunked\r\n\r\n" + bad
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" + bad
             )
             if bad[:1] in b"5f":  # the server waits for the remainder
                 return "left"
@@ -233,6 +259,73 @@ class Abuse:
                 connection.sendall(chance.choice((b"", b"GET / HT", b"POST /v1/completions HTTP")))
             time.sleep(chance.random())
         return "left"
+
+    # -- hostile clients --------------------------------------------------------------------------
+
+    def do_prompts(self, chance: random.Random) -> object:
+        """Send one body of megabytes whose shared fields could be read once for each prompt."""
+        with self._connected() as connection:
+            path, content = chance.choice(LARGE)
+            self._post(connection, path, content)
+            status = _status(connection)
+        if status not in (400, 429):
+            self.note(f"many prompts: expected 400, got {status}")
+        return status
+
+    def do_pipeline(self, chance: random.Random) -> object:
+        """Ask over and over in one connection, and read no answer."""
+        asked = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
+        with self._connected(12 * CLIENT_TIMEOUT) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            try:
+                while time.monotonic() < self.until:
+                    connection.send(asked)
+            except TimeoutError:
+                self.note("a client that does not read was not cut off")
+                return "hang"
+            except ConnectionError:
+                return "cut off"
+        return "left"
+
+    def do_headers(self, chance: random.Random) -> object:
+        with self._connected(30) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n")
+            try:
+                for number in range(20_000):
+                    connection.sendall(b"x%d: %s\r\n" % (number, b"y" * 1000))
+            except ConnectionError:
+                return "cut off"
+        self.note("20 MB of headers were read")
+        return "read"
+
+    def do_hold(self, chance: random.Random) -> object:
+        """Send all of a body but the last byte, and wait."""
+        with self._connected(30) as connection:
+            self._post(connection, COMPLETIONS, b"[" + b" " * (BODY - 2), length=BODY)
+            connection.settimeout(chance.uniform(1, 20))
+            try:
+                return _status(connection)
+            except TimeoutError:
+                return "left"
+
+    def do_host(self, chance: random.Random) -> object:
+        with self._connected(DEADLINE) as connection:
+            connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: evil.example\r\n\r\n")
+            status = _status(connection)
+        time.sleep(0.1)
+        if status != 421:
+            self.note(f"another host's name: expected 421, got {status}")
+        return status
+
+    def probe(self) -> None:
+        """Ask /health all the time, in addition to the clients."""
+        while time.monotonic() < self.until:
+            began = time.monotonic()
+            status = self.server.ask("/health")[0]
+            with self.lock:
+                self.times["health"].append(time.monotonic() - began)
+                self.statuses["health", status] += 1
+            time.sleep(0.05)
 
 
 def _status(connection: socket.socket) -> object:
@@ -330,6 +423,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--clients", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hostile", action="store_true", help="hostile clients instead")
     parser.add_argument("--demo", action="store_true", help="the demo model, not a tiny one")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -339,12 +433,18 @@ def main() -> int:
         if not chosen.demo:
             add_overflow(model)
         options = ("--chat-template", str(folder / "template"), "--max-waiting", "100")
+        options += ("--client-timeout", str(CLIENT_TIMEOUT))
         with serving(model, *options, "--cb-num-blocks", str(PAGES)) as server:
-            abuse = Abuse(server, chosen.minutes * 60, chosen.seed, nan=not chosen.demo)
+            abuse = Abuse(
+                server, chosen.minutes * 60, chosen.seed, nan=not chosen.demo,
+                hostile=chosen.hostile,
+            )  # fmt: skip
             memory = Memory(server.process.pid)
             memory.start()
-            with ThreadPoolExecutor(chosen.clients) as pool:
+            with ThreadPoolExecutor(chosen.clients + 1) as pool:
+                probe = pool.submit(abuse.probe)
                 list(pool.map(abuse.run, range(chosen.clients)))
+                probe.result()
             memory.ended.set()
             memory.join()
             found = check_end(abuse)
@@ -354,9 +454,14 @@ def main() -> int:
 
 def report(abuse: Abuse, memory: Memory, found: dict[str, float]) -> None:
     """Print a table of what was done, and what was wrong."""
-    quarters = memory.quarters()
-    if quarters[3] - quarters[1] > GROWTH:
+    quarters, growth = memory.quarters(), max(memory.seen) - memory.seen[0]
+    slow = statistics.quantiles(abuse.times["health"], n=100)[-1]
+    if not abuse.hostile and quarters[3] - quarters[1] > GROWTH:
         abuse.note("memory grows")
+    if abuse.hostile and growth > MOST_GROWTH:
+        abuse.note("memory grew by more than hostile clients may hold")
+    if abuse.hostile and slow > HEALTH:
+        abuse.note("/health was slow")
     print(f"{'':12} {'number':>7} {'p50 s':>7} {'max s':>7}  ended with")
     for name, times in sorted(abuse.times.items()):
         ended = [(kind, n) for (what, kind), n in abuse.statuses.items() if what == name]
@@ -367,6 +472,8 @@ def report(abuse: Abuse, memory: Memory, found: dict[str, float]) -> None:
     print(f"memory by quarters of the time: {sizes} MiB; pages at rest: "
           f"{found['pages_used']:.0f} of {found['pages_total']:.0f}, prefix hits: "
           f"{found['prefix_hits_total']:.0f}")  # fmt: skip
+    print(f"/health, 99th percentile: {slow:.3f} s; memory grew by at most "
+          f"{growth / 2**20:.0f} MiB")  # fmt: skip
     print(f"wrong: {len(abuse.wrong)}")
     for text, count in Counter(abuse.wrong).most_common(20):
         print(f"  {count} times: {text}")

@@ -78,8 +78,7 @@ def application(
     for name, value in (("max_waiting", max_waiting), ("max_body", max_body)):
         if value < 1:
             raise ConfigError(f"{name}: expected an integer of at least 1, got {value}")
-    # There is no host to listen at here.
-    config = ServerConfig.parse("127.0.0.1", api_key, max_waiting=max_waiting, max_body=max_body)
+    config = ServerConfig.parse(None, api_key, max_waiting=max_waiting, max_body=max_body)
     return Application(
         GivenModel(model, tokenizer, served_name),
         config,

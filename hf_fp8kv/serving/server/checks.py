@@ -1,5 +1,6 @@
 """Checks of single values in request bodies, and the errors that say what was expected."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,8 @@ def is_number(value: Any) -> bool:
 
 
 def _format(value: Any) -> str:
-    text = json.dumps(value)
+    # In parts: only the first ones of megabytes are made.
+    text = "".join(itertools.islice(json.JSONEncoder().iterencode(value), 60))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -1,13 +1,16 @@
 """The server's own configuration, beside that of transformers' server; and its socket."""
 
+import contextlib
 import ipaddress
 import os
+import re
 import socket
 from dataclasses import dataclass
 
 from ...errors import ConfigError
 
 KEY_VARIABLE = "HF_FP8KV_API_KEY"
+_UNREAD = 2**17  # bytes of answers that the kernel holds for a connection
 
 
 @dataclass(frozen=True)
@@ -18,27 +21,44 @@ class ServerConfig:
     max_body: int = 4 * 2**20  # bytes of a request
     max_waiting: int = 128  # requests that may wait for the engine
     grace: float = 30.0  # seconds that running requests get when the server is told to stop
-    metrics_interval: float = 10.0  # seconds between lines in the log while requests run; 0: none
+    metrics_interval: float = 10.0  # seconds between lines in the log while requests run, or 0
     head_seconds: float = 15.0  # that a client may take to send a request's headers
-    body_seconds: float = 30.0  # the same, of its body
+    body_seconds: float = 30.0  # that it may take to send the body
+    client_seconds: float = 60.0  # that it may neither send nor read
+    local_host: str | None = None  # where it listens, if only this machine may name it
 
     @classmethod
-    def parse(cls, host: str, api_key: str | None, **others: float) -> "ServerConfig":
-        """Return the configuration of a server that listens at `host`.
+    def parse(cls, host: str | None, api_key: str | None, **others: float) -> "ServerConfig":
+        """Return the configuration of a server that listens at `host`, or is mounted (None).
 
-        Raises ConfigError: everyone could use it, the token is no valid header, or no request fits.
+        Raises:
+            ConfigError: Everyone could use it, the token is not a valid header, or no request fits.
         """
         key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE)
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
             raise ConfigError("--api-key: expected printable ASCII without spaces around it")
-        if not key and not is_loopback(host):
+        if not key and host is not None and not is_loopback(host):
             raise ConfigError(
                 f"--host {host}: expected an access token, since other machines can reach it, got "
                 f"none; set {KEY_VARIABLE} or pass --api-key (or --host 127.0.0.1)"
             )
         if others.get("max_body", 1) < 1:
             raise ConfigError("--max-body: expected one byte or more, got 0")
-        return cls(api_key=key or None, **others)  # type: ignore[arg-type]
+        local_host = None if key else host
+        return cls(api_key=key or None, local_host=local_host, **others)  # type: ignore[arg-type]
+
+    def accepts_host(self, header: str) -> bool:
+        """Return whether a request may have this `Host`.
+
+        A web page whose own name was rebound to this machine sends that name. No name is looked up.
+        """
+        if self.local_host is None:
+            return True
+        name = re.sub(r":\d*$", "", header.strip().lower()).strip("[]")
+        known = name in ("localhost", self.local_host.lower()) or name.endswith(".localhost")
+        with contextlib.suppress(ValueError):
+            known = known or ipaddress.ip_address(name).is_loopback
+        return known
 
 
 def is_loopback(host: str) -> bool:
@@ -58,6 +78,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = infos[0]
         bound = socket.socket(family, kind, protocol)
         try:
+            # Connections inherit it: megabytes of answers that a client does not read take long.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)
             if os.name == "posix":
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)

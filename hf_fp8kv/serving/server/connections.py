@@ -1,10 +1,11 @@
-"""Limits on connections: their number, and how long one may stay silent."""
+"""Limits on connections: their number, and how long a client may neither send nor read."""
 
 import asyncio
+import math
 import os
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .errors import APIError
 
@@ -42,12 +43,16 @@ def _descriptors() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def limit_connections(maximum: int | None, seconds: float) -> type[asyncio.Protocol]:
-    """Return uvicorn's class of a connection, of which `maximum` may be open.
+def limit_connections(
+    maximum: int | None, head_seconds: float, client_seconds: float
+) -> type[asyncio.Protocol]:
+    """Return the class of a connection, of which `maximum` may be open.
 
-    A request's first line and headers may take `seconds`; so may what comes between requests, such
-    as the remainder of a body that was rejected.
+    h11 limits the bytes of a request's first line and headers. They may take `head_seconds`, like
+    bytes between requests, such as the remainder of a body that was rejected. A client that should
+    read may stop for `client_seconds`.
     """
+    period = min(head_seconds, client_seconds) / 8
     full = APIError(
         503,
         "too many open connections; try again later",
@@ -55,38 +60,38 @@ def limit_connections(maximum: int | None, seconds: float) -> type[asyncio.Proto
         headers={"connection": "close", "retry-after": "5"},
     ).http_response()
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
+    class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
+        _seen: object = None
+        _since = 0.0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if maximum is not None and len(self.connections) > maximum:
                 transport.write(full)
                 transport.close()
-                return
-            self._expect_request()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._expect_request()
+            self._look()
 
         def connection_lost(self, error: Exception | None) -> None:
             if self._timer is not None:
                 self._timer.cancel()
             super().connection_lost(error)
 
-        def _expect_request(self) -> None:
-            if self._timer is None and self._is_idle():
-                self._timer = self.loop.call_later(seconds, self._on_timeout, self.cycle)
-
-        def _on_timeout(self, cycle: Any) -> None:
-            self._timer = None
-            if self.cycle is cycle and self._is_idle():
+        def _look(self) -> None:
+            """End the connection if nothing has changed for too long, or look again later."""
+            idle = self.cycle is None or self.cycle.response_complete
+            unread = self.transport.get_write_buffer_size()
+            seen, now = (self.cycle, idle, unread), self.loop.time()
+            if seen != self._seen:
+                self._seen, self._since = seen, now
+            # Nothing is written to such a connection, so what is unread changes only by reading.
+            if unread and (idle or self.flow.write_paused):
+                limit = client_seconds
+            else:
+                limit = head_seconds if idle else math.inf
+            if now - self._since >= limit:
                 self.transport.abort()
             else:
-                self._expect_request()
-
-        def _is_idle(self) -> bool:
-            return self.cycle is None or bool(self.cycle.response_complete)
+                self._timer = self.loop.call_later(period, self._look)
 
     return Connection

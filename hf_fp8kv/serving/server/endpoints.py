@@ -1,6 +1,5 @@
 """Paths that clients of other servers ask for, and transformers' application does not have."""
 
-import asyncio
 import importlib.metadata
 from typing import Any
 
@@ -34,27 +33,24 @@ def describe(path: str, model: SingleModelManager, engine: Engine) -> dict[str, 
     return {**found, "id": name, "max_model_len": engine.max_tokens}
 
 
-async def convert(
+def convert(
     path: str, body: dict[str, Any], model: SingleModelManager, engine: Engine
 ) -> dict[str, Any]:
     """Return the answer to POST /tokenize or /detokenize, as vLLM's server has them.
 
-    Raises APIError for a field that is unknown or invalid.
+    Raises:
+        APIError: A field is unknown or invalid.
     """
     if unknown := sorted(body.keys() - _FIELDS[path]):
         raise APIError(400, f"{unknown[0]:.100}: not a field of {path}; leave it out")
-    model.check_name(body.get("model"))
     if path == DETOKENIZE:
-        tokens = body.get("tokens")
-        vocabulary = engine.vocabulary
-        if not are_tokens(tokens) or (tokens and max(tokens) >= vocabulary):
-            raise APIError(
-                400,
-                f"tokens: expected a list of integers from 0 to {vocabulary - 1}",
-                param="tokens",
-            )
-        return {"prompt": await asyncio.to_thread(model.tokenizer.decode, tokens)}
-    found = await asyncio.to_thread(_tokenize, body, model.tokenizer)
+        tokens: Any = body.get("tokens")
+        most, vocabulary = engine.max_tokens, engine.vocabulary
+        if not are_tokens(tokens) or len(tokens) > most or max(tokens, default=0) >= vocabulary:
+            expected = f"a list of at most {most} integers from 0 to {vocabulary - 1}"
+            raise APIError(400, f"tokens: expected {expected}", param="tokens")
+        return {"prompt": model.tokenizer.decode(tokens)}
+    found = _tokenize(body, model.tokenizer)
     return {"tokens": found, "count": len(found), "max_model_len": engine.max_tokens}
 
 

@@ -11,12 +11,16 @@ from .engine import Engine
 from .errors import APIError
 from .logits import Logprobs, TokenRules
 from .requests import ServerRequest
-from .structured_output import FORMAT_FIELDS
 from .tool_calls import ForcedCall, forced_tool
-from .validation import OWN_FIELDS, READ_FIELDS
 
 _RULES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 _NEED_HOST = "{field}: this server has none, since {why}; leave it out"
+# Fields that transformers' handlers read.
+_HANDED = (
+    "model", "messages", "prompt", "input", "instructions", "tools", "chat_template_kwargs",
+    "generation_config", "temperature", "top_p", "max_tokens", "max_completion_tokens",
+    "max_output_tokens", "stream",
+)  # fmt: skip
 # Stands for a prompt of tokens in the body that the handlers get: they want some text.
 _TOKENS = "tokens"
 
@@ -35,8 +39,7 @@ def take_fields(request: ServerRequest, engine: Engine) -> dict[str, Any]:
             raise APIError(400, text, code="unsupported_parameter")
     name = forced_tool(body)
     request.tool_call = None if name is None else ForcedCall(name)
-    dropped = OWN_FIELDS | READ_FIELDS | FORMAT_FIELDS
-    left = {name: value for name, value in body.items() if name not in dropped}
+    left = {name: body[name] for name in _HANDED if name in body}
     if isinstance(body.get("prompt"), list):
         request.prompt_tokens, left["prompt"] = body["prompt"], _TOKENS
     if body.get("max_tokens") == 0:  # an engine makes one at least

@@ -11,14 +11,16 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from .answers import format_event
 from .asgi import Replay, TrackedSend, route_path, wait_until_gone
-from .config import ServerConfig
+from .config import KEY_VARIABLE, ServerConfig
 from .endpoints import DETOKENIZE, TOKENIZE, convert, describe
 from .engine import Engine
 from .errors import INTERNAL, STOPPING, APIError
@@ -30,13 +32,23 @@ from .metrics import Metrics
 from .model import SingleModelManager
 from .requests import RequestTracker, ServerRequest
 from .structured_output import FORMAT_FIELDS
-from .validation import GENERATES, check_body, count_characters, parse_body
+from .validation import (
+    COMPLETIONS,
+    GENERATES,
+    check_body,
+    count_characters,
+    parse_body,
+    split_prompts,
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 _LOAD = "/load_model"
 _CLIENT_GONE = 499
 _LONG = 100_000  # bytes
+# The bytes of all bodies are limited to a multiple of the largest body. The first bytes of each are
+# not counted, since a connection buffers them anyway, and short requests should always go through.
+_BODIES, _BUFFER = 16, 65_536
 _RETRY = {"retry-after": "5"}
 
 
@@ -61,7 +73,10 @@ class Middleware:
         self._key = None if config.api_key is None else _digest(config.api_key.encode())
         self._template_names = model.template_names()
         self._grammars = engine.grammars(model.tokenizer)
-        self._turns = asyncio.Semaphore(1)  # of long texts whose tokens are asked for
+        self._held = 0  # bytes of bodies, see `_BODIES`
+        # One thread checks long bodies: each takes many times its own memory, and the allocator
+        # keeps that for each thread. The paths that do not generate have a second thread.
+        self._threads = {generates: ThreadPoolExecutor(1, "bodies") for generates in (True, False)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -92,6 +107,11 @@ class Middleware:
     async def _answer(self, scope: Scope, receive: Receive, send: TrackedSend) -> None:
         method, path = scope["method"], route_path(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
+        host = headers.get(b"host", b"localhost").decode("latin-1")
+        if not self.config.accepts_host(host):
+            expected = "a name of this machine, such as localhost, without an access token"
+            message = f"host: expected {expected}, got {host!r:.100}; set {KEY_VARIABLE} for others"
+            raise APIError(421, message, code="wrong_host")
         if path == "/health" and method in ("GET", "HEAD"):
             await self._health()(scope, receive, send)
             return
@@ -105,29 +125,19 @@ class Middleware:
             await JSONResponse(found)(scope, receive, send)
         elif method != "POST":
             await self.app(scope, receive, send)
-        elif path in (TOKENIZE, DETOKENIZE):
-            raw = await self._read(headers, receive)
-            async with self._turns if len(raw) > _LONG else contextlib.nullcontext():
-                converted = await convert(path, parse_body(raw), self.model, self.engine)
-            await JSONResponse(converted)(scope, receive, send)
-        elif path in GENERATES:
-            self._check_capacity()
-            body = parse_body(await self._read(headers, receive))
-            name = self.model.check_name(body.get("model"))
-            body = check_body(path, body, self._fields[path], self._template_names)
-            self.model.check_tools(body)
-            for part in split_body(path, body | {"n": 1}):
-                self._check_length(part)
-            body["model"] = self.model.force_model
-            self._check_capacity()
-            await self._generate(body, name, scope, receive, send)
-        elif path == _LOAD:
-            body = parse_body(await self._read(headers, receive))
-            self.model.check_name(body.get("model"))
-            replay = Replay(scope, {"model": self.model.force_model})
-            await self.app(replay.scope, replay, send)
-        else:
+        elif path not in (*GENERATES, TOKENIZE, DETOKENIZE, _LOAD):
             raise APIError(404, f"{path}: expected one of {', '.join(GENERATES)}")
+        else:
+            if path in GENERATES:
+                self._check_capacity()
+            with contextlib.ExitStack() as held:
+                raw = self._read(headers, receive, held)
+                body, name = await self._check_in_turn(path, await raw)
+                if isinstance(body, Response):
+                    await body(scope, receive, send)
+                else:
+                    self._check_capacity()
+                    await self._generate(body, name, scope, receive, send)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -164,10 +174,36 @@ class Middleware:
                 headers=_RETRY,
             )
 
-    def _check_length(self, body: dict[str, Any]) -> None:
+    async def _check_in_turn(
+        self, path: str, raw: bytearray
+    ) -> tuple[dict[str, Any] | Response, str]:
+        """Call `_check`. One thread checks all long bodies."""
+        long, generates = len(raw) > _LONG, path in GENERATES
+        if generates and not long:
+            return self._check(path, raw)
+        thread, loop = self._threads[generates] if long else None, asyncio.get_running_loop()
+        return await loop.run_in_executor(thread, self._check, path, raw)
+
+    def _check(self, path: str, raw: bytearray) -> tuple[dict[str, Any] | Response, str]:
+        """Return what to generate, or the answer of another path, and the model's name."""
+        body = parse_body(raw)
+        name = self.model.check_name(body.get("model"))
+        if path == _LOAD:
+            event = format_event({"status": "ready", "model": name, "cached": True})
+            return Response(event, media_type="text/event-stream"), name
+        if path not in GENERATES:
+            return JSONResponse(convert(path, body, self.model, self.engine)), name
+        body = check_body(path, body, self._fields[path], self._template_names)
+        self.model.check_tools(body)
+        self._check_length(path, body)
+        return body | {"model": self.model.force_model}, name
+
+    def _check_length(self, path: str, body: dict[str, Any]) -> None:
         """Reject text that cannot fit, before its tokens are counted."""
-        prompt = {name: value for name, value in body.items() if name not in FORMAT_FIELDS}
-        tokens, length = self.engine.max_tokens, count_characters(prompt)
+        shared = {name: body[name] for name in body.keys() - FORMAT_FIELDS - {"prompt"}}
+        prompts = split_prompts(body["prompt"]) if path == COMPLETIONS else [""]
+        longest = max(len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts)
+        tokens, length = self.engine.max_tokens, count_characters(shared) + longest
         if length > tokens * self.model.longest_token:
             raise APIError(
                 400,
@@ -176,19 +212,27 @@ class Middleware:
                 code="context_length_exceeded",
             )
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Return the body of a request."""
+    async def _read(
+        self, headers: dict[bytes, bytes], receive: Receive, held: contextlib.ExitStack
+    ) -> bytearray:
+        """Return the body of a request, whose bytes are counted until `held` ends."""
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise APIError(
                 415, f"content-type: expected application/json, got {kind.decode('latin-1')!r}"
             )
-        limit, seconds = self.config.max_body, self.config.body_seconds
+        limit = self.config.max_body
+        seconds = min(self.config.body_seconds, self.config.client_seconds)
         too_large = APIError(413, f"expected a body of at most {limit} bytes", code="too_large")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > limit:
             raise too_large
-        content = bytearray()
+        content, counted, most = bytearray(), 0, _BODIES * limit
+
+        def release() -> None:
+            self._held -= counted
+
+        held.callback(release)
         try:
             async with asyncio.timeout(seconds):
                 while True:
@@ -198,8 +242,14 @@ class Middleware:
                     content += message.get("body", b"")
                     if len(content) > limit:
                         raise too_large
+                    release()
+                    counted = max(len(content) - _BUFFER, 0)
+                    self._held += counted
+                    if counted and self._held > most:
+                        text = f"expected at most {most} bytes of all requests; try again later"
+                        raise APIError(429, text, code="too_many_bytes", headers=_RETRY)
                     if not message.get("more_body", False):
-                        return bytes(content)
+                        return content
         except TimeoutError:
             text = f"expected a body within {seconds:g} s"
             raise APIError(408, text, headers={"connection": "close"}) from None
@@ -276,6 +326,7 @@ class _Shared:
     async def take(self) -> tuple[Guide | None, TokenRules]:
         """Return the guide and the rules of one answer; it changes both. Raises APIError."""
         async with self._lock:
+            await asyncio.sleep(0)  # requests of others go in between
             if self._made is None:
                 guide = await self._grammars.compile(self._body)
                 read = partial(read_rules, self._body, self._engine, self._tokenizer)

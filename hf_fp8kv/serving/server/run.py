@@ -73,6 +73,9 @@ def serve(
     # Refused before the model is loaded.
     batching_config(options, "")
     with contextlib.ExitStack() as stack:
+        access = logging.getLogger("uvicorn.access")
+        access.addFilter(_is_logged)
+        stack.callback(access.removeFilter, _is_logged)
         bound = stack.enter_context(contextlib.closing(listen(host, port)))
         model = _load(name, pages, options, served_name=served_name, template=template)
         stack.callback(model.shutdown)
@@ -121,6 +124,11 @@ def _load(
         ) from error
 
 
+def _is_logged(record: logging.LogRecord) -> bool:
+    """Return whether uvicorn logs an access. Anyone may request /health at any rate."""
+    return str(record.args[2]).partition("?")[0] != "/health"  # type: ignore[index]
+
+
 def _address(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -133,7 +141,9 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limit_connections(max_connections(), app.config.head_seconds),
+                http=limit_connections(
+                    max_connections(), app.config.head_seconds, app.config.client_seconds
+                ),
                 backlog=backlog(),
                 log_level="info",
                 lifespan="on",

@@ -132,7 +132,6 @@ def _read_tools(body: Mapping[str, Any]) -> _Asked | None:
     schemas = {f["name"]: f.get("parameters") or {"type": "object"} for f in tool_functions(body)}
     if name:
         return _json(CHOICE, schemas[name])
-    _check_cost(CHOICE, *schemas.values())
     rules = []
     for index, (tool, schema) in enumerate(schemas.items()):
         begin = json.dumps(f'{{"name": {json.dumps(tool)}, "parameters": ')
@@ -141,21 +140,27 @@ def _read_tools(body: Mapping[str, Any]) -> _Asked | None:
     any_call = " | ".join(f"call_{index}" for index in range(len(schemas)))
     more = "" if body.get("parallel_tool_calls") is False else ' (", " call)*'
     lark = "\n".join([f'start: "[" call{more} "]"', f"call: {any_call}", *rules])
-    return _limited(CHOICE, lark, lambda matcher: str(matcher.grammar_from_lark(lark)))
+    make = lambda matcher: str(matcher.grammar_from_lark(lark))  # noqa: E731
+    return _limited(CHOICE, lark, make, *schemas.values())
 
 
 def _json(where: str, schema: dict[str, Any]) -> _Asked:
-    """Return the grammar of a schema. Raises APIError if compiling it would take minutes."""
-    _check_cost(where, schema)
     options = {"whitespace_pattern": _WHITESPACE}
     text = json.dumps(schema, ensure_ascii=False)
-    return _limited(
-        where, text, lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))
-    )
+    make = lambda matcher: str(matcher.grammar_from_json_schema(text, defaults=options))  # noqa: E731
+    return _limited(where, text, make, schema)
 
 
-def _check_cost(where: str, *schemas: dict[str, Any]) -> None:
-    """Raise APIError if compiling schemas would take minutes."""
+def _limited(where: str, text: str, make: Callable[[Any], str], *schemas: dict[str, Any]) -> _Asked:
+    """Return a grammar.
+
+    Raises:
+        APIError: Compiling it would take minutes, or a schema changes how it is compiled.
+    """
+    if len(text) > _CHARACTERS:
+        raise _wrong(where, f"at most {_CHARACTERS} characters")
+    if any("x-guidance" in schema for schema in schemas):
+        raise _wrong(where, "no x-guidance, which would make keywords of the schema optional")
     values = list(_walk(list(schemas)))
     # llguidance makes a state for each remainder, also of several at once.
     numbers = [v["multipleOf"] for v in values if isinstance(v.get("multipleOf"), int | float)]
@@ -170,6 +175,7 @@ def _check_cost(where: str, *schemas: dict[str, Any]) -> None:
     patterns = [v["pattern"] for v in values if isinstance(v.get("pattern"), str)]
     if sum(map(len, names + patterns)) > _EXPRESSIONS:
         raise _wrong(where, f"patterns of at most {_EXPRESSIONS} characters")
+    return where, make
 
 
 def _walk(schema: Any) -> Iterator[dict[str, Any]]:
@@ -182,12 +188,6 @@ def _walk(schema: Any) -> Iterator[dict[str, Any]]:
             left.extend(value.values())
         elif isinstance(value, list):
             left.extend(value)
-
-
-def _limited(where: str, text: str, make: Callable[[Any], str]) -> _Asked:
-    if len(text) > _CHARACTERS:
-        raise _wrong(where, f"at most {_CHARACTERS} characters")
-    return where, make
 
 
 def _check_names(where: str, given: Any, names: tuple[str, ...]) -> None:

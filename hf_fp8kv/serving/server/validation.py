@@ -28,6 +28,7 @@ from .checks import (
 )  # fmt: skip
 from .errors import APIError
 from .messages import check_item, check_messages, check_tools
+from .structured_output import FORMAT_FIELDS
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GENERATES = (CHAT, COMPLETIONS, RESPONSES)
@@ -62,14 +63,11 @@ OWN_FIELDS = frozenset({
     "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "prompt_logprobs", "add_special_tokens", "echo", *_NEUTRAL,
 })  # fmt: skip
-READ_FIELDS = frozenset({
-    "n", "best_of", "echo", "logprobs", "top_logprobs", "tool_choice", "stream_options",
-    "parallel_tool_calls",
-})  # fmt: skip
 # Fields that must be absent, and those of which only these values mean what the server does anyway.
 _ABSENT = (
     "audio", "prediction", "previous_response_id", "conversation", "reasoning_effort",
-    "web_search_options",
+    "web_search_options", "moderation", "image", "background_options", "context_management",
+    "access_programs",
 )  # fmt: skip
 _ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_ABSENT, ()),
@@ -86,7 +84,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
+def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object in the bytes of a body.
 
     Raises:
@@ -132,7 +130,7 @@ def check_body(
         APIError: a field is unknown, invalid, or asks for what this server does not do.
     """
     body = {name: value for name, value in body.items() if value is not None}
-    for name in sorted(body.keys() - fields - OWN_FIELDS):
+    for name in sorted(body.keys() - ((fields | OWN_FIELDS) & _CHECKED)):
         message = f"{name:.100}: not a field of {path}; leave it out"
         raise APIError(400, message, param=name, code="unknown_parameter")
     for name, check in _FIELDS.items():
@@ -163,11 +161,11 @@ def _check_generation_config(name: str, value: Any) -> None:
 
     try:
         config = json.loads(value)
-        if not isinstance(config, dict):
+        if not isinstance(config, dict) or len(value) > _MAX_CONFIG:
             raise TypeError
         GenerationConfig(**config)
     except Exception:  # it checks its values in many ways
-        expected = "a GenerationConfig as a JSON object in a string"
+        expected = f"a GenerationConfig as a JSON object in a string of at most {_MAX_CONFIG}"
         raise invalid(name, expected, value) from None
     for field, given in config.items():
         where = f"{name}.{field}"
@@ -181,6 +179,7 @@ def _check_generation_config(name: str, value: Any) -> None:
             raise unsupported(where, f"one of {', '.join(_CONFIG)}", given)
 
 
+_MAX_CONFIG = 16_384  # characters
 # Each costs time in each step, in which others wait.
 _MAX_BIASES = 1024
 
@@ -195,6 +194,16 @@ def _is_bias(value: Any) -> bool:
 
 _BOOL = instance(bool, "true or false")
 _COUNT = integer(1)
+# OpenAI's limits.
+_LABEL: Check = (
+    lambda x: isinstance(x, str) and len(x) <= 512, "text of at most 512 characters",
+)  # fmt: skip
+_PAIRS: Check = (
+    lambda x: isinstance(x, dict) and len(x) <= 16
+    and all(len(name) <= 64 and _LABEL[0](text) for name, text in x.items()),
+    "up to 16 pairs of texts, of at most 64 and 512 characters",
+)  # fmt: skip
+_STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 _SAMPLING: Mapping[str, Check] = {
     "temperature": number_within(0, 2),
     "top_p": (lambda x: is_number(x) and 0 < x <= 1, "a number above 0 and at most 1"),
@@ -237,9 +246,26 @@ _FIELDS: Mapping[str, Check] = {
     "seed": integer(-(2**63)),
     "parallel_tool_calls": _BOOL,
     "instructions": instance(str, "text"),
-    "chat_template_kwargs": instance(dict, "an object"),
-    "stream_options": instance(dict, "an object"),
-}
+    "chat_template_kwargs": (
+        lambda x: isinstance(x, dict) and len(x) <= 64, "an object of up to 64 arguments",
+    ),
+    "stream_options": (
+        lambda x: isinstance(x, dict) and x.keys() <= set(_STREAM_OPTIONS)
+        and all(isinstance(option, bool | None) for option in x.values()),
+        f"an object of {', '.join(_STREAM_OPTIONS)}, each true or false",
+    ),
+    **dict.fromkeys((
+        "user", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+    ), _LABEL),
+    **dict.fromkeys(("metadata", "prompt_cache_options"), _PAIRS),
+    "store": _BOOL,
+    "max_tool_calls": _COUNT,
+}  # fmt: skip
+# All fields whose type and size are checked. Functions check the last ones.
+_CHECKED = frozenset({
+    *_FIELDS, *_ONLY, *FORMAT_FIELDS, "model", "messages", "prompt", "input", "tools",
+    "tool_choice", "logprobs", "generation_config",
+})  # fmt: skip
 # Of a GenerationConfig: what may be set, ...
 _CONFIG: Mapping[str, Check] = {
     **_SAMPLING,
