@@ -207,7 +207,7 @@ def test_tokens_from_calls_outside_generate() -> None:
     more = torch.cat([said, chat.words(7)], 1)
     chat.model(input_ids=more[:, 29:33], past_key_values=chat.cache)
     _, computed = chat.answer(more)
-    assert computed == 37 - 33
+    assert computed == 37 - 29, "only the tokens of generate() are trusted"
     chat.cache.reset()
     chat.model(input_ids=more[:, :20], past_key_values=chat.cache)
     with pytest.raises(ConfigError, match="more than 20 tokens"):
@@ -218,8 +218,8 @@ def test_tokens_from_calls_outside_generate() -> None:
     # Fewer tokens than the text has, as in libraries that drop some.
     for layer in chat.cache.layers:
         layer.crop(-3)
-    with pytest.raises(ConfigError, match="cannot tell"):
-        chat.answer(more[:, :30])
+    _, computed = chat.answer(more[:, :30])
+    assert computed == 30
 
 
 def test_positions_and_embeddings_are_part_of_the_text() -> None:
