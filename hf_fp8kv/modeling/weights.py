@@ -44,6 +44,7 @@ def identify_model(model: Any) -> str:
     autocast = torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
     # "arguments": PEFT passes on which adapter is for which text (`adapter_names`) in such hooks.
     facts = {
+        "rules": 2,  # Pages under rule 1 may be those of prompt tuning, hooks or replaced methods.
         "weights": digest_weights(model),
         "config": config,
         "class": type(model).__qualname__,

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 PACKAGE = str(Path(hf_fp8kv.__file__).parent)
-GREEDY = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+GREEDY = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
 PAGE = 8
 Point = tuple[str, int, int]
 
@@ -133,11 +133,11 @@ GRID = [
     *(("gqa", "growing", call) for call in CALLS), ("sliding_and_full", "growing", "next prompt")
 ]  # fmt: skip
 FULL_GRID = [
-    *GRID, ("sliding_and_full", "growing", "beams"), ("sliding_and_full", "growing", "restore"),
-    ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt"),
+    *GRID, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt"),
     ("sliding_and_full", "preallocated", "next prompt"),
 ]  # fmt: skip
-# A sample of the lines at their first run, or each line at its first and at its last run.
+SLOW = ("first prompt", "beams", "restore")
+# A sample of lines at their first run, or all lines, in quick calls at their last run as well.
 TIERS = [(*where, 40) for where in GRID]
 TIERS += [pytest.param(*where, 0, marks=pytest.mark.full) for where in FULL_GRID]
 
@@ -152,7 +152,7 @@ def test_any_line(name: str, form: str, call: str, sample: int, tmp_path: Path) 
     points = [
         (*line, number)
         for line, most in sorted(counts.items())
-        for number in {1, 1 if sample or call == "restore" else most}
+        for number in {1, 1 if sample or call in SLOW else most}
     ]
     for point in points[:: len(points) // sample if sample else 1]:
         cache = begin(chat)

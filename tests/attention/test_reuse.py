@@ -222,6 +222,28 @@ def test_tokens_from_calls_outside_generate() -> None:
     assert computed == 30
 
 
+@torch.no_grad()
+def test_tokens_that_replace_others_are_not_trusted() -> None:
+    """A direct call stores other tokens in the place of the last tokens of an answer."""
+    chat = Chat("gqa")
+    said, _ = chat.answer(chat.words(21))
+    chat.cache.crop(-3)
+    chat.model(input_ids=chat.words(3), past_key_values=chat.cache)
+    _, computed = chat.answer(torch.cat([said, chat.words(4)], 1))
+    assert computed == 34 - 26
+
+
+@torch.no_grad()
+def test_a_text_that_was_known_is_not_trusted_later() -> None:
+    """Embeddings that continue a known text, and then a prompt that does not continue them."""
+    chat = Chat("gqa")
+    chat.answer(chat.words(21))
+    embeds = chat.model.get_input_embeddings()(chat.words(40))
+    chat.model.generate(inputs_embeds=embeds, past_key_values=chat.cache, **GREEDY)
+    _, computed = chat.answer(chat.words(90))
+    assert computed == 90
+
+
 def test_positions_and_embeddings_are_part_of_the_text() -> None:
     chat = Chat("gqa")
     ids = chat.words(21)
