@@ -228,8 +228,8 @@ MUTANTS = (
     ),
     Mutant(
         "beams: pages are freed while in use", TABLE,
-        "self.rows = self.rows[sequences]\n        self.allocator.share(self.used().ravel())",
-        "self.rows = self.rows[sequences]", "tests/paging/test_block_table.py",
+        "        self.allocator.share(rows[:, first:count])\n", "",
+        "tests/paging/test_block_table.py",
     ),
     Mutant(
         "budget: one page too many", "paging/page_allocator.py",
@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "pool: growth loses the last page", "paging/page_pool.py",
-        "            new[: len(old)] = old\n", "            new[: len(old) - 1] = old[:-1]\n",
+        "            new[:kept] = old[:kept]\n", "            new[: kept - 1] = old[: kept - 1]\n",
         "tests/paging/test_page_pool.py",
     ),
     # The cache.
@@ -249,7 +249,7 @@ MUTANTS = (
     ),
     Mutant(
         "beams: the order is ignored", "cache/cache.py",
-        "        self._select(beam_idx)", "        self._select(torch.arange(len(beam_idx)))",
+        "self._paged.select(beam_idx)", "self._paged.select(torch.arange(len(beam_idx)))",
         "tests/cache/test_cache.py tests/cache/test_generate.py",
     ),
     Mutant(
