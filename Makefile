@@ -11,6 +11,7 @@
 #   make newest   the tests with transformers' main branch, or TRANSFORMERS="transformers==5.23.0"
 #   make oldest   part of the tests with the oldest supported transformers, and kernels compiled by
 #                 the oldest Triton
+#   make peft     the tests with adapters of PEFT
 #   make kernels  the Triton kernels compiled for every GPU, and their machine code checked, without a
 #                 GPU; KERNELS_ARGS="--target sm_90 --summary"
 #   make kernels-ir  the kernels' tests, executed on the CPU by ttsem from what Triton's compiler
@@ -65,6 +66,7 @@ RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 READY := $(VENV)/ready
 OLDEST := $(VENV)/transformers-$(OLDEST_TRANSFORMERS)
 NEWEST := $(VENV)/newest
+PEFT := $(VENV)/peft
 KERNELS_IR := $(VENV)/ttsem
 DOCS := $(VENV)/docs
 DIST := $(VENV)/dist
@@ -85,7 +87,7 @@ PIP := python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-rest mutants check ruff-check ruff-format mypy cpu-matrix \
-  newest oldest kernels kernels-ir vllm \
+  newest oldest peft kernels kernels-ir vllm \
   clients tools compare docs dist hub-kernel workflows gpu clean
 
 help:
@@ -157,6 +159,14 @@ oldest: $(OLDEST)/ready
 	@$(OLDEST)/bin/python -c 'import transformers as t; print("transformers", t.__version__); assert t.__version__ == "$(OLDEST_TRANSFORMERS)"'
 	$(if $(OLDEST_TESTS),$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) $(PYTEST_ARGS),@echo "none of these tests exist yet")
 	PYTHONPATH=$(abspath $(OLDEST))/triton $(OLDEST)/bin/python -m pytest tests/kernel_check -k what_a_step_runs
+
+$(PEFT)/ready: $(READY)
+	$(call make_environment,$(PEFT))
+	$(PEFT)/bin/$(PIP) --no-deps peft==0.21.2
+	@touch $@
+
+peft: $(PEFT)/ready
+	$(PEFT)/bin/python -m pytest -m "" tests/attention/test_peft.py
 
 kernels: $(READY)
 	$(BIN)/python -m tests.tools.kernels $(KERNELS_ARGS)

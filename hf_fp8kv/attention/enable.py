@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..modeling.exact_states import warn_of_rounding
 from ..modeling.model_support import ATTENTION, refusal
 from ..modeling.tensor_parallel import tensor_parallel
-from ..modeling.weights import identify_model
+from ..modeling.weights import digest_weights
 from ..ops import choose_backend, prepare_backend
 from ..scales.fingerprint import warn_if_stale
 from . import latent
@@ -73,7 +73,7 @@ def enable(model: _Model, *, training: str | None = None, **cache_keywords: Any)
     warn_if_stale(base, cache.options.scales)
     if cache.prefix_store is not None:
         # Once, here and not in the first answer.
-        identify_model(base)
+        digest_weights(base)
         prepare_backend(choose_backend(cache.options.backend, base.device))
     if _SAVED in vars(base):
         disable(base)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..cache.held_text import Text, TextHolder
+from ..cache.held_text import UNKNOWN, Text, TextHolder
 from ..cache.prefix_pages import (
     forget_prefix,
     identify_options,
@@ -93,27 +93,30 @@ class _Prefill(_Method):
         if not isinstance(cache, TextHolder):
             return self._stock(input_ids, config, model_kwargs, *args, **kwargs)
         text = _find_text(input_ids, config, model_kwargs) if cache.reuse_prefix else None
-        keys, restored = ([], 0) if text is None else self._begin(cache, text, config)
+        computed = text or (cache.text and UNKNOWN)
         given = dict(model_kwargs)
-        # Not known before all of it is stored.
-        cache.text, cache.in_prefill = None, True
+        cache.in_prefill = True
         try:
+            keys, restored = ([], 0) if text is None else self._begin(cache, text, config)
+            cache.text = computed and UNKNOWN  # until all of the prompt is stored
             try:
-                with kept_for_store(cache, keys):
+                with kept_for_store(cache, keys, text):
                     outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
             except ConfigError as error:
                 if not restored:
                     raise
                 # The files are whole, and say that the model has other heads or dtypes than it has.
                 forget_prefix(cache, keys, restored, error)
+                cache.text = UNKNOWN
                 model_kwargs.clear()
                 model_kwargs.update(given)
-                with kept_for_store(cache, keys):
+                with kept_for_store(cache, keys, text):
                     outputs = self._stock(input_ids, config, model_kwargs, *args, **kwargs)
-            cache.text, cache.last_step = text, 0
+            # Wrappers of a model may add tokens to a prompt.
+            if text is None or cache._paged.host_length() in (0, text.length):
+                cache.text, cache.last_step = computed, 0
         except BaseException as error:
-            if text is not None and not cache.takes_on_trust:
-                cache.hold_what_is_left(text, error)
+            cache.hold_what_is_left(text, error)
             raise
         finally:
             cache.in_prefill = False
@@ -131,7 +134,7 @@ class _Prefill(_Method):
         if begins_empty or is_other:
             cache.reset()  # type: ignore[no-untyped-call]
         cache.reused += len(text.ids) * cache.keep_prefix(text)
-        cache.identity = identity
+        cache.identity, cache.text = identity, UNKNOWN
         if not identity or cache.takes_on_trust:
             return [], 0
         size = cache.options.page_size
@@ -141,7 +144,7 @@ class _Prefill(_Method):
         return keys, restore_prefix(cache, keys, (text.length - 1) // size)
 
     def _identify(self, cache: TextHolder) -> str:
-        """Return what the pages of a store depend on beside the tokens; empty: there is none."""
+        """Return what stored pages depend on besides the tokens, or "" if they cannot be used."""
         model = self._model()
         if cache.prefix_store is None or model is None:
             return ""
@@ -149,11 +152,24 @@ class _Prefill(_Method):
         if any(module.training for module in model.modules()):
             return ""
         try:
+            if any(_is_replaced(model, name) for name in (_PREFILL, _PREPARE)):
+                raise ConfigError(
+                    "prefix_store: expected the model's own prepare_inputs_for_generation(), got a "
+                    "replaced one, as PEFT's prompt tuning, p-tuning and prefix tuning do, which "
+                    "adds tokens; leave prefix_store out"
+                )
             layers = ((x.index, x.sliding_window, x.storage) for x in cache._paged.layers)
             return identify_model(model) + identify_options(cache.options, layers)
         except ConfigError as error:
             warn_once(logger, f"{cache.prefix_store} is not used: {error}")
             return ""
+
+
+def _is_replaced(model: Any, name: str) -> bool:
+    """Return whether a model's method is neither its class's nor a `_Method` around that."""
+    own = vars(model).get(name)
+    own = own.before if isinstance(own, _Method) else own
+    return own is not None and getattr(own, "__func__", None) is not getattr(type(model), name)
 
 
 def _find_text(ids: torch.Tensor, config: Any, model_kwargs: dict[str, Any]) -> Text | None:
@@ -174,8 +190,8 @@ class _PrepareInputs(_Method):
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, TextHolder) and cache.text is not None and not cache.in_prefill:
-            # Assisted decoding has no prefill: what it goes on with may be new tokens alone.
-            is_new = kwargs.get("is_first_iteration", False)
+            # Assisted decoding has no prefill, and its first tokens may be new tokens alone.
+            is_new = cache.text is UNKNOWN or kwargs.get("is_first_iteration", False)
             cache.last_step = 0 if is_new else input_ids.shape[1] - cache.text.length
-            cache.text = None if is_new else cache.text.extend(input_ids)
+            cache.text = UNKNOWN if is_new else cache.text.extend(input_ids)
         return self._stock(input_ids, *args, **kwargs)

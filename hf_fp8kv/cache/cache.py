@@ -233,26 +233,27 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """
         tokens = parse_crop(tokens_to_remove)
         self._paged.check_crop(tokens)
-        for layer in self.stock_layers:
-            layer.crop(tokens_to_remove)
-        self._paged.crop(tokens)
-        self._crop_text(tokens)
+        with self.changing_text(lambda text: text.crop(tokens)):
+            for layer in self.stock_layers:
+                layer.crop(tokens_to_remove)
+            self._paged.crop(tokens)
 
     def reset(self) -> None:
         """Remove all tokens; the layers stay, and so do addresses of the preallocated form."""
-        for layer in self.stock_layers:
-            layer.reset()
-        self._paged.reset()
-        self.text = None
+        with self.changing_text(lambda _: None):
+            for layer in self.stock_layers:
+                layer.reset()
+            self._paged.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Make sequence `i` what sequence `beam_idx[i]` was; moves page numbers, not bytes.
 
         `beam_idx` is `[B]`, integers on any device. Raise ConfigError for others than there are.
         """
-        for layer in self.stock_layers:
-            layer.reorder_cache(beam_idx)
-        self._select(beam_idx)
+        with self.changing_text(lambda text: text.select(beam_idx)):
+            for layer in self.stock_layers:
+                layer.reorder_cache(beam_idx)
+            self._paged.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times, side by side; no bytes are copied.
@@ -261,20 +262,23 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         """
         if repeats < 1:
             raise ConfigError(f"repeats: expected a whole number above 0, got {repeats!r}")
-        for layer in self.stock_layers:
-            layer.batch_repeat_interleave(repeats)
-        self._select(torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats))
+        rows = torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats)
+        with self.changing_text(lambda text: text.select(rows)):
+            for layer in self.stock_layers:
+                layer.batch_repeat_interleave(repeats)
+            self._paged.select(rows)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only the sequences `indices`, in that order; no bytes are copied.
 
         `indices` is `[B]`, integers, or bool, on any device. Raise ConfigError if none is left.
         """
-        for layer in self.stock_layers:
-            layer.batch_select_indices(indices)
-        if batch := self._paged.batch:
-            kept = torch.as_tensor(indices, device="cpu")
-            self._select(torch.arange(batch, device="cpu")[kept])
+        kept = torch.as_tensor(indices, device="cpu")
+        rows = torch.arange(batch, device="cpu")[kept] if (batch := self._paged.batch) else kept
+        with self.changing_text(lambda text: text.select(rows)):
+            for layer in self.stock_layers:
+                layer.batch_select_indices(indices)
+            self._paged.select(rows)
 
     # -- forks, files, sizes -----------------------------------------------------------------
 
@@ -305,9 +309,9 @@ class FP8PagedCache(FromCheckpoint, TextHolder):
         return cache
 
     def adopt(self, snapshot: CacheSnapshot) -> None:
-        """Hold what a snapshot for these options does; only for an empty growing cache."""
-        self._set_up(self.options, self.config, snapshot.budget)
-        self.layers = self._paged.restore_layers(snapshot)
+        """Hold the contents of a snapshot for these options; only for an empty growing cache."""
+        twin = self._restore(replace(snapshot, options=self.options, config=self.config))
+        vars(self).update(vars(twin))  # at once: the new layers exist before the old ones go
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FP8PagedCache":
         memo[id(self)] = twin = self.fork()

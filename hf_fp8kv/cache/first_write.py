@@ -74,13 +74,11 @@ class FirstWrite(PendingWrite):
         """Store the tokens, unless that is done."""
         if self.is_done:
             return
-        self.is_done = True
         layer = self._layer
         layer.k_center = self._center if layer.storage.k.centered else None
         new = self.key[:, :, self._first :], self.value[:, :, self._first :]
         ops.write(layer._pages(self._table), *new, self._lengths, layer.backend)
-        # The model may keep the handle of a layer for long.
-        del self.given, self.key, self.value
+        self.finish()
 
 
 # `write`: that of this thread which waits for its queries; weak, since an attention that never

@@ -4,6 +4,8 @@ A cache is given keys and values, never tokens: `enable` tells it those of a `ge
 (attention/reuse.py).
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +55,8 @@ class Text:
 
     def select(self, rows: Tensor) -> "Text":
         """Return rows `[B']` of the text."""
+        if not self.length:
+            return self
         rows = rows.to(self.ids.device)
         positions = self.positions
         if positions is not None and positions.shape[-2] > 1:
@@ -85,10 +89,10 @@ class Text:
         same id and position; padding, if it is padding in both.
         """
         device, width = self.ids.device, min(self.length, other.length)
-        ids, mask, positions = self._columns(width, device)
-        of_other = other._columns(width, device)
-        if not width or len(positions) != len(of_other[2]):
+        columns = [text._columns(width, device) for text in (self, other) if width]
+        if not width or len(columns[0][2]) != len(columns[1][2]):
             return list(range(len(other.ids))), 0
+        (ids, mask, positions), of_other = columns
         shared = []
         for row in range(len(other.ids)):
             new_ids, new_mask, new_positions = (part[..., row, :] for part in of_other)
@@ -104,11 +108,16 @@ class Text:
         return rows, min(best)
 
 
+# The text of a cache that is changing, or was when an exception ended the change.
+UNKNOWN = Text(torch.empty((0, 0), dtype=torch.int64, device="cpu"))
+
+
 class TextHolder(DynamicCache):
     """The part of `FP8PagedCache` that knows its text.
 
     Attributes:
-        text: what the cache holds, or will after the call that is running; None: not known.
+        text: The first tokens that the cache holds, or all of them after the running step. It is
+            `UNKNOWN` while the cache changes, and None in a cache that never got a text.
         last_step: tokens that the last step added to `text`, whether or not it got to its end.
         in_prefill: whether `generate` is giving it a prompt.
         reuse_prefix: whether `generate` may go back to where a prompt and the text part.
@@ -137,23 +146,29 @@ class TextHolder(DynamicCache):
         """The layers that are transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, PagedLayerBase)]
 
-    def _crop_text(self, tokens: int) -> None:
-        self.text = self.text and self.text.crop(tokens)
+    @contextmanager
+    def changing_text(self, change: Callable[[Text], Text | None]) -> Iterator[None]:
+        """Change the pages, and then the text; an exception in between leaves `UNKNOWN`.
 
-    def _select(self, sequences: Tensor) -> None:
-        """Make sequence `i` of pages and text what sequence `sequences[i]` was."""
-        self._paged.select(sequences)
-        self.text = self.text and self.text.select(sequences)
+        A ConfigError is raised before any page changes, so the text stays.
+        """
+        before, self.text = self.text, UNKNOWN
+        try:
+            yield
+        except ConfigError:
+            self.text = before
+            raise
+        self.text = before and change(before)
 
     def keep_prefix(self, text: Text) -> int:
-        """Keep what the cache holds of `text`, less its last token, and return how many tokens.
+        """Keep the tokens that the cache shares with `text`, except its last, and count them.
 
-        All sequences keep the same number. Where layers cannot go back that far (a window that has
-        moved on, a recurrent state), the cache is empty afterwards. If the cache does not know what
-        it holds, that is taken for the beginning of `text`.
+        All sequences keep the same number of tokens. The cache is emptied if its layers cannot go
+        back that far (a window that has moved on, a recurrent state), or if its text is not known
+        any more. A cache that never got a text is taken to hold the beginning of `text`.
 
         Raises:
-            ConfigError: the cache does not know what it holds, and it is not shorter than `text`.
+            ConfigError: The cache never got a text, and it is not shorter than `text`.
         """
         lengths = {stored for stored in self._paged.host_lengths() if stored}
         lengths |= {
@@ -161,52 +176,55 @@ class TextHolder(DynamicCache):
             for layer in self.stock_layers
             if isinstance(layer, DynamicLayer) and layer.is_initialized
         }
-        if not (length := max(lengths, default=0) or int(self.get_seq_length())):
+        length = max(lengths, default=0) or int(self.get_seq_length())
+        # A step may have been interrupted between two layers.
+        held = UNKNOWN if len(lengths) > 1 else self.text
+        if held is None:
+            self.takes_on_trust = length > 0
+            if length and text.length <= length:
+                raise ConfigError(
+                    f"expected a prompt of more than {length} tokens, which begins with those that "
+                    f"the cache holds, got {text.length}; the cache did not get them from "
+                    "generate() of an enabled model, so it cannot tell whether they are the same: "
+                    "call crop() or reset(), or make a new cache"
+                )
+            return length
+        # Or before any layer stored the tokens of the last step.
+        undone = self.last_step if held.length == length + self.last_step else 0
+        if undone:
+            held = held.crop(undone)
+        rows, shared = held.match(text)
+        shared = min(shared, text.length - 1)
+        if (
+            not shared
+            or held.length > length  # the layers were changed one by one
+            or (undone and self.stock_layers)  # a recurrent state may be further on
+            or not self._can_crop(length - shared)
+        ):
+            self.reset()  # type: ignore[no-untyped-call]
             self.takes_on_trust = False
             return 0
-        if self.text is not None and len(lengths) > 1:
-            return self._keep_nothing()  # a step was interrupted between two layers
-        if self.text is not None and self.text.length == length + self.last_step:
-            if self.last_step and self.stock_layers:
-                return self._keep_nothing()  # a recurrent state may be further on
-            self._crop_text(self.last_step)  # of which no layer has stored anything
-        # Whoever removes or adds tokens without a word leaves other lengths.
-        if self.text is None or self.text.length != length:
-            if text.length > length:
-                self.takes_on_trust = True
-                return length
-            raise ConfigError(
-                f"expected a prompt of more than {length} tokens, which begins with those that the "
-                f"cache holds, got {text.length}; the cache did not get them from generate() of an "
-                "enabled model alone, so it cannot tell whether they are the same: call crop() or "
-                "reset(), or make a new cache"
-            )
-        rows, shared = self.text.match(text)
-        shared = min(shared, text.length - 1)
-        if not shared or not self._can_crop(length - shared):
-            return self._keep_nothing()
-        if rows != list(range(len(self.text.ids))):
+        if rows != list(range(len(held.ids))):
             self.batch_select_indices(torch.tensor(rows, device="cpu"))
         if shared < length:
             self.crop(shared - length)
         return shared
 
-    def _keep_nothing(self) -> int:
-        self.reset()  # type: ignore[no-untyped-call]
-        self.takes_on_trust = False
-        return 0
+    def hold_what_is_left(self, text: Text | None, error: BaseException) -> None:
+        """Note which part of `text` the cache holds after a call that raised `error`.
 
-    def hold_what_is_left(self, text: Text, error: BaseException) -> None:
-        """Note what of `text` the cache holds after a call that raised `error`; nothing, if unsure.
-
-        Our own errors are raised before a layer stores anything; transformers' layers have no
-        such rollback.
+        This package's errors are raised before a layer stores anything. transformers' layers have
+        no such rollback, and other errors may come at any line: the cache is then emptied.
         """
+        if self.text is not UNKNOWN or text is None:
+            return  # nothing has changed yet, or the next known text empties the cache
         lengths = set(self._paged.host_lengths())
-        if isinstance(error, Fp8KVError) and len(lengths) == 1 and not self.stock_layers:
-            self.text, self.last_step = text.crop(text.length - lengths.pop()), 0
-        else:
+        if not isinstance(error, Fp8KVError) or len(lengths) > 1 or self.stock_layers:
             self.reset()  # type: ignore[no-untyped-call]
+        elif self.takes_on_trust:
+            self.text = None
+        else:
+            self.text, self.last_step = text.crop(text.length - lengths.pop()), 0
 
     def _can_crop(self, tokens: int) -> bool:
         """Return whether every layer can remove its last `tokens` tokens."""

@@ -166,10 +166,11 @@ def forget_prefix(cache: Any, keys: list[list[str]], count: int, error: Exceptio
 
 
 @contextmanager
-def kept_for_store(cache: Any, keys: list[list[str]]) -> Iterator[None]:
-    """Keep the pages that windows leave behind while a prompt is computed, and then store all.
+def kept_for_store(cache: Any, keys: list[list[str]], text: Any) -> Iterator[None]:
+    """Keep the pages that windows leave behind while `text` is computed, and then store all pages.
 
-    A text that goes on elsewhere needs the window before that place.
+    A text that diverges later needs the window before that place. Nothing is stored unless every
+    layer holds exactly the tokens of `text`: wrappers of a model may add tokens to a prompt.
     """
     store, options = cache.prefix_store, cache.options
     if all(store.has(key) for row in keys for key in row):
@@ -181,17 +182,18 @@ def kept_for_store(cache: Any, keys: list[list[str]]) -> Iterator[None]:
         for group in cache.groups.values()
         if group.window is not None and not group.record_past and options.max_pages is None
     ]
-    for group in passing:
-        group.record_past = True
     try:
+        for group in passing:
+            group.record_past = True
         yield
     finally:
         for group in passing:
             group.record_past = False
-    first = max(group.table.first for group in cache.groups.values())
-    for number, row in enumerate(keys):
-        store.write(row, partial(_take_pages, cache.paged_layers, number), first)
-        store.touch(row)
+    if {*cache._paged.host_lengths()} == {text.length}:
+        first = max(group.table.first for group in cache.groups.values())
+        for number, row in enumerate(keys):
+            store.write(row, partial(_take_pages, cache.paged_layers, number), first)
+            store.touch(row)
     for group in passing:
         group.crop(0)
 

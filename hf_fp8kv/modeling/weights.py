@@ -20,6 +20,8 @@ import transformers
 
 from ..errors import ConfigError
 
+# Hooks and replaced methods of these libraries do only what the digest covers.
+_COVERED = ("accelerate", "compressed_tensors", "hf_fp8kv", "peft", "transformers")
 # What adapters of PEFT say about themselves outside of their weights.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "lora_variant")
 # Of a config, what changes no number.
@@ -34,14 +36,16 @@ def identify_model(model: Any) -> str:
     The first call reads all weights (0.5 GB/s and more a thread); later ones compare counters.
 
     Raises:
-        ConfigError: weights that are not whole in this process.
+        ConfigError: Weights are not whole in this process, or other code changes hidden states.
     """
+    _check_code(model)
     config = {name: x for name, x in model.config.to_dict().items() if name not in _NAMES}
     device = model.device.type
     autocast = torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
     # "arguments": PEFT passes on which adapter is for which text (`adapter_names`) in such hooks.
     facts = {
-        "weights": _weights(model),
+        "rules": 2,  # Rule 1 also stored pages of prompt tuning, hooks and replaced methods.
+        "weights": digest_weights(model),
         "config": config,
         "class": type(model).__qualname__,
         "attention": str(model.config._attn_implementation),
@@ -70,8 +74,41 @@ def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _weights(model: Any) -> str:
-    """Return the digest of all parameters and buffers, or the one that is known."""
+def _check_code(model: Any) -> None:
+    """Raise ConfigError if a hook or a replaced `forward` may change hidden states."""
+    shared = torch.nn.modules.module
+    found = [*shared._global_forward_pre_hooks.values(), *shared._global_forward_hooks.values()]
+    for name, module in model.named_modules():
+        own, stock = vars(module), type(module).forward
+        found += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        found += getattr(own.get("_hf_hook"), "hooks", [own.get("_hf_hook")])  # accelerate's
+        forwards = (own.get("forward"), own.get("_old_forward"))
+        found += [code for code in forwards if getattr(code, "__func__", None) is not stock]
+        for code in found:
+            if code is not None and _library(code) not in _COVERED:
+                raise ConfigError(
+                    "prefix_store: expected no hook and no replaced forward, which may change "
+                    f"hidden states, got {getattr(code, '__qualname__', type(code).__name__)} in "
+                    f"{name or 'the model'}; remove it, or leave prefix_store out"
+                )
+        found.clear()
+
+
+def _library(function: Any) -> str:
+    """Return the top-level package that defines a function, or the class of a callable object."""
+    while isinstance(function, partial):
+        function = function.func
+    # functools.wraps copies `__module__`, but not the globals.
+    names = getattr(function, "__globals__", {"__name__": type(function).__module__})
+    return str(names.get("__name__")).partition(".")[0]
+
+
+def digest_weights(model: Any) -> str:
+    """Return the digest of all parameters and buffers, which is kept until they change.
+
+    Raises:
+        ConfigError: Weights are not whole in this process.
+    """
     tensors = dict(_tensors(model))
     state = tuple((name, *_state(tensor)) for name, tensor in tensors.items()), _sample(tensors)
     known = _known.get(model)

@@ -10,6 +10,7 @@ share an allocator.
 """
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,14 @@ import numpy.typing as npt
 from .page_allocator import NO_PAGE, Ints, PageAllocator, PageBudget
 
 Copies = tuple[Ints, Ints]
-"""Pages to copy, `(sources, destinations)`, before the destinations are written."""
+"""Pages to copy, `(sources, destinations)`, before the destinations are listed."""
 
 
 class BlockTable:
     """The pages of each sequence of a batch, in order.
+
+    A page is counted before it is listed, and unlisted before its count falls. So an exception at
+    any line, such as KeyboardInterrupt, may lose a free page but never gives a page to two owners.
 
     Attributes:
         rows: `[B, columns]`, int32; only columns `first` to `count - 1` are in use.
@@ -32,13 +36,11 @@ class BlockTable:
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.allocator = allocator
-        self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
-        self.first = 0
-        self.count = 0
-        self.version = 0
+        self.first = self.count = self.version = 0
         # What `pages_of` found in the rows of a version, by columns.
         self._found_in = -1
         self._found: dict[tuple[int, int], Ints] = {}
+        self.rows: Ints = np.full((0, 0), NO_PAGE, np.int32)
 
     def __del__(self) -> None:
         # A fork that is gone holds nothing. At exit the modules that `clear` needs may be gone too.
@@ -82,53 +84,64 @@ class BlockTable:
         new = max(0, self._pages(stop) - self.count) * batch
         return new + len(self._shared(start, stop))
 
-    def reserve(self, start: int, stop: int, batch: int, *, granted: bool = False) -> Copies:
+    def reserve(
+        self,
+        start: int,
+        stop: int,
+        batch: int,
+        copy: Callable[[Copies], None] | None = None,
+        *,
+        granted: bool = False,
+    ) -> None:
         """Give every token of `start` to `stop - 1` a page that only its sequence holds.
 
         `start // page_size >= first`; `batch` is fixed by the first call until `clear`; `granted`
-        as in `PageAllocator.take`. Return the pages whose content must be copied,
-        `(sources, destinations)`.
+        as in `PageAllocator.take`. `copy` copies the content of pages that are shared so far.
 
         Raises:
             OutOfPagesError: the budget would be passed; nothing was changed.
         """
         assert self.batch in (0, batch), (self.batch, batch)
         with self.allocator.counting():
-            return self._reserve(start, stop, batch, granted)
+            new = max(0, self._pages(stop) - self.count)
+            shared = self._shared(start, stop)
+            if new == 0 and not shared:
+                return
+            numbers = self.allocator.take(new * batch + len(shared), granted=granted)
+            index = tuple(np.array(shared, np.int64).reshape(-1, 2).T)
+            sources, own = self.rows[index], numbers[new * batch :]
+            try:
+                if copy is not None:
+                    copy((sources, own))
+            except BaseException:
+                self.allocator.drop(numbers)
+                raise
+            self.version += 1
+            if self.batch == 0:
+                self.rows = np.full((batch, 0), NO_PAGE, np.int32)
+            self._widen(self.count + new)
+            self.rows[index] = own
+            # No page becomes free here: of its holders at least one stays.
+            np.subtract.at(self.allocator.references, sources, 1)
+            if new:
+                # Sequence by sequence, so that each has its pages side by side.
+                more = numbers[: new * batch].reshape(batch, new)
+                self.rows[:, self.count : self.count + new] = more
+                self.count += new
 
-    def _reserve(self, start: int, stop: int, batch: int, granted: bool) -> Copies:
-        new = max(0, self._pages(stop) - self.count)
-        shared = self._shared(start, stop)
-        if new == 0 and not shared:
-            return _NO_COPIES
-        numbers = self.allocator.take(new * batch + len(shared), granted=granted)
-        if self.batch == 0:
-            self.rows = np.full((batch, 0), NO_PAGE, np.int32)
-        self._widen(self.count + new)
-        copies = self._unshare(shared, numbers[new * batch :])
-        if new:
-            # Sequence by sequence, so that each has its pages side by side.
-            self.rows[:, self.count : self.count + new] = numbers[: new * batch].reshape(batch, new)
-            self.count += new
+    def _unlist(self, start: int, stop: int, first: int, count: int) -> None:
+        """Drop the pages of columns `start` to `stop - 1`; `first` to `count - 1` stay in use."""
+        dropped = self.rows[:, start:stop].flatten()
         self.version += 1
-        return copies
-
-    def take_back(self, copies: Copies) -> None:
-        """List the sources of `reserve`'s copies again, which were not made."""
-        for source, page in zip(*copies, strict=True):
-            self.rows[self.rows == page] = source
-        self.allocator.share(copies[0])
-        self.allocator.drop(copies[1])
-        self.version += 1
+        self.first, self.count = first, count
+        self.rows[:, start:stop] = NO_PAGE
+        self.allocator.drop(dropped)
 
     def truncate(self, length: int) -> None:
         """Drop the pages that hold no token below `length`."""
         count = max(self._pages(length), self.first)
         if count < self.count:
-            self.allocator.drop(self.rows[:, count : self.count].ravel())
-            self.rows[:, count : self.count] = NO_PAGE
-            self.count = count
-            self.version += 1
+            self._unlist(count, self.count, self.first, count)
 
     def count_releasable(self, token: int) -> int:
         """Return how many pages `release` would make free; change nothing."""
@@ -157,43 +170,39 @@ class BlockTable:
             if int(allocator.references.sum()) != used.size:
                 return None
             pages, places = np.unique(used, return_inverse=True)
+            self.version += 1
             used[:] = places.reshape(used.shape)
             allocator.renumber(pages)
-            self.version += 1
             return pages
 
     def release(self, token: int) -> None:
         """Drop the pages that hold only tokens before `token`."""
         first = min(token // self.page_size, self.count)
         if first > self.first:
-            self.allocator.drop(self.rows[:, self.first : first].ravel())
-            self.rows[:, self.first : first] = NO_PAGE
-            self.first = first
-            self.version += 1
+            self._unlist(self.first, first, first, self.count)
 
     def select(self, sequences: npt.NDArray[np.integer]) -> None:
         """Make sequence `i` what sequence `sequences[i]` was; pages are shared, not copied."""
-        old = self.used().ravel().copy()
-        self.rows = self.rows[sequences]
-        self.allocator.share(self.used().ravel())
-        self.allocator.drop(old)
-        self.version += 1
+        self._list(self.rows[sequences], self.first, self.count)
 
     def unroll(self, first: int, count: int) -> None:
         """Make a table whose column `i % columns` is logical page `i` one of pages `first` on."""
-        old, columns = self.used().ravel().copy(), np.arange(first, count)
         rows = np.full((self.batch, count), NO_PAGE, np.int32)
-        rows[:, first:] = self.rows[:, columns % max(self.count, 1)]
-        self.rows, self.first, self.count = rows, first, count
-        self.allocator.share(self.used().ravel())
-        self.allocator.drop(old)
+        rows[:, first:] = self.rows[:, np.arange(first, count) % max(self.count, 1)]
+        self._list(rows, first, count)
+
+    def _list(self, rows: Ints, first: int, count: int) -> None:
+        """List the pages of `rows`, whose columns `first` to `count - 1` are in use, instead."""
+        old = self.used()
+        self.allocator.share(rows[:, first:count])
         self.version += 1
+        self.rows, self.first, self.count = rows, first, count
+        self.allocator.drop(old)
 
     def fork(self) -> "BlockTable":
         """Return a table with the same pages, each held once more."""
         fork = BlockTable(self.allocator)
-        fork.rows, fork.first, fork.count = self.rows.copy(), self.first, self.count
-        self.allocator.share(fork.used().ravel())
+        fork._list(self.rows.copy(), self.first, self.count)
         return fork
 
     @classmethod
@@ -219,10 +228,7 @@ class BlockTable:
 
     def clear(self) -> None:
         """Drop every page; the batch size is free again."""
-        self.allocator.drop(self.used().ravel())
-        self.rows = np.full((0, 0), NO_PAGE, np.int32)
-        self.first = self.count = 0
-        self.version += 1
+        self._list(np.full((0, 0), NO_PAGE, np.int32), 0, 0)
 
     def check(self, *others: "BlockTable") -> None:
         """Raise AssertionError with the counts unless allocator and tables agree.
@@ -270,16 +276,6 @@ class BlockTable:
                 left[page] = holders - 1
         return places
 
-    def _unshare(self, places: list[tuple[int, int]], numbers: Ints) -> Copies:
-        if not places:
-            return _NO_COPIES
-        index = tuple(np.array(places).T)
-        sources = self.rows[index].copy()
-        self.rows[index] = numbers
-        # No page becomes free here: of its holders at least one stays.
-        np.subtract.at(self.allocator.references, sources, 1)
-        return sources, numbers
-
     def _widen(self, columns: int) -> None:
         have = self.rows.shape[1]
         if columns > have:
@@ -287,6 +283,3 @@ class BlockTable:
             extra = max(columns + columns // 4, 8) - have
             blank = np.full((self.batch, extra), NO_PAGE, np.int32)
             self.rows = np.concatenate([self.rows, blank], axis=1)
-
-
-_NO_COPIES: Copies = (np.zeros(0, np.int32), np.zeros(0, np.int32))

@@ -165,12 +165,7 @@ class LayerGroup:
         else:
             self.release_passed(keep_recorded=True)
             self.shrink()
-        copies = self.table.reserve(kept, stop, batch, granted=True)
-        try:
-            self.copy_pages(copies)
-        except BaseException:
-            self.table.take_back(copies)  # some layers do not have them: out of memory, Ctrl-C
-            raise
+        self.table.reserve(kept, stop, batch, self.copy_pages, granted=True)
 
     def _first_kept(self, stop: int) -> int:
         """Return the first token of the pages that hold the last window of `stop` tokens."""
@@ -257,11 +252,11 @@ class LayerGroup:
 
     def shrink(self) -> None:
         """Renumber the pages if few are held, by no fork; on an error no group holds any token."""
-        if not self.table.allocator.is_sparse or (pages := self.table.compact()) is None:
+        if not self.table.allocator.is_sparse:
             return
         try:
-            for pool in self.pools:
-                if pool.is_allocated:
+            if (pages := self.table.compact()) is not None:
+                for pool in filter(lambda pool: pool.is_allocated, self.pools):
                     pool.keep(pages)
         except BaseException:  # out of memory, Ctrl-C: some layers have the old numbers
             for group in filter(None, (ref() for ref in self.siblings)):
@@ -323,7 +318,9 @@ class LayerGroup:
 
     def clear(self) -> None:
         """Drop all tokens; the batch size is free again."""
-        self.store_pending()
+        if self.pending is not None:
+            self.pending.finish()
+            self.pending = None
         if self._passage is not None and self._passage.table is not None:
             # Forks may hold the pools of before.
             self._undo_passage(self._passage)

@@ -155,10 +155,9 @@ class OffloadedPool(PagePool):
             self._prepare_move()
             self.wait()
             self.device_pool.grow(pages)
-        # Last, since what is above may fail.
-        more = np.zeros(pages - self.pages, bool)
-        self._on_device = np.concatenate([self._on_device, more])
-        self._on_host = np.concatenate([self._on_host, more])
+        # Last, since the lines above may fail, and at once.
+        flags, more = (self._on_device, self._on_host), np.zeros(pages - self.pages, bool)
+        self._on_device, self._on_host = (np.concatenate([old, more]) for old in flags)
 
     # -- between the tiers -------------------------------------------------------------------
 
@@ -192,8 +191,8 @@ class OffloadedPool(PagePool):
         self.store()
         self.wait()
         if self.device_pool.is_allocated:
-            self.device_pool.free()
             self._on_device[:] = False
+            self.device_pool.free()
             self.budget.note_place(self)
 
     def written(self, table: BlockTable, start: int, stop: int) -> None:

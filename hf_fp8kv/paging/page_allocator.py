@@ -3,6 +3,7 @@
 All allocators of a cache share a `PageBudget`. Integers only, no bytes.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,7 +29,6 @@ class PageBudget:
     Attributes:
         page_size: slots per page, in tokens.
         max_pages: the most pages held at once; None: no limit.
-        held: pages held now.
         fetched: bytes that were brought to the device, where pages lie in host memory, too.
         returned: bytes that were brought back.
     """
@@ -36,8 +36,13 @@ class PageBudget:
     def __init__(self, page_size: int, max_pages: int | None = None) -> None:
         self.page_size = page_size
         self.max_pages = max_pages
-        self.held = 0
         self.fetched = self.returned = 0
+        self.allocators: weakref.WeakSet[PageAllocator] = weakref.WeakSet()
+
+    @property
+    def held(self) -> int:
+        """Pages held now."""
+        return sum(allocator.held for allocator in self.allocators)
 
     def require(self, pages: int) -> None:
         """Raise OutOfPagesError if `pages` more would pass the budget; change nothing."""
@@ -56,6 +61,7 @@ class PageAllocator:
 
     def __init__(self, budget: PageBudget) -> None:
         self.budget = budget
+        budget.allocators.add(self)
         self.references: Ints = np.zeros(0, np.int32)
         self._free: list[int] = []
         self._orphans: list[Ints] = []
@@ -102,18 +108,17 @@ class PageAllocator:
             self._extend(missing if self.exact else max(missing + missing // GROWTH_SHARE, step))
         numbers = np.array([self._free.pop() for _ in range(pages)], np.int32)
         self.references[numbers] = 1
-        self.budget.held += pages
         return numbers
 
     def reset(self) -> None:
         """Remove every page; only while none is held."""
         assert self.held == 0, f"{self.held} pages are held"
-        self.references, self._free = np.zeros(0, np.int32), []
+        self._free, self.references = [], np.zeros(0, np.int32)
 
     def renumber(self, pages: Ints) -> None:
         """Make `pages`, all that are held, pages 0, 1, ...; the free ones are gone."""
         assert len(pages) == self.held, f"{self.held} pages are held, {len(pages)} are kept"
-        self.references, self._free = self.references[pages], []
+        self._free, self.references = [], self.references[pages]
 
     def _extend(self, pages: int) -> None:
         if self.budget.max_pages is not None:
@@ -132,9 +137,8 @@ class PageAllocator:
         with self.counting():
             held = pages[pages != NO_PAGE]
             np.subtract.at(self.references, held, 1)
-            freed = sorted(set(held[self.references[held] == 0].tolist()), reverse=True)
-            self._free.extend(freed)
-            self.budget.held -= len(freed)
+            freed = set(held[self.references[held] == 0].tolist())
+            self._free.extend(sorted(freed, reverse=True))
 
     def abandon(self, pages: Ints) -> None:
         """Drop the pages of a table that is gone: now, or after what is being counted.

@@ -155,9 +155,8 @@ class PagePool:
         return [min(most, pages - start) for start in range(0, pages, most)]
 
     def _use(self, blocks: list[torch.Tensor]) -> None:
-        self._blocks, self.addresses = blocks, address_pages(blocks)
-        for name, tensor in self._layout.split(blocks[0]).items():
-            setattr(self, name, tensor)
+        parts = self._layout.split(blocks[0])
+        vars(self).update(parts, _blocks=blocks, addresses=address_pages(blocks))  # at once
 
     def empty_tokens(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys `[B, Hkv, 0, Dk]` and values `[B, Hkv, 0, Dv]` like those of `allocate`."""
@@ -223,9 +222,10 @@ class PagePool:
             return
         self._prepare_move()
         # One after the other: at most one exists twice at a time. K last: `pages` is read from it.
+        kept = self.pages
         for name, old in reversed(self.tensors().items()):
             new = zeros((pages, *old.shape[1:]), old.dtype, old.device)
-            new[: len(old)] = old
+            new[:kept] = old[:kept]
             setattr(self, name, new)
             del old
 
@@ -295,32 +295,31 @@ class PagePool:
 
     def keep(self, pages: Ints) -> None:
         """Keep only `pages`, ascending, as pages 0, 1, ...; those that do not exist are zero."""
+        self._replace(len(pages), pages[pages < self.pages], in_blocks=self.in_blocks)
+
+    def _replace(self, pages: int, kept: npt.NDArray[np.integer], *, in_blocks: bool) -> None:
+        """Have `pages` pages, of which the first are those that `kept` names, in new tensors.
+
+        The old tensors stay until the new ones are filled, so an exception changes nothing.
+        """
         self._prepare_move()
-        kept = pages[pages < self.pages]
-        if self.in_blocks:
-            old_blocks, self._blocks = self._blocks, []
-            self._append(len(pages), old_blocks[0].device)
-            start = 0
-            for size in self._block_sizes(len(kept)):
-                numbers = np.arange(start, start + size)
-                put_pages(self._blocks, numbers, take_pages(old_blocks, kept[numbers]))
-                start += size
-            return
-        index = upload(kept.astype(np.int64), self.k.device)
-        # One tensor after the other, as in `grow`.
-        for name, old in self.tensors().items():
-            new = zeros((len(pages), *old.shape[1:]), old.dtype, old.device)
-            new[: len(kept)] = old[index]
-            setattr(self, name, new)
-            del old
+        new = PagePool._empty_twin(self)
+        key, value = (tokens.to(self.k.device) for tokens in self.empty_tokens(1))
+        new.pinned = self.pinned
+        new.allocate(key, value, pages, in_blocks=in_blocks)
+        start = 0
+        for size in self._block_sizes(len(kept)):
+            new.put(start, self.take(kept[start : start + size]))
+            start += size
+        vars(self).update(vars(new), device=self.device)
 
     def free(self) -> None:
         """Give the bytes back; `allocate` brings new ones."""
         self.pending.clear()
+        self.is_allocated = False
         for name in self.parts()[0]:
             delattr(self, name)
         self._forget()
-        self.is_allocated = False
 
     def zero(self) -> None:
         """Set every page to zero, at the same address."""
@@ -333,15 +332,11 @@ class PagePool:
         self._prepare_move()
         # Towards the CPU torch would return before the bytes are there.
         waits = device.type == "cpu"
-        if self.in_blocks:
-            if self._blocks[0].device != device:
-                self.addresses = None
-                for i, block in enumerate(self._blocks):
-                    self._blocks[i] = block.to(device, non_blocking=not waits)
-                self._use(self._blocks)
-            return
-        for name, tensor in self.tensors().items():
-            setattr(self, name, tensor.to(device, non_blocking=not waits))
+        if not self.in_blocks:
+            tensors = self.tensors().items()
+            vars(self).update({n: x.to(device, non_blocking=not waits) for n, x in tensors})
+        elif self._blocks[0].device != device:
+            self._use([block.to(device, non_blocking=not waits) for block in self._blocks])
 
     def pin(self) -> None:
         """Move blocks to pinned memory."""
@@ -352,18 +347,7 @@ class PagePool:
         """Bring the pages into blocks, or out of them, where they are."""
         if not self.is_allocated or in_blocks == self.in_blocks:
             return
-        self._prepare_move()
-        pages, place, computes = self.pages, self.k.device, self.device
-        old = self._empty_twin()
-        vars(old).update(vars(self))
-        self._forget()
-        self.device = place
-        self.allocate(*self.empty_tokens(1), pages, in_blocks=in_blocks)
-        self.device = computes
-        start = 0
-        for size in self._block_sizes(pages):
-            self.put(start, old.take(np.arange(start, start + size)))
-            start += size
+        self._replace(self.pages, np.arange(self.pages), in_blocks=in_blocks)
 
     def bytes_per_page(self) -> int:
         """Return the bytes of one page: K, V and dynamic scales."""

@@ -46,6 +46,7 @@ class PendingWrite:
             self.finish()
 
     def finish(self) -> None:
-        """Let go of the pages, which are to have their memory back when the layer leaves it."""
+        """Free the pages and the tokens: the model may keep the handle of a layer for long."""
         self.is_done = True
-        del self._pages, self.key, self.value
+        for name in ("_pages", "given", "key", "value"):
+            vars(self).pop(name, None)

@@ -73,7 +73,7 @@ class PreallocatedGroup(LayerGroup):
         needed = sum(group.table.pages_needed(0, room, batch) for group, room in rooms)
         self.table.allocator.budget.require(needed)
         for group, room in rooms:
-            group.copy_pages(group.table.reserve(0, room, batch))
+            group.table.reserve(0, room, batch, group.copy_pages)
             group.columns = -(-tokens // self.page_size)
             group.ring = group.table.count if group.table.count < group.columns else 0
 
@@ -95,7 +95,7 @@ class PreallocatedGroup(LayerGroup):
         """Give each sequence pages of its own for what is written from `length` on."""
         start = 0 if self.ring else length
         slots = (self.ring or self.columns) * self.page_size
-        self.copy_pages(self.table.reserve(start, slots, self.table.batch))
+        self.table.reserve(start, slots, self.table.batch, self.copy_pages)
 
     def unroll(self, length: int) -> None:
         """Keep all tokens from now on, with `length` of them stored.

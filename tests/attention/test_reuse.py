@@ -207,7 +207,7 @@ def test_tokens_from_calls_outside_generate() -> None:
     more = torch.cat([said, chat.words(7)], 1)
     chat.model(input_ids=more[:, 29:33], past_key_values=chat.cache)
     _, computed = chat.answer(more)
-    assert computed == 37 - 33
+    assert computed == 37 - 29, "only the tokens of generate() are trusted"
     chat.cache.reset()
     chat.model(input_ids=more[:, :20], past_key_values=chat.cache)
     with pytest.raises(ConfigError, match="more than 20 tokens"):
@@ -218,8 +218,30 @@ def test_tokens_from_calls_outside_generate() -> None:
     # Fewer tokens than the text has, as in libraries that drop some.
     for layer in chat.cache.layers:
         layer.crop(-3)
-    with pytest.raises(ConfigError, match="cannot tell"):
-        chat.answer(more[:, :30])
+    _, computed = chat.answer(more[:, :30])
+    assert computed == 30
+
+
+@torch.no_grad()
+def test_tokens_that_replace_others_are_not_trusted() -> None:
+    """A direct call stores other tokens in the place of the last tokens of an answer."""
+    chat = Chat("gqa")
+    said, _ = chat.answer(chat.words(21))
+    chat.cache.crop(-3)
+    chat.model(input_ids=chat.words(3), past_key_values=chat.cache)
+    _, computed = chat.answer(torch.cat([said, chat.words(4)], 1))
+    assert computed == 34 - 26
+
+
+@torch.no_grad()
+def test_a_text_that_was_known_is_not_trusted_later() -> None:
+    """Embeddings that continue a known text, and then a prompt that does not continue them."""
+    chat = Chat("gqa")
+    chat.answer(chat.words(21))
+    embeds = chat.model.get_input_embeddings()(chat.words(40))
+    chat.model.generate(inputs_embeds=embeds, past_key_values=chat.cache, **GREEDY)
+    _, computed = chat.answer(chat.words(90))
+    assert computed == 90
 
 
 def test_positions_and_embeddings_are_part_of_the_text() -> None:

@@ -3,6 +3,7 @@
 import copy
 import errno
 import fcntl
+import functools
 import io
 import os
 import pickle
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +21,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import LlavaConfig
 
 from hf_fp8kv import (
@@ -58,14 +62,23 @@ class Reader:
         self.store = PrefixStore(folder, max_bytes=max_bytes)
         self.keywords = {"page_size": PAGE, **keywords}
         self.calls: list[int] = []
-        self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._count_calls()
         self.enable()
 
     def enable(self) -> None:
         enable(self.model, prefix_store=self.store, **self.keywords)
 
-    def _count(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
-        self.calls.append(kwargs["input_ids"].shape[1])
+    def _count_calls(self) -> None:
+        """Count in a subclass of the same name: a hook would keep the store from being used."""
+        stock, calls = type(self.model), self.calls
+
+        @functools.wraps(stock.forward)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(kwargs.get("input_ids", kwargs.get("inputs_embeds")).shape[1])
+            return stock.forward(model, *args, **kwargs)
+
+        members = {"forward": forward, "__qualname__": stock.__qualname__}
+        self.model.__class__ = type(stock.__name__, (stock,), members)
 
     def plain_cache(self) -> FP8PagedCache:
         keywords = {**self.keywords, "prefill": "stored"}
@@ -245,9 +258,10 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert reader.answer(ids) == 30
 
 
-def _with_adapters(_module: Any, _args: Any, kwargs: Any, *, adapter_names: list[str]) -> None:
-    """Stand for the hook of PEFT that selects an adapter for each prompt."""
-    assert adapter_names
+# Stands for the hook of PEFT that selects an adapter for each prompt.
+_with_adapters = types.FunctionType(
+    (lambda _module, _args, _kwargs, *, adapter_names: None).__code__, {"__name__": "peft.hooks"}
+)
 
 
 def test_changes_that_torch_does_not_count(tmp_path: Path) -> None:
@@ -308,6 +322,105 @@ def test_tokens_that_may_differ_from_the_prompt_are_not_stored(tmp_path: Path) -
     reader.model.eval()
     assert not files_of(tmp_path)
     assert reader.answer(ids) == 40
+
+
+def _steer(_module: Any, _args: Any, output: Any) -> Any:
+    return output * 1.5
+
+
+def _replace_forward(model: Any) -> None:
+    module = model.model.layers[0].mlp
+    stock = module.forward
+    module.forward = functools.wraps(stock)(lambda states: stock(states) * 0.5)
+
+
+def _replace_under_accelerate(model: Any) -> None:
+    _replace_forward(model)
+    add_hook_to_module(model.model.layers[0].mlp, AlignDevicesHook("cpu"))
+
+
+class _Steer(ModelHook):
+    def post_forward(self, module: Any, output: Any) -> Any:
+        return output * 1.5
+
+
+def _add_tokens(model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Put two tokens before the prompt, as embeddings, as PEFT's prompt tuning does."""
+    inputs = stock(*args, **kwargs) | {"position_ids": None}
+    if kwargs.get("is_first_iteration"):
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        inputs["inputs_embeds"] = torch.cat([embeds[:, :2] * 2, embeds], 1)
+    return inputs
+
+
+def _add_tokens_in_method(model: Any) -> None:
+    stock = type(model).prepare_inputs_for_generation.__get__(model)
+    model.prepare_inputs_for_generation = partial(_add_tokens, model, stock)
+
+
+def _add_tokens_in_class(model: Any) -> None:
+    stock = type(model).prepare_inputs_for_generation
+    members = {
+        "prepare_inputs_for_generation": lambda model, *args, **kwargs: _add_tokens(
+            model, stock.__get__(model), *args, **kwargs
+        ),
+        "__qualname__": type(model).__qualname__,
+    }
+    model.__class__ = type("Tuned", (type(model),), members)
+
+
+CODE: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(_steer),
+    "a hook before": lambda model: model.model.norm.register_forward_pre_hook(lambda *_: None),
+    "a hook of all modules": lambda _: register_module_forward_hook(lambda *_: None),
+    "a forward": _replace_forward,
+    "a forward under accelerate": _replace_under_accelerate,
+    "a hook in accelerate": lambda model: add_hook_to_module(model.model.layers[0].mlp, _Steer()),
+    "more tokens": _add_tokens_in_method,
+}
+
+
+@pytest.mark.parametrize("change", CODE.values(), ids=CODE.keys())
+def test_code_that_may_change_hidden_states(
+    change: Callable[[Any], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a model neither uses a store nor leaves pages there, and says why."""
+    assert Reader(tmp_path / "clean").answer(words(40)) == 40
+    tuned = Reader(tmp_path / "tuned", dtype="fp8")
+    handle = change(tuned.model)
+    for folder in ("tuned", "clean"):
+        tuned.store = PrefixStore(tmp_path / folder)
+        tuned.enable()
+        before = files_of(tmp_path / folder)
+        for _ in range(2):
+            tuned.model.generate(words(40), **GREEDY)
+        tuned.store.flush()
+        usage = tuned.store.usage()
+        assert (usage.hits, usage.misses, files_of(tmp_path / folder)) == (0, 0, before)
+    if hasattr(handle, "remove"):
+        handle.remove()
+    assert len([x for x in caplog.messages if "prefix_store: expected" in x]) >= 1
+
+
+def test_tokens_that_a_model_adds_are_not_stored(tmp_path: Path) -> None:
+    tuned = Reader(tmp_path)
+    _add_tokens_in_class(tuned.model)
+    cache = tuned.new_cache()
+    said = tuned.model.generate(words(40), past_key_values=cache, **GREEDY)
+    tuned.store.flush()
+    assert not files_of(tmp_path)
+    again = tuned.model.generate(words(40), past_key_values=cache, **GREEDY)
+    assert_same(again, said, "a cache that holds more tokens than the prompt")
+
+
+def test_code_of_known_libraries_leaves_the_store_in_use(tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    add_hook_to_module(reader.model.model.layers[0], AlignDevicesHook("cpu", io_same_device=True))
+    with torch.no_grad():
+        reader.model(input_ids=words(4), output_hidden_states=True)  # transformers adds hooks
+    assert reader.answer(words(40)) == 40
+    assert reader.answer(words(40)) == 8
+    assert Reader(tmp_path).answer(words(40)) == 8
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["weights", "training"])
@@ -1030,11 +1143,12 @@ def test_odd_folders(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_model_with_a_store_can_be_copied(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     reader.answer(words(40))
+    reader.model.__class__ = reader.model.__class__.__base__
     for twin in (copy.deepcopy(reader.model), pickle.loads(pickle.dumps(reader.model))):
         cache = twin.generate(words(40), return_dict_in_generate=True, **GREEDY).past_key_values
         assert cache.restored == 32
         assert cache.fork().prefix_store is cache.prefix_store
     disable(reader.model)
-    reader.calls.clear()
+    usage = reader.store.usage()
     reader.model.generate(words(40), **GREEDY)
-    assert reader.calls[0] == 40
+    assert reader.store.usage() == usage

@@ -4,6 +4,7 @@ The state machine's model has no page numbers: a sequence is a list of tokens, a
 objects whose holders are counted.
 """
 
+import contextlib
 import copy
 import itertools
 import subprocess
@@ -513,8 +514,18 @@ def test_every_page_from_a_token_on_is_kept(token, first):
 def test_a_full_page_is_shared_and_a_filling_one_is_copied():
     for length, copied in ((8, 0), (7, 2)):
         table = written(length, batch=2)
-        fork = table.fork()
-        assert len(table.reserve(length, 9, 2)[0]) == copied
+        fork, sources = table.fork(), list[int]()
+
+        def fail(pages: tuple[np.ndarray, np.ndarray], sources: list[int] = sources) -> None:
+            sources.extend(pages[0])
+            if len(pages[0]):
+                raise MemoryError
+
+        held = table.allocator.held
+        with contextlib.suppress(MemoryError):
+            table.reserve(length, 9, 2, fail)
+        assert len(sources) == copied
+        assert table.allocator.held == held + (2 if not copied else 0), "a failure takes no page"
         table.check(fork)
 
 

@@ -1,0 +1,184 @@
+"""Ctrl-C at any line of the package: the same cache then answers another prompt rightly."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_fp8kv
+from hf_fp8kv import ConfigError, FP8PagedCache, PrefixStore, enable
+from tests.helpers.assertions import assert_same
+from tests.helpers.margins import wide_margins
+from tests.helpers.tiny_models import tiny
+
+# Python drops an exception in the cleanup of an object, and continues.
+pytestmark = [
+    pytest.mark.text,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+PACKAGE = str(Path(hf_fp8kv.__file__).parent)
+GREEDY = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+PAGE = 8
+Point = tuple[str, int, int]
+
+
+def is_in_del(frame: Any) -> bool:
+    """Return whether Python would print an exception of this frame and continue."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
+def trace(call: Callable[[], Any], point: Point | None = None) -> Counter[tuple[str, int]]:
+    """Count how often `call` runs each line of the package, and interrupt it at `point`."""
+    counts: Counter[tuple[str, int]] = Counter()
+
+    def on_line(frame: Any, event: str, _argument: Any) -> Any:
+        if event == "line":
+            line = frame.f_code.co_filename, frame.f_lineno
+            counts[line] += 1
+            if point == (*line, counts[line]) and not is_in_del(frame):
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return on_line
+
+    def on_call(frame: Any, _event: str, _argument: Any) -> Any:
+        return on_line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    sys.settrace(on_call)
+    try:
+        call()
+    except KeyboardInterrupt:
+        assert point is not None
+    finally:
+        sys.settrace(None)
+    return counts
+
+
+class Chat:
+    """A model, prompts and their answers from new caches."""
+
+    def __init__(self, name: str, folder: Path, **keywords: Any) -> None:
+        self.model, _ = tiny(name, max_position_embeddings=512)
+        self.keywords = {"page_size": PAGE, "prefill": "stored", **keywords}
+        enable(self.model, **self.keywords)
+        generator = torch.Generator().manual_seed(3)
+        first, second, third = torch.randint(2, 98, (3, 1, 200), generator=generator)
+        self.held = first[:, :90]
+        # It shares 21 tokens with what is held.
+        self.forked = torch.cat([first[:, :21], second[:, :30]], 1)
+        # Longer than all that a cache may hold by then, with nothing and with 33 tokens in common.
+        self.others = third[:, :110], torch.cat([first[:, :33], third[:, :90]], 1)
+        self.truth = [
+            self.say(self.new_cache(), ids, logits_processor=wide_margins(1e-5))
+            for ids in self.others
+        ]
+        self.folder = folder
+        # Most of the pages, so that the rest is renumbered, or what the window allows.
+        self.removed = -86 if name == "gqa" else -3
+
+    def new_cache(self) -> FP8PagedCache:
+        return FP8PagedCache(self.model.config, **self.keywords)
+
+    def say(self, cache: FP8PagedCache, ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
+        said: torch.Tensor = self.model.generate(ids, past_key_values=cache, **GREEDY, **keywords)
+        return said
+
+    def filled(self) -> FP8PagedCache:
+        cache = self.new_cache()
+        self.say(cache, self.held)
+        return cache
+
+    def stored(self) -> FP8PagedCache:
+        """Return a new cache with a store that has the prompt's pages."""
+        keywords = {name: x for name, x in self.keywords.items() if name != "prefill"}
+        store = PrefixStore(self.folder)
+        cache = FP8PagedCache(self.model.config, prefix_store=store, **keywords)
+        if not any(self.folder.glob("*.safetensors")):
+            self.say(cache, self.held)
+            store.flush()
+            return self.stored()
+        return cache
+
+    def check(self, cache: FP8PagedCache, where: Any) -> None:
+        """Assert that the cache answers other prompts rightly, or raises a ConfigError."""
+        for ids, expected in zip(self.others, self.truth, strict=True):
+            try:
+                said = self.say(cache, ids)
+            except ConfigError:
+                cache.reset()
+                said = self.say(cache, ids)
+            assert_same(said, expected, where)
+
+
+Begin = Callable[[Chat], FP8PagedCache]
+CALLS: dict[str, tuple[Begin, Callable[[Chat, FP8PagedCache], Any]]] = {
+    "first prompt": (Chat.new_cache, lambda chat, cache: chat.say(cache, chat.held)),
+    "next prompt": (Chat.filled, lambda chat, cache: chat.say(cache, chat.forked)),
+    "beams": (Chat.filled, lambda chat, cache: chat.say(cache, chat.forked, num_beams=2)),
+    "crop": (Chat.filled, lambda chat, cache: cache.crop(chat.removed)),
+    "reset": (Chat.filled, lambda chat, cache: cache.reset()),
+    "restore": (Chat.stored, lambda chat, cache: chat.say(cache, chat.held)),
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "growing": {}, "offloaded": {"offloading": True}, "preallocated": {"max_cache_len": 160}
+}  # fmt: skip
+GRID = [
+    *(("gqa", "growing", call) for call in CALLS), ("sliding_and_full", "growing", "next prompt")
+]  # fmt: skip
+FULL_GRID = [
+    *GRID, ("sliding_and_full", "offloaded", "next prompt"), ("gqa", "preallocated", "next prompt")
+]  # fmt: skip
+SLOW = ("first prompt", "beams", "restore")
+# A sample of lines at their first run, or all lines, in quick calls at their last run as well.
+TIERS = [(*where, 20) for where in GRID]
+TIERS += [pytest.param(*where, 0, marks=pytest.mark.full) for where in FULL_GRID]
+
+
+@pytest.mark.parametrize(("name", "form", "call", "sample"), TIERS)
+def test_any_line(name: str, form: str, call: str, sample: int, tmp_path: Path) -> None:
+    chat = Chat(name, tmp_path, **FORMS[form])
+    begin, do = CALLS[call]
+    cache = begin(chat)
+    cache.fork()  # as below: the next writer looks again at which pages are shared
+    counts = trace(partial(do, chat, cache))
+    points = [
+        (*line, number)
+        for line, most in sorted(counts.items())
+        for number in {1, 1 if sample or call in SLOW else most}
+    ]
+    for point in points[:: len(points) // sample if sample else 1]:
+        cache = begin(chat)
+        fork = cache.fork()
+        trace(partial(do, chat, cache), point)
+        chat.check(cache, point)
+        if fork.get_seq_length():
+            chat.check(fork, ("a fork", *point))
+
+
+@pytest.mark.parametrize("last", [1, 2, 4])
+def test_no_memory_for_renumbered_pages(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crop raises before it makes a tensor of the first or the second layer."""
+    chat = Chat("gqa", tmp_path)
+    cache, stock, calls = chat.filled(), torch.zeros, []
+
+    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == last:
+            raise MemoryError
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(MemoryError):
+        cache.crop(chat.removed)
+    short = chat.held[:, :20]  # fewer pages than the layers had
+    assert_same(chat.say(cache, short), chat.say(chat.new_cache(), short))
+    chat.check(cache, last)
